@@ -1,0 +1,32 @@
+"""The checksum that travels with every block: XXH3-64 over the bytes, seeded with the key.
+
+The seed makes a checksum say "these are the bytes *of this key*": an index that returned the
+wrong extent, intact, would still be caught. XXH3 runs near memory speed and the library
+releases the GIL for large inputs. It guards against accidents, not against forgery.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from kvpool.types import Buffer, Namespace
+
+
+def namespace_seed(namespace: Namespace, part: int) -> int:
+    """Half of the seed: equal for all blocks of one part, so hot loops compute it once."""
+    return xxhash.xxh3_64_intdigest(f"{namespace.parts}/{part}/{namespace.name}".encode())
+
+
+def block_seed(namespace_part_seed: int, digest: bytes) -> int:
+    """The seed for one block."""
+    return xxhash.xxh3_64_intdigest(digest, namespace_part_seed)
+
+
+def checksum(buffer: Buffer, seed: int) -> int:
+    """The checksum of a whole block at once."""
+    return xxhash.xxh3_64_intdigest(buffer, seed)
+
+
+def hasher(seed: int) -> xxhash.xxh3_64:
+    """The same checksum, fed piece by piece with `update` and read with `intdigest`."""
+    return xxhash.xxh3_64(seed=seed)

@@ -1,0 +1,1 @@
+"""kvpool core: pure bookkeeping. No asyncio, no clock, no randomness, no I/O."""

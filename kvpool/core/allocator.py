@@ -1,0 +1,175 @@
+"""Extents inside one segment, with exact accounting.
+
+Two-level segregated fit (Masmano et al., TLSF, ECRTS 2004): free extents are kept in size
+classes, eight to each power of two, and a bit mask tells which classes are not empty, so finding
+room takes no search. Neighbours are joined when an extent is freed. Everything is a multiple of
+`alignment`, and `free + allocated == capacity` holds after each call.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvpool.errors import InvariantViolated, UsageError
+
+#: log2 of the classes per power of two: a class spans at most 1/8 of its size.
+_STEPS_LOG2: Final = 3
+
+
+def _class_of(units: int) -> int:
+    """The class that a free extent of `units` belongs to (rounding down)."""
+    power = units.bit_length() - 1
+    if power <= _STEPS_LOG2:
+        return units
+    return ((power - _STEPS_LOG2 + 1) << _STEPS_LOG2) + (
+        (units >> (power - _STEPS_LOG2)) & ((1 << _STEPS_LOG2) - 1)
+    )
+
+
+def _class_that_fits(units: int) -> int:
+    """The first class all of whose extents hold `units` (rounding up)."""
+    power = units.bit_length() - 1
+    if power <= _STEPS_LOG2:
+        return units
+    return _class_of(units + (1 << (power - _STEPS_LOG2)) - 1)
+
+
+class Allocator:
+    """Hands out non-overlapping extents of one segment; offsets and sizes are bytes."""
+
+    def __init__(self, capacity: int, alignment: int = 4096) -> None:
+        if alignment < 1 or alignment & (alignment - 1):
+            raise UsageError(f"alignment is {alignment}, expected a power of two")
+        if capacity < alignment:
+            raise UsageError(f"capacity is {capacity} bytes, expected at least {alignment}")
+        self.alignment = alignment
+        self.capacity = capacity - capacity % alignment
+        self.allocated = 0
+        self._sizes: dict[int, int] = {}  # offset -> size of each allocated extent
+        self._free: dict[int, int] = {}  # offset -> size of each free extent
+        self._free_ends: dict[int, int] = {}  # end -> offset, to join with the left neighbour
+        self._classes: dict[int, dict[int, None]] = {}  # class -> offsets, newest last
+        self._nonempty = 0  # bit i is set when class i has an extent
+        self._put_free(0, self.capacity)
+
+    def __repr__(self) -> str:
+        return f"<Allocator {self.allocated}/{self.capacity} bytes, {len(self._free)} free extents>"
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.allocated
+
+    def rounded(self, size: int) -> int:
+        """What an extent for `size` bytes really takes."""
+        return -(-size // self.alignment) * self.alignment
+
+    def allocate(self, size: int) -> int | None:
+        """An offset with room for `size` bytes, or None. Changes nothing when it is None."""
+        size = self.rounded(size)
+        units = size // self.alignment
+        candidates = self._nonempty >> (fit := _class_that_fits(units))
+        if candidates:
+            extent_class = fit + (candidates & -candidates).bit_length() - 1
+            offset = next(reversed(self._classes[extent_class]))
+        else:
+            # One class lower extents may fit, too; looking at each is what keeps the last
+            # hole of exactly the right size usable when the segment is full.
+            found = self._exact_fit(units, size)
+            if found is None:
+                return None
+            offset = found
+        offset = self._carve(offset, size)
+        self._sizes[offset] = size
+        self.allocated += size
+        return offset
+
+    def release(self, offset: int) -> int:
+        """Take back an extent and return its size. Raises InvariantViolated on a double free."""
+        try:
+            size = freed = self._sizes.pop(offset)
+        except KeyError:
+            raise InvariantViolated(f"no extent is allocated at {offset}: freed twice?") from None
+        self.allocated -= size
+        right = offset + size
+        if right in self._free:
+            size += self._take_free(right)
+        left = self._free_ends.get(offset)
+        if left is not None:
+            size += self._take_free(left)
+            offset = left
+        self._put_free(offset, size)
+        return freed
+
+    def extents(self) -> dict[int, int]:
+        """Every allocated extent, offset to size; for `check` of the books above."""
+        return self._sizes
+
+    def check(self) -> None:
+        """Free and allocated extents tile the segment exactly, and every index agrees."""
+        extents = sorted([*self._sizes.items(), *self._free.items()])
+        position = 0
+        for offset, size in extents:
+            if offset != position or size <= 0 or size % self.alignment:
+                raise InvariantViolated(f"extent {offset}+{size}: expected one at {position}")
+            position += size
+        if position != self.capacity:
+            raise InvariantViolated(f"extents end at {position}, capacity is {self.capacity}")
+        if sum(self._sizes.values()) != self.allocated:
+            raise InvariantViolated(f"allocated is {self.allocated}, extents say otherwise")
+        if {end: offset for offset, size in self._free.items() for end in (offset + size,)} != (
+            self._free_ends
+        ):
+            raise InvariantViolated("free extents and their ends disagree")
+        for offset, size in self._free.items():
+            if offset + size in self._free:
+                raise InvariantViolated(f"free neighbours at {offset + size} were not joined")
+            if offset not in self._classes.get(_class_of(size // self.alignment), ()):
+                raise InvariantViolated(f"free extent {offset}+{size} is in no class")
+        if sum(map(len, self._classes.values())) != len(self._free):
+            raise InvariantViolated("a class names an extent that is not free")
+        if self._nonempty != sum(1 << index for index, offsets in self._classes.items() if offsets):
+            raise InvariantViolated("the class mask is wrong")
+
+    def _exact_fit(self, units: int, size: int) -> int | None:
+        offsets = self._classes.get(_class_of(units), ())
+        for looked_at, offset in enumerate(offsets):
+            if self._free[offset] >= size:
+                return offset
+            if looked_at == 16:  # bounded work; a miss only costs one more eviction
+                break
+        return None
+
+    def _carve(self, offset: int, size: int) -> int:
+        """Cut `size` bytes off the end of a free extent and return where they start.
+
+        The end, because the rest then keeps its offset and, mostly, its class.
+        """
+        whole = self._free[offset]
+        rest = whole - size
+        before = _class_of(whole // self.alignment)
+        if not rest or _class_of(rest // self.alignment) != before:
+            self._take_free(offset)
+            if rest:
+                self._put_free(offset, rest)
+        else:
+            self._free[offset] = rest
+            del self._free_ends[offset + whole]
+            self._free_ends[offset + rest] = offset
+        return offset + rest
+
+    def _put_free(self, offset: int, size: int) -> None:
+        self._free[offset] = size
+        self._free_ends[offset + size] = offset
+        index = _class_of(size // self.alignment)
+        self._classes.setdefault(index, {})[offset] = None
+        self._nonempty |= 1 << index
+
+    def _take_free(self, offset: int) -> int:
+        size = self._free.pop(offset)
+        del self._free_ends[offset + size]
+        index = _class_of(size // self.alignment)
+        offsets = self._classes[index]
+        del offsets[offset]
+        if not offsets:
+            self._nonempty &= ~(1 << index)
+        return size

@@ -1,0 +1,60 @@
+"""The life of an extent, as a table.
+
+    FREE --reserve--> RESERVED --seal--> STORED --evict/remove--> FREE
+                         |                  \\--remove while pinned--> DOOMED --last unpin--> FREE
+                         |--cancel--> FREE
+                         \\--writer lost--> QUARANTINED --writer gone--> FREE
+
+Only STORED is visible to readers. DOOMED has left the index, but a reader still looks at the
+bytes. QUARANTINED belongs to a writer whose link we closed while its process may be alive: with
+shared memory it can still store into the extent, so the extent rests until that process is gone.
+A pair that is not in the table is a bug or a hostile peer; `after` refuses it.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from kvpool.errors import InvariantViolated
+
+
+class State(enum.IntEnum):
+    FREE = 0
+    RESERVED = 1
+    STORED = 2
+    DOOMED = 3
+    QUARANTINED = 4
+
+
+class Event(enum.IntEnum):
+    RESERVE = 0
+    SEAL = 1
+    CANCEL = 2
+    WRITER_LOST = 3
+    WRITER_GONE = 4
+    EVICT = 5
+    REMOVE = 6
+    REMOVE_PINNED = 7
+    LAST_UNPIN = 8
+
+
+TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
+    (State.FREE, Event.RESERVE): State.RESERVED,
+    (State.RESERVED, Event.SEAL): State.STORED,
+    (State.RESERVED, Event.CANCEL): State.FREE,
+    (State.RESERVED, Event.WRITER_LOST): State.QUARANTINED,
+    (State.QUARANTINED, Event.WRITER_GONE): State.FREE,
+    (State.STORED, Event.EVICT): State.FREE,
+    (State.STORED, Event.REMOVE): State.FREE,
+    (State.STORED, Event.REMOVE_PINNED): State.DOOMED,
+    (State.DOOMED, Event.LAST_UNPIN): State.FREE,
+}
+
+
+def after(state: State, event: Event) -> State:
+    """The next state. Raises InvariantViolated when the table has no such arrow."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise InvariantViolated(f"{event.name} in state {state.name}") from None

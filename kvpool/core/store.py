@@ -1,0 +1,517 @@
+"""The server's books: which block lies where, who may touch it, what must go.
+
+Pure: a method takes `now`, changes the books, and returns. It moves no bytes and awaits nothing,
+so between two calls the books are whole, which is what `check` states. What the rest of the pool
+must learn (blocks stored, blocks gone) collects in `take_changes`, in order.
+
+An *owner* is one client connection. Reservations and pins belong to it and go when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvpool.core.allocator import Allocator
+from kvpool.core.eviction import LRU, Policy
+from kvpool.core.history import History
+from kvpool.core.lifecycle import Event, State, after
+from kvpool.errors import BadMessage, InvariantViolated
+from kvpool.types import (
+    ROOT,
+    Extent,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Reservation,
+    WriteStatus,
+)
+
+
+class Index:
+    """The blocks of one part of one namespace on this server."""
+
+    __slots__ = ("blocks", "namespace", "orphans", "part")
+
+    def __init__(self, namespace: Namespace, part: int) -> None:
+        self.namespace = namespace
+        self.part = part
+        self.blocks: dict[bytes, Entry] = {}  # RESERVED and STORED
+        self.orphans: dict[bytes, int] = {}  # absent parent -> how many children are here
+
+
+class Entry:
+    """One extent and what is known about it. Slotted: there are millions."""
+
+    __slots__ = (
+        "checksum",
+        "children",
+        "digest",
+        "generation",
+        "index",
+        "offset",
+        "parent",
+        "pins",
+        "queued",
+        "size",
+        "stamp",
+        "state",
+    )
+
+    def __init__(
+        self, index: Index, digest: bytes, parent: bytes, offset: int, size: int, generation: int
+    ) -> None:
+        self.index = index
+        self.digest = digest
+        self.parent = parent
+        self.offset = offset
+        self.size = size
+        self.generation = generation
+        self.checksum = 0
+        self.state = State.RESERVED
+        self.pins = 0
+        self.children = 0  # blocks on this server that name this one as parent
+        self.stamp = 0
+        self.queued = False
+
+    def __lt__(self, other: Entry) -> bool:
+        """Breaks ties in the policy's heap, where parts of one block share a stamp."""
+        return self.generation < other.generation
+
+    def __repr__(self) -> str:
+        return f"<Entry {self.digest.hex()[:12]} {self.state.name} at {self.offset}+{self.size}>"
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.offset, self.size, self.generation)
+
+
+@dataclass(slots=True)
+class Owner:
+    """What one connection holds, by the id that was given out for it."""
+
+    reservations: dict[int, Entry]
+    pins: dict[int, Entry]
+
+
+class Change(NamedTuple):
+    """A block of this server became visible (`HIT`) or left, and why."""
+
+    namespace: Namespace
+    part: int
+    digest: bytes
+    status: ReadStatus
+
+
+class Store:
+    """The books of one segment."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alignment: int = 4096,
+        policy: Policy[Entry] | None = None,
+        history_limit: int = 65_536,
+    ) -> None:
+        self.allocator = Allocator(capacity, alignment)
+        self.policy: Policy[Entry] = policy or LRU()
+        self.history = History(history_limit)
+        self.stored = 0  # visible blocks (parts count singly)
+        self.stored_bytes = 0
+        self.evicted = 0
+        self.evicted_bytes = 0
+        self._indexes: dict[tuple[Namespace, int], Index] = {}
+        self._owners: dict[int, Owner] = {}
+        self._quarantine: dict[int, list[Entry]] = {}
+        self._doomed: dict[int, Entry] = {}  # by offset
+        self._changes: list[Change] = []
+        self._next_id = 1
+
+    def __repr__(self) -> str:
+        return f"<Store {self.stored} blocks, {self.allocator!r}>"
+
+    # --- writing ---------------------------------------------------------------------
+
+    def reserve(
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        sizes: Sequence[int],
+        now: float,
+    ) -> list[Reservation]:
+        """Room for each block that is not here yet, evicting what may go.
+
+        One writer gets `RESERVED`; the others hear `IN_PROGRESS` or `ALREADY_STORED`. After the
+        first `NO_SPACE` the rest of the batch is refused too: a prefix is worth more than a hole.
+        """
+        index = self._indexes.get((namespace, part))
+        if index is None:
+            index = self._indexes[namespace, part] = Index(namespace, part)
+        reservations = self._owner(owner).reservations
+        answers: list[Reservation] = []
+        full = False
+        for digest, parent, size in zip(digests, parents, sizes, strict=True):
+            known = index.blocks.get(digest)
+            if known is not None:
+                answers.append(self._already_here(known, now))
+            elif size > self.allocator.capacity:
+                answers.append(Reservation(WriteStatus.TOO_LARGE))
+            elif full or (offset := self._make_room(size)) is None:
+                full = True
+                answers.append(Reservation(WriteStatus.NO_SPACE))
+            else:
+                entry = Entry(index, digest, parent, offset, size, self._new_id())
+                self.policy.touch(entry, now)
+                self._link(entry)
+                reservations[entry.generation] = entry
+                answers.append(Reservation(WriteStatus.RESERVED, entry.generation, entry.extent))
+        self._drop_if_empty(index)
+        return answers
+
+    def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
+        """Make a reserved block visible, all at once. Raises BadMessage for a foreign id."""
+        entry = self._take_reservation(owner, id)
+        entry.state = after(entry.state, Event.SEAL)
+        entry.checksum = checksum
+        self.policy.touch(entry, now)
+        self.stored += 1
+        self.stored_bytes += entry.size
+        self.history.came_back(entry.index.namespace, entry.digest)
+        self._announce(entry, ReadStatus.HIT)
+        self._offer(entry)
+        return WriteStatus.STORED
+
+    def cancel(self, owner: int, id: int) -> None:
+        """Give a reservation back; nothing of it was ever visible."""
+        entry = self._take_reservation(owner, id)
+        entry.state = after(entry.state, Event.CANCEL)
+        self._unlink(entry)
+        self.allocator.release(entry.offset)
+
+    # --- reading ---------------------------------------------------------------------
+
+    def pin(
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        now: float,
+        room: Sequence[int] | None = None,
+    ) -> list[Pin]:
+        """Hold each block that is here until it is unpinned; a reason for each that is not.
+
+        `room` is how many bytes the reader has for each; a block that is larger is not pinned.
+        """
+        index = self._indexes.get((namespace, part))
+        blocks = index.blocks if index is not None else {}
+        pins = self._owner(owner).pins
+        answers: list[Pin] = []
+        for position, digest in enumerate(digests):
+            entry = blocks.get(digest)
+            if entry is None:
+                reason = self.history.reason(namespace, digest)
+                # Whoever sent the reader here is wrong; in-order news is the correction.
+                self._changes.append(Change(namespace, part, digest, reason))
+                answers.append(Pin(reason))
+            elif entry.state is not State.STORED:
+                answers.append(Pin(ReadStatus.BEING_WRITTEN))
+            elif room is not None and room[position] < entry.size:
+                answers.append(Pin(ReadStatus.BUFFER_TOO_SMALL))
+            else:
+                entry.pins += 1
+                self.policy.touch(entry, now)
+                id = self._new_id()
+                pins[id] = entry
+                answers.append(Pin(ReadStatus.HIT, id, entry.extent, entry.checksum))
+        return answers
+
+    def unpin(self, owner: int, id: int) -> None:
+        """Let go of one pin. Raises BadMessage when the owner does not hold it."""
+        entry = self._owner(owner).pins.pop(id, None)
+        if entry is None:
+            raise BadMessage(f"unpin of {id}, which this connection does not hold")
+        entry.pins -= 1
+        if entry.pins == 0:
+            if entry.state is State.DOOMED:
+                entry.state = after(entry.state, Event.LAST_UNPIN)
+                del self._doomed[entry.offset]
+                self.allocator.release(entry.offset)
+            else:
+                self._offer(entry)
+
+    # --- removing --------------------------------------------------------------------
+
+    def remove(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        reason: ReadStatus = ReadStatus.REMOVED,
+        part: int | None = None,
+    ) -> list[bool]:
+        """Forget sealed blocks, every part of them here (or just `part`); True where one was.
+
+        A pinned block becomes invisible at once, and its memory free with the last unpin.
+        """
+        removed = [False] * len(digests)
+        for which in range(namespace.parts) if part is None else (part,):
+            index = self._indexes.get((namespace, which))
+            for position, digest in enumerate(digests if index is not None else ()):
+                entry = index.blocks.get(digest) if index is not None else None
+                if entry is not None and entry.state is State.STORED:
+                    removed[position] = True
+                    self._leave(entry, Event.REMOVE_PINNED if entry.pins else Event.REMOVE, reason)
+        return removed
+
+    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> None:
+        """The connection is gone, and with it every pin and reservation.
+
+        With `may_still_write` the reserved extents rest in quarantine until `writer_gone`,
+        because a living process still has them mapped.
+        """
+        held = self._owners.get(owner)
+        if held is None:
+            return
+        for id in list(held.pins):
+            self.unpin(owner, id)
+        for id, entry in list(held.reservations.items()):
+            if may_still_write:
+                del held.reservations[id]
+                entry.state = after(entry.state, Event.WRITER_LOST)
+                self._unlink(entry)
+                self._quarantine.setdefault(owner, []).append(entry)
+            else:
+                self.cancel(owner, id)
+        del self._owners[owner]
+
+    def writer_gone(self, owner: int) -> None:
+        """The process behind a quarantined owner has ended: nobody can write there any more."""
+        for entry in self._quarantine.pop(owner, ()):
+            entry.state = after(entry.state, Event.WRITER_GONE)
+            self.allocator.release(entry.offset)
+
+    # --- looking ---------------------------------------------------------------------
+
+    def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
+        """The sealed block, if it is here. Touches nothing (G9)."""
+        index = self._indexes.get((namespace, part))
+        entry = index.blocks.get(digest) if index is not None else None
+        return entry if entry is not None and entry.state is State.STORED else None
+
+    def take_changes(self) -> list[Change]:
+        """What became visible or left since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def inventory(self) -> list[Entry]:
+        """Every sealed block now. The entries are live: check `state` before using one later."""
+        return [
+            entry
+            for index in self._indexes.values()
+            for entry in index.blocks.values()
+            if entry.state is State.STORED
+        ]
+
+    @property
+    def pins(self) -> int:
+        return sum(len(owner.pins) for owner in self._owners.values())
+
+    @property
+    def reservations(self) -> int:
+        return sum(len(owner.reservations) for owner in self._owners.values())
+
+    @property
+    def quarantined(self) -> int:
+        return sum(len(entries) for entries in self._quarantine.values())
+
+    def check(self) -> None:
+        """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
+        self.allocator.check()
+        held: dict[int, Entry] = {}
+        for (namespace, part), index in self._indexes.items():
+            if (index.namespace, index.part) != (namespace, part):
+                raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
+            if not index.blocks and not index.orphans:
+                raise InvariantViolated(f"empty index of {namespace} part {part} was kept")
+            children: dict[bytes, int] = {}
+            for digest, entry in index.blocks.items():
+                if entry.digest != digest or entry.index is not index:
+                    raise InvariantViolated(f"{entry!r} is misfiled")
+                if entry.state not in (State.RESERVED, State.STORED):
+                    raise InvariantViolated(f"{entry!r} is in the index")
+                if entry.parent != ROOT:
+                    children[entry.parent] = children.get(entry.parent, 0) + 1
+                held[entry.offset] = entry
+            for digest, entry in index.blocks.items():
+                if entry.children != children.pop(digest, 0):
+                    raise InvariantViolated(f"{entry!r} has a wrong count of children")
+                if self._evictable(entry) and not entry.queued:
+                    raise InvariantViolated(f"{entry!r} could go but is not offered: a leak")
+            if children != index.orphans:
+                raise InvariantViolated("the count of children of absent parents is wrong")
+        for entry in (*self._doomed.values(), *(e for q in self._quarantine.values() for e in q)):
+            if entry.offset in held:
+                raise InvariantViolated(f"{entry!r} shares its extent with {held[entry.offset]!r}")
+            held[entry.offset] = entry
+        sizes = {offset: self.allocator.rounded(entry.size) for offset, entry in held.items()}
+        if sizes != self.allocator.extents():
+            raise InvariantViolated("allocated extents and blocks disagree (G3)")
+        self._check_owners(held)
+
+    def _check_owners(self, held: dict[int, Entry]) -> None:
+        pins: dict[int, int] = {}
+        reserved: set[int] = set()
+        for owner in self._owners.values():
+            for entry in owner.pins.values():
+                if held.get(entry.offset) is not entry:
+                    raise InvariantViolated(f"{entry!r} is pinned, but its extent was freed (G4)")
+                pins[entry.offset] = pins.get(entry.offset, 0) + 1
+            for entry in owner.reservations.values():
+                if held.get(entry.offset) is not entry or entry.offset in reserved:
+                    raise InvariantViolated(f"{entry!r} is reserved twice or was freed (G4)")
+                reserved.add(entry.offset)
+        for offset, entry in held.items():
+            if entry.pins != pins.get(offset, 0):
+                raise InvariantViolated(f"{entry!r} counts {entry.pins} pins")
+            if (entry.state is State.RESERVED) != (offset in reserved):
+                raise InvariantViolated(f"{entry!r}: state and reservations disagree")
+            if entry.state is State.DOOMED and not entry.pins:
+                raise InvariantViolated(f"{entry!r} is doomed and nobody holds it")
+        stored = [entry for entry in held.values() if entry.state is State.STORED]
+        if (len(stored), sum(entry.size for entry in stored)) != (self.stored, self.stored_bytes):
+            raise InvariantViolated("the counts of stored blocks and bytes are wrong")
+
+    # --- inside ----------------------------------------------------------------------
+
+    def _owner(self, owner: int) -> Owner:
+        held = self._owners.get(owner)
+        if held is None:
+            held = self._owners[owner] = Owner({}, {})
+        return held
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _take_reservation(self, owner: int, id: int) -> Entry:
+        entry = self._owner(owner).reservations.pop(id, None)
+        if entry is None:
+            raise BadMessage(f"reservation {id} does not belong to this connection")
+        return entry
+
+    def _already_here(self, entry: Entry, now: float) -> Reservation:
+        if entry.state is State.RESERVED:
+            return Reservation(WriteStatus.IN_PROGRESS)
+        self.policy.touch(entry, now)
+        return Reservation(WriteStatus.ALREADY_STORED)
+
+    def _make_room(self, size: int) -> int | None:
+        """An offset for `size` bytes, evicting victims until it fits; None when none is left."""
+        while (offset := self.allocator.allocate(size)) is None:
+            victim = self.policy.victim(self._evictable)
+            if victim is None:
+                return None
+            for entry in self._parts(victim):
+                self.evicted += 1
+                self.evicted_bytes += entry.size
+                self._leave(entry, Event.EVICT, ReadStatus.EVICTED)
+        return offset
+
+    def _parts(self, entry: Entry) -> list[Entry]:
+        """The parts of the block that are on this server, this one included."""
+        namespace = entry.index.namespace
+        if namespace.parts == 1:
+            return [entry]
+        indexes = (self._indexes.get((namespace, part)) for part in range(namespace.parts))
+        return [
+            found
+            for index in indexes
+            if index is not None and (found := index.blocks.get(entry.digest)) is not None
+        ]
+
+    def _evictable(self, entry: Entry) -> bool:
+        """Sealed, unpinned, no children: for all parts here, which leave together.
+
+        Of parts used at different times the latest use counts; `stamp` is corrected here.
+        """
+        if entry.index.namespace.parts == 1:
+            return entry.state is State.STORED and not entry.pins and not entry.children
+        parts = self._parts(entry)
+        latest = max(part.stamp for part in parts)
+        if latest != entry.stamp:
+            entry.stamp = latest
+            return False
+        return all(
+            part.state is State.STORED and not part.pins and not part.children for part in parts
+        )
+
+    def _offer(self, entry: Entry) -> None:
+        """Tell the policy about a block that may have become evictable, with all its parts."""
+        if entry.index.namespace.parts == 1:
+            if not entry.queued and not entry.children and not entry.pins:
+                self.policy.offer(entry)
+        else:
+            for part in self._parts(entry):
+                self.policy.offer(part)
+
+    def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+        """A sealed block goes: out of the index, its extent free or doomed, the news out."""
+        entry.state = after(entry.state, event)
+        self._unlink(entry)
+        self.stored -= 1
+        self.stored_bytes -= entry.size
+        self.policy.forget(entry)
+        self.history.left(entry.index.namespace, entry.digest, reason)
+        self._announce(entry, reason)
+        if entry.state is State.DOOMED:
+            self._doomed[entry.offset] = entry
+        else:
+            self.allocator.release(entry.offset)
+
+    def _announce(self, entry: Entry, status: ReadStatus) -> None:
+        index = entry.index
+        self._changes.append(Change(index.namespace, index.part, entry.digest, status))
+
+    def _link(self, entry: Entry) -> None:
+        """Enter the index and count as a child, also of a parent that is not here (yet)."""
+        index = entry.index
+        index.blocks[entry.digest] = entry
+        if index.orphans:
+            entry.children = index.orphans.pop(entry.digest, 0)
+        if entry.parent != ROOT:
+            parent = index.blocks.get(entry.parent)
+            if parent is None:
+                index.orphans[entry.parent] = index.orphans.get(entry.parent, 0) + 1
+            else:
+                entry.parent = parent.digest  # share the bytes object
+                parent.children += 1
+
+    def _unlink(self, entry: Entry) -> None:
+        """Leave the index. Children that stay behind wait for another copy of their parent."""
+        index = entry.index
+        del index.blocks[entry.digest]
+        if entry.children:
+            index.orphans[entry.digest] = entry.children
+            entry.children = 0
+        if entry.parent != ROOT:
+            parent = index.blocks.get(entry.parent)
+            if parent is not None:
+                parent.children -= 1
+                if not parent.children:
+                    self._offer(parent)
+            else:
+                left = index.orphans[entry.parent] - 1
+                if left:
+                    index.orphans[entry.parent] = left
+                else:
+                    del index.orphans[entry.parent]
+        self._drop_if_empty(index)
+
+    def _drop_if_empty(self, index: Index) -> None:
+        if not index.blocks and not index.orphans:
+            self._indexes.pop((index.namespace, index.part), None)

@@ -1,0 +1,288 @@
+"""The contracts between the rooms: what a transport, a tier and a network must do.
+
+Small `Protocol`s, no base classes: an implementation inherits nothing and imports only this
+module, `types`, `errors` and `wire`. Times are seconds of the running loop's clock; a `deadline`
+is a point on it. Whatever fails raises one of `kvpool.errors`, never an OSError.
+
+    A transport never retries.   A channel never caches.   A tier never allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvpool.types import (
+    Extent,
+    Namespace,
+    Outgoing,
+    Pin,
+    ReadResult,
+    ReadStatus,
+    Reservation,
+    Wanted,
+    WriteStatus,
+)
+
+# --- the server's side of a transport ----------------------------------------------------
+
+
+class Peer(NamedTuple):
+    """Who is at the other end, for the server's books and logs."""
+
+    name: str
+    pid: int = 0
+    transport: str = ""
+
+
+class Connection(Protocol):
+    """One client connection in the server's books. Its pins and reservations die with it."""
+
+    async def reserve(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        sizes: Sequence[int],
+        *,
+        deadline: float,
+    ) -> list[Reservation]:
+        """Room for each block; waits for space until `deadline`, then says NO_SPACE.
+
+        A status other than RESERVED asks for no bytes.
+        """
+
+    async def seal(
+        self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
+    ) -> list[WriteStatus]:
+        """The bytes are in place: the blocks become visible, and with `visible` the masters know.
+
+        Every other reservation of this connection is given back. Raises BadMessage for an id
+        that is not reserved here.
+        """
+
+    def pin(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+    ) -> list[Pin]:
+        """Hold the blocks that are here; the extent of a hit is safe to read until `unpin`."""
+
+    def unpin(self, pins: Sequence[Pin]) -> None:
+        """Let go of the hits among `pins`."""
+
+    def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
+        """Forget blocks, every part; True where one was."""
+
+    async def suspect(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[bool]:
+        """A reader saw a wrong checksum: look again here, and drop what is rotten."""
+
+    def view(self, extent: Extent) -> memoryview:
+        """The memory of an extent that this connection has reserved or pinned."""
+
+    def close(self, *, may_still_write: bool = False) -> None:
+        """Drop all pins and reservations. Idempotent.
+
+        With `may_still_write` the reserved extents are not reused before `writer_gone`.
+        """
+
+    def writer_gone(self) -> None:
+        """The process that might still write has ended."""
+
+
+class BlockStore(Protocol):
+    """What a block server offers to the transports that listen for it."""
+
+    @property
+    def cluster(self) -> str:
+        """Only clients of the same cluster are served."""
+
+    @property
+    def server(self) -> str:
+        """This server's id."""
+
+    @property
+    def tier(self) -> Tier:
+        """The memory that extents lie in."""
+
+    def connect(self, peer: Peer) -> Connection:
+        """Open the books for one client connection. Raises Overloaded at the limit."""
+
+
+class Listener(Protocol):
+    """A transport that accepts clients for one server."""
+
+    @property
+    def address(self) -> str:
+        """`scheme://...`, as a client must dial it."""
+
+    async def close(self) -> None:
+        """Stop accepting and end every connection. Idempotent."""
+
+
+# --- the client's side of a transport ----------------------------------------------------
+
+
+class Writing(NamedTuple):
+    """What is common to the blocks of one write."""
+
+    namespace: Namespace
+    part: int
+    visible: bool
+
+
+class Reading(NamedTuple):
+    """What is common to the blocks of one read. `verify` checks every checksum."""
+
+    namespace: Namespace
+    part: int
+    verify: bool = True
+
+
+class Channel(Protocol):
+    """A client's path to one server. Any number of calls at once.
+
+    A cancelled or failed call leaves nothing behind: no pin, no reservation, and no byte is
+    written into or read from the caller's buffers after it has ended.
+    """
+
+    async def write(
+        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+    ) -> list[WriteStatus]:
+        """Store blocks, at most BATCH_BLOCKS_MAX. Raises Unavailable or PeerError."""
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        """Fill the buffers of the blocks that are there; CORRUPT where a checksum is wrong."""
+
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        """Forget blocks; True where the server had one."""
+
+    async def suspect(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        """Tell the server of wrong checksums; True where it agreed and dropped the block."""
+
+    async def close(self) -> None:
+        """End the channel; waits for nothing but its own copies in progress."""
+
+    def abort(self) -> None:
+        """End it now: synchronous, idempotent, the only reaction to a half-sent frame."""
+
+
+class View(NamedTuple):
+    """A block in place: the pool's own memory, read-only, valid inside the `with`."""
+
+    status: ReadStatus
+    data: memoryview | None = None
+
+
+@runtime_checkable
+class Viewable(Protocol):
+    """A channel that can show pinned memory itself, without any copy (shm, inproc)."""
+
+    def read_view(
+        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+    ) -> AbstractAsyncContextManager[list[View]]:
+        """Pin blocks and look at them; they are unpinned on exit."""
+
+
+class Transport(Protocol):
+    """One per scheme. Interchangeable: the pool never asks which one it has."""
+
+    @property
+    def scheme(self) -> str:
+        """`tcp`, `shm`, `inproc`, `ucx`."""
+
+    @property
+    def same_host(self) -> bool:
+        """True when it reaches servers on the caller's host only."""
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        """Serve `store` at `address` (empty: a free one). Raises ConfigError or Unavailable."""
+
+    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+        """Dial a server. Raises Unavailable or PeerError."""
+
+
+# --- tiers -------------------------------------------------------------------------------
+
+
+class Tier(Protocol):
+    """Memory with addresses. It moves bytes and never allocates."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def alignment(self) -> int: ...
+
+    @property
+    def survives_restart(self) -> bool: ...
+
+    async def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`. Raises Corrupt or Unavailable when the medium fails."""
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        """Store `buffer` at `offset`."""
+
+    def close(self) -> None:
+        """Give the memory back. Views that are still held keep it alive."""
+
+
+@runtime_checkable
+class Addressable(Protocol):
+    """A tier whose memory can be looked at in place."""
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """`size` bytes at `offset`, no copy."""
+
+
+@runtime_checkable
+class Mappable(Protocol):
+    """A tier that other processes on this host can map."""
+
+    @property
+    def fd(self) -> int:
+        """A sealed memfd of `capacity` bytes; the tier keeps owning it."""
+
+
+# --- control plane -------------------------------------------------------------------------
+
+#: Answers one request: (type, body) to (type, body). Synchronous, so a master's state is never
+#: seen half changed. A KvpoolError becomes an `Error` message to that peer alone.
+Handler = Callable[[int, bytes], tuple[int, bytes]]
+
+
+class Link(Protocol):
+    """Requests to one master. Any number at once, each with its own deadline."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+        """The answer. Raises DeadlineExceeded, Overloaded or Closed."""
+
+    def close(self) -> None:
+        """Fail what is pending. Idempotent."""
+
+
+class Network(Protocol):
+    """How control messages travel; zmq in production, a simulated one in tests."""
+
+    def connect(self, address: str) -> Link:
+        """A link that connects, and reconnects, by itself."""
+
+    async def serve(self, address: str, handler: Handler) -> Listener:
+        """Answer requests at `address`. Raises ConfigError when it is taken."""
+
+    def close(self) -> None:
+        """Close every link."""

@@ -1,0 +1,252 @@
+"""The vocabulary: the values that every room of the house passes around.
+
+All are immutable. Sizes, offsets and capacities are bytes; `deadline` and `now` are seconds
+of the running event loop's clock. A *digest* is the 16 to 32 bytes an engine computed for a
+token prefix; together with its namespace it is the block's key.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from kvpool.errors import BadKey
+
+#: Anything that exposes its memory: bytes, bytearray, memoryview, numpy array, CPU tensor.
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+#: The parent of a chain's first block.
+ROOT: Final = b""
+
+DIGEST_SIZE_MIN: Final = 16
+DIGEST_SIZE_MAX: Final = 32
+#: Blocks in one message. Larger calls are split by the client.
+BATCH_BLOCKS_MAX: Final = 1024
+#: One block. Far above any engine's; it bounds what a length from the wire may claim.
+BLOCK_SIZE_MAX: Final = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must be equal for bytes to be interchangeable, as one name.
+
+    `parts` is how many writers (tensor- or pipeline-parallel ranks) share one logical block;
+    a block is present only when every part is. It is part of the identity: the same name with
+    another number of parts is another namespace.
+    """
+
+    name: str
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= 512 or not self.name.isprintable():
+            raise BadKey(f"namespace {self.name[:40]!r}: expected 1 to 512 printable characters")
+        if not 1 <= self.parts <= 256:
+            raise BadKey(f"namespace {self.name[:40]!r}: parts is {self.parts}, expected 1 to 256")
+
+
+class BlockKey(NamedTuple):
+    """What names one part of one block."""
+
+    namespace: Namespace
+    digest: bytes
+    part: int = 0
+
+    def __str__(self) -> str:
+        part = f"#{self.part}" if self.namespace.parts > 1 else ""
+        return f"{self.digest.hex()[:12]}{part}"
+
+
+class ReadStatus(enum.IntEnum):
+    """What became of one block of a match or read: `HIT`, or the reason of the miss."""
+
+    HIT = 0
+    #: No record of this key: never written, or so long ago that the record has aged out.
+    NEVER_WRITTEN = 1
+    #: Thrown out to make room.
+    EVICTED = 2
+    #: Removed by a caller.
+    REMOVED = 3
+    #: Every server that holds it is dead, unreachable, or restarted empty.
+    SERVER_LOST = 4
+    #: Its bytes failed their checksum; that copy is dropped.
+    CORRUPT = 5
+    #: The deadline came first.
+    DEADLINE = 6
+    #: A writer has reserved it and not sealed it yet.
+    BEING_WRITTEN = 7
+    #: Some parts are present, not all.
+    PART_MISSING = 8
+    #: No master answered, so nobody could say where it is.
+    NO_MASTER = 9
+    #: The server refused for load: too many pending requests.
+    REFUSED = 10
+    #: The caller's buffer is smaller than the block. The client raises `BadBuffer` for it.
+    BUFFER_TOO_SMALL = 11
+
+    @property
+    def hit(self) -> bool:
+        return self is ReadStatus.HIT
+
+    @property
+    def label(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+class WriteStatus(enum.IntEnum):
+    """What became of one block of a write."""
+
+    #: Sealed, checksummed, visible.
+    STORED = 0
+    #: The pool has it; this write moved no bytes.
+    ALREADY_STORED = 1
+    #: Another writer has it reserved and will seal or drop it.
+    IN_PROGRESS = 2
+    #: No room could be made by the deadline.
+    NO_SPACE = 3
+    #: Space is reserved; the bytes have not arrived. Never a final answer.
+    RESERVED = 4
+    #: The deadline came first; the block is not stored.
+    DEADLINE = 5
+    #: The server went away in mid-write; the block is not stored.
+    SERVER_LOST = 6
+    #: No master answered, so nobody could say where to put it.
+    NO_MASTER = 7
+    #: Larger than the server's whole segment.
+    TOO_LARGE = 8
+
+    @property
+    def present(self) -> bool:
+        """The pool holds the block now, whoever wrote it."""
+        return self in (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
+
+    @property
+    def label(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+class ReadResult(NamedTuple):
+    """One block's outcome; `size` bytes of the buffer are the block, the rest is untouched."""
+
+    status: ReadStatus
+    size: int = 0
+
+
+class Extent(NamedTuple):
+    """A piece of one segment. `generation` grows with each reuse, so a stale one is seen."""
+
+    offset: int
+    size: int
+    generation: int
+
+
+class Reservation(NamedTuple):
+    """The server's answer for one block of a write; the extent is yours until seal or cancel."""
+
+    status: WriteStatus
+    id: int = 0
+    extent: Extent | None = None
+
+
+class Pin(NamedTuple):
+    """The server's answer for one block of a read; the extent stays until unpinned."""
+
+    status: ReadStatus
+    id: int = 0
+    extent: Extent | None = None
+    checksum: int = 0
+
+
+class Replica(NamedTuple):
+    """One sealed copy of one part: where it lies."""
+
+    server: str
+    tier: str
+    part: int = 0
+
+
+class Run(NamedTuple):
+    """Consecutive blocks `first` to `last` (both included) that lie in the same places."""
+
+    first: int
+    last: int
+    replicas: tuple[Replica, ...]
+
+
+class Match(NamedTuple):
+    """The longest prefix of a chain that the pool holds, and why it ends there.
+
+    Advice, not a lease: blocks may be evicted before they are read, which is then a miss.
+    """
+
+    runs: tuple[Run, ...]
+    length: int
+    stopped: ReadStatus
+
+
+class Member(NamedTuple):
+    """A block server as a master sees it. Sizes in bytes, ages in seconds."""
+
+    server: str
+    epoch: int
+    host: str
+    addresses: tuple[str, ...]
+    tiers: tuple[str, ...]
+    alive: bool
+    heard_s: float
+    capacity: int
+    used: int
+    blocks: int
+    pins: int
+    reservations: int
+    rss: int
+    victim_age_s: float
+    counters: dict[str, int]
+
+
+class Explanation(NamedTuple):
+    """Where one block is, or why it is not."""
+
+    key: BlockKey
+    status: ReadStatus
+    replicas: tuple[Replica, ...]
+    text: str
+
+
+class Outgoing(NamedTuple):
+    """One block on its way into the pool. `buffer` is contiguous bytes of exactly its size."""
+
+    digest: bytes
+    parent: bytes
+    buffer: memoryview
+
+
+class Wanted(NamedTuple):
+    """One block to be read into `buffer`, writable contiguous bytes of at least its size."""
+
+    digest: bytes
+    buffer: memoryview
+
+
+def check_digests(digests: Sequence[bytes]) -> int:
+    """The one length that all `digests` have. Raises BadKey for anything else."""
+    if not digests:
+        raise BadKey("empty batch: expected at least one key")
+    size = len(digests[0])
+    if not DIGEST_SIZE_MIN <= size <= DIGEST_SIZE_MAX:
+        raise BadKey(
+            f"key {bytes(digests[0][:16]).hex()!r} has {size} bytes, "
+            f"expected {DIGEST_SIZE_MIN} to {DIGEST_SIZE_MAX}: use a hash of the prefix"
+        )
+    for index, digest in enumerate(digests):
+        if len(digest) != size:
+            raise BadKey(f"key {index} has {len(digest)} bytes, key 0 has {size}: expected equal")
+    if len(set(digests)) != len(digests):
+        seen: set[bytes] = set()
+        for index, digest in enumerate(digests):
+            if digest in seen:
+                raise BadKey(f"key {digest.hex()[:12]} (index {index}) is twice in one batch")
+            seen.add(digest)
+    return size

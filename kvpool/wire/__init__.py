@@ -1,0 +1,1 @@
+"""Sans-IO: bytes to messages and back. Knows no socket, no clock, no loop."""

@@ -1,0 +1,446 @@
+"""Every message, and the one place that decodes them.
+
+Each type has its own bounded decoder; nothing is decoded untyped, nothing by union, nothing by
+name. Structs are maps that forbid unknown fields: in array form a deeply nested extra element
+raises RecursionError inside msgspec instead of a decoding error. `decode` maps everything that
+can come out of msgspec to `BadMessage`, so that any bytes either parse or raise `PeerError`.
+
+Digests travel packed: one bytes object of `digest_size` each. A list of 640 bytes objects costs
+msgspec, both ends and the allocator more than the lookup itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvpool.errors import BadMessage
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    BLOCK_SIZE_MAX,
+    DIGEST_SIZE_MAX,
+    DIGEST_SIZE_MIN,
+    ROOT,
+    Namespace,
+)
+
+#: Digests in one control-plane message.
+DIGESTS_MAX: Final = 16_384
+#: Blocks that one announcement carries, so that applying it never stalls a master's loop.
+ANNOUNCED_BLOCKS_MAX: Final = 1024
+
+Count = Annotated[int, Meta(ge=0, lt=2**48)]
+Small = Annotated[int, Meta(ge=0, lt=2**16)]
+Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=2048)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+DigestSize = Annotated[int, Meta(ge=DIGEST_SIZE_MIN, le=DIGEST_SIZE_MAX)]
+Packed = Annotated[bytes, Meta(max_length=DIGESTS_MAX * DIGEST_SIZE_MAX)]
+BlockSizes = Annotated[
+    list[Annotated[int, Meta(ge=1, le=BLOCK_SIZE_MAX)]], Meta(max_length=BATCH_BLOCKS_MAX)
+]
+Ids = Annotated[list[Id], Meta(max_length=BATCH_BLOCKS_MAX)]
+Hashes = Annotated[list[Hash64], Meta(max_length=BATCH_BLOCKS_MAX)]
+Counts = Annotated[list[Count], Meta(max_length=BATCH_BLOCKS_MAX)]
+Statuses = Annotated[bytes, Meta(max_length=BATCH_BLOCKS_MAX)]
+Names = Annotated[list[Name], Meta(max_length=64)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Keys(Message, frozen=True):
+    """Blocks of one namespace; base of the messages that name some."""
+
+    namespace: Annotated[str, Meta(min_length=1, max_length=512)]
+    parts: Annotated[int, Meta(ge=1, le=256)]
+    digest_size: DigestSize
+    digests: Packed
+
+
+# --- data plane: client to server -----------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message on a stream. `memory` asks for a mapping: none, read or write (shm only)."""
+
+    cluster: Name
+    client: Name
+    pid: Count
+    memory: Annotated[int, Meta(ge=0, le=2)] = 0
+
+
+class Welcome(Message, frozen=True):
+    """The server is who it says; with shm, the size of the segment whose fd came along."""
+
+    server: Name
+    segment_size: Count = 0
+
+
+class Reserve(Keys, frozen=True):
+    """Room for blocks. `parents` are packed like the digests, zeros standing for ROOT."""
+
+    part: Small
+    parents: Packed
+    sizes: BlockSizes
+    wait_s: Seconds
+
+
+class Reserved(Message, frozen=True):
+    """One status byte per block; ids and offsets of those that are RESERVED, in order."""
+
+    statuses: Statuses
+    ids: Ids
+    offsets: Counts
+
+
+class Seal(Message, frozen=True):
+    """The bytes are there. Reservations of this stream that are not named are given back."""
+
+    ids: Ids
+    checksums: Hashes
+    visible: bool
+    wait_s: Seconds
+
+
+class Sealed(Message, frozen=True):
+    """One status byte per id."""
+
+    statuses: Statuses
+
+
+class Read(Keys, frozen=True):
+    """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`). `room`: buffer sizes."""
+
+    part: Small
+    room: Counts
+
+
+class Data(Message, frozen=True):
+    """A status byte per block; sizes and checksums of the hits, whose bytes are the payload."""
+
+    statuses: Statuses
+    sizes: Counts
+    checksums: Hashes
+
+
+class Pinned(Message, frozen=True):
+    """A status byte per block; where the hits lie. They stay pinned until `Unpin` or EOF."""
+
+    statuses: Statuses
+    offsets: Counts
+    sizes: Counts
+    checksums: Hashes
+
+
+class Unpin(Message, frozen=True):
+    """The reader has finished with every block pinned on this stream. Not answered."""
+
+
+class Remove(Keys, frozen=True):
+    """Forget these blocks, every part."""
+
+
+class Suspect(Keys, frozen=True):
+    """A reader saw a wrong checksum. The server looks for itself and drops what is rotten."""
+
+    part: Small
+
+
+class Removed(Message, frozen=True):
+    """One byte per block: 1 where one was removed."""
+
+    flags: Statuses
+
+
+class Error(Message, frozen=True):
+    """The request was refused; the name of the error and a sentence. Both planes."""
+
+    code: Name
+    text: Text
+
+
+# --- control plane: server to master ---------------------------------------------------
+
+
+class Register(Message, frozen=True):
+    server: Name
+    epoch: Hash64
+    host: Name
+    addresses: Names
+    tiers: Names
+    capacity: Count
+
+
+class Registered(Message, frozen=True):
+    """`accepted` is False when another living server has this id."""
+
+    accepted: bool
+    master: Name
+
+
+class Heartbeat(Message, frozen=True):
+    server: Name
+    epoch: Hash64
+    free: Count
+    used: Count
+    blocks: Count
+    pins: Count
+    reservations: Count
+    rss: Count
+    victim_age_s: Seconds
+    counters: Annotated[dict[Name, Count], Meta(max_length=64)]
+
+
+class Known(Message, frozen=True):
+    """False asks the server to register and send its inventory."""
+
+    known: bool
+
+
+class Leave(Message, frozen=True):
+    """The server shuts down. Answered with `Known`."""
+
+    server: Name
+    epoch: Hash64
+
+
+class BlockChanges(Keys, frozen=True):
+    """A stretch of consecutive changes of one kind. `status` is what a reader sees now."""
+
+    part: Small
+    tier: Small
+    status: Small
+
+
+class Announce(Message, frozen=True):
+    """Changes number `sequence` of this server, to be applied in order and without a gap."""
+
+    server: Name
+    epoch: Hash64
+    sequence: Id
+    changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
+
+
+class Inventory(Message, frozen=True):
+    """All blocks of a server, in pieces; announcements go on from `sequence`."""
+
+    server: Name
+    epoch: Hash64
+    sequence: Id
+    first: bool
+    last: bool
+    changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
+
+
+class Announced(Message, frozen=True):
+    """False: there is a gap, send the inventory."""
+
+    applied: bool
+
+
+# --- control plane: client to master ---------------------------------------------------
+
+WireReplica = tuple[Name, Name, Small]
+WireRun = tuple[Count, Count, Annotated[list[WireReplica], Meta(max_length=4096)]]
+
+
+class Find(Keys, frozen=True):
+    """Where blocks are. With `prefix` the answer ends at the first miss: a match."""
+
+    prefix: bool
+
+
+class Found(Message, frozen=True):
+    """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one)."""
+
+    runs: Annotated[list[WireRun], Meta(max_length=DIGESTS_MAX)]
+    misses: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
+
+
+class Place(Keys, frozen=True):
+    """Where to write blocks of `size` bytes in all."""
+
+    parent: Annotated[bytes, Meta(max_length=DIGEST_SIZE_MAX)]
+    size: Count
+    host: Name
+
+
+class Placed(Message, frozen=True):
+    """Servers, best first; a byte per block, 1 where the pool has it."""
+
+    servers: Annotated[list[Name], Meta(max_length=4096)]
+    present: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
+
+
+class Members(Message, frozen=True):
+    pass
+
+
+class MemberInfo(Message, frozen=True):
+    server: Name
+    epoch: Hash64
+    host: Name
+    addresses: Names
+    tiers: Names
+    alive: bool
+    heard_s: Seconds
+    capacity: Count
+    used: Count
+    blocks: Count
+    pins: Count
+    reservations: Count
+    rss: Count
+    victim_age_s: Seconds
+    counters: Annotated[dict[Name, Count], Meta(max_length=64)]
+
+
+class MembersAre(Message, frozen=True):
+    master: Name
+    uptime_s: Seconds
+    blocks: Count
+    members: Annotated[list[MemberInfo], Meta(max_length=4096)]
+
+
+class Explain(Keys, frozen=True):
+    pass
+
+
+class Explained(Message, frozen=True):
+    """Per block: status, sentence, replicas."""
+
+    blocks: Annotated[
+        list[tuple[Small, Text, Annotated[list[WireReplica], Meta(max_length=4096)]]],
+        Meta(max_length=DIGESTS_MAX),
+    ]
+
+
+#: The type byte in the frame header. Numbers are for ever; new messages get new ones.
+TYPES: Final[dict[type[Message], int]] = {
+    Error: 1,
+    Hello: 2,
+    Welcome: 3,
+    Reserve: 4,
+    Reserved: 5,
+    # 6 is PAYLOAD, the frame that has no message
+    Seal: 7,
+    Sealed: 8,
+    Read: 9,
+    Data: 10,
+    Pinned: 11,
+    Unpin: 12,
+    Remove: 13,
+    Suspect: 14,
+    Removed: 15,
+    Register: 32,
+    Registered: 33,
+    Heartbeat: 34,
+    Known: 35,
+    Leave: 36,
+    Announce: 37,
+    Inventory: 38,
+    Announced: 39,
+    Find: 40,
+    Found: 41,
+    Place: 42,
+    Placed: 43,
+    Members: 44,
+    MembersAre: 45,
+    Explain: 46,
+    Explained: 47,
+}
+PAYLOAD: Final = 6
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: Final = {type: msgspec.msgpack.Decoder(type) for type in TYPES}
+_BY_NUMBER: Final = {number: type for type, number in TYPES.items()}
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> tuple[int, bytes]:
+    """(type number, body)."""
+    return TYPES[type(message)], _ENCODER.encode(message)
+
+
+def decode(expected: type[M], number: int, body: bytes) -> M:
+    """The message, if it is an `expected` one. Raises BadMessage."""
+    if number != TYPES[expected]:
+        name = _BY_NUMBER[number].__name__ if number in _BY_NUMBER else f"type {number}"
+        raise BadMessage(f"got {name}, expected {expected.__name__}")
+    try:
+        message = _DECODERS[expected].decode(body)
+    # RecursionError and UnicodeDecodeError are no msgspec errors: see the module docstring.
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise BadMessage(f"{expected.__name__}: {str(error)[:200]}") from None
+    assert isinstance(message, expected)
+    return message
+
+
+def message_type(number: int) -> type[Message] | None:
+    """The message that a type number stands for; None for PAYLOAD and unknown numbers."""
+    return _BY_NUMBER.get(number)
+
+
+# --- digests ---------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=BATCH_BLOCKS_MAX)
+def _splitter(count: int, size: int) -> struct.Struct:
+    return struct.Struct(f"{size}s" * count)
+
+
+def unpack_digests(packed: bytes, size: int) -> tuple[bytes, ...]:
+    """The digests again. Raises BadMessage when the length does not fit."""
+    count, rest = divmod(len(packed), size)
+    if rest:
+        raise BadMessage(f"{len(packed)} bytes of digests are no multiple of {size}")
+    if count > DIGESTS_MAX:
+        raise BadMessage(f"{count} digests, limit {DIGESTS_MAX}")
+    if count > BATCH_BLOCKS_MAX:  # do not let a peer fill the cache with large formats
+        return tuple([packed[at : at + size] for at in range(0, len(packed), size)])
+    return _splitter(count, size).unpack(packed)
+
+
+def unpack_keys(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
+    """Namespace and digests of a message, at least one. Raises BadMessage."""
+    digests = unpack_digests(keys.digests, keys.digest_size)
+    if not digests:
+        raise BadMessage("no digests")
+    return checked_namespace(keys.namespace, keys.parts), digests
+
+
+def unpack_batch(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
+    """The same for a data-plane batch: none twice, and no more than one batch may hold."""
+    namespace, digests = unpack_keys(keys)
+    if len(digests) > BATCH_BLOCKS_MAX:
+        raise BadMessage(f"{len(digests)} blocks in one batch, limit {BATCH_BLOCKS_MAX}")
+    if len(set(digests)) != len(digests):
+        raise BadMessage("a digest is twice in one batch")
+    return namespace, digests
+
+
+@lru_cache(maxsize=1024)
+def checked_namespace(name: str, parts: int) -> Namespace:
+    try:
+        return Namespace(name, parts)
+    except ValueError as error:
+        raise BadMessage(str(error)) from None
+
+
+def pack_parents(parents: Sequence[bytes], size: int) -> bytes:
+    zeros = bytes(size)
+    return b"".join([parent or zeros for parent in parents])
+
+
+def unpack_parents(packed: bytes, size: int) -> list[bytes]:
+    zeros = bytes(size)
+    return [ROOT if parent == zeros else parent for parent in unpack_digests(packed, size)]

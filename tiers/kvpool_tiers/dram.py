@@ -1,0 +1,123 @@
+"""DRAM: one memfd, mapped here and, through the shm transport, by clients on this host.
+
+A memfd has no name: nothing lies in /dev/shm, no permissions can be wrong, and after kill -9 the
+kernel frees it with the last mapping. It is sealed against resizing, because a peer that could
+shrink it would kill every process that maps it with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+
+from kvpool.errors import ConfigError
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+_PREFAULT_STEP = 64 << 20
+_HUGE_PAGE = 2 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Dram:
+    """`capacity` bytes of memory, fixed for the life of the server."""
+
+    name = "dram"
+    alignment = 4096
+    survives_restart = False
+
+    def __init__(self, capacity: int, *, prefault: bool = True) -> None:
+        """Raises ConfigError when the machine does not have that much memory.
+
+        With `prefault` a thread touches every page in the background: the first write to fresh
+        memory runs at a quarter of the speed of later ones.
+        """
+        available = _memory_available()
+        if capacity > available:
+            raise ConfigError(
+                f"capacity is {capacity} bytes, the machine has {available} available: "
+                "lower `capacity`"
+            )
+        self.capacity = max(capacity - capacity % self.alignment, self.alignment)
+        self.huge_pages = (
+            _free_huge_pages() * _HUGE_PAGE >= self.capacity > 0 == (self.capacity % _HUGE_PAGE)
+        )
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        if self.huge_pages:
+            flags |= os.MFD_HUGETLB
+        self.fd = os.memfd_create("kvpool", flags)
+        os.ftruncate(self.fd, self.capacity)
+        fcntl.fcntl(
+            self.fd,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+        )
+        self._map = mmap.mmap(self.fd, self.capacity)
+        with contextlib.suppress(OSError):  # only advice; kernels without THP for shmem refuse
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = memoryview(self._map)
+        self._stop = threading.Event()
+        self._prefault: threading.Thread | None = None
+        if prefault:
+            self._prefault = threading.Thread(target=self._touch_pages, name="prefault")
+            self._prefault.daemon = True
+            self._prefault.start()
+
+    def __repr__(self) -> str:
+        return f"<Dram {self.capacity} bytes>"
+
+    def view(self, offset: int, size: int) -> memoryview:
+        return self._memory[offset : offset + size]
+
+    async def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.view(offset, len(buffer))
+        await asyncio.sleep(0)
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        self.view(offset, len(buffer))[:] = buffer
+        await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._prefault is not None:
+            self._prefault.join()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._memory.release()
+            with contextlib.suppress(BufferError):  # a view is still held; it goes with that
+                self._map.close()
+
+    def _touch_pages(self) -> None:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for offset in range(0, self.capacity, _PREFAULT_STEP):
+            size = min(_PREFAULT_STEP, self.capacity - offset)
+            # ctypes releases the GIL; the mmap module's own madvise does not.
+            if self._stop.is_set() or _libc.madvise(start + offset, size, _MADV_POPULATE_WRITE):
+                return
+
+
+def _memory_available() -> int:
+    """Bytes that can be had without swapping, within the cgroup's limit."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
+        available = next(int(line.split()[1]) for line in lines if "MemAvailable" in line) << 10
+    with (
+        contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit,
+        open("/sys/fs/cgroup/memory.current") as used,
+    ):
+        available = min(available, int(limit.read()) - int(used.read()))
+    return available
+
+
+def _free_huge_pages() -> int:
+    try:
+        with open("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") as count:
+            return int(count.read())
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,185 @@
+"""The client's half of tcp and shm: the requests they put the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from kvpool.checksum import block_seed, namespace_seed
+from kvpool.errors import BadMessage, VersionMismatch
+from kvpool.protocols import Reading, View, Writing
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    Namespace,
+    Outgoing,
+    ReadResult,
+    ReadStatus,
+    Wanted,
+    WriteStatus,
+)
+from kvpool.wire.messages import (
+    Hello,
+    Read,
+    Remove,
+    Removed,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    Suspect,
+    Welcome,
+    pack_parents,
+)
+from kvpool_transports.copier import Copier, Job
+from kvpool_transports.streams import Stream, StreamPool
+
+
+async def greet(
+    stream: Stream, *, cluster: str, client: str, server: str, deadline: float
+) -> Welcome:
+    """Say hello; the answer must come from `server`, unless that is empty."""
+    hello = Hello(cluster, client, os.getpid())
+    await stream.send(hello, deadline=deadline)
+    welcome = await stream.expect(Welcome, deadline=deadline)
+    if server and welcome.server != server:
+        raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")
+    return welcome
+
+
+async def reserve(
+    stream: Stream, writing: Writing, blocks: Sequence[Outgoing], deadline: float
+) -> tuple[list[WriteStatus], list[int], Reserved]:
+    """Ask for room; statuses, the positions that were granted, and where they lie."""
+    digest_size = len(blocks[0].digest)
+    loop = asyncio.get_running_loop()
+    await stream.send(
+        Reserve(
+            namespace=writing.namespace.name,
+            parts=writing.namespace.parts,
+            digest_size=digest_size,
+            digests=b"".join([block.digest for block in blocks]),
+            part=writing.part,
+            parents=pack_parents([block.parent for block in blocks], digest_size),
+            sizes=[len(block.buffer) for block in blocks],
+            wait_s=max(0.0, deadline - loop.time()),
+        ),
+        deadline=deadline,
+    )
+    reserved = await stream.expect(Reserved, deadline=deadline)
+    statuses = write_statuses(reserved.statuses, len(blocks))
+    granted = [i for i, status in enumerate(statuses) if status is WriteStatus.RESERVED]
+    if not len(granted) == len(reserved.ids) == len(reserved.offsets):
+        raise BadMessage(
+            f"{len(granted)} blocks granted, {len(reserved.ids)} ids, "
+            f"{len(reserved.offsets)} offsets"
+        )
+    return statuses, granted, reserved
+
+
+async def seal(
+    stream: Stream, writing: Writing, ids: list[int], checksums: list[int], deadline: float
+) -> list[WriteStatus]:
+    """The bytes are there; make them visible."""
+    wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
+    await stream.send(Seal(ids, checksums, writing.visible, wait_s), deadline=deadline)
+    sealed = await stream.expect(Sealed, deadline=deadline)
+    return write_statuses(sealed.statuses, len(ids))
+
+
+def read_request(reading: Reading, blocks: Sequence[Wanted], room: list[int]) -> Read:
+    return Read(
+        namespace=reading.namespace.name,
+        parts=reading.namespace.parts,
+        digest_size=len(blocks[0].digest),
+        digests=b"".join([block.digest for block in blocks]),
+        part=reading.part,
+        room=room,
+    )
+
+
+async def remove(
+    streams: StreamPool, namespace: Namespace, digests: Sequence[bytes], deadline: float
+) -> list[bool]:
+    request = Remove(namespace.name, namespace.parts, len(digests[0]), b"".join(digests))
+    async with streams.stream(deadline) as stream:
+        await stream.send(request, deadline=deadline)
+        return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
+
+
+async def suspect(
+    streams: StreamPool, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
+) -> list[bool]:
+    size = len(digests[0])
+    request = Suspect(namespace.name, namespace.parts, size, b"".join(digests), part)
+    async with streams.stream(deadline) as stream:
+        await stream.send(request, deadline=deadline)
+        return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
+
+
+def seeds(namespace: Namespace, part: int, digests: Sequence[bytes]) -> list[int]:
+    """The checksum seeds of a batch."""
+    half = namespace_seed(namespace, part)
+    return [block_seed(half, digest) for digest in digests]
+
+
+def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:
+    """HIT where the checksums agree, CORRUPT where they do not."""
+    return [
+        ReadResult(ReadStatus.HIT, size) if one == other else ReadResult(ReadStatus.CORRUPT)
+        for size, one, other in zip(sizes, expected, got, strict=True)
+    ]
+
+
+def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
+    """One per block asked for. Raises BadMessage."""
+    _count(packed, count)
+    try:
+        return [ReadStatus(value) for value in packed]
+    except ValueError as error:
+        raise BadMessage(str(error)) from None
+
+
+def write_statuses(packed: bytes, count: int) -> list[WriteStatus]:
+    """One per block. Raises BadMessage."""
+    _count(packed, count)
+    try:
+        return [WriteStatus(value) for value in packed]
+    except ValueError as error:
+        raise BadMessage(str(error)) from None
+
+
+def _flags(removed: Removed, count: int) -> list[bool]:
+    _count(removed.flags, count)
+    return [flag == 1 for flag in removed.flags]
+
+
+def _count(packed: bytes, count: int) -> None:
+    if len(packed) != count or count > BATCH_BLOCKS_MAX:
+        raise BadMessage(f"{len(packed)} statuses for {count} blocks")
+
+
+async def verify_views(
+    copier: Copier,
+    reading: Reading,
+    digests: Sequence[bytes],
+    views: list[View],
+    checksums: Sequence[int],
+    deadline: float,
+) -> list[View]:
+    """Hash pinned memory in place; a wrong checksum turns its view into a CORRUPT miss."""
+    hits = [i for i, view in enumerate(views) if view.data is not None]
+    jobs = [
+        Job(data, None, seed)
+        for i, seed in zip(
+            hits,
+            seeds(reading.namespace, reading.part, [digests[i] for i in hits]),
+            strict=True,
+        )
+        if (data := views[i].data) is not None
+    ]
+    got = await copier.run(jobs, deadline=deadline)
+    for position, checksum in zip(hits, got, strict=True):
+        if checksum != checksums[position]:
+            views[position] = View(ReadStatus.CORRUPT)
+    return views

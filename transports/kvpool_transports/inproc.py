@@ -1,0 +1,184 @@
+"""Inproc: client and server in one process and one loop. The dev mode, and the plainest example.
+
+There is no wire, but the rules are the same: each call has a connection of its own in the
+server's books, and whatever it pinned or reserved goes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from kvpool.errors import ConfigError, LinkBroken, VersionMismatch
+from kvpool.protocols import (
+    BlockStore,
+    Channel,
+    Connection,
+    Listener,
+    Peer,
+    Reading,
+    View,
+    Writing,
+)
+from kvpool.types import Namespace, Outgoing, ReadResult, Wanted, WriteStatus
+from kvpool_transports import exchanges
+from kvpool_transports.copier import Copier, Job
+
+
+class InprocTransport:
+    """`inproc://server-id`. Servers and clients that share one instance can reach each other."""
+
+    scheme = "inproc"
+    same_host = True
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, _InprocListener] = {}
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        listener = _InprocListener(address or f"inproc://{store.server}", store, self._listeners)
+        if listener.address in self._listeners:
+            raise ConfigError(f"cannot listen on {listener.address}: it is taken")
+        self._listeners[listener.address] = listener
+        return listener
+
+    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+        listener = self._listeners.get(address)
+        if listener is None:
+            raise LinkBroken(f"no server at {address} in this process")
+        if listener.store.cluster != cluster:
+            raise VersionMismatch(
+                f"client belongs to cluster {cluster!r}, the server to {listener.store.cluster!r}"
+            )
+        return _InprocChannel(listener, client)
+
+
+class _InprocListener:
+    def __init__(
+        self, address: str, store: BlockStore, listeners: dict[str, _InprocListener]
+    ) -> None:
+        self.address = address
+        self.store = store
+        self.open = True
+        self._listeners = listeners
+
+    async def close(self) -> None:
+        self.open = False
+        self._listeners.pop(self.address, None)
+
+
+class _InprocChannel:
+    def __init__(self, listener: _InprocListener, client: str) -> None:
+        self._listener = listener
+        self._client = client
+        self._copier = Copier()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<InprocChannel {self._listener.address}>"
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        if self._closed or not self._listener.open:
+            raise LinkBroken(f"{self._listener.address} is closed")
+        connection = self._listener.store.connect(Peer(self._client, 0, "inproc"))
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    async def write(
+        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+    ) -> list[WriteStatus]:
+        async with self._connection() as connection:
+            reservations = await connection.reserve(
+                writing.namespace,
+                writing.part,
+                [block.digest for block in blocks],
+                [block.parent for block in blocks],
+                [len(block.buffer) for block in blocks],
+                deadline=deadline,
+            )
+            statuses = [reservation.status for reservation in reservations]
+            granted = [i for i, r in enumerate(reservations) if r.extent is not None]
+            if not granted:
+                return statuses
+            seeds = exchanges.seeds(
+                writing.namespace, writing.part, [blocks[i].digest for i in granted]
+            )
+            jobs = [
+                Job(blocks[i].buffer, connection.view(extent), seed, hash_source=True)
+                for i, seed in zip(granted, seeds, strict=True)
+                if (extent := reservations[i].extent) is not None
+            ]
+            checksums = await self._copier.run(jobs, deadline=deadline)
+            ids = [reservations[i].id for i in granted]
+            sealed = await connection.seal(
+                ids, checksums, visible=writing.visible, deadline=deadline
+            )
+        for position, status in zip(granted, sealed, strict=True):
+            statuses[position] = status
+        return statuses
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        digests = [block.digest for block in blocks]
+        room = [len(block.buffer) for block in blocks]
+        async with self._connection() as connection:
+            pins = connection.pin(reading.namespace, reading.part, digests, room)
+            results = [ReadResult(pin.status) for pin in pins]
+            hits = [i for i, pin in enumerate(pins) if pin.extent is not None]
+            seeds: list[int | None] = [None] * len(hits)
+            if reading.verify:
+                half = exchanges.seeds(reading.namespace, reading.part, [digests[i] for i in hits])
+                seeds = list(half)
+            sources = [connection.view(e) for i in hits if (e := pins[i].extent) is not None]
+            jobs = [
+                Job(source, blocks[i].buffer[: len(source)], seed)
+                for i, source, seed in zip(hits, sources, seeds, strict=True)
+            ]
+            got = await self._copier.run(jobs, deadline=deadline)
+        expected = [pins[i].checksum if reading.verify else 0 for i in hits]
+        arrived = exchanges.verified([len(s) for s in sources], expected, got)
+        for position, result in zip(hits, arrived, strict=True):
+            results[position] = result
+        return results
+
+    @asynccontextmanager
+    async def read_view(
+        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+    ) -> AsyncIterator[list[View]]:
+        async with self._connection() as connection:
+            room = [1 << 62] * len(digests)
+            pins = connection.pin(reading.namespace, reading.part, digests, room)
+            views = [
+                View(pin.status, connection.view(pin.extent).toreadonly())
+                if pin.extent is not None
+                else View(pin.status)
+                for pin in pins
+            ]
+            checksums = [pin.checksum for pin in pins]
+            if reading.verify:
+                views = await exchanges.verify_views(
+                    self._copier, reading, digests, views, checksums, deadline
+                )
+            yield views
+
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        async with self._connection() as connection:
+            return connection.remove(namespace, digests)
+
+    async def suspect(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        async with self._connection() as connection:
+            return await connection.suspect(namespace, part, digests)
+
+    async def close(self) -> None:
+        self.abort()
+        self._copier.close()
+
+    def abort(self) -> None:
+        self._closed = True

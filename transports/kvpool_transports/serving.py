@@ -1,0 +1,237 @@
+"""The server's half of tcp and shm: one loop per connection, one exchange at a time.
+
+The two differ in one thing only: with tcp the bytes come and go in frames (*carried*), with shm
+the client moves them itself, in memory that it has mapped (*mapped*).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from kvpool.errors import (
+    BadMessage,
+    KvpoolError,
+    LinkBroken,
+    VersionMismatch,
+)
+from kvpool.protocols import BlockStore, Connection, Peer
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.wire.frames import Frame
+from kvpool.wire.messages import (
+    PAYLOAD,
+    Data,
+    Error,
+    Hello,
+    Message,
+    Pinned,
+    Read,
+    Remove,
+    Removed,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    Suspect,
+    Unpin,
+    Welcome,
+    decode,
+    message_type,
+    unpack_batch,
+    unpack_parents,
+)
+from kvpool_transports.streams import Landing, Stream
+
+#: A client has this long to say hello.
+HELLO_S = 5.0
+#: What a client may ask us to wait for space, and how long after its deadline a writer that has
+#: not sealed is taken for frozen.
+WAIT_S_MAX = 60.0
+GRACE_S = 5.0
+#: An answer that the client does not read within this time ends the connection.
+ANSWER_S = 60.0
+
+log = structlog.get_logger("kvpool.transport")
+
+
+class Session:
+    """One client connection: its stream, its books, and who it is."""
+
+    def __init__(self, stream: Stream, store: BlockStore, *, mapped: bool, scheme: str) -> None:
+        self._stream = stream
+        self._store = store
+        self._mapped = mapped
+        self._scheme = scheme
+        self._loop = asyncio.get_running_loop()
+        self._connection: Connection | None = None
+
+    async def run(self, on_frozen_writer: Callable[[Connection], None] | None = None) -> None:
+        """Serve until the client goes. Never raises; whatever happens ends this link only.
+
+        A writer whose link *we* close may still be alive and, with shm, still write: its
+        reservations then go to quarantine and `on_frozen_writer` watches for its end.
+        """
+        ours = False
+        try:
+            self._connection = await self._greet()
+            while True:
+                frame = await self._stream.receive(deadline=None)
+                await self._answer(frame, self._connection)
+        except LinkBroken:
+            pass
+        except KvpoolError as error:
+            ours = True
+            self._refuse(error)
+        except asyncio.CancelledError:
+            ours = True
+            raise
+        except Exception:
+            ours = True
+            log.exception("connection failed", transport=self._scheme)
+        finally:
+            self._stream.abort()
+            if self._connection is not None:
+                frozen = ours and self._mapped
+                self._connection.close(may_still_write=frozen)
+                if frozen and on_frozen_writer is not None:
+                    on_frozen_writer(self._connection)
+
+    async def _greet(self) -> Connection:
+        hello = await self._stream.expect(Hello, deadline=self._loop.time() + HELLO_S)
+        if hello.cluster != self._store.cluster:
+            raise VersionMismatch(
+                f"client belongs to cluster {hello.cluster!r}, this is {self._store.cluster!r}"
+            )
+        connection = self._store.connect(Peer(hello.client, hello.pid, self._scheme))
+        size = self._store.tier.capacity if self._mapped else 0
+        try:
+            await self._send(Welcome(self._store.server, size))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _refuse(self, error: KvpoolError) -> None:
+        log.info(
+            "connection closed", transport=self._scheme, error=type(error).__name__, why=str(error)
+        )
+        if not self._stream.lost:
+            self._stream.send_now(Error(type(error).__name__, str(error)[:2048]))
+
+    async def _send(self, message: Message) -> None:
+        await self._stream.send(message, deadline=self._loop.time() + ANSWER_S)
+
+    async def _answer(self, frame: Frame, connection: Connection) -> None:
+        kind = message_type(frame.type)
+        if kind is Read:
+            await self._read(decode(Read, frame.type, frame.body), connection)
+        elif kind is Reserve:
+            await self._write(decode(Reserve, frame.type, frame.body), connection)
+        elif kind is Remove:
+            remove = decode(Remove, frame.type, frame.body)
+            flags = connection.remove(*unpack_batch(remove))
+            await self._send(Removed(bytes(flags)))
+        elif kind is Suspect:
+            suspect = decode(Suspect, frame.type, frame.body)
+            namespace, digests = unpack_batch(suspect)
+            _check_part(namespace, suspect.part)
+            flags = await connection.suspect(namespace, suspect.part, digests)
+            await self._send(Removed(bytes(flags)))
+        else:
+            name = kind.__name__ if kind is not None else f"type {frame.type}"
+            raise BadMessage(f"{name} is no request")
+
+    async def _write(self, reserve: Reserve, connection: Connection) -> None:
+        """Reserve, let the bytes arrive, seal."""
+        namespace, digests = unpack_batch(reserve)
+        _check_part(namespace, reserve.part)
+        parents = unpack_parents(reserve.parents, reserve.digest_size)
+        if not len(digests) == len(parents) == len(reserve.sizes):
+            raise BadMessage(
+                f"{len(digests)} digests, {len(parents)} parents, {len(reserve.sizes)} sizes"
+            )
+        if any(parent == digest for parent, digest in zip(parents, digests, strict=True)):
+            raise BadMessage("a block names itself as its parent")
+        deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
+        reservations = await connection.reserve(
+            namespace, reserve.part, digests, parents, reserve.sizes, deadline=deadline
+        )
+        granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
+        await self._send(
+            Reserved(
+                bytes([r.status for r in reservations]),
+                [r.id for r in granted],
+                [r.extent.offset for r in granted if r.extent is not None],
+            )
+        )
+        if not granted:
+            return
+        if not self._mapped:
+            await self._take_payload(granted, connection, deadline + GRACE_S)
+        seal = await self._stream.expect(Seal, deadline=deadline + GRACE_S)
+        statuses = await connection.seal(
+            seal.ids,
+            seal.checksums,
+            visible=seal.visible,
+            deadline=self._loop.time() + min(seal.wait_s, WAIT_S_MAX),
+        )
+        await self._send(Sealed(bytes(statuses)))
+
+    async def _take_payload(
+        self, granted: list[Reservation], connection: Connection, deadline: float
+    ) -> None:
+        views = [connection.view(r.extent) for r in granted if r.extent is not None]
+
+        def sink(frame: Frame) -> Landing:
+            if frame.type != PAYLOAD:
+                raise BadMessage(f"got type {frame.type}, expected the blocks' bytes")
+            return Landing(views)
+
+        await self._stream.receive(sink, deadline=deadline)
+
+    async def _read(self, read: Read, connection: Connection) -> None:
+        """Pin, send (or show), unpin."""
+        namespace, digests = unpack_batch(read)
+        _check_part(namespace, read.part)
+        if len(read.room) != len(digests):
+            raise BadMessage(f"{len(digests)} digests, {len(read.room)} sizes")
+        pins = connection.pin(namespace, read.part, digests, read.room)
+        try:
+            if self._mapped:
+                await self._show(pins)
+            else:
+                await self._carry(pins, connection)
+        finally:
+            connection.unpin(pins)
+
+    async def _carry(self, pins: list[Pin], connection: Connection) -> None:
+        hits = [pin for pin in pins if pin.extent is not None]
+        payload = [connection.view(pin.extent) for pin in hits if pin.extent is not None]
+        answer = Data(
+            bytes([pin.status for pin in pins]),
+            [len(view) for view in payload],
+            [pin.checksum for pin in hits],
+        )
+        # `send` returns when the kernel has every byte, so unpinning after it is safe.
+        await self._stream.send(answer, payload, deadline=self._loop.time() + ANSWER_S)
+
+    async def _show(self, pins: list[Pin]) -> None:
+        extents = [pin.extent for pin in pins if pin.extent is not None]
+        await self._send(
+            Pinned(
+                bytes([pin.status for pin in pins]),
+                [extent.offset for extent in extents],
+                [extent.size for extent in extents],
+                [pin.checksum for pin in pins if pin.status is ReadStatus.HIT],
+            )
+        )
+        if extents:
+            # No deadline: a pin ends with Unpin or with the connection, never with a clock (G4).
+            await self._stream.expect(Unpin, deadline=None)
+
+
+def _check_part(namespace: Namespace, part: int) -> None:
+    if part >= namespace.parts:
+        raise BadMessage(f"part {part} of a namespace with {namespace.parts} parts")
