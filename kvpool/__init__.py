@@ -1,0 +1,67 @@
+"""kvpool: the distributed KV-cache pool for LLM inference that people can read.
+
+The master knows where blocks are. The servers own the bytes. A client asks the master *where*, and
+a server *what*.
+
+    pool = await kvpool.connect("127.0.0.1:7450")
+    match = await pool.match(namespace, chain)
+    results = await pool.read(namespace, chain[: match.length], buffers, match=match)
+"""
+
+from kvpool.client import Pool, connect
+from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig
+from kvpool.errors import (
+    BadBuffer,
+    BadKey,
+    Closed,
+    ConfigError,
+    KvpoolError,
+    MasterLost,
+    TooLarge,
+    Unavailable,
+    UsageError,
+)
+from kvpool.types import (
+    ROOT,
+    BlockKey,
+    Explanation,
+    Match,
+    Member,
+    Namespace,
+    ReadResult,
+    ReadStatus,
+    Replica,
+    Run,
+    WriteStatus,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ROOT",
+    "BadBuffer",
+    "BadKey",
+    "BlockKey",
+    "ClientConfig",
+    "Closed",
+    "Config",
+    "ConfigError",
+    "Explanation",
+    "KvpoolError",
+    "MasterConfig",
+    "MasterLost",
+    "Match",
+    "Member",
+    "Namespace",
+    "Pool",
+    "ReadResult",
+    "ReadStatus",
+    "Replica",
+    "Run",
+    "ServerConfig",
+    "TooLarge",
+    "Unavailable",
+    "UsageError",
+    "WriteStatus",
+    "connect",
+]

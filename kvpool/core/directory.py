@@ -90,7 +90,7 @@ class ServerState:
     alive: bool = True
     sequence: int = 0  # of the last announcement that was applied
     pending: View | None = None  # the inventory that is arriving
-    report: Report = Report()
+    report: Report = field(default_factory=Report)
     counters: dict[str, int] = field(default_factory=dict)
     placed: int = 0  # bytes sent there since its last report
 
@@ -251,6 +251,16 @@ class Directory:
         known.pending = View(server)
         known.sequence = sequence
         return True
+
+    def receiving(self, server: str, epoch: int, sequence: int) -> bool:
+        """Whether this piece belongs to the inventory that is arriving."""
+        known = self._servers.get(server)
+        return (
+            known is not None
+            and known.epoch == epoch
+            and known.pending is not None
+            and known.sequence == sequence
+        )
 
     def end_inventory(self, server: str) -> None:
         """It is complete: from now on it is what the server has, and all it has."""

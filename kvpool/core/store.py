@@ -193,6 +193,11 @@ class Store:
         self._unlink(entry)
         self.allocator.release(entry.offset)
 
+    def cancel_rest(self, owner: int) -> None:
+        """Give back every reservation that this owner still has."""
+        for id in list(self._owner(owner).reservations):
+            self.cancel(owner, id)
+
     # --- reading ---------------------------------------------------------------------
 
     def pin(

@@ -19,7 +19,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvpool.errors import BadMessage
+from kvpool.errors import BadMessage, Overloaded, VersionMismatch
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
@@ -383,6 +383,17 @@ def decode(expected: type[M], number: int, body: bytes) -> M:
         raise BadMessage(f"{expected.__name__}: {str(error)[:200]}") from None
     assert isinstance(message, expected)
     return message
+
+
+def decode_answer(expected: type[M], number: int, body: bytes) -> M:
+    """The same for an answer: the peer's `Error` raises what it stands for."""
+    if number != TYPES[Error]:
+        return decode(expected, number, body)
+    error = decode(Error, number, body)
+    kind = {"VersionMismatch": VersionMismatch, "Overloaded": Overloaded}.get(
+        error.code, BadMessage
+    )
+    raise kind(f"the peer refused: {error.text} ({error.code})")
 
 
 def message_type(number: int) -> type[Message] | None:

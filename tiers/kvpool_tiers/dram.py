@@ -108,7 +108,8 @@ def _memory_available() -> int:
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
         available = next(int(line.split()[1]) for line in lines if "MemAvailable" in line) << 10
     with (
-        contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit,
+        contextlib.suppress(OSError, ValueError),
+        open("/sys/fs/cgroup/memory.max") as limit,
         open("/sys/fs/cgroup/memory.current") as used,
     ):
         available = min(available, int(limit.read()) - int(used.read()))

@@ -116,5 +116,5 @@ def _copy(job: Job, stop: threading.Event | None) -> int:
             if not job.hash_source:
                 piece = copied
         if job.seed is not None:
-            hasher.update(piece)
+            hasher.update(piece.data)
     return hasher.intdigest() if job.seed is not None else 0

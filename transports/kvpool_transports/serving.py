@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import structlog
-
+from kvpool import logs
 from kvpool.errors import (
     BadMessage,
     KvpoolError,
@@ -53,7 +52,7 @@ GRACE_S = 5.0
 #: An answer that the client does not read within this time ends the connection.
 ANSWER_S = 60.0
 
-log = structlog.get_logger("kvpool.transport")
+log = logs.get("kvpool.transport")
 
 
 class Session:

@@ -28,8 +28,8 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
-import structlog
 
+from kvpool import logs
 from kvpool.errors import BadMessage, ConfigError, LinkBroken
 from kvpool.protocols import (
     BlockStore,
@@ -63,7 +63,7 @@ _UCRED = struct.Struct("iII")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-log = structlog.get_logger("kvpool.shm")
+log = logs.get("kvpool.shm")
 
 
 class ShmTransport:
@@ -437,10 +437,10 @@ def _socket_name(address: str) -> str:
 
 async def _receive_fds(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> list[int]:
     """The two descriptors that the server sends before anything else."""
-    readable = loop.create_future()
-    loop.add_reader(sock.fileno(), lambda: readable.done() or readable.set_result(None))
+    readable: asyncio.Event = asyncio.Event()
+    loop.add_reader(sock.fileno(), readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(sock.fileno())
     data, fds, flags, _ = socket.recv_fds(sock, 1, 2, socket.MSG_CMSG_CLOEXEC)

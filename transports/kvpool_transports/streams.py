@@ -21,14 +21,12 @@ import xxhash
 
 from kvpool.errors import (
     BadFrame,
-    BadMessage,
     DeadlineExceeded,
     KvpoolError,
     LinkBroken,
-    VersionMismatch,
 )
 from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header, encode_frame
-from kvpool.wire.messages import PAYLOAD, TYPES, Error, M, Message, decode, encode
+from kvpool.wire.messages import PAYLOAD, TYPES, Error, M, Message, decode_answer, encode
 
 #: Received at most this much at once: the piece is then hashed while it is in the cache.
 STEP = 256 << 10
@@ -191,7 +189,7 @@ class Stream(asyncio.BufferedProtocol):
     async def expect(self, type: type[M], sink: Sink = no_payload, *, deadline: float | None) -> M:
         """The next message, of this type. An `Error` from the peer raises BadMessage."""
         frame = await self.receive(sink, deadline=deadline)
-        return decode_answer(type, frame)
+        return decode_answer(type, frame.type, frame.body)
 
     def abort(self) -> None:
         """Drop the connection at once. Synchronous, idempotent."""
@@ -315,15 +313,6 @@ class Stream(asyncio.BufferedProtocol):
         for future in (self._done, self._flushed):
             if future is not None and not future.done():
                 future.set_exception(self._why)
-
-
-def decode_answer(type: type[M], frame: Frame) -> M:
-    """The message of a frame; the peer's `Error` becomes ours."""
-    if frame.type == TYPES[Error]:
-        error = decode(Error, frame.type, frame.body)
-        kind = VersionMismatch if error.code == "VersionMismatch" else BadMessage
-        raise kind(f"the server refused: {error.text} ({error.code})")
-    return decode(type, frame.type, frame.body)
 
 
 async def _by(future: asyncio.Future[None], deadline: float | None, otherwise: str) -> None:

@@ -23,14 +23,13 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire.frames import Frame
-from kvpool.wire.messages import Data
+from kvpool.wire.messages import Data, decode_answer
 from kvpool_transports import exchanges
 from kvpool_transports.serving import Session
 from kvpool_transports.streams import (
     Landing,
     Stream,
     StreamPool,
-    decode_answer,
     os_errors,
 )
 
@@ -154,7 +153,7 @@ class _TcpChannel:
         def sink(frame: Frame) -> Landing:
             """Where the bytes go, as soon as the answer says which blocks they are of."""
             nonlocal data, landing
-            data = decode_answer(Data, frame)
+            data = decode_answer(Data, frame.type, frame.body)
             statuses = exchanges.read_statuses(data.statuses, len(blocks))
             hits.extend(i for i, status in enumerate(statuses) if status is ReadStatus.HIT)
             if not len(hits) == len(data.sizes) == len(data.checksums):
@@ -172,7 +171,8 @@ class _TcpChannel:
         async with self._streams.stream(deadline) as stream:
             await stream.send(exchanges.read_request(reading, blocks, room), deadline=deadline)
             await stream.receive(sink, deadline=deadline)
-        assert data is not None and landing is not None
+        assert data is not None
+        assert landing is not None
         results = [ReadResult(s) for s in exchanges.read_statuses(data.statuses, len(blocks))]
         got = landing.checksums if reading.verify else data.checksums
         arrived = exchanges.verified(data.sizes, data.checksums, got)

@@ -1,0 +1,242 @@
+"""Every setting, with its unit, default and reason.
+
+A value comes from, last one wins: the default here, a YAML file, the environment (`KVPOOL_`, then
+the section and name: KVPOOL_SERVER_CAPACITY=4GiB), the command line. Sizes are written `64GiB`,
+durations `250ms`. What is not understood is an error that names the value and what was expected;
+nothing is guessed and nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from kvpool.errors import ConfigError
+
+Size = Annotated[int, Meta(ge=0, le=2**60, extra={"unit": "size"})]
+Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"unit": "seconds"})]
+
+DEFAULT_MASTER: Final = "127.0.0.1:7450"
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class MasterConfig(_Section, frozen=True):
+    #: Where servers and clients reach this master; port 0 takes a free one.
+    bind: str = DEFAULT_MASTER
+    #: A server is silent after this long without a heartbeat. Three heartbeats: one may be lost.
+    timeout_s: Seconds = 3.0
+    #: A silent server is remembered this long: when it comes back, it is simply back.
+    forget_s: Seconds = 600.0
+    #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
+    insecure: bool = False
+
+
+class ServerConfig(_Section, frozen=True):
+    #: Unique in the cluster; empty: the host's name and some random digits.
+    id: str = ""
+    #: Every master; all are told everything.
+    masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
+    #: Memory for blocks. Taken once, never exceeded.
+    capacity: Size = 1 << 30
+    #: One address for each transport; port 0 takes a free one.
+    listen: list[str] = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:0", "shm://"])
+    #: How often masters hear from this server.
+    heartbeat_s: Seconds = 1.0
+    #: Extents start at multiples of this: a page, so that they can be mapped and sent directly.
+    alignment: Size = 4096
+    #: Connections at once; beyond it new ones are refused.
+    connections_max: int = 1024
+    #: Touch all memory in the background at start: first writes are four times slower.
+    prefault: bool = True
+    #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
+    insecure: bool = False
+
+
+class ClientConfig(_Section, frozen=True):
+    #: Any that answers is good.
+    masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
+    #: Transports that may be used, best first.
+    transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "tcp"])
+    #: For a call that names no deadline.
+    timeout_s: Seconds = 5.0
+    #: One attempt to reach a server or a master; the rest of the deadline is for the next one.
+    attempt_s: Seconds = 1.0
+    #: Check the checksum of every block that is read.
+    verify: bool = True
+
+
+class Config(_Section, frozen=True):
+    #: Masters, servers and clients of different clusters refuse each other.
+    cluster: str = "default"
+    master: MasterConfig = MasterConfig()
+    server: ServerConfig = ServerConfig()
+    client: ClientConfig = ClientConfig()
+
+
+def load(
+    path: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> Config:
+    """The configuration from a file, the environment and flags (`{"server.capacity": "1GiB"}`).
+
+    Raises ConfigError for whatever is unknown or makes no sense.
+    """
+    raw: dict[str, Any] = _read(Path(path)) if path is not None else {}
+    for name, value in (environment or {}).items():
+        if name.startswith("KVPOOL_"):
+            _set(raw, _from_environment(name), value, name)
+    for name, flag in (flags or {}).items():
+        if flag is not None:
+            _set(raw, name.split("."), flag, name)
+    config: Config = _convert(raw, Config, "")
+    _check(config)
+    return config
+
+
+def parse_size(text: str | int | float) -> int:
+    """Bytes: `64GiB`, `512 MiB`, `4096`. Raises ConfigError; `64GB` is one of the errors."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        number, unit = float(text), ""
+    else:
+        found = re.fullmatch(r"\s*([+-]?[\d.]+)\s*([A-Za-z]*)\s*", str(text))
+        if found is None:
+            raise ConfigError(f"size {text!r}: expected bytes or a number with unit, like 64GiB")
+        try:
+            number, unit = float(found[1]), found[2]
+        except ValueError:
+            raise ConfigError(f"size {text!r}: {found[1]!r} is no number") from None
+    factors = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+    if unit not in factors:
+        binary = {"K": "KiB", "M": "MiB", "G": "GiB", "T": "TiB"}.get(unit[:1].upper())
+        hint = f"; did you mean {found[1]}{binary}?" if binary and found else ""
+        raise ConfigError(f"size {text!r}: unit {unit!r} is not one of KiB, MiB, GiB, TiB{hint}")
+    if number < 0:
+        raise ConfigError(f"size {text!r} is negative")
+    return int(number * factors[unit])
+
+
+def parse_duration(text: str | int | float) -> float:
+    """Seconds: `250ms`, `2s`, `5m`, `1h`, `0.5`. Raises ConfigError."""
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        return float(text)
+    found = re.fullmatch(r"\s*([\d.]+)\s*([a-z]*)\s*", str(text))
+    factors = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+    try:
+        if found is not None and found[2] in factors:
+            return float(found[1]) * factors[found[2]]
+    except ValueError:
+        pass
+    raise ConfigError(f"duration {text!r}: expected seconds or a number with ms, s, m or h")
+
+
+def check_bind(address: str, insecure: bool) -> None:
+    """Refuse to listen beyond loopback unless told to: there is no authentication yet."""
+    host = urlsplit(address if "://" in address else f"tcp://{address}").hostname or ""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and not insecure:
+        raise ConfigError(
+            f"address {address} is reachable from other machines, and nobody would be asked for a "
+            "password: bind to 127.0.0.1, or say --insecure if the network is trusted"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: {str(error)[:300]}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config file {path}: expected settings, got {type(loaded).__name__}")
+    return loaded
+
+
+def _from_environment(name: str) -> list[str]:
+    rest = name.removeprefix("KVPOOL_").lower()
+    section, _, setting = rest.partition("_")
+    return [section, setting] if section in ("master", "server", "client") else [rest]
+
+
+def _set(raw: dict[str, Any], path: list[str], value: object, source: str) -> None:
+    for section in path[:-1]:
+        inner = raw.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{source}: {section!r} is not a section in the config file")
+        raw = inner
+    raw[path[-1]] = value
+
+
+def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
+    hints = get_type_hints(section, include_extras=True)
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name not in hints:
+            known = [f"{prefix}{field}" for field in hints]
+            close = difflib.get_close_matches(f"{prefix}{name}", known, 1, 0.4)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {prefix + str(name)!r}; {hint}")
+        values[name] = _value(value, hints[name], f"{prefix}{name}")
+    try:
+        return msgspec.convert(values, section, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {error}") from None
+
+
+def _value(value: Any, hint: Any, name: str) -> Any:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"setting {name!r}: expected a section, got {value!r}")
+        return _convert(value, hint, f"{name}.")
+    meta = next((m for m in get_args(hint)[1:] if isinstance(m, Meta)), None)
+    unit = (meta.extra or {}).get("unit") if meta is not None else None
+    try:
+        if unit == "size":
+            return parse_size(value)
+        if unit == "seconds":
+            return parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError(f"setting {name!r}: {error}") from None
+    if isinstance(value, str) and str(hint).startswith("list["):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, str) and hint is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if value.lower() not in words:
+            raise ConfigError(f"setting {name!r}: {value!r} is neither true nor false")
+        return words[value.lower()]
+    return value
+
+
+def _check(config: Config) -> None:
+    if config.server.capacity < config.server.alignment:
+        raise ConfigError(
+            f"setting 'server.capacity' is {config.server.capacity} bytes, "
+            f"expected at least {config.server.alignment}: one aligned extent"
+        )
+    if config.server.alignment < 1 or config.server.alignment & (config.server.alignment - 1):
+        raise ConfigError(
+            f"setting 'server.alignment' is {config.server.alignment}, expected a power of two"
+        )
+    if config.server.connections_max < 1:
+        raise ConfigError("setting 'server.connections_max': expected at least 1")
+    for section in (config.server, config.client):
+        if not section.masters:
+            raise ConfigError("setting 'masters' is empty: expected at least one host:port")

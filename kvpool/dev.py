@@ -1,0 +1,96 @@
+"""The whole pool in one process: for a notebook, a test, a first look.
+
+    async with kvpool.dev.pool("256MiB") as pool:
+        ...
+
+Master, servers and client are the real ones; only the transport is `inproc`, and tcp and shm are
+there, too, so that other processes can join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from kvpool import registry
+from kvpool.client import Pool
+from kvpool.config import ClientConfig, MasterConfig, ServerConfig, parse_size
+from kvpool.link import ZmqNetwork
+from kvpool.master import Master
+from kvpool.protocols import Transport
+from kvpool.server import BlockServer
+
+_REGISTERED_WITHIN_S = 10.0
+
+
+class Dev:
+    """A master and block servers in this process."""
+
+    def __init__(
+        self, master: Master, servers: list[BlockServer], transports: dict[str, Transport]
+    ) -> None:
+        self.master = master
+        self.servers = servers
+        self._transports = transports
+
+    @property
+    def address(self) -> str:
+        """The master's `host:port`."""
+        return self.master.address
+
+    @asynccontextmanager
+    async def pool(self, config: ClientConfig | None = None) -> AsyncIterator[Pool]:
+        """A client of this pool, over inproc unless `config` says otherwise."""
+        config = config or ClientConfig(masters=[self.address])
+        network = ZmqNetwork()
+        chosen = {s: t for s in config.transports if (t := self._transports.get(s)) is not None}
+        pool = Pool(
+            config, cluster="default", network=network, transports=chosen, owns_network=True
+        )
+        async with pool:
+            yield pool
+
+
+@asynccontextmanager
+async def serve(
+    capacity: int | str = "256MiB",
+    *,
+    servers: int = 1,
+    bind: str = "127.0.0.1:0",
+    listen: tuple[str, ...] = ("inproc://", "shm://", "tcp://127.0.0.1:0"),
+    prefault: bool = False,
+) -> AsyncIterator[Dev]:
+    """A master at `bind` and servers of `capacity` bytes each; all end with the `with`."""
+    async with AsyncExitStack() as stack:
+        network = ZmqNetwork()
+        stack.callback(network.close)
+        transports = registry.transports(address.partition("://")[0] for address in listen)
+        master = Master(MasterConfig(bind=bind), network)
+        await master.start()
+        stack.push_async_callback(master.close)
+        started = []
+        for number in range(servers):
+            config = ServerConfig(
+                id=f"dev-{number}",
+                masters=[master.address],
+                capacity=parse_size(capacity),
+                listen=list(listen),
+                prefault=prefault,
+            )
+            tier = registry.tier("dram")(config.capacity, prefault=prefault)
+            server = BlockServer(
+                config, cluster="default", network=network, transports=transports, tier=tier
+            )
+            stack.push_async_callback(server.close)
+            await server.start()
+            await server.registered(asyncio.get_running_loop().time() + _REGISTERED_WITHIN_S)
+            started.append(server)
+        yield Dev(master, started, transports)
+
+
+@asynccontextmanager
+async def pool(capacity: int | str = "256MiB", *, servers: int = 1) -> AsyncIterator[Pool]:
+    """A pool and a client of it, both gone with the `with`."""
+    async with serve(capacity, servers=servers) as dev, dev.pool() as client:
+        yield client

@@ -1,0 +1,529 @@
+"""The block server: one store, the transports that serve it, and the masters that are told.
+
+Everything that decides is in `core.store`; this file waits for space, watches connections, and
+carries the store's changes to every master in order and without a gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from kvpool import logs
+from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.config import ServerConfig, check_bind
+from kvpool.core.lifecycle import State
+from kvpool.core.store import Change, Entry, Store
+from kvpool.errors import ConfigError, KvpoolError, Overloaded, Unavailable
+from kvpool.hosts import host_id, resident_bytes
+from kvpool.protocols import (
+    Addressable,
+    Connection,
+    Link,
+    Listener,
+    Network,
+    Peer,
+    Tier,
+    Transport,
+)
+from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.wire import messages as wire
+
+log = logs.get("kvpool.server")
+
+#: Changes that may wait for one master; beyond it, an inventory is cheaper and bounded.
+_PENDING_MAX = 100_000
+
+
+class BlockServer:
+    """One block server. `start`, then `close`; it is a `BlockStore` to its transports."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        cluster: str,
+        network: Network,
+        transports: Mapping[str, Transport],
+        tier: Tier,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._config = config
+        self._network = network
+        self._transports = transports
+        self._chance = chance or random.SystemRandom()
+        self.cluster = cluster
+        self.server = config.id or f"{socket.gethostname()}-{self._chance.getrandbits(24):06x}"
+        self.epoch = self._chance.getrandbits(63)
+        self.tier = tier
+        self.store = Store(tier.capacity, alignment=max(config.alignment, tier.alignment))
+        self.counters: Counter[str] = Counter()
+        self._listeners: list[Listener] = []
+        self._announcers: list[_Announcer] = []
+        self._space: list[asyncio.Future[None]] = []
+        self._connections = 0
+        self._next_owner = 0
+
+    def __repr__(self) -> str:
+        return f"<BlockServer {self.server} {self.store!r}>"
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where clients reach this server, one for each transport."""
+        return [listener.address for listener in self._listeners]
+
+    async def start(self) -> None:
+        """Listen, and begin to tell the masters. Raises ConfigError; then nothing is left open."""
+        for address in self._config.listen:
+            check_scheme(address, self._transports)
+            if not self._transports[address.partition("://")[0]].same_host:
+                check_bind(address, self._config.insecure)
+        try:
+            for address in self._config.listen:
+                scheme, _, rest = address.partition("://")
+                listener = await self._transports[scheme].listen(address if rest else "", self)
+                self._listeners.append(listener)
+            loop = asyncio.get_running_loop()
+            for master in self._config.masters:
+                announcer = _Announcer(self, self._network.connect(master), self._config)
+                announcer.task = loop.create_task(announcer.run(), name=f"announce to {master}")
+                self._announcers.append(announcer)
+        except BaseException:
+            await self.close()
+            raise
+        log.info("server is up", server=self.server, addresses=self.addresses)
+
+    async def registered(self, deadline: float) -> None:
+        """Wait until one master knows this server. Raises what stands in the way.
+
+        ConfigError when another living server has this id, MasterLost's cause when none answers.
+        """
+        while True:
+            for announcer in self._announcers:
+                if announcer.synced:
+                    return
+            if asyncio.get_running_loop().time() >= deadline:
+                raise self._announcers[0].problem or Unavailable("no master has answered yet")
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """Say goodbye, end every connection, free the memory. Idempotent."""
+        announcers, self._announcers = self._announcers, []
+        for announcer in announcers:
+            await announcer.close()
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            await listener.close()
+        self.tier.close()
+
+    # --- for the transports -------------------------------------------------------------
+
+    def connect(self, peer: Peer) -> Connection:
+        if self._connections >= self._config.connections_max:
+            raise Overloaded(f"{self._connections} clients are connected, the limit")
+        self._connections += 1
+        self._next_owner += 1
+        return _Connection(self, self._next_owner)
+
+    # --- for its connections --------------------------------------------------------------
+
+    def publish(self) -> int:
+        """Hand the store's news to the announcers; returns their position in the stream."""
+        changes = self.store.take_changes()
+        for announcer in self._announcers:
+            announcer.add(changes)
+        return len(changes)
+
+    async def visible(self, deadline: float) -> None:
+        """Wait until every master that is there has heard all that was published."""
+        waits = [a.heard_all() for a in self._announcers if a.synced]
+        if waits:
+            await asyncio.wait(
+                waits, timeout=max(0.0, deadline - asyncio.get_running_loop().time())
+            )
+
+    def space_changed(self) -> None:
+        """Something was freed or became evictable: whoever waits for space may try again."""
+        waiting, self._space = self._space, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def space(self, deadline: float) -> None:
+        """Wait for `space_changed`, at most until `deadline`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._space.append(future)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await future
+
+    def disconnected(self) -> None:
+        self._connections -= 1
+
+    def heartbeat(self, now: float) -> wire.Heartbeat:
+        store = self.store
+        return wire.Heartbeat(
+            server=self.server,
+            epoch=self.epoch,
+            free=store.allocator.free,
+            used=store.allocator.allocated,
+            blocks=store.stored,
+            pins=store.pins,
+            reservations=store.reservations,
+            rss=resident_bytes(),
+            victim_age_s=store.policy.victim_age(now),
+            counters={
+                **self.counters,
+                "connections": self._connections,
+                "evicted_blocks": store.evicted,
+                "evicted_bytes": store.evicted_bytes,
+                "quarantined": store.quarantined,
+            },
+        )
+
+
+class _Connection:
+    """One client connection in the server's books."""
+
+    def __init__(self, server: BlockServer, owner: int) -> None:
+        self._server = server
+        self._store = server.store
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+
+    async def reserve(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        sizes: Sequence[int],
+        *,
+        deadline: float,
+    ) -> list[Reservation]:
+        now = self._loop.time()
+        # Half of the caller's time at most: a refusal must still reach it.
+        patience = now + (deadline - now) / 2
+        answers = self._store.reserve(self._owner, namespace, part, digests, parents, sizes, now)
+        while True:
+            self._server.publish()
+            full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
+            if not full or self._loop.time() >= patience or not self._open:
+                self._server.counters["refused_blocks"] += len(full)
+                return answers
+            await self._server.space(patience)
+            retried = self._store.reserve(
+                self._owner,
+                namespace,
+                part,
+                [digests[i] for i in full],
+                [parents[i] for i in full],
+                [sizes[i] for i in full],
+                self._loop.time(),
+            )
+            for position, answer in zip(full, retried, strict=True):
+                answers[position] = answer
+
+    async def seal(
+        self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
+    ) -> list[WriteStatus]:
+        now = self._loop.time()
+        statuses = [
+            self._store.seal(self._owner, id, sum_, now)
+            for id, sum_ in zip(ids, checksums, strict=True)
+        ]
+        self._store.cancel_rest(self._owner)
+        self._server.counters["written_blocks"] += len(statuses)
+        self._changed()
+        if visible:
+            await self._server.visible(deadline)
+        return statuses
+
+    def pin(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+    ) -> list[Pin]:
+        pins = self._store.pin(self._owner, namespace, part, digests, self._loop.time(), room)
+        hits = [pin.extent.size for pin in pins if pin.extent is not None]
+        self._server.counters["read_blocks"] += len(hits)
+        self._server.counters["read_bytes"] += sum(hits)
+        if len(hits) < len(pins):
+            self._server.counters["missed_blocks"] += len(pins) - len(hits)
+            self._server.publish()
+        return pins
+
+    def unpin(self, pins: Sequence[Pin]) -> None:
+        if self._open:
+            for pin in pins:
+                if pin.status is ReadStatus.HIT:
+                    self._store.unpin(self._owner, pin.id)
+            self._server.space_changed()
+
+    def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
+        removed = self._store.remove(namespace, digests)
+        self._changed()
+        return removed
+
+    async def suspect(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[bool]:
+        pins = self.pin(namespace, part, digests, [1 << 62] * len(digests))
+        half = namespace_seed(namespace, part)
+        rotten = [False] * len(digests)
+        try:
+            for position, pin in enumerate(pins):
+                if pin.extent is not None:
+                    seed = block_seed(half, digests[position])
+                    found = await asyncio.to_thread(checksum, self.view(pin.extent), seed)
+                    rotten[position] = found != pin.checksum
+        finally:
+            self.unpin(pins)
+        bad = [digest for digest, is_bad in zip(digests, rotten, strict=True) if is_bad]
+        if bad:
+            log.error("blocks are corrupt", server=self._server.server, blocks=len(bad))
+            self._server.counters["corrupt_blocks"] += len(bad)
+            self._store.remove(namespace, bad, ReadStatus.CORRUPT, part)
+            self._changed()
+        return rotten
+
+    def view(self, extent: Extent) -> memoryview:
+        tier = self._server.tier
+        assert isinstance(tier, Addressable)
+        return tier.view(extent.offset, extent.size)
+
+    def close(self, *, may_still_write: bool = False) -> None:
+        if self._open:
+            self._open = False
+            self._server.disconnected()
+            self._store.drop_owner(self._owner, may_still_write=may_still_write)
+            self._changed()
+
+    def writer_gone(self) -> None:
+        self._store.writer_gone(self._owner)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._server.publish()
+        self._server.space_changed()
+
+
+class _Announcer:
+    """Tells one master what this server has: in order, numbered, resynchronised on a gap.
+
+    One request is in flight at a time; what happens meanwhile makes the next batch. While the
+    master is away nothing is kept: it gets the inventory when it is back.
+    """
+
+    def __init__(self, server: BlockServer, link: Link, config: ServerConfig) -> None:
+        self._server = server
+        self._link = link
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._pending: deque[Change] = deque()
+        self._wake = asyncio.Event()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._added = 0  # changes ever taken in
+        self._heard = 0  # of these, how many the master has acknowledged
+        self._sequence = 0
+        self._next_heartbeat = 0.0
+        self.synced = False
+        self.problem: KvpoolError | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def add(self, changes: Sequence[Change]) -> None:
+        """Queue news, unless an inventory is due anyway."""
+        if not self.synced or not changes:
+            return
+        self._added += len(changes)
+        self._pending.extend(changes)
+        if len(self._pending) > _PENDING_MAX:
+            self._lose_sync()
+        self._wake.set()
+
+    def heard_all(self) -> asyncio.Future[None]:
+        """Done when the master has acknowledged everything added so far, or is lost."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        if self._heard >= self._added or not self.synced:
+            future.set_result(None)
+        else:
+            self._waiting.append((self._added, future))
+        return future
+
+    async def run(self) -> None:
+        """Register, send the inventory, then news and heartbeats, for ever."""
+        while True:
+            try:
+                if not self.synced:
+                    await self._register()
+                    await self._send_inventory()
+                await self._send_news()
+                if self._loop.time() >= self._next_heartbeat:
+                    await self._send_heartbeat()
+                self.problem = None
+                await self._wait()
+            except Unavailable as error:
+                self._failed(error)
+                await asyncio.sleep(self._config.heartbeat_s / 10)
+            except KvpoolError as error:
+                self._failed(error)
+                await asyncio.sleep(self._config.heartbeat_s)
+
+    async def close(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+        with contextlib.suppress(KvpoolError):
+            leave = wire.Leave(self._server.server, self._server.epoch)
+            await self._ask(leave, wire.Known, within_s=0.2)
+        self._link.close()
+        self._lose_sync()
+
+    async def _ask(
+        self, message: wire.Message, answer: type[wire.M], within_s: float | None = None
+    ) -> wire.M:
+        deadline = self._loop.time() + (within_s or self._config.heartbeat_s)
+        type, body = await self._link.request(*wire.encode(message), deadline=deadline)
+        return wire.decode_answer(answer, type, body)
+
+    async def _register(self) -> None:
+        server = self._server
+        registered = await self._ask(
+            wire.Register(
+                server.server,
+                server.epoch,
+                host_id(),
+                server.addresses,
+                [server.tier.name],
+                server.store.allocator.capacity,
+            ),
+            wire.Registered,
+        )
+        if not registered.accepted:
+            raise ConfigError(
+                f"server id {server.server!r} belongs to another living server; "
+                "choose another with --id"
+            )
+
+    async def _send_inventory(self) -> None:
+        """All there is, in pieces; what changes meanwhile follows as news."""
+        self._pending.clear()
+        self._added = self._heard = 0
+        self.synced = True
+        self._sequence += 1
+        entries = self._server.store.inventory()
+        step = wire.ANNOUNCED_BLOCKS_MAX
+        starts = range(0, max(1, len(entries)), step)
+        for start in starts:
+            present = [e for e in entries[start : start + step] if e.state is State.STORED]
+            last = start == starts[-1]
+            applied = await self._ask(
+                wire.Inventory(
+                    self._server.server,
+                    self._server.epoch,
+                    self._sequence,
+                    start == 0,
+                    last,
+                    _grouped([_as_change(entry) for entry in present]),
+                ),
+                wire.Announced,
+            )
+            if not applied.applied:
+                raise Unavailable("the master does not know this server any more")
+            if self._loop.time() >= self._next_heartbeat:
+                await self._send_heartbeat()
+        await self._send_heartbeat()
+        log.info("master knows all blocks", master=self._link.address, blocks=len(entries))
+
+    async def _send_news(self) -> None:
+        while self._pending:
+            count = min(len(self._pending), wire.ANNOUNCED_BLOCKS_MAX)
+            batch = [self._pending.popleft() for _ in range(count)]
+            self._sequence += 1
+            announced = await self._ask(
+                wire.Announce(
+                    self._server.server, self._server.epoch, self._sequence, _grouped(batch)
+                ),
+                wire.Announced,
+            )
+            if not announced.applied:
+                raise Unavailable("the master missed an announcement")
+            self._heard += count
+            self._release(self._heard)
+            if self._loop.time() >= self._next_heartbeat:
+                await self._send_heartbeat()
+
+    async def _send_heartbeat(self) -> None:
+        now = self._loop.time()
+        self._next_heartbeat = now + self._config.heartbeat_s
+        known = await self._ask(self._server.heartbeat(now), wire.Known)
+        if not known.known:
+            raise Unavailable("the master has restarted")
+
+    async def _wait(self) -> None:
+        """Until there is news or a heartbeat is due."""
+        self._wake.clear()
+        if self._pending or not self.synced:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._next_heartbeat):
+                await self._wake.wait()
+
+    def _failed(self, error: KvpoolError) -> None:
+        if str(error) != str(self.problem):
+            log.warning("master cannot be told", master=self._link.address, why=str(error))
+        self.problem = error
+        self._lose_sync()
+
+    def _lose_sync(self) -> None:
+        self.synced = False
+        self._pending.clear()
+        self._release(self._added)
+
+    def _release(self, heard: int) -> None:
+        waiting, self._waiting = self._waiting, []
+        for position, future in waiting:
+            if position > heard:
+                self._waiting.append((position, future))
+            elif not future.done():
+                future.set_result(None)
+
+
+def _as_change(entry: Entry) -> Change:
+    return Change(entry.index.namespace, entry.index.part, entry.digest, ReadStatus.HIT)
+
+
+def _grouped(changes: Sequence[Change]) -> list[wire.BlockChanges]:
+    """Consecutive changes of one kind become one message; the order is kept."""
+    groups: list[wire.BlockChanges] = []
+    first = 0
+    for position in range(1, len(changes) + 1):
+        head = changes[first]
+        if position < len(changes):
+            change = changes[position]
+            if (
+                change.status is head.status
+                and change.part == head.part
+                and change.namespace == head.namespace
+                and len(change.digest) == len(head.digest)
+            ):
+                continue
+        packed = b"".join([change.digest for change in changes[first:position]])
+        namespace, part, digest, status = head
+        groups.append(
+            wire.BlockChanges(namespace.name, namespace.parts, len(digest), packed, part, 0, status)
+        )
+        first = position
+    return groups
+
+
+def check_scheme(address: str, transports: Mapping[str, Transport]) -> None:
+    """Raises ConfigError for an address of a transport that is not there."""
+    scheme, found, _ = address.partition("://")
+    if not found or scheme not in transports:
+        raise ConfigError(
+            f"address {address!r}: expected one of {', '.join(f'{s}://' for s in transports)}"
+        )
