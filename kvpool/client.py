@@ -342,6 +342,27 @@ class Pool:
                 )
         return statuses
 
+    async def write_to(
+        self,
+        server: str,
+        namespace: Namespace,
+        digest: bytes,
+        buffer: Buffer,
+        *,
+        timeout: float | None = None,
+    ) -> WriteStatus:
+        """Store one block on a server of your choice: for trials and tools.
+
+        Raises ServerLost when that server cannot be reached.
+        """
+        deadline = self._begin(timeout)
+        check_digests([digest])
+        block = Outgoing(digest, ROOT, _readable(buffer, 0))
+        (status,) = await self._servers.write(
+            server, Writing(namespace, 0, True), [block], deadline
+        )
+        return status
+
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[bool]:
@@ -543,7 +564,7 @@ class _Masters:
                 continue
             self._preferred = index
             return got
-        raise MasterLost("; ".join(problems))
+        raise MasterLost(f"no master answers: {'; '.join(problems)}; is `kvpool master` running?")
 
     def close(self) -> None:
         for link in self._links:

@@ -7,6 +7,7 @@ the client moves them itself, in memory that it has mapped (*mapped*).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from kvpool import logs
@@ -14,6 +15,7 @@ from kvpool.errors import (
     BadMessage,
     KvpoolError,
     LinkBroken,
+    Unavailable,
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer
@@ -116,7 +118,7 @@ class Session:
         log.info(
             "connection closed", transport=self._scheme, error=type(error).__name__, why=str(error)
         )
-        if not self._stream.lost:
+        with contextlib.suppress(Unavailable):
             self._stream.send_now(Error(type(error).__name__, str(error)[:2048]))
 
     async def _send(self, message: Message) -> None:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import cast
 
 import xxhash
 
@@ -200,10 +201,10 @@ class Stream(asyncio.BufferedProtocol):
     # --- asyncio's side ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # A cast and not isinstance: uvloop's transports inherit from nothing of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         # Paused until the kernel has everything: that is when a pin may be released.
-        transport.set_write_buffer_limits(high=0)
+        self._transport.set_write_buffer_limits(high=0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._landing is not None and self._landing.missing:

@@ -1,0 +1,5 @@
+"""`python -m kvpool` is `kvpool`."""
+
+from kvpool.cli import main
+
+main()

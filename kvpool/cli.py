@@ -1,0 +1,360 @@
+"""The `kvpool` command: dev, master, server, status, explain, bench, replay, doctor.
+
+Thin: it reads settings, calls the library and prints. Exit codes: 0; 1, it failed; 2, it was
+asked the wrong way. With --json the result is one JSON document on stdout, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvpool import logs, process, registry
+from kvpool.client import Pool, connect
+from kvpool.config import ClientConfig, Config, load
+from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
+from kvpool.link import ZmqNetwork
+from kvpool.master import Master
+from kvpool.server import BlockServer
+from kvpool.types import Explanation, Member, Namespace
+
+app = typer.Typer(
+    name="kvpool",
+    help="The distributed KV-cache pool for LLM inference that people can read.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+#: Piped output is for grep: one line a row, not wrapped at 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 200)
+complaints = Console(stderr=True)
+T = TypeVar("T")
+
+#: A command that only asks gives up after this long.
+_ASK_S = 1.5
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file with settings.", envvar="KVPOOL_CONFIG")
+]
+Masters = Annotated[
+    str | None, typer.Option("--masters", help="host:port of the masters, comma-separated.")
+]
+Cluster = Annotated[str | None, typer.Option(help="Name of the cluster; others are refused.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow binding beyond loopback.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+# --- running ---------------------------------------------------------------------------
+
+
+@app.command()
+def dev(
+    capacity: Annotated[str, typer.Option(help="Memory of each server.")] = "1GiB",
+    servers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    bind: Annotated[str, typer.Option(help="The master's host:port.")] = "127.0.0.1:7450",
+    log_level: LogLevel = "warning",
+) -> None:
+    """Run a whole pool in this process: for a laptop, a notebook, a first look."""
+    from kvpool.dev import serve
+
+    async def main() -> None:
+        async with serve(capacity, servers=servers, bind=bind, prefault=True) as pool:
+            console.print(f"[bold]kvpool[/] is up: master at [cyan]{pool.address}[/]")
+            for server in pool.servers:
+                size = human(server.store.allocator.capacity)
+                paths = ", ".join(server.addresses[1:])
+                console.print(f"  server {server.server}, {size}: {paths}", soft_wrap=True)
+            console.print(f'\n  pool = await kvpool.connect("{pool.address}")')
+            console.print("\nCtrl-C ends it.")
+            await process.until_stopped()
+
+    _run(main(), log_level)
+
+
+@app.command()
+def master(
+    config: ConfigFile = None,
+    bind: Annotated[str | None, typer.Option(help="host:port to listen on.")] = None,
+    cluster: Cluster = None,
+    insecure: Insecure = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run a master: it knows where blocks are. Run as many as you like, side by side."""
+    settings = _settings(
+        config,
+        {"master.bind": bind, "cluster": cluster, "master.insecure": insecure or None},
+    )
+
+    async def main() -> None:
+        network = ZmqNetwork(settings.cluster)
+        running = Master(settings.master, network)
+        try:
+            await running.start()
+            process.calm_garbage_collector()
+            console.print(f"master at {running.address}")
+            await process.until_stopped()
+        finally:
+            await running.close()
+            network.close()
+
+    _run(main(), log_level)
+
+
+@app.command()
+def server(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    capacity: Annotated[str | None, typer.Option(help="Memory for blocks, like 64GiB.")] = None,
+    id: Annotated[str | None, typer.Option(help="Unique in the cluster.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="One address for each transport, comma-separated.")
+    ] = None,
+    cluster: Cluster = None,
+    insecure: Insecure = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run a block server: it owns the bytes."""
+    settings = _settings(
+        config,
+        {
+            "server.masters": masters,
+            "server.capacity": capacity,
+            "server.id": id,
+            "server.listen": listen,
+            "server.insecure": insecure or None,
+            "cluster": cluster,
+        },
+    )
+    _run(_serve(settings), log_level)
+
+
+async def _serve(settings: Config) -> None:
+    wanted = settings.server
+    network = ZmqNetwork(settings.cluster)
+    schemes = [address.partition("://")[0] for address in wanted.listen]
+    running: BlockServer | None = None
+    try:
+        transports = registry.transports(schemes)
+        tier = registry.tier("dram")(wanted.capacity, prefault=wanted.prefault)
+        running = BlockServer(
+            wanted,
+            cluster=settings.cluster,
+            network=network,
+            transports=transports,
+            tier=tier,
+        )
+        await running.start()
+        process.calm_garbage_collector()
+        size = human(running.store.allocator.capacity)
+        console.print(
+            f"server {running.server}, {size}: {', '.join(running.addresses)}", soft_wrap=True
+        )
+        registering = asyncio.create_task(_registered(running, settings))
+        stopped = asyncio.create_task(process.until_stopped())
+        # A refused id ends the server; a master that is not there yet does not.
+        await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if registering.done():
+            registering.result()
+            await stopped
+        registering.cancel()
+    finally:
+        if running is not None:
+            await running.close()
+        network.close()
+
+
+async def _registered(running: BlockServer, settings: Config) -> None:
+    """Wait for a master. Raises ConfigError when our id is still taken after a timeout."""
+    loop = asyncio.get_running_loop()
+    patience = settings.master.timeout_s + 2 * settings.server.heartbeat_s
+    try:
+        await running.registered(loop.time() + patience)
+    except Unavailable as error:
+        complaints.print(f"[yellow]no master yet:[/] {error}; trying on")
+
+
+# --- asking ----------------------------------------------------------------------------
+
+
+@app.command()
+def status(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Show the servers of a pool: memory, blocks, health."""
+    settings = _settings(config, {"client.masters": masters, "cluster": cluster})
+
+    async def main() -> list[Member]:
+        async with await _open(settings) as pool:
+            return await pool.members(timeout=_ASK_S)
+
+    members = _run(main())
+    if as_json:
+        print(json.dumps([member._asdict() for member in members]))
+    else:
+        console.print(members_table(members))
+    raise typer.Exit(0 if any(member.alive for member in members) else 1)
+
+
+@app.command()
+def explain(
+    keys: Annotated[list[str], typer.Argument(help="Block keys, in hex.")],
+    namespace: Annotated[str, typer.Option(help="The namespace they are in.")],
+    parts: Annotated[int, typer.Option(min=1, max=256)] = 1,
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Say where blocks are, or why they are not."""
+    settings = _settings(config, {"client.masters": masters, "cluster": cluster})
+
+    async def main() -> list[Explanation]:
+        try:
+            digests = [bytes.fromhex(key) for key in keys]
+        except ValueError:
+            raise ConfigError(f"keys {keys}: expected hex digits") from None
+        async with await _open(settings) as pool:
+            return await pool.explain(Namespace(namespace, parts), digests, timeout=_ASK_S)
+
+    answers = _run(main())
+    if as_json:
+        print(
+            json.dumps(
+                [
+                    {
+                        "key": answer.key.digest.hex(),
+                        "status": answer.status.label,
+                        "text": answer.text,
+                        "replicas": [replica._asdict() for replica in answer.replicas],
+                    }
+                    for answer in answers
+                ]
+            )
+        )
+        return
+    for answer in answers:
+        colour = "green" if answer.status.hit else "yellow"
+        console.print(f"{answer.key}  [{colour}]{answer.status.label}[/]: {answer.text}")
+
+
+@app.command()
+def doctor(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what keeps a pool from working, or from being fast, and say what to do."""
+    from kvpool.doctor import examine
+
+    settings = _settings(config, {"client.masters": masters, "cluster": cluster})
+    findings = _run(examine(settings))
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
+        marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+        for finding in findings:
+            table.add_row(finding.check, marks[finding.verdict], finding.text, finding.advice)
+        console.print(table)
+    raise typer.Exit(1 if any(finding.verdict == "fail" for finding in findings) else 0)
+
+
+# --- inside ----------------------------------------------------------------------------
+
+
+def members_table(members: list[Member]) -> Table:
+    """The servers of a pool, one line each."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("server", "state", "tier"):
+        table.add_column(name)
+    for name in ("capacity", "used", "blocks", "evicted", "pins", "clients", "victim age", "RSS"):
+        table.add_column(name, justify="right")
+    for m in sorted(members):
+        state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
+        share = m.used / m.capacity if m.capacity else 0
+        table.add_row(
+            m.server,
+            state,
+            ", ".join(m.tiers),
+            human(m.capacity),
+            f"{human(m.used)} ({share:.0%})",
+            f"{m.blocks:,}",
+            f"{m.counters.get('evicted_blocks', 0):,}",
+            f"{m.pins:,}",
+            f"{m.counters.get('connections', 0):,}",
+            f"{m.victim_age_s:.0f} s",
+            human(m.rss),
+        )
+    if not members:
+        table.add_row("no server has registered", *[""] * 10)
+    return table
+
+
+def human(size: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def _settings(config: Path | None, flags: dict[str, object]) -> Config:
+    try:
+        return load(config, os.environ, flags)
+    except ConfigError as error:
+        _fail(error)
+
+
+async def _open(settings: Config) -> Pool:
+    client = settings.client
+    asking = ClientConfig(
+        masters=client.masters,
+        transports=client.transports,
+        timeout_s=_ASK_S,
+        attempt_s=min(client.attempt_s, _ASK_S / 2),
+        verify=client.verify,
+    )
+    return await connect(config=asking, cluster=settings.cluster)
+
+
+def _run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
+    """Run to the end; errors of ours become a sentence and an exit code."""
+    if log_level not in ("debug", "info", "warning", "error"):
+        main.close()
+        _fail(ConfigError(f"log level {log_level!r}: expected debug, info, warning or error"))
+    logs.configure(log_level)
+    try:
+        return process.run(main)
+    except KvpoolError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _fail(error: KvpoolError) -> NoReturn:
+    complaints.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2 if isinstance(error, UsageError) else 1)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

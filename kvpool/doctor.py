@@ -1,0 +1,178 @@
+"""`kvpool doctor`: what keeps a pool from working or from being fast, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import time
+from importlib.metadata import version
+from typing import NamedTuple
+
+from kvpool import registry
+from kvpool.client import Pool
+from kvpool.config import ClientConfig, Config
+from kvpool.errors import ConfigError, KvpoolError
+from kvpool.link import ZmqNetwork
+from kvpool.types import Member, Namespace
+
+_TRIAL_SIZE = 1 << 20
+
+
+class Finding(NamedTuple):
+    """One check. `verdict` is ok, warn or fail; `advice` says what to do unless it is ok."""
+
+    check: str
+    verdict: str
+    text: str
+    advice: str = ""
+
+
+async def examine(settings: Config) -> list[Finding]:
+    """Look at this machine, the masters, the servers, and one real block on each transport."""
+    findings = [_python(), _loop(), _kernel(), _huge_pages(), *_transports(settings.client)]
+    findings += [await _master(settings, address) for address in settings.client.masters]
+    findings += await _pool(settings)
+    return findings
+
+
+def _python() -> Finding:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("kvpool", "pyzmq", "msgspec"))
+    return Finding("python", "ok", f"{platform.python_version()}, {packages}")
+
+
+def _loop() -> Finding:
+    try:
+        return Finding("event loop", "ok", f"uvloop {version('uvloop')}")
+    except ImportError:
+        return Finding("event loop", "warn", "asyncio's own", "pip install uvloop")
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    major, minor = (int(part) for part in release.split(".")[:2])
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return Finding("kernel", "fail", f"{release} has no memfd or pidfd", "use Linux >= 5.3")
+    if (major, minor) < (5, 14):
+        return Finding(
+            "kernel", "warn", f"{release} cannot touch pages in advance", "use Linux >= 5.14"
+        )
+    return Finding("kernel", "ok", release)
+
+
+def _huge_pages() -> Finding:
+    path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    try:
+        with open(path) as file:
+            mode = file.read().partition("[")[2].partition("]")[0]
+    except OSError:
+        mode = "unknown"
+    if mode in ("always", "advise", "within_size"):
+        return Finding("huge pages", "ok", f"shared memory: {mode}")
+    return Finding("huge pages", "warn", f"shared memory: {mode}", f"echo advise > {path}")
+
+
+def _transports(config: ClientConfig) -> list[Finding]:
+    findings = []
+    known = registry.installed(registry.TRANSPORTS)
+    for scheme in config.transports:
+        if scheme not in known:
+            findings.append(
+                Finding(f"transport {scheme}", "warn", "not installed", "see README, extras")
+            )
+            continue
+        try:
+            registry.transport(scheme)
+        except ConfigError as error:
+            findings.append(Finding(f"transport {scheme}", "fail", str(error), "reinstall it"))
+        else:
+            findings.append(Finding(f"transport {scheme}", "ok", known[scheme].value))
+    return findings
+
+
+async def _master(settings: Config, address: str) -> Finding:
+    only = _asking(settings.client, [address], settings.client.transports)
+    try:
+        async with _client(settings.cluster, only) as pool:
+            started = time.perf_counter()
+            members = await pool.members()
+    except KvpoolError as error:
+        return Finding(
+            f"master {address}", "fail", str(error), "start it: kvpool master --bind " + address
+        )
+    took_ms = (time.perf_counter() - started) * 1e3
+    alive = sum(member.alive for member in members)
+    text = f"answers in {took_ms:.1f} ms, {alive} of {len(members)} servers up"
+    if not alive:
+        return Finding(
+            f"master {address}", "fail", text, f"start one: kvpool server --masters {address}"
+        )
+    return Finding(f"master {address}", "ok", text)
+
+
+async def _pool(settings: Config) -> list[Finding]:
+    """Write, read and remove a block on every transport to every living server."""
+    findings = []
+    try:
+        async with _client(
+            settings.cluster,
+            _asking(settings.client, settings.client.masters, settings.client.transports),
+        ) as pool:
+            members = await pool.members()
+    except KvpoolError:
+        return []
+    for member in members:
+        if not member.alive:
+            findings.append(
+                Finding(
+                    f"server {member.server}",
+                    "warn",
+                    f"silent for {member.heard_s:.0f} s",
+                    "look at its log, or wait until it is forgotten",
+                )
+            )
+            continue
+        schemes = [address.partition("://")[0] for address in member.addresses]
+        findings += [
+            await _trial(settings, member, scheme)
+            for scheme in schemes
+            if scheme in settings.client.transports and scheme != "inproc"
+        ]
+    return findings
+
+
+async def _trial(settings: Config, member: Member, scheme: str) -> Finding:
+    check = f"server {member.server} over {scheme}"
+    config = _asking(settings.client, settings.client.masters, [scheme])
+    namespace = Namespace(f"kvpool-doctor/{secrets.token_hex(4)}")
+    key, data = secrets.token_bytes(32), secrets.token_bytes(_TRIAL_SIZE)
+    back = bytearray(_TRIAL_SIZE)
+    try:
+        async with _client(settings.cluster, config) as pool:
+            started = time.perf_counter()
+            written = await pool.write_to(member.server, namespace, key, data)
+            (result,) = await pool.read(namespace, [key], [back])
+            took_ms = (time.perf_counter() - started) * 1e3
+            await pool.remove(namespace, [key])
+    except KvpoolError as error:
+        return Finding(check, "fail", str(error), "check firewalls, user ids and namespaces")
+    if not written.present or not result.status.hit:
+        text = f"write: {written.label}, read: {result.status.label}"
+        return Finding(check, "fail", text, "look at the server's log")
+    if back != data:
+        return Finding(check, "fail", "wrong bytes came back", "stop using it and report this")
+    return Finding(check, "ok", f"1 MiB written and read back in {took_ms:.1f} ms")
+
+
+def _asking(config: ClientConfig, masters: list[str], transports: list[str]) -> ClientConfig:
+    return ClientConfig(masters=masters, transports=transports, timeout_s=1.5, attempt_s=1.0)
+
+
+def _client(cluster: str, config: ClientConfig) -> Pool:
+    return Pool(
+        config,
+        cluster=cluster,
+        network=ZmqNetwork(cluster),
+        transports=registry.transports(config.transports),
+        owns_network=True,
+    )

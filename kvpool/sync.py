@@ -1,0 +1,200 @@
+"""The pool for threads: an engine's worker is not asyncio.
+
+    with kvpool.sync.connect("127.0.0.1:7450") as pool:
+        match = pool.match(namespace, chain)
+
+An event loop runs in a thread of its own; any thread may call, several at once. A call that is
+interrupted (KeyboardInterrupt) cancels what it started before it raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kvpool import client
+from kvpool.config import ClientConfig
+from kvpool.errors import Closed, DeadlineExceeded
+from kvpool.protocols import View
+from kvpool.types import (
+    ROOT,
+    Buffer,
+    Explanation,
+    Match,
+    Member,
+    Namespace,
+    ReadResult,
+    WriteStatus,
+)
+
+T = TypeVar("T")
+
+#: Given to the loop's thread on top of a call's own deadline, which it always keeps.
+_GRACE_S = 5.0
+
+
+def connect(*masters: str, config: ClientConfig | None = None, cluster: str = "default") -> Pool:
+    """Open a pool, as `kvpool.connect` does. Raises MasterLost when no master answers."""
+    return Pool(*masters, config=config, cluster=cluster)
+
+
+class Pool:
+    """The methods of `kvpool.Pool`, for threads. See there for what each guarantees."""
+
+    def __init__(
+        self, *masters: str, config: ClientConfig | None = None, cluster: str = "default"
+    ) -> None:
+        self._pid = os.getpid()
+        self._timeout_s = (config or ClientConfig()).timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread.start()
+        try:
+            self._pool = self._run(
+                client.connect(*masters, config=config, cluster=cluster), self._timeout_s
+            )
+        except BaseException:
+            self._stop()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<sync.Pool {'closed' if self._closed else 'open'}>"
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def match(
+        self, namespace: Namespace, chain: Sequence[bytes], *, timeout: float | None = None
+    ) -> Match:
+        return self._run(self._pool.match(namespace, chain, timeout=timeout), timeout)
+
+    def read(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        *,
+        part: int = 0,
+        match: Match | None = None,
+        timeout: float | None = None,
+    ) -> list[ReadResult]:
+        return self._run(
+            self._pool.read(namespace, digests, buffers, part=part, match=match, timeout=timeout),
+            timeout,
+        )
+
+    def write(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        *,
+        parent: bytes = ROOT,
+        parents: Sequence[bytes] | None = None,
+        part: int = 0,
+        visible: bool = True,
+        timeout: float | None = None,
+    ) -> list[WriteStatus]:
+        return self._run(
+            self._pool.write(
+                namespace,
+                digests,
+                buffers,
+                parent=parent,
+                parents=parents,
+                part=part,
+                visible=visible,
+                timeout=timeout,
+            ),
+            timeout,
+        )
+
+    @contextmanager
+    def read_view(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        *,
+        part: int = 0,
+        match: Match | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[list[View]]:
+        view = self._pool.read_view(namespace, digests, part=part, match=match, timeout=timeout)
+        shown = self._run(view.__aenter__(), timeout)
+        try:
+            yield shown
+        finally:
+            self._run(view.__aexit__(None, None, None), timeout)
+
+    def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[bool]:
+        return self._run(self._pool.remove(namespace, digests, timeout=timeout), timeout)
+
+    def explain(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[Explanation]:
+        return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
+
+    def members(self, *, timeout: float | None = None) -> list[Member]:
+        return self._run(self._pool.members(timeout=timeout), timeout)
+
+    def close(self) -> None:
+        """End every call that is running, then the thread. Idempotent."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._run(self._end(), None)
+            self._stop()
+
+    async def _end(self) -> None:
+        """Close the pool and let every other thread's call end: as a miss, or as Closed."""
+        await self._pool.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, call: Coroutine[Any, Any, T], timeout: float | None) -> T:
+        try:
+            self._check()
+        except Closed:
+            call.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result((self._timeout_s if timeout is None else timeout) + _GRACE_S)
+        except concurrent.futures.TimeoutError as error:
+            if future.done():
+                raise  # the call's own
+            future.cancel()
+            raise DeadlineExceeded("the pool's thread did not answer") from error
+        except concurrent.futures.CancelledError:
+            raise Closed("the pool was closed during this call") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Closed("the pool is closed")
+        if os.getpid() != self._pid:
+            raise Closed("the pool was opened before a fork: open another one in the child")
+        if threading.current_thread() is self._thread:
+            raise Closed("a call from the pool's own thread would wait for itself")
