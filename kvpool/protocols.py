@@ -71,8 +71,8 @@ class Connection(Protocol):
     def unpin(self, pins: Sequence[Pin]) -> None:
         """Let go of the hits among `pins`."""
 
-    def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
-        """Forget blocks, every part; True where one was."""
+    async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
+        """Forget blocks, every part; True where one was. The masters have been told."""
 
     async def suspect(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]

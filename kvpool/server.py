@@ -37,6 +37,8 @@ log = logs.get("kvpool.server")
 
 #: Changes that may wait for one master; beyond it, an inventory is cheaper and bounded.
 _PENDING_MAX = 100_000
+#: A removal waits this long for the masters to hear of it, then it is answered anyway.
+_REMOVE_VISIBLE_S = 1.0
 
 
 class BlockServer:
@@ -263,9 +265,10 @@ class _Connection:
                     self._store.unpin(self._owner, pin.id)
             self._server.space_changed()
 
-    def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
+    async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
         removed = self._store.remove(namespace, digests)
         self._changed()
+        await self._server.visible(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
 
     async def suspect(
@@ -288,6 +291,7 @@ class _Connection:
             self._server.counters["corrupt_blocks"] += len(bad)
             self._store.remove(namespace, bad, ReadStatus.CORRUPT, part)
             self._changed()
+            await self._server.visible(self._loop.time() + _REMOVE_VISIBLE_S)
         return rotten
 
     def view(self, extent: Extent) -> memoryview:

@@ -168,7 +168,7 @@ class _InprocChannel:
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
         async with self._connection() as connection:
-            return connection.remove(namespace, digests)
+            return await connection.remove(namespace, digests)
 
     async def suspect(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

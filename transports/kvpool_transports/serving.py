@@ -132,7 +132,7 @@ class Session:
             await self._write(decode(Reserve, frame.type, frame.body), connection)
         elif kind is Remove:
             remove = decode(Remove, frame.type, frame.body)
-            flags = connection.remove(*unpack_batch(remove))
+            flags = await connection.remove(*unpack_batch(remove))
             await self._send(Removed(bytes(flags)))
         elif kind is Suspect:
             suspect = decode(Suspect, frame.type, frame.body)

@@ -1,0 +1,340 @@
+"""What happens when something dies, lies or stops (G4 to G7, G11); all parts in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from kvpool import (
+    ClientConfig,
+    MasterConfig,
+    MasterLost,
+    ReadStatus,
+    WriteStatus,
+    connect,
+    dev,
+)
+from kvpool.errors import Overloaded
+from kvpool.link import ZmqNetwork
+from kvpool.master import Master
+from kvpool.protocols import Peer
+from kvpool.wire.frames import encode_frame
+from kvpool.wire.messages import Hello, Reserve, encode, pack_parents
+from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Wait for a condition; fails when it does not come true in time."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + within_s
+    while not condition():
+        assert loop.time() < until, "the condition did not come true"
+        await asyncio.sleep(0.01)
+
+
+# --- masters ---------------------------------------------------------------------------
+
+
+async def restart_master(running: dev.Dev) -> Master:
+    """The master dies with everything it knows; another one starts at its address."""
+    address = running.master.address
+    await running.master.close()
+    network = ZmqNetwork()
+    master = Master(MasterConfig(bind=address), network)
+    for _ in range(100):
+        with contextlib.suppress(Exception):
+            await master.start()
+            break
+        await asyncio.sleep(0.02)
+    running.master = master
+    return master
+
+
+async def test_a_restarted_master_has_the_map_back_within_two_heartbeats(
+    two_servers: dev.Dev,
+) -> None:
+    """G7: nothing is lost, because the servers own the truth."""
+    async with two_servers.pool() as pool:
+        chains = [keys(f"chain-{n}", 40) for n in range(10)]
+        for chain in chains:
+            await pool.write(NAMESPACE, chain, values(chain))
+        master = await restart_master(two_servers)
+        loop = asyncio.get_running_loop()
+        back = loop.time()
+        await eventually(lambda: len(master.directory) == 400, within_s=2.0)
+        assert loop.time() - back < 2.0
+        for chain in chains:
+            assert (await pool.match(NAMESPACE, chain)).length == 40
+            got = buffers(40)
+            await pool.read(NAMESPACE, chain, got)
+            assert got == values(chain)
+        await master.close()
+
+
+async def test_reads_with_a_match_need_no_master(pool_dev: dev.Dev) -> None:
+    chain = keys("known", 10)
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        match = await pool.match(NAMESPACE, chain)
+        await pool_dev.master.close()
+        got = buffers(10)
+        results = await pool.read(NAMESPACE, chain, got, match=match)
+        assert all(result.status.hit for result in results)
+        assert got == values(chain)
+        lost = await pool.match(NAMESPACE, chain, timeout=0.3)
+        assert (lost.length, lost.stopped) == (0, ReadStatus.NO_MASTER)
+        (status,) = await pool.write(NAMESPACE, [key("w")], [b"x"], timeout=0.3)
+        assert status in (WriteStatus.NO_MASTER, WriteStatus.DEADLINE)
+        with pytest.raises(MasterLost, match=pool_dev.address):
+            await pool.members(timeout=0.3)
+
+
+async def test_no_master_is_an_error_at_once() -> None:
+    config = ClientConfig(masters=["127.0.0.1:9"], timeout_s=0.3)
+    with pytest.raises(MasterLost, match=r"127\.0\.0\.1:9"):
+        await connect(config=config)
+
+
+async def test_any_master_that_answers_is_good(pool_dev: dev.Dev) -> None:
+    chain = keys("any", 5)
+    config = ClientConfig(masters=["127.0.0.1:9", pool_dev.address], attempt_s=0.2)
+    async with pool_dev.pool(config) as pool:
+        assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
+        assert (await pool.match(NAMESPACE, chain)).length == 5
+
+
+async def test_a_master_of_another_cluster_is_refused(pool_dev: dev.Dev) -> None:
+    config = ClientConfig(masters=[pool_dev.address], timeout_s=1.0)
+    with pytest.raises(MasterLost, match="another cluster"):
+        await connect(config=config, cluster="elsewhere")
+
+
+# --- servers ---------------------------------------------------------------------------
+
+
+async def test_a_lost_server_is_a_miss_with_a_reason(two_servers: dev.Dev) -> None:
+    """G6: the other server's blocks are still read; the lost ones are misses, in time."""
+    async with two_servers.pool(
+        ClientConfig(masters=[two_servers.address], transports=["tcp"])
+    ) as pool:
+        mine: dict[str, list[bytes]] = {"dev-0": [], "dev-1": []}
+        for digest in keys("spread", 12):
+            for server in mine:
+                if len(mine[server]) < 6:
+                    await pool.write_to(server, NAMESPACE, digest, value(digest))
+                    mine[server].append(digest)
+                    break
+        match_all = [*mine["dev-0"], *mine["dev-1"]]
+        assert (await pool.match(NAMESPACE, match_all)).length == 12
+        await two_servers.servers[1].close()
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        got = buffers(12)
+        results = await pool.read(NAMESPACE, match_all, got, timeout=2)
+        assert loop.time() - started < 2
+        assert [r.status.hit for r in results] == [True] * 6 + [False] * 6
+        assert {r.status for r in results[6:]} == {ReadStatus.SERVER_LOST}
+        assert got[:6] == values(match_all[:6])
+
+
+async def test_the_next_transport_is_used_when_one_fails(pool_dev: dev.Dev) -> None:
+    chain = keys("fallback", 4)
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm", "tcp"])
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        (server,) = pool_dev.servers
+        shm = next(x for x in server._listeners if x.address.startswith("shm"))
+        await shm.close()
+        got = buffers(4)
+        results = await pool.read(NAMESPACE, chain, got)
+        assert all(result.status.hit for result in results)
+        assert got == values(chain)
+        assert pool.counters["failed_shm"] == 1
+
+
+async def test_a_silent_server_that_comes_back_is_simply_back(pool_dev: dev.Dev) -> None:
+    chain = keys("back", 5)
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        directory = pool_dev.master.directory
+        directory.leave("dev-0", pool_dev.servers[0].epoch)
+        gone = await pool.match(NAMESPACE, chain)
+        assert (gone.length, gone.stopped) == (0, ReadStatus.SERVER_LOST)
+        await asyncio.sleep(1.2)  # its next heartbeat
+        assert (await pool.match(NAMESPACE, chain)).length == 5
+
+
+async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
+    """A connection that ends with reservations gives their space back at once."""
+    (server,) = pool_dev.servers
+    host, port = tcp_address(pool_dev)
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(encode_frame(*encode(Hello("default", "test", 1))))
+    await reader.readexactly(16)
+    half = struct.pack("<2sBBIQ", b"kv", 1, 6, 0, 1 << 20) + bytes(1000)
+    writer.write(reserve_frame([key("half")], [1 << 20]) + half)
+    await eventually(lambda: server.store.reservations == 1)
+    writer.close()
+    await eventually(lambda: server.store.reservations == 0)
+    assert server.store.allocator.allocated == 0
+    server.store.check()
+
+
+async def test_an_unread_answer_holds_its_pins_and_then_lets_go(pool_dev: dev.Dev) -> None:
+    """A peer that stops reading keeps its own pins only; they go with its connection (G4)."""
+    (server,) = pool_dev.servers
+    chain = keys("unread", 12)
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
+        slow = asyncio.create_task(pool.read(NAMESPACE, chain, buffers(12, 1 << 20)))
+        await asyncio.sleep(0.01)
+        async with pool_dev.pool() as other:
+            got = buffers(12, 1 << 20)
+            results = await other.read(NAMESPACE, chain, got)
+            assert all(result.status.hit for result in results)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        await eventually(lambda: server.store.pins == 0)
+
+
+# --- bytes that belong to nobody ----------------------------------------------------------
+
+
+def tcp_address(running: dev.Dev) -> tuple[str, int]:
+    (server,) = running.servers
+    address = next(a for a in server.addresses if a.startswith("tcp"))
+    host, _, port = address.removeprefix("tcp://").partition(":")
+    return host, int(port)
+
+
+def reserve_frame(digests: list[bytes], sizes: list[int]) -> bytes:
+    reserve = Reserve(
+        NAMESPACE.name,
+        1,
+        32,
+        b"".join(digests),
+        0,
+        pack_parents([b""] * len(digests), 32),
+        sizes,
+        5.0,
+    )
+    return encode_frame(*encode(reserve))
+
+
+HELLO = encode_frame(*encode(Hello("default", "fuzz", 1)))
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls": bytes.fromhex("16030100dc010000d80303") + bytes(200),
+    "zeros": bytes(4096),
+    "wrong version": b"kv" + bytes([99, 2]) + bytes(12),
+    "giant body": struct.pack("<2sBBIQ", b"kv", 1, 2, 0xFFFFFFFF, 0),
+    "giant payload": struct.pack("<2sBBIQ", b"kv", 1, 6, 0, 2**64 - 1),
+    "request before hello": reserve_frame([key("a")], [1]),
+    "hello twice": HELLO + HELLO,
+    "no message": HELLO + encode_frame(9, b"\xc1\xc1\xc1"),
+    "unknown type": HELLO + encode_frame(200, b"\x80"),
+    "nested": HELLO + encode_frame(9, b"\x91" * 100_000),
+    "same key twice": HELLO + reserve_frame([key("a"), key("a")], [1, 1]),
+    "sizes missing": HELLO + reserve_frame([key("a"), key("b")], [1]),
+    "seal of nothing": HELLO + encode_frame(7, b"\x80"),
+    "other cluster": encode_frame(*encode(Hello("other", "fuzz", 1))),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_bad_bytes_close_that_link_and_no_other(pool_dev: dev.Dev, name: str) -> None:
+    """G11: one clear error, the link closed, nobody else notices."""
+    chain = keys("steady", 3)
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        reader, writer = await asyncio.open_connection(*tcp_address(pool_dev))
+        writer.write(GARBAGE[name])
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            await asyncio.wait_for(reader.read(), 5)  # until the server closes it
+        writer.close()
+        got = buffers(3)
+        await pool.read(NAMESPACE, chain, got)
+        assert got == values(chain)
+        (server,) = pool_dev.servers
+        assert (server.store.pins, server.store.reservations) == (0, 0)
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 40])
+async def test_half_a_frame_is_no_request(pool_dev: dev.Dev, cut: int) -> None:
+    (server,) = pool_dev.servers
+    _, writer = await asyncio.open_connection(*tcp_address(pool_dev))
+    writer.write(HELLO + reserve_frame([key("cut")], [100])[:cut])
+    await writer.drain()
+    writer.close()
+    await asyncio.sleep(0.05)
+    assert server.store.reservations == 0
+
+
+async def test_a_byte_at_a_time_is_still_a_request(pool_dev: dev.Dev) -> None:
+    (server,) = pool_dev.servers
+    reader, writer = await asyncio.open_connection(*tcp_address(pool_dev))
+    for byte in HELLO + reserve_frame([key("slow")], [100]):
+        writer.write(bytes([byte]))
+        await writer.drain()
+    await eventually(lambda: server.store.reservations == 1)
+    assert (await reader.read(2)) == b"kv"
+    writer.close()
+    await eventually(lambda: server.store.reservations == 0)
+
+
+async def test_the_master_survives_garbage(pool_dev: dev.Dev) -> None:
+    host, _, port = pool_dev.address.partition(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100_000), b"\xff" * 64):
+        with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port))) as s:
+            s.sendall(garbage)
+    network = ZmqNetwork()
+    link = network.connect(pool_dev.address)
+    loop = asyncio.get_running_loop()
+    for type, body in ((250, b""), (40, b"\xc1"), (40, b"\x91" * 100_000), (32, b"\x80")):
+        answer, _ = await link.request(type, body, deadline=loop.time() + 2)
+        assert answer == 1  # an Error, to us alone
+    link.close()
+    network.close()
+    async with pool_dev.pool() as pool:
+        assert len(await pool.members()) == 1
+
+
+async def test_no_more_connections_than_allowed(pool_dev: dev.Dev) -> None:
+    (server,) = pool_dev.servers
+    held = [server.connect(Peer("test")) for _ in range(1024)]
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool:
+        with pytest.raises(Overloaded, match="the limit"):
+            await pool.write_to("dev-0", NAMESPACE, key("x"), b"x", timeout=1)
+        for connection in held:
+            connection.close()
+        assert await pool.write_to("dev-0", NAMESPACE, key("x"), b"x") is WriteStatus.STORED
+
+
+async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
+    """G3, G4: when we close the link of a process that may still write, its extents rest."""
+    (server,) = pool_dev.servers
+    loop = asyncio.get_running_loop()
+    connection = server.connect(Peer("test"))
+    await connection.reserve(
+        NAMESPACE, 0, [key("frozen")], [b""], [1 << 20], deadline=loop.time() + 1
+    )
+    held = server.store.allocator.allocated
+    connection.close(may_still_write=True)
+    assert server.store.quarantined == 1
+    assert server.store.allocator.allocated == held
+    async with pool_dev.pool() as pool:
+        storm = keys("storm", 32)
+        assert WriteStatus.STORED in await pool.write(NAMESPACE, storm, values(storm, 1 << 20))
+    assert server.store.quarantined == 1
+    server.store.check()
+    connection.writer_gone()
+    assert server.store.quarantined == 0

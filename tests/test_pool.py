@@ -1,0 +1,354 @@
+"""What a user of the pool relies on, over every transport (G1, G2, G5, G9)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpool import (
+    ROOT,
+    BadBuffer,
+    BadKey,
+    ClientConfig,
+    Closed,
+    Namespace,
+    Pool,
+    ReadStatus,
+    TooLarge,
+    WriteStatus,
+    dev,
+)
+from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+
+
+async def test_what_was_written_is_read(pool: Pool) -> None:
+    chain = keys("chain", 20)
+    assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
+    match = await pool.match(NAMESPACE, chain)
+    assert (match.length, match.stopped) == (20, ReadStatus.HIT)
+    got = buffers(20)
+    results = await pool.read(NAMESPACE, chain, got, match=match)
+    assert all(result.status.hit and result.size == 8192 for result in results)
+    assert got == values(chain)
+
+
+async def test_blocks_of_many_sizes_share_a_segment(pool: Pool) -> None:
+    chain = keys("sizes", 12)
+    sizes = [1, 511, 4096, 4097, 300_000, 7, 1 << 20, 65_536, 3, 12_345, 2 << 20, 4095]
+    data = [value(digest, size) for digest, size in zip(chain, sizes, strict=True)]
+    await pool.write(NAMESPACE, chain, data)
+    got = [bytearray(size) for size in sizes]
+    results = await pool.read(NAMESPACE, chain, got)
+    assert [result.size for result in results] == sizes
+    assert got == data
+
+
+async def test_a_larger_buffer_is_filled_only_so_far(pool: Pool) -> None:
+    await pool.write(NAMESPACE, [key("a")], [value(key("a"), 100)])
+    (buffer,) = buffers(1, 200)
+    (result,) = await pool.read(NAMESPACE, [key("a")], [buffer])
+    assert result.size == 100
+    assert buffer == value(key("a"), 100) + bytes(100)
+
+
+async def test_a_match_ends_at_the_first_gap(pool: Pool) -> None:
+    chain = keys("gap", 10)
+    await pool.write(NAMESPACE, chain[:4], values(chain[:4]))
+    await pool.write(NAMESPACE, chain[6:], values(chain[6:]), parent=chain[5])
+    match = await pool.match(NAMESPACE, chain)
+    assert (match.length, match.stopped) == (4, ReadStatus.NEVER_WRITTEN)
+    results = await pool.read(NAMESPACE, chain, buffers(10))
+    assert [result.status.hit for result in results] == [True] * 4 + [False] * 2 + [True] * 4
+
+
+async def test_a_block_is_immutable(pool: Pool) -> None:
+    """G2: the second writer is told, and the first one's bytes stay."""
+    (first,) = await pool.write(NAMESPACE, [key("x")], [b"first" * 100])
+    (second,) = await pool.write(NAMESPACE, [key("x")], [b"other" * 100])
+    assert (first, second) == (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
+    (buffer,) = buffers(1, 500)
+    await pool.read(NAMESPACE, [key("x")], [buffer])
+    assert buffer == b"first" * 100
+
+
+async def test_of_many_writers_one_wins(pool: Pool) -> None:
+    """G2 under concurrency: all write other bytes under one key; every read is one writer's."""
+    outcomes = await asyncio.gather(
+        *(pool.write(NAMESPACE, [key("race")], [bytes([n]) * 300_000]) for n in range(8))
+    )
+    statuses = [status for (status,) in outcomes]
+    assert statuses.count(WriteStatus.STORED) == 1
+    assert set(statuses) <= {
+        WriteStatus.STORED,
+        WriteStatus.ALREADY_STORED,
+        WriteStatus.IN_PROGRESS,
+    }
+    (buffer,) = buffers(1, 300_000)
+    await pool.read(NAMESPACE, [key("race")], [buffer])
+    assert len(set(buffer)) == 1
+    assert buffer[0] == statuses.index(WriteStatus.STORED)
+
+
+async def test_namespaces_do_not_meet(pool: Pool) -> None:
+    """G1, G12: the same key under another name is another block."""
+    other = Namespace("test/other-model")
+    await pool.write(NAMESPACE, [key("n")], [b"a" * 64])
+    await pool.write(other, [key("n")], [b"b" * 64])
+    assert (await pool.match(Namespace("test/third"), [key("n")])).length == 0
+    first, second = buffers(2, 64)
+    await pool.read(NAMESPACE, [key("n")], [first])
+    await pool.read(other, [key("n")], [second])
+    assert (first, second) == (b"a" * 64, b"b" * 64)
+
+
+async def test_a_block_is_present_when_all_its_parts_are(pool: Pool) -> None:
+    sharded = Namespace("test/tp2", parts=2)
+    chain = keys("parts", 3)
+    await pool.write(sharded, chain, values(chain), part=0)
+    match = await pool.match(sharded, chain)
+    assert (match.length, match.stopped) == (0, ReadStatus.PART_MISSING)
+    await pool.write(sharded, chain, [value(key(d)) for d in chain], part=1)
+    assert (await pool.match(sharded, chain)).length == 3
+    for part, expected in ((0, values(chain)), (1, [value(key(d)) for d in chain])):
+        got = buffers(3)
+        await pool.read(sharded, chain, got, part=part)
+        assert got == expected
+
+
+async def test_every_miss_has_a_reason(pool: Pool) -> None:
+    """G5: never written, removed and evicted are told apart, and `explain` says it in words."""
+    await pool.write(NAMESPACE, [key("gone")], [b"x" * 64])
+    assert await pool.remove(NAMESPACE, [key("gone"), key("never")]) == [True, False]
+    await pool.write(NAMESPACE, [key("old")], [b"x" * 64])
+    filler = keys("filler", 16)
+    await pool.write(NAMESPACE, filler, values(filler, 1 << 20))
+    results = await pool.read(NAMESPACE, [key("gone"), key("never"), key("old")], buffers(3))
+    reasons = [ReadStatus.REMOVED, ReadStatus.NEVER_WRITTEN, ReadStatus.EVICTED]
+    assert [result.status for result in results] == reasons
+    answers = await pool.explain(NAMESPACE, [key("gone"), key("never"), key("old")])
+    assert [answer.status for answer in answers] == reasons
+    assert all(answer.text for answer in answers)
+
+
+async def test_a_full_pool_makes_room_while_every_key_is_probed(pool: Pool) -> None:
+    """G9: matches in a loop renew nothing; three times the capacity goes in."""
+    chain = keys("storm", 48)
+    for first in range(0, 48, 4):
+        batch = chain[first : first + 4]
+        statuses = await pool.write(NAMESPACE, batch, values(batch, 1 << 20))
+        assert set(statuses) == {WriteStatus.STORED}
+        for digest in chain[: first + 4]:
+            await pool.match(NAMESPACE, [digest])
+    results = await pool.read(NAMESPACE, chain[-8:], buffers(8, 1 << 20))
+    assert all(result.status.hit for result in results)
+
+
+async def test_a_chain_loses_its_tail_first(pool: Pool) -> None:
+    chain = keys("long", 12)
+    await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
+    newer = keys("newer", 8)
+    await pool.write(NAMESPACE, newer, values(newer, 1 << 20))
+    match = await pool.match(NAMESPACE, chain)
+    assert 0 < match.length < 12
+    assert match.stopped is ReadStatus.EVICTED
+    results = await pool.read(NAMESPACE, chain, buffers(12, 1 << 20))
+    assert [r.status.hit for r in results] == [i < match.length for i in range(12)]
+
+
+async def test_views_show_the_memory_itself(pool_dev: dev.Dev) -> None:
+    chain = keys("view", 4)
+    for transport in ("inproc", "shm"):
+        config = ClientConfig(masters=[pool_dev.address], transports=[transport])
+        async with pool_dev.pool(config) as pool:
+            await pool.write(NAMESPACE, chain, values(chain))
+            async with pool.read_view(NAMESPACE, [*chain, key("absent")]) as views:
+                assert [v.data == value(d) for v, d in zip(views, chain, strict=False)] == [
+                    True
+                ] * 4
+                assert views[4].status is ReadStatus.NEVER_WRITTEN
+                assert views[0].data is not None
+                assert views[0].data.readonly
+                assert pool_dev.servers[0].store.pins == 4
+            await asyncio.sleep(0.05)
+            assert pool_dev.servers[0].store.pins == 0
+
+
+async def test_a_viewed_block_survives_a_full_pool(pool_dev: dev.Dev) -> None:
+    """G4: what somebody looks at is not evicted, moved or rewritten."""
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
+    async with pool_dev.pool(config) as pool:
+        held = key("held")
+        await pool.write(NAMESPACE, [held], [value(held, 1 << 20)])
+        async with pool.read_view(NAMESPACE, [held]) as views:
+            storm = keys("storm", 40)
+            for digest in storm:
+                await pool.write(NAMESPACE, [digest], [value(digest, 1 << 20)])
+            assert await pool.remove(NAMESPACE, [held]) == [True]
+            await pool.write(NAMESPACE, keys("again", 20), values(keys("again", 20), 1 << 20))
+            assert views[0].data == value(held, 1 << 20)
+
+
+async def test_no_space_is_said_by_the_deadline(pool_dev: dev.Dev) -> None:
+    """G9: with everything pinned a write is refused in time; when the pins go, it succeeds."""
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
+    async with pool_dev.pool(config) as pool:
+        chain = keys("all", 16)
+        await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
+        loop = asyncio.get_running_loop()
+        async with pool.read_view(NAMESPACE, chain):
+            started = loop.time()
+            (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(1 << 20)], timeout=0.6)
+            assert status is WriteStatus.NO_SPACE
+            assert loop.time() - started < 0.6
+            waiting = asyncio.create_task(
+                pool.write(NAMESPACE, [key("patient")], [bytes(1 << 20)], timeout=10)
+            )
+            await asyncio.sleep(0.2)
+        assert await waiting == [WriteStatus.STORED]
+
+
+async def test_a_wrong_checksum_is_a_miss_and_the_block_goes(pool: Pool, pool_dev: dev.Dev) -> None:
+    """G1: flipped bits in the pool's memory are never handed out."""
+    (server,) = pool_dev.servers
+    chain = keys("rot", 3)
+    await pool.write(NAMESPACE, chain, values(chain))
+    entry = server.store.peek(NAMESPACE, 0, chain[1])
+    assert entry is not None
+    server.tier.view(entry.offset, 8192)[77] ^= 1  # type: ignore[attr-defined]
+    results = await pool.read(NAMESPACE, chain, buffers(3))
+    assert [r.status for r in results] == [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
+    assert server.store.peek(NAMESPACE, 0, chain[1]) is None
+    assert pool.counters["corrupt"] == 1
+    answers = await pool.explain(NAMESPACE, [chain[1]])
+    assert answers[0].status is ReadStatus.CORRUPT
+    # The key is free again: the next writer heals it.
+    assert await pool.write(NAMESPACE, [chain[1]], [value(chain[1])]) == [WriteStatus.STORED]
+
+
+async def test_intact_bytes_of_another_key_are_not_handed_out(
+    pool: Pool, pool_dev: dev.Dev
+) -> None:
+    """G1: the checksum is seeded with the key, so an index that mixes up extents is caught."""
+    (server,) = pool_dev.servers
+    one, two = keys("swap", 2)
+    await pool.write(NAMESPACE, [one, two], [value(one), value(two)])
+    first, second = (server.store.peek(NAMESPACE, 0, digest) for digest in (one, two))
+    assert first is not None
+    assert second is not None
+    first.offset, second.offset = second.offset, first.offset
+    first.checksum, second.checksum = second.checksum, first.checksum
+    results = await pool.read(NAMESPACE, [one, two], buffers(2))
+    assert [r.status for r in results] == [ReadStatus.CORRUPT] * 2
+
+
+async def test_a_batch_larger_than_a_message_is_split(pool: Pool) -> None:
+    chain = keys("many", 2500)
+    data = [digest * 4 for digest in chain]
+    assert set(await pool.write(NAMESPACE, chain, data)) == {WriteStatus.STORED}
+    assert (await pool.match(NAMESPACE, chain)).length == 2500
+    got = buffers(2500, 128)
+    await pool.read(NAMESPACE, chain, got)
+    assert got == data
+
+
+async def test_a_cancelled_call_leaves_nothing_behind(pool: Pool, pool_dev: dev.Dev) -> None:
+    """Cancel at many points: no pin, no reservation, no later byte in the caller's buffer."""
+    (server,) = pool_dev.servers
+    chain = keys("cancel", 6)
+    await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
+    for step in range(40):
+        got = buffers(6, 1 << 20)
+        reading = asyncio.create_task(pool.read(NAMESPACE, chain, got))
+        fresh = key(f"cancelled/{step}")
+        writing = asyncio.create_task(pool.write(NAMESPACE, [fresh], [value(fresh, 1 << 20)]))
+        await asyncio.sleep(step * 0.0002)
+        reading.cancel()
+        writing.cancel()
+        await asyncio.gather(reading, writing, return_exceptions=True)
+        snapshot = [bytes(buffer) for buffer in got]
+        await asyncio.sleep(0.002)
+        assert [bytes(buffer) for buffer in got] == snapshot
+    await asyncio.sleep(0.1)
+    assert (server.store.pins, server.store.reservations) == (0, 0)
+    got = buffers(6, 1 << 20)
+    results = await pool.read(NAMESPACE, chain, got)
+    for digest, result, buffer in zip(chain, results, got, strict=True):
+        assert not result.status.hit or buffer == value(digest, 1 << 20)
+
+
+# --- calls that are wrong ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("digests", "data", "error", "says"),
+    [
+        ([], [], BadKey, "empty batch"),
+        ([key("a"), key("b"), key("a")], [b"x"] * 3, BadKey, "twice"),
+        ([b"short"], [b"x"], BadKey, "5 bytes"),
+        ([key("a"), key("b")[:16]], [b"x"] * 2, BadKey, "expected equal"),
+        ([key("a")], [b""], BadBuffer, "empty"),
+        ([key("a")], [b"x", b"y"], BadBuffer, "2 buffers for 1 keys"),
+        ([key("a")], ["text"], BadBuffer, "str"),
+        ([key("a")], [memoryview(bytes(64))[::2]], BadBuffer, "contiguous"),
+        ([key("a")], [bytes(17 << 20)], TooLarge, "segment"),
+    ],
+)
+async def test_a_wrong_write_names_what_is_wrong(
+    pool: Pool, digests: list[bytes], data: list[bytes], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        await pool.write(NAMESPACE, digests, data)
+    assert await pool.write(NAMESPACE, [key("fine")], [b"fine"]) == [WriteStatus.STORED]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "says"),
+    [
+        (bytes(8192), "read-only"),
+        (memoryview(bytearray(16384))[::2], "contiguous"),
+        (bytearray(8191), "larger"),
+        (bytearray(), "empty"),
+    ],
+)
+async def test_a_wrong_read_buffer_is_named(pool: Pool, buffer: bytearray, says: str) -> None:
+    await pool.write(NAMESPACE, [key("r")], [value(key("r"))])
+    with pytest.raises(BadBuffer, match=says):
+        await pool.read(NAMESPACE, [key("r")], [buffer])
+
+
+async def test_parents_must_make_sense(pool: Pool) -> None:
+    with pytest.raises(BadKey, match="its parent"):
+        await pool.write(NAMESPACE, [key("p")], [b"x"], parent=key("p"))
+    with pytest.raises(BadKey, match="parent 0 has 3 bytes"):
+        await pool.write(NAMESPACE, [key("p")], [b"x"], parent=b"abc")
+    with pytest.raises(BadKey, match="2 parents for 1 keys"):
+        await pool.write(NAMESPACE, [key("p")], [b"x"], parents=[ROOT, ROOT])
+    with pytest.raises(BadKey, match="part 1"):
+        await pool.write(NAMESPACE, [key("p")], [b"x"], part=1)
+
+
+async def test_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
+    async with pool_dev.pool() as pool:
+        pass
+    with pytest.raises(Closed, match="closed"):
+        await pool.match(NAMESPACE, [key("a")])
+
+
+async def test_a_pool_closed_during_a_read_ends_the_read(pool_dev: dev.Dev) -> None:
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    chain = keys("closing", 12)
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
+        reading = asyncio.create_task(pool.read(NAMESPACE, chain, buffers(12, 1 << 20)))
+        await asyncio.sleep(0.003)
+    (outcome,) = await asyncio.gather(reading, return_exceptions=True)
+    assert isinstance(outcome, list | Closed)
+
+
+async def test_another_thread_is_sent_to_the_sync_pool(pool: Pool) -> None:
+    def elsewhere() -> None:
+        asyncio.run(pool.match(NAMESPACE, [key("a")]))
+
+    with pytest.raises(Closed, match=r"kvpool\.sync"):
+        await asyncio.to_thread(elsewhere)
