@@ -144,7 +144,15 @@ def parse_duration(text: str | int | float) -> float:
 
 def check_bind(address: str, insecure: bool) -> None:
     """Refuse to listen beyond loopback unless told to: there is no authentication yet."""
-    host = urlsplit(address if "://" in address else f"tcp://{address}").hostname or ""
+    parts = urlsplit(address if "://" in address else f"tcp://{address}")
+    host = parts.hostname or ""
+    try:
+        if not host or parts.port is None:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"address {address!r}: expected host:port, such as {DEFAULT_MASTER}"
+        ) from None
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

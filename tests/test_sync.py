@@ -1,0 +1,116 @@
+"""The pool for threads: the same answers, from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import kvpool.sync
+from kvpool import BadKey, Closed, MasterLost, WriteStatus, dev
+from kvpool.config import ClientConfig
+from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A pool that runs in a thread of its own."""
+    found: list[str] = []
+    up = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def main() -> None:
+        async with dev.serve("32MiB") as running:
+            found.append(running.address)
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    assert up.wait(10)
+    yield found[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+def test_threads_share_a_pool(address: str) -> None:
+    with kvpool.sync.connect(address) as pool:
+        wrong: list[str] = []
+
+        def work(number: int) -> None:
+            for turn in range(10):
+                chain = keys(f"thread {number} turn {turn}", 8)
+                pool.write(NAMESPACE, chain, values(chain))
+                match = pool.match(NAMESPACE, chain)
+                got = buffers(8)
+                pool.read(NAMESPACE, chain, got, match=match)
+                if match.length != 8 or got != values(chain):
+                    wrong.append(f"{number}/{turn}")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert len(pool.members()) == 1
+
+
+def test_views_removal_and_explanations(address: str) -> None:
+    with kvpool.sync.connect(address) as pool:
+        pool.write(NAMESPACE, [key("v")], [value(key("v"))])
+        with pool.read_view(NAMESPACE, [key("v")]) as (view,):
+            assert view.data == value(key("v"))
+        assert pool.remove(NAMESPACE, [key("v")]) == [True]
+        assert pool.explain(NAMESPACE, [key("v")])[0].status.label == "removed"
+
+
+def test_errors_are_the_same(address: str) -> None:
+    with kvpool.sync.connect(address) as pool, pytest.raises(BadKey):
+        pool.match(NAMESPACE, [b"short"])
+    with pytest.raises(Closed):
+        pool.match(NAMESPACE, [key("a")])
+    with pytest.raises(MasterLost):
+        kvpool.sync.connect(config=ClientConfig(masters=["127.0.0.1:9"], timeout_s=0.3))
+
+
+def test_closing_ends_the_calls_of_other_threads(address: str) -> None:
+    pool = kvpool.sync.connect(address)
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            while True:
+                fresh = os.urandom(32)
+                assert pool.write(NAMESPACE, [fresh], [bytes(1 << 20)]) != [WriteStatus.RESERVED]
+        except Closed:
+            ended.set()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    threading.Event().wait(0.2)
+    pool.close()
+    pool.close()
+    for thread in threads:
+        thread.join(3)
+        assert not thread.is_alive()
+    assert ended.is_set()
+
+
+def test_a_forked_child_is_told(address: str) -> None:
+    with kvpool.sync.connect(address) as pool:
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.match(NAMESPACE, [key("a")])
+            except Closed as error:
+                os._exit(0 if "fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert pool.match(NAMESPACE, [key("a")]).length == 0
