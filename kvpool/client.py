@@ -152,7 +152,7 @@ class Pool:
         with the reason NO_MASTER.
         """
         deadline = self._begin(timeout)
-        check_digests(chain)
+        check_digests(chain, unique=False)
         runs: list[Run] = []
         for first in range(0, len(chain), wire.DIGESTS_MAX):
             digests = chain[first : first + wire.DIGESTS_MAX]
@@ -531,9 +531,14 @@ class Pool:
             )
 
     def _count(self, results: Sequence[ReadResult]) -> None:
-        for status, count in Counter(result.status for result in results).items():
-            self.counters[f"read_{status.name.lower()}"] += count
-        self.counters["read_bytes"] += sum(result.size for result in results)
+        hits = 0
+        for status, size in results:
+            if status is ReadStatus.HIT:
+                hits += 1
+                self.counters["read_bytes"] += size
+            else:
+                self.counters[f"read_{status.name.lower()}"] += 1
+        self.counters["read_hit"] += hits
 
 
 class _Masters:

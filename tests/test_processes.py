@@ -254,7 +254,7 @@ async def test_a_killed_writers_space_comes_back(cluster: Cluster, frozen_first:
     async with await opened(cluster, "shm") as pool:
         (found,) = [m for m in await pool.members() if m.server == "s0"]
         address = next(a for a in found.addresses if a.startswith("shm"))
-        writer = subprocess.Popen(  # noqa: ASYNC220: it is awaited below, line by line
+        writer = subprocess.Popen(  # noqa: ASYNC220 (its output is awaited)
             [sys.executable, "-c", textwrap.dedent(WRITER), address],
             stdout=subprocess.PIPE,
             text=True,

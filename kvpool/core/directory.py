@@ -343,9 +343,12 @@ class Directory:
         first = 0
         while first < count:
             holding = found[first]
-            last = first + 1
-            while last < count and found[last] is holding:
-                last += 1
+            if not first and found.count(holding) == count:
+                last = count  # a chain in one place is the common case, and `count` is fast
+            else:
+                last = first + 1
+                while last < count and found[last] is holding:
+                    last += 1
             if holding is None:
                 for position in range(first, last):
                     reasons[position] = self.history.reason(namespace, digests[position])

@@ -378,11 +378,14 @@ class StreamPool:
     async def _take(self, deadline: float) -> Stream:
         if self._closed:
             raise LinkBroken("the channel is closed")
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._places.acquire()
-        except TimeoutError:
-            raise DeadlineExceeded(f"all {self._limit} streams to the server are busy") from None
+        if not self._places.locked():
+            await self._places.acquire()  # at once, and without a timer
+        else:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._places.acquire()
+            except TimeoutError:
+                raise DeadlineExceeded(f"all {self._limit} streams are busy") from None
         try:
             while self._idle:
                 stream = self._idle.pop()
