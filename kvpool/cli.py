@@ -51,6 +51,7 @@ Masters = Annotated[
 Cluster = Annotated[str | None, typer.Option(help="Name of the cluster; others are refused.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow binding beyond loopback.")]
+DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -88,8 +89,11 @@ def master(
     cluster: Cluster = None,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
+    die_with_parent: DieWithParent = False,
 ) -> None:
     """Run a master: it knows where blocks are. Run as many as you like, side by side."""
+    if die_with_parent:
+        process.die_with_parent()
     settings = _settings(
         config,
         {"master.bind": bind, "cluster": cluster, "master.insecure": insecure or None},
@@ -122,8 +126,11 @@ def server(
     cluster: Cluster = None,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
+    die_with_parent: DieWithParent = False,
 ) -> None:
     """Run a block server: it owns the bytes."""
+    if die_with_parent:
+        process.die_with_parent()
     settings = _settings(
         config,
         {
@@ -271,6 +278,71 @@ def doctor(
             table.add_row(finding.check, marks[finding.verdict], finding.text, finding.advice)
         console.print(table)
     raise typer.Exit(1 if any(finding.verdict == "fail" for finding in findings) else 0)
+
+
+# --- measuring -------------------------------------------------------------------------
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Trace file in the Mooncake format (JSON lines).")
+    ] = None,
+    workload: Annotated[str, typer.Option(help="Without a file: codex.")] = "codex",
+    servers: Annotated[int, typer.Option(min=1, max=64)] = 2,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Engine instances.")] = 4,
+    capacity: Annotated[
+        str | None, typer.Option(help="Memory of all servers together; default by workload.")
+    ] = None,
+    block_size: Annotated[
+        str | None, typer.Option(help="Bytes of each block; default by workload.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="codex: sessions in all.")] = 240,
+    concurrent: Annotated[int, typer.Option(min=1, help="codex: sessions at a time.")] = 24,
+    in_flight: Annotated[
+        int | None, typer.Option(help="Requests at a time; default 1 for a file, else clients.")
+    ] = None,
+    transports: Annotated[
+        str, typer.Option(help="Taken in turn by the clients, comma-separated.")
+    ] = "shm,tcp",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
+    seed: Annotated[int, typer.Option()] = 1,
+    picture: Annotated[Path | None, typer.Option(help="Draw the result as SVG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Play a workload through a pool of real processes and check every byte."""
+    from kvpool import replay as replays
+
+    try:
+        options = replays.options(
+            trace=trace,
+            workload=workload,
+            servers=servers,
+            clients=clients,
+            capacity=capacity,
+            block_size=block_size,
+            sessions=sessions,
+            concurrent=concurrent,
+            in_flight=in_flight,
+            transports=[name.strip() for name in transports.split(",") if name.strip()],
+            limit=limit,
+            seed=seed,
+        )
+    except KvpoolError as error:
+        _fail(error)
+    report = _run(replays.replay(options, complaints if as_json else console))
+    if picture is not None:
+        from kvpool.picture import draw
+
+        picture.write_text(draw(report))
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        for table in replays.tables(report):
+            console.print(table)
+        if picture is not None:
+            console.print(f"picture: {picture.resolve()}")
+    raise typer.Exit(0 if report.wrong_bytes == 0 else 1)
 
 
 # --- inside ----------------------------------------------------------------------------

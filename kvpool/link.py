@@ -118,7 +118,7 @@ class _Socket:
         self._drain_planned = False
         for _ in range(_BURST):
             # Asking first is cheaper than the exception that an empty queue raises.
-            if self.closed or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            if self.closed or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
             self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
         self._drain_soon()

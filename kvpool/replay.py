@@ -1,0 +1,470 @@
+"""`kvpool replay`: a workload through a pool of real processes, every byte checked.
+
+A master, block servers and client processes are started; the clients stand for engine instances
+and take the requests in turn. What the pool did is put beside what the same memory would have done
+as isolated caches, and what no cache can exceed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvpool import workload
+from kvpool.client import connect
+from kvpool.config import ClientConfig, parse_size
+from kvpool.errors import ConfigError, ServerLost
+from kvpool.types import Member
+
+_START_S = 20.0
+_REFRESH_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to play and on what. Sizes in bytes; `capacity` is that of all servers together."""
+
+    name: str
+    requests: list[workload.Request]
+    servers: int
+    clients: int
+    capacity: int
+    block_size: int
+    in_flight: int
+    transports: list[str]
+    seed: int
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self.capacity // self.block_size
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went over one transport."""
+
+    read_bytes: int = 0
+    read_s: float = 0.0
+    written_bytes: int = 0
+    write_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a replay."""
+
+    name: str
+    requests: int
+    servers: int
+    clients: int
+    capacity: int
+    block_size: int
+    seconds: float = 0.0
+    blocks: int = 0
+    hits: int = 0
+    wrong_bytes: int = 0
+    offline_lru: float = 0.0
+    offline_isolated: float = 0.0
+    offline_ideal: float = 0.0
+    transports: dict[str, Traffic] = field(default_factory=dict)
+    statuses: Counter[str] = field(default_factory=Counter)
+    match_s: list[float] = field(default_factory=list)
+    read_s: list[float] = field(default_factory=list)
+    write_s: list[float] = field(default_factory=list)
+    timeline: list[tuple[float, float]] = field(default_factory=list)  # seconds, hit rate
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.blocks if self.blocks else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; latencies as quantiles."""
+        found = asdict(self)
+        for name in ("match_s", "read_s", "write_s"):
+            found[name] = dict(zip(("p50", "p99"), quantiles(getattr(self, name)), strict=True))
+        found["hit_rate"] = self.hit_rate
+        found["members"] = [member._asdict() for member in self.members]
+        return found
+
+
+class _Defaults(NamedTuple):
+    capacity: str
+    block_size: str
+
+
+#: codex: a little more than the working set of 24 live sessions, 2,500 blocks of 512 tokens: where
+#: one pool holds nearly everything and the same memory in four pieces does not.
+_CODEX = _Defaults("44MiB", "16KiB")
+#: A trace: 50,000 blocks, scaled down to a page each so that an hour of traffic fits a laptop.
+_TRACE = _Defaults("195.3125MiB", "4KiB")
+
+
+def options(
+    *,
+    trace: Path | None,
+    workload: str,
+    servers: int,
+    clients: int,
+    capacity: str | None,
+    block_size: str | None,
+    sessions: int,
+    concurrent: int,
+    in_flight: int | None,
+    transports: list[str],
+    limit: int | None,
+    seed: int,
+) -> Options:
+    """From what a user says to what is played. Raises ConfigError."""
+    if trace is not None:
+        requests, name, defaults = _trace(trace), trace.name, _TRACE
+    elif workload == "codex":
+        requests = _codex(sessions, concurrent, seed)
+        name, defaults = f"codex, {concurrent} of {sessions} sessions at a time", _CODEX
+    else:
+        raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
+    if not transports:
+        raise ConfigError("transports: expected at least one, such as shm")
+    size = parse_size(block_size or defaults.block_size)
+    total = parse_size(capacity or defaults.capacity)
+    if total // servers < size:
+        raise ConfigError(f"capacity {total} over {servers} servers holds no block of {size}")
+    return Options(
+        name=name,
+        requests=requests[:limit],
+        servers=servers,
+        clients=clients,
+        capacity=total,
+        block_size=size,
+        in_flight=in_flight or (1 if trace is not None else clients),
+        transports=transports,
+        seed=seed,
+    )
+
+
+def _trace(path: Path) -> list[workload.Request]:
+    return workload.mooncake(path)
+
+
+def _codex(sessions: int, concurrent: int, seed: int) -> list[workload.Request]:
+    return workload.codex(sessions, concurrent, seed=seed)
+
+
+# --- playing ---------------------------------------------------------------------------
+
+
+async def replay(options: Options, console: Console) -> Report:
+    """Play it all; progress goes to `console`. Every process it starts ends with it."""
+    report = Report(
+        name=options.name,
+        requests=len(options.requests),
+        servers=options.servers,
+        clients=options.clients,
+        capacity=options.capacity,
+        block_size=options.block_size,
+        transports={name: Traffic() for name in options.transports},
+    )
+    async with AsyncExitStack() as stack:
+        master = await stack.enter_async_context(
+            _process("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
+        )
+        address = (await _line(master)).removeprefix("master at ")
+        for number in range(options.servers):
+            server = await stack.enter_async_context(_server(options, number, address))
+            await _line(server)
+        await _servers_up(address, options.servers)
+        engines = [
+            await stack.enter_async_context(_engine(options, number, address))
+            for number in range(options.clients)
+        ]
+        with _progress(console, report) as show:
+            started = time.monotonic()
+            await _play(options, engines, report, show, started)
+            report.seconds = time.monotonic() - started
+        report.members = await _servers_up(address, options.servers)
+    _add_bounds(options, report)
+    return report
+
+
+async def _play(
+    options: Options,
+    engines: Sequence[_Engine],
+    report: Report,
+    show: Any,
+    started: float,
+) -> None:
+    """Requests in order and in turn; a session's next one waits for its last."""
+    places = asyncio.Semaphore(options.in_flight)
+    last: dict[int, asyncio.Task[None]] = {}
+    shown = 0.0
+
+    async def one(request: workload.Request, engine: _Engine, before: Any) -> None:
+        try:
+            if before is not None:
+                await before
+            _add(report, options, engine.transport, await engine.play(request.chain))
+        finally:
+            places.release()
+
+    async with asyncio.TaskGroup() as group:
+        for number, request in enumerate(options.requests):
+            await places.acquire()
+            engine = engines[number % len(engines)]
+            before = last.get(request.session)
+            last[request.session] = group.create_task(one(request, engine, before))
+            now = time.monotonic()
+            if now - shown >= _REFRESH_S:
+                shown = now
+                report.timeline.append((now - started, report.hit_rate))
+                show(now - started)
+
+
+def _add(report: Report, options: Options, transport: str, answer: dict[str, Any]) -> None:
+    stored = answer["statuses"].get("write: stored", 0)
+    path = report.transports[transport]
+    path.read_bytes += answer["hit"] * options.block_size
+    path.written_bytes += stored * options.block_size
+    path.read_s += answer["read_s"]
+    path.write_s += answer["write_s"]
+    report.blocks += answer["total"]
+    report.hits += answer["hit"]
+    report.wrong_bytes += answer["wrong"]
+    report.statuses.update(answer["statuses"])
+    for name in ("match_s", "read_s", "write_s"):
+        if answer[name]:
+            getattr(report, name).append(answer[name])
+
+
+def _add_bounds(options: Options, report: Report) -> None:
+    requests, capacity = options.requests, options.capacity_blocks
+    report.offline_lru = workload.lru(requests, capacity)
+    report.offline_isolated = workload.isolated(requests, capacity, options.clients)
+    report.offline_ideal = workload.ideal(requests)
+
+
+# --- processes -------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _process(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python module in a process that ends with this one, however this one ends."""
+    if module == "kvpool":
+        arguments = (*arguments, "--die-with-parent")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+        start_new_session=True,  # Ctrl-C is for us; we end them in order
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 0.8)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _server(
+    options: Options, number: int, master: str
+) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return _process(
+        "kvpool",
+        "server",
+        "--masters",
+        master,
+        "--id",
+        f"server-{number}",
+        "--capacity",
+        str(options.capacity // options.servers),
+        "--log-level",
+        "error",
+    )
+
+
+class _Engine:
+    """A client process; it plays one request at a time, in the order they come."""
+
+    def __init__(self, process: asyncio.subprocess.Process, transport: str) -> None:
+        self.transport = transport
+        self._process = process
+        self._turn = asyncio.Lock()
+
+    async def play(self, chain: Sequence[int]) -> dict[str, Any]:
+        async with self._turn:
+            return await self._ask(list(chain))
+
+    async def _ask(self, message: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(await _line(self._process))
+        return answer
+
+    async def set_up(self, options: Options, master: str) -> None:
+        await self._ask(
+            {
+                "master": master,
+                "transports": [self.transport],
+                "block_size": options.block_size,
+                "seed": options.seed,
+            }
+        )
+
+
+@asynccontextmanager
+async def _engine(options: Options, number: int, master: str) -> AsyncIterator[_Engine]:
+    transport = options.transports[number % len(options.transports)]
+    async with _process("kvpool.replay_client") as process:
+        engine = _Engine(process, transport)
+        await engine.set_up(options, master)
+        yield engine
+
+
+async def _line(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        code = await process.wait()
+        raise ServerLost(f"a process of the replay ended with code {code}: see its errors above")
+    return line.decode().strip()
+
+
+async def _servers_up(master: str, count: int) -> list[Member]:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _START_S
+    async with await connect(config=ClientConfig(masters=[master])) as pool:
+        while True:
+            members = await pool.members()
+            if sum(member.alive for member in members) >= count:
+                return members
+            if loop.time() > until:
+                raise ServerLost(f"{count} servers were started, {len(members)} registered")
+            await asyncio.sleep(0.05)
+
+
+# --- showing ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _progress(console: Console, report: Report) -> Any:
+    """A live table on a terminal, a line every five seconds elsewhere."""
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=4, transient=True) as live:
+            yield lambda seconds: live.update(_now(report, seconds))
+        return
+    printed = 0.0
+
+    def show(seconds: float) -> None:
+        nonlocal printed
+        if seconds - printed >= 5:
+            printed = seconds
+            console.print(
+                f"{seconds:5.0f} s  {len(report.match_s):,} of {report.requests:,} requests  "
+                f"hit rate {report.hit_rate:.1%}  wrong bytes {report.wrong_bytes}"
+            )
+
+    yield show
+
+
+def _now(report: Report, seconds: float) -> Table:
+    done = len(report.match_s)
+    table = Table(title=f"{report.name}", box=None)
+    for name in ("requests", "hit rate", "read", "written", "match p50", "wrong bytes"):
+        table.add_column(name, justify="right")
+    read = sum(path.read_bytes for path in report.transports.values())
+    written = sum(path.written_bytes for path in report.transports.values())
+    table.add_row(
+        f"{done:,} / {report.requests:,}",
+        f"[bold green]{report.hit_rate:.1%}[/]",
+        f"{read / 1e9:.2f} GB ({read / 1e9 / max(seconds, 0.1):.2f} GB/s)",
+        f"{written / 1e9:.2f} GB",
+        f"{quantiles(report.match_s[-1000:])[0] * 1e3:.2f} ms",
+        f"{'[green]' if not report.wrong_bytes else '[bold red]'}{report.wrong_bytes}[/]",
+    )
+    return table
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile; zeros of nothing."""
+    if not values:
+        return 0.0, 0.0
+    ordered = sorted(values)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+
+
+def tables(report: Report) -> list[Table]:
+    """The result, for a terminal."""
+    return [_hit_table(report), _byte_table(report), _latency_table(report)]
+
+
+def _hit_table(report: Report) -> Table:
+    where = f"{report.servers} servers, {report.clients} engine instances"
+    memory = f"{report.capacity / 2**20:.4g} MiB of {report.block_size / 1024:.4g} KiB blocks"
+    table = Table(title=f"{report.name}: {report.requests:,} requests, {where}, {memory}")
+    table.add_column("hit rate")
+    table.add_column("", justify="right")
+    pool, lru = report.hit_rate, report.offline_lru
+    table.add_row("[bold]the pool[/]", f"[bold green]{pool:.2%}[/]")
+    table.add_row(f"same policy, offline ({100 * (pool - lru):+.2f} points)", f"{lru:.2%}")
+    isolated = f"same memory as {report.clients} isolated caches"
+    table.add_row(isolated, f"{report.offline_isolated:.2%}")
+    table.add_row("ideal: memory without end", f"{report.offline_ideal:.2%}")
+    wrong = f"{report.wrong_bytes:,}"
+    table.add_row("wrong bytes", f"[green]{wrong}[/]" if wrong == "0" else f"[red]{wrong}[/]")
+    return table
+
+
+def _byte_table(report: Report) -> Table:
+    table = Table()
+    table.add_column("transport")
+    for name in ("read", "while reading", "written", "while writing"):
+        table.add_column(name, justify="right")
+    for name, path in report.transports.items():
+        table.add_row(
+            name,
+            f"{path.read_bytes / 1e9:.2f} GB",
+            f"{path.read_bytes / 1e9 / max(path.read_s, 1e-9):.2f} GB/s",
+            f"{path.written_bytes / 1e9:.2f} GB",
+            f"{path.written_bytes / 1e9 / max(path.write_s, 1e-9):.2f} GB/s",
+        )
+    for member in report.members:
+        rss, capacity = member.rss / 2**20, member.capacity / 2**20
+        table.add_row(
+            f"{member.server}: capacity {capacity:.4g} MiB, RSS {rss:.4g} MiB", "", "", "", ""
+        )
+    return table
+
+
+def _latency_table(report: Report) -> Table:
+    table = Table(caption=f"{report.seconds:.1f} s in all")
+    table.add_column("per request")
+    for name in ("p50", "p99", "calls"):
+        table.add_column(name, justify="right")
+    for name in ("match", "read", "write"):
+        values = getattr(report, f"{name}_s")
+        p50, p99 = quantiles(values)
+        table.add_row(name, f"{p50 * 1e3:.2f} ms", f"{p99 * 1e3:.2f} ms", f"{len(values):,}")
+    for name, count in sorted(report.statuses.items()):
+        table.add_row(name, "", "", f"{count:,}")
+    return table

@@ -1,0 +1,246 @@
+"""Workloads: who asks for which blocks, in which order, and what is in them.
+
+`codex` generates agentic traffic calibrated to published aggregates of Codex on SWE-bench Pro (610
+traces: median 33 turns, 94.2 % of the input repeated); `mooncake` reads traces in the format of the
+Mooncake FAST'25 paper. The offline bounds (`lru`, `isolated`, `ideal`) say what a pool should do
+with the same requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ConfigError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Request(NamedTuple):
+    """One prompt: the ids of its blocks, head first. Equal ids mean an equal prefix up to there."""
+
+    session: int
+    chain: tuple[int, ...]
+
+
+class _Turn(NamedTuple):
+    length: int  # tokens of the prompt
+    prefix: int  # of which were there before
+    output: int  # tokens that the model answers
+    gap_s: float  # until the next prompt
+
+
+# --- generators and readers ------------------------------------------------------------
+
+
+def codex(
+    sessions: int = 610, concurrent: int = 64, *, block: int = 512, seed: int = 1
+) -> list[Request]:
+    """Agentic coding: `concurrent` sessions at any time, blocks of `block` tokens.
+
+    A session starts at about 12,000 tokens and grows by about 2,200 a turn; now and then its
+    history is rewritten from some point on. All share a system prompt of 816 tokens.
+    """
+    rng = np.random.default_rng(1)
+    lanes = list(rng.random(concurrent) * 300.0)  # when each lane is free for its next session
+    fresh = iter(range(1 << 40)).__next__
+    system = [fresh() for _ in range(_SYSTEM_TOKENS // block)]
+    timed: list[tuple[int, Request]] = []
+    for number, session in enumerate(_sessions(sessions, seed)):
+        lane = int(np.argmin(lanes))
+        now = lanes[lane]
+        ids = list(system)
+        for position, turn in enumerate(session):
+            ids = ids[: min(turn.prefix // block, len(ids)) if position else len(system)]
+            ids = ids + [fresh() for _ in range(-(-turn.length // block) - len(ids))]
+            timed.append((int(now * 1000), Request(number, tuple(ids))))
+            now += 0.5 + 0.0137 * turn.output + turn.gap_s
+        lanes[lane] = now
+    timed.sort(key=lambda entry: entry[0])
+    return [request for _, request in timed]
+
+
+_SYSTEM_TOKENS = 816
+_CONTEXT_MAX = 258_000
+
+
+def _sessions(count: int, seed: int) -> Iterator[list[_Turn]]:
+    rng = np.random.default_rng(seed)
+
+    def around(median: float, sigma: float) -> float:
+        return float(rng.lognormal(math.log(median), sigma))
+
+    def averaging(mean: float, sigma: float) -> float:
+        return float(rng.lognormal(math.log(mean) - sigma**2 / 2, sigma))
+
+    for _ in range(count):
+        turns = max(3, round(around(33, 0.29)))
+        context = max(float(_SYSTEM_TOKENS + 500), around(12_000, 0.22))
+        verbosity = averaging(1.0, 0.20)
+        reusable = 0
+        session: list[_Turn] = []
+        for turn in range(turns):
+            length = int(context)
+            prefix = min(reusable, length) if turn else _SYSTEM_TOKENS
+            if turn and rng.random() < 0.0375:  # the agent rewrites its history
+                kept = rng.random() * max(0, prefix - _SYSTEM_TOKENS)
+                prefix = int(_SYSTEM_TOKENS + kept)
+            output = int(1 + averaging(402, 1.0))
+            tool = int(verbosity * averaging(1840, 1.25))
+            gap_s = around(5.2, 1.1825)
+            session.append(_Turn(length, prefix, output, gap_s))
+            rng.random()  # keeps the stream in step with the published check values
+            reusable, context = length + output, length + output + tool
+            if context > _CONTEXT_MAX:
+                break
+        yield session
+
+
+def mooncake(path: str | Path) -> list[Request]:
+    """A trace file: one JSON object a line with `timestamp` (ms) and `hash_ids`.
+
+    Raises ConfigError that names the line.
+    """
+    timed: list[tuple[float, Request]] = []
+    try:
+        with open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    timed.append(_parse(line, f"{path}, line {number}"))
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"trace {path}: expected JSON lines, got something binary") from None
+    if not timed:
+        raise ConfigError(f"trace {path} has no requests")
+    timed.sort(key=lambda entry: entry[0])
+    return [request._replace(session=n) for n, (_, request) in enumerate(timed)]
+
+
+def _parse(line: str, where: str) -> tuple[float, Request]:
+    try:
+        row = json.loads(line)
+        ids, timestamp = row["hash_ids"], float(row["timestamp"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(
+            f'{where}: expected {{"timestamp": ms, "hash_ids": [...]}}, got {line[:60].strip()!r}'
+        ) from None
+    if not isinstance(ids, list) or not ids or not all(isinstance(id, int) for id in ids):
+        raise ConfigError(f"{where}: hash_ids is {str(ids)[:60]!r}, expected a list of integers")
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"{where}: an id is twice in hash_ids")
+    return timestamp, Request(0, tuple(ids))
+
+
+# --- offline bounds ---------------------------------------------------------------------
+
+
+class LruCache:
+    """Least recently used, tail-first: the yardstick, written apart from the pool's own policy.
+
+    A hit is the longest resident prefix. Then every block of the request is stored, the head as
+    the most recent; of a chain longer than the cache only what fits is offered.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def play(self, chain: Sequence[int]) -> int:
+        """The hits of one request."""
+        blocks = self._blocks
+        hits = 0
+        for id in chain:
+            if id not in blocks:
+                break
+            hits += 1
+        for id in reversed(chain[: self.capacity]):
+            blocks[id] = None
+            blocks.move_to_end(id)
+        while len(blocks) > self.capacity:
+            blocks.popitem(last=False)
+        return hits
+
+
+def lru(requests: Sequence[Request], capacity: int) -> float:
+    """Block hit rate of one cache of `capacity` blocks."""
+    return isolated(requests, capacity, 1)
+
+
+def isolated(requests: Sequence[Request], capacity: int, count: int) -> float:
+    """Block hit rate of `count` caches that share `capacity` and take turns."""
+    caches = [LruCache(capacity // count) for _ in range(count)]
+    hits = sum(
+        caches[number % count].play(request.chain) for number, request in enumerate(requests)
+    )
+    return hits / blocks(requests)
+
+
+def ideal(requests: Sequence[Request]) -> float:
+    """Block hit rate of a cache that never runs full."""
+    seen: set[int] = set()
+    hits = 0
+    for request in requests:
+        for id in request.chain:
+            if id not in seen:
+                break
+            hits += 1
+        seen.update(request.chain)
+    return hits / blocks(requests)
+
+
+def blocks(requests: Sequence[Request]) -> int:
+    """Block references in all requests."""
+    return sum(len(request.chain) for request in requests)
+
+
+# --- contents ---------------------------------------------------------------------------
+
+
+class Payload:
+    """Bytes that follow from the key, so that any reader can check every byte of any block.
+
+    A block is its digest, followed by a stretch of one random tape that starts where the digest
+    says. No two blocks are equal, and making or checking one is a single pass over memory.
+    """
+
+    _TAPE_EXTRA = (1 << 20) - 3
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        if size < 64:
+            raise ConfigError(f"block size {size}: expected at least 64 bytes")
+        self.size = size
+        self._salt = str(seed).encode()
+        rng = np.random.default_rng(seed)
+        self._tape: Bytes = rng.integers(0, 256, size + self._TAPE_EXTRA, np.uint8)
+        self.digest = lru_cache(maxsize=1 << 18)(self._digest)
+
+    def _digest(self, id: int) -> bytes:
+        return hashlib.blake2b(str(id).encode(), digest_size=32, key=self._salt).digest()
+
+    def write(self, digest: bytes, block: Bytes) -> None:
+        """Fill `block` with what belongs under `digest`."""
+        np.copyto(block, self._stretch(digest))
+        block[:32] = np.frombuffer(digest, np.uint8)
+
+    def wrong(self, digest: bytes, block: Bytes) -> int:
+        """How many bytes of `block` are not what belongs under `digest`."""
+        head = np.frombuffer(digest, np.uint8)
+        stretch = self._stretch(digest)
+        if np.array_equal(block[:32], head) and np.array_equal(block[32:], stretch[32:]):
+            return 0
+        expected = np.concatenate([head, stretch[32:]])
+        return int(np.count_nonzero(block != expected))
+
+    def _stretch(self, digest: bytes) -> Bytes:
+        start = int.from_bytes(digest[:8], "little") % self._TAPE_EXTRA
+        return self._tape[start : start + self.size]
