@@ -458,11 +458,12 @@ class Store:
     def _offer(self, entry: Entry) -> None:
         """Tell the policy about a block that may have become evictable, with all its parts."""
         if entry.index.namespace.parts == 1:
-            if not entry.queued and not entry.children and not entry.pins:
+            if entry.state is State.STORED and not entry.children and not entry.pins:
                 self.policy.offer(entry)
         else:
             for part in self._parts(entry):
-                self.policy.offer(part)
+                if part.state is State.STORED:
+                    self.policy.offer(part)
 
     def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         """A sealed block goes: out of the index, its extent free or doomed, the news out."""
@@ -470,7 +471,6 @@ class Store:
         self._unlink(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
-        self.policy.forget(entry)
         self.history.left(entry.index.namespace, entry.digest, reason)
         self._announce(entry, reason)
         if entry.state is State.DOOMED:
@@ -499,6 +499,7 @@ class Store:
     def _unlink(self, entry: Entry) -> None:
         """Leave the index. Children that stay behind wait for another copy of their parent."""
         index = entry.index
+        self.policy.forget(entry)
         del index.blocks[entry.digest]
         if entry.children:
             index.orphans[entry.digest] = entry.children

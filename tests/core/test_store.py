@@ -364,3 +364,35 @@ def test_removals_do_not_make_the_policy_grow() -> None:
 def write_quietly(books: Store, digest: bytes, now: float) -> None:
     (answer,) = books.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], now)
     books.seal(1, answer.id, 0, now)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_long_random_histories(seed: int) -> None:
+    """The machine's steps again, without its search: many more of them, on a segment that is full.
+
+    This found that a cancelled parent stayed in the policy's queue.
+    """
+    rng = random.Random(seed)
+    machine = Machine()
+    machine.fill()
+    for _ in range(400):
+        step = rng.random()
+        owner, first = rng.randint(1, 3), rng.randrange(40)
+        namespace, part = rng.choice([(ONE, 0), (TWO, 0), (TWO, 1)])
+        if step < 0.4:
+            machine.reserve(owner, namespace, part, first, rng.randint(1, 8), rng.randint(1, 3))
+        elif step < 0.6:
+            machine.seal_all(owner)
+        elif step < 0.8:
+            machine.pin(owner, namespace, part, first, rng.randint(1, 5))
+        elif step < 0.85 and machine.reserved:
+            held = rng.choice(sorted(machine.reserved))
+            del machine.reserved[held]
+            machine.books.cancel(*held)
+        elif step < 0.9:
+            machine.remove(namespace, first)
+        elif step < 0.97:
+            machine.drop(owner, rng.random() < 0.3)
+        else:
+            machine.writer_ends(owner)
+        machine.whole()
