@@ -517,6 +517,8 @@ class Store:
                 else:
                     del index.orphans[entry.parent]
         self._drop_if_empty(index)
+        if index.namespace.parts > 1:
+            self._offer(entry)  # its other parts, which may have waited for this one
 
     def _drop_if_empty(self, index: Index) -> None:
         if not index.blocks and not index.orphans:

@@ -370,7 +370,8 @@ def write_quietly(books: Store, digest: bytes, now: float) -> None:
 def test_long_random_histories(seed: int) -> None:
     """The machine's steps again, without its search: many more of them, on a segment that is full.
 
-    This found that a cancelled parent stayed in the policy's queue.
+    They found that a cancelled parent stayed in the policy's queue, and that a part whose sibling
+    was cancelled could never be evicted.
     """
     rng = random.Random(seed)
     machine = Machine()
