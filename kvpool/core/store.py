@@ -165,6 +165,8 @@ class Store:
                 full = True
                 answers.append(Reservation(WriteStatus.NO_SPACE))
             else:
+                if not index.blocks:  # making room may have emptied it, and so dropped it
+                    self._indexes[namespace, part] = index
                 entry = Entry(index, digest, parent, offset, size, self._new_id())
                 self.policy.touch(entry, now)
                 self._link(entry)

@@ -370,8 +370,9 @@ def write_quietly(books: Store, digest: bytes, now: float) -> None:
 def test_long_random_histories(seed: int) -> None:
     """The machine's steps again, without its search: many more of them, on a segment that is full.
 
-    They found that a cancelled parent stayed in the policy's queue, and that a part whose sibling
-    was cancelled could never be evicted.
+    They found that a cancelled parent stayed in the policy's queue, that a part whose sibling was
+    cancelled could never be evicted, and that blocks were lost when making room for them had
+    thrown out the last block of their namespace.
     """
     rng = random.Random(seed)
     machine = Machine()
