@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kvpool import logs, process, registry
 from kvpool.client import Pool, connect
-from kvpool.config import ClientConfig, Config, load
+from kvpool.config import ClientConfig, Config, load, parse_size
 from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
@@ -343,6 +343,27 @@ def replay(
         if picture is not None:
             console.print(f"picture: {picture.resolve()}")
     raise typer.Exit(0 if report.wrong_bytes == 0 else 1)
+
+
+@app.command()
+def bench(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")] = 9,
+    block_size: Annotated[str, typer.Option(help="Bytes of each block.")] = "2MiB",
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Blocks in a batch.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Measure reads, writes and matches, beside the limits of this machine."""
+    from kvpool import bench as benches
+
+    try:
+        options = benches.Options(rounds, parse_size(block_size), batch)
+    except KvpoolError as error:
+        _fail(error)
+    report = _run(benches.bench(options, complaints))
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        console.print(benches.table(report.rows))
 
 
 # --- inside ----------------------------------------------------------------------------

@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 import json
 import statistics
-import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,12 +23,11 @@ from rich.live import Live
 from rich.table import Table
 
 from kvpool import workload
-from kvpool.client import connect
-from kvpool.config import ClientConfig, parse_size
-from kvpool.errors import ConfigError, ServerLost
+from kvpool.children import Child, process_of, servers_up
+from kvpool.config import parse_size
+from kvpool.errors import ConfigError
 from kvpool.types import Member
 
-_START_S = 20.0
 _REFRESH_S = 0.5
 
 
@@ -81,7 +78,7 @@ class Report:
     offline_isolated: float = 0.0
     offline_ideal: float = 0.0
     transports: dict[str, Traffic] = field(default_factory=dict)
-    statuses: Counter[str] = field(default_factory=Counter)
+    statuses: dict[str, int] = field(default_factory=dict)
     match_s: list[float] = field(default_factory=list)
     read_s: list[float] = field(default_factory=list)
     write_s: list[float] = field(default_factory=list)
@@ -180,13 +177,13 @@ async def replay(options: Options, console: Console) -> Report:
     )
     async with AsyncExitStack() as stack:
         master = await stack.enter_async_context(
-            _process("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
+            process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
         )
-        address = (await _line(master)).removeprefix("master at ")
+        address = (await master.line()).removeprefix("master at ")
         for number in range(options.servers):
             server = await stack.enter_async_context(_server(options, number, address))
-            await _line(server)
-        await _servers_up(address, options.servers)
+            await server.line()
+        await servers_up(address, options.servers)
         engines = [
             await stack.enter_async_context(_engine(options, number, address))
             for number in range(options.clients)
@@ -195,7 +192,7 @@ async def replay(options: Options, console: Console) -> Report:
             started = time.monotonic()
             await _play(options, engines, report, show, started)
             report.seconds = time.monotonic() - started
-        report.members = await _servers_up(address, options.servers)
+        report.members = await servers_up(address, options.servers)
     _add_bounds(options, report)
     return report
 
@@ -243,7 +240,8 @@ def _add(report: Report, options: Options, transport: str, answer: dict[str, Any
     report.blocks += answer["total"]
     report.hits += answer["hit"]
     report.wrong_bytes += answer["wrong"]
-    report.statuses.update(answer["statuses"])
+    for name, count in answer["statuses"].items():
+        report.statuses[name] = report.statuses.get(name, 0) + count
     for name in ("match_s", "read_s", "write_s"):
         if answer[name]:
             getattr(report, name).append(answer[name])
@@ -259,37 +257,10 @@ def _add_bounds(options: Options, report: Report) -> None:
 # --- processes -------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def _process(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A Python module in a process that ends with this one, however this one ends."""
-    if module == "kvpool":
-        arguments = (*arguments, "--die-with-parent")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 24,
-        start_new_session=True,  # Ctrl-C is for us; we end them in order
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), 0.8)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-
 def _server(
     options: Options, number: int, master: str
-) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
-    return _process(
+) -> contextlib.AbstractAsyncContextManager[Child]:
+    return process_of(
         "kvpool",
         "server",
         "--masters",
@@ -306,7 +277,7 @@ def _server(
 class _Engine:
     """A client process; it plays one request at a time, in the order they come."""
 
-    def __init__(self, process: asyncio.subprocess.Process, transport: str) -> None:
+    def __init__(self, process: Child, transport: str) -> None:
         self.transport = transport
         self._process = process
         self._turn = asyncio.Lock()
@@ -316,9 +287,8 @@ class _Engine:
             return await self._ask(list(chain))
 
     async def _ask(self, message: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(await _line(self._process))
+        self._process.tell(json.dumps(message))
+        answer: dict[str, Any] = json.loads(await self._process.line())
         return answer
 
     async def set_up(self, options: Options, master: str) -> None:
@@ -335,32 +305,10 @@ class _Engine:
 @asynccontextmanager
 async def _engine(options: Options, number: int, master: str) -> AsyncIterator[_Engine]:
     transport = options.transports[number % len(options.transports)]
-    async with _process("kvpool.replay_client") as process:
+    async with process_of("kvpool.replay_client") as process:
         engine = _Engine(process, transport)
         await engine.set_up(options, master)
         yield engine
-
-
-async def _line(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    line = await process.stdout.readline()
-    if not line:
-        code = await process.wait()
-        raise ServerLost(f"a process of the replay ended with code {code}: see its errors above")
-    return line.decode().strip()
-
-
-async def _servers_up(master: str, count: int) -> list[Member]:
-    loop = asyncio.get_running_loop()
-    until = loop.time() + _START_S
-    async with await connect(config=ClientConfig(masters=[master])) as pool:
-        while True:
-            members = await pool.members()
-            if sum(member.alive for member in members) >= count:
-                return members
-            if loop.time() > until:
-                raise ServerLost(f"{count} servers were started, {len(members)} registered")
-            await asyncio.sleep(0.05)
 
 
 # --- showing ---------------------------------------------------------------------------

@@ -150,6 +150,8 @@ class Stream(asyncio.BufferedProtocol):
                 transport.write(piece)
                 if self._write_paused:
                     await self._flush(deadline)
+                else:  # a peer that keeps up must not keep the loop from everybody else
+                    await asyncio.sleep(0)
             if hasher is not None:
                 checksums.append(hasher.intdigest())
         if self._write_paused:

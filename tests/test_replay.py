@@ -1,0 +1,87 @@
+"""The main job, small: real processes, every byte checked, the hit rate of the offline policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvpool", "replay", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+
+
+def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    done = replay(
+        *("--sessions", "6", "--concurrent", "3", "--clients", "2", "--servers", "1"),
+        *("--in-flight", "1", "--capacity", "1600KiB", "--block-size", "4KiB", "--limit", "80"),
+        *("--picture", str(picture), "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["wrong_bytes"] == 0
+    assert report["hits"] > 0
+    assert abs(report["hit_rate"] - report["offline_lru"]) < 0.002
+    assert report["offline_isolated"] < report["offline_lru"] <= report["offline_ideal"]
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_replay_takes_its_processes_with_it(number: int) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvpool", "replay", "--clients", "2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until = time.monotonic() + 20
+    while len(children(parent.pid)) < 5:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    started = children(parent.pid)
+    parent.send_signal(number)
+    parent.wait(10)
+    until = time.monotonic() + 3
+    while any(os.path.exists(f"/proc/{child}") for child in started):
+        assert time.monotonic() < until, "a process was left behind"
+        time.sleep(0.05)
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found.append(int(name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("/nowhere/trace.jsonl",), "No such file"),
+        (("--workload", "poetry"), "expected codex"),
+        (("--block-size", "4KB"), "did you mean 4KiB"),
+        (("--capacity", "1KiB"), "holds no block"),
+    ],
+)
+def test_a_wrong_replay_is_a_sentence_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
+    done = replay(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
