@@ -62,6 +62,7 @@ from kvpool.types import (
     Run,
     Wanted,
     WriteStatus,
+    check_digest_size,
     check_digests,
 )
 from kvpool.wire import messages as wire
@@ -152,12 +153,15 @@ class Pool:
         with the reason NO_MASTER.
         """
         deadline = self._begin(timeout)
-        check_digests(chain, unique=False)
+        size = check_digest_size(chain)
         runs: list[Run] = []
         for first in range(0, len(chain), wire.DIGESTS_MAX):
             digests = chain[first : first + wire.DIGESTS_MAX]
+            packed = b"".join(digests)
+            if len(packed) != size * len(digests):  # cheaper than looking at hundreds of keys
+                check_digests(chain)
             try:
-                found = await self._find(namespace, digests, True, deadline)
+                found = await self._find(namespace, packed, size, True, deadline)
             except Unavailable:
                 return Match(tuple(runs), first, ReadStatus.NO_MASTER)
             runs += _runs(found, first, len(digests))
@@ -418,11 +422,9 @@ class Pool:
         return self._loop.time() + seconds
 
     async def _find(
-        self, namespace: Namespace, digests: Sequence[bytes], prefix: bool, deadline: float
+        self, namespace: Namespace, packed: bytes, size: int, prefix: bool, deadline: float
     ) -> wire.Found:
-        request = wire.Find(
-            namespace.name, namespace.parts, len(digests[0]), b"".join(digests), prefix
-        )
+        request = wire.Find(namespace.name, namespace.parts, size, packed, prefix)
         return await self._masters.ask(request, wire.Found, deadline)
 
     async def _locate(
@@ -443,7 +445,8 @@ class Pool:
             for first in range(0, len(digests), wire.DIGESTS_MAX):
                 batch = digests[first : first + wire.DIGESTS_MAX]
                 try:
-                    found = await self._find(namespace, batch, False, deadline)
+                    packed = b"".join(batch)
+                    found = await self._find(namespace, packed, len(batch[0]), False, deadline)
                 except Unavailable:
                     break
                 runs += _runs(found, first, len(batch))

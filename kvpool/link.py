@@ -50,12 +50,16 @@ class ZmqNetwork:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
         self._pid = os.getpid()
+        self._links: list[_ZmqLink] = []
+        self._listeners: list[_ZmqListener] = []
 
     def connect(self, address: str) -> Link:
         """A link to the master at `host:port`."""
         if os.getpid() != self._pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
-        return _ZmqLink(self._context.socket(zmq.DEALER), address, self._cluster)
+        link = _ZmqLink(self._context.socket(zmq.DEALER), address, self._cluster)
+        self._links.append(link)
+        return link
 
     async def serve(self, address: str, handler: Handler) -> Listener:
         """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is taken."""
@@ -69,11 +73,20 @@ class ZmqNetwork:
                 f"cannot listen on {address}: {zmq.strerror(error.errno or 0)}; "
                 "choose another with --bind"
             ) from None
-        return _ZmqListener(socket, handler, self._cluster)
+        listener = _ZmqListener(socket, handler, self._cluster)
+        self._listeners.append(listener)
+        return listener
 
     def close(self) -> None:
-        if os.getpid() == self._pid:
-            self._context.destroy(linger=0)
+        if os.getpid() != self._pid:
+            return
+        # First those: a descriptor that is closed while the loop still watches it makes the loop
+        # deaf to whatever gets its number next.
+        for link in self._links:
+            link.close()
+        for listener in self._listeners:
+            listener.stop()
+        self._context.destroy(linger=0)
 
 
 def endpoint(address: str) -> str:
@@ -246,6 +259,9 @@ class _ZmqListener:
         return self._address
 
     async def close(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         self._socket.close()
 
     def _receive(self, parts: list[bytes]) -> None:

@@ -230,8 +230,8 @@ class Wanted(NamedTuple):
     buffer: memoryview
 
 
-def check_digests(digests: Sequence[bytes], *, unique: bool = True) -> int:
-    """The one length that all `digests` have. Raises BadKey for anything else, or for a double."""
+def check_digest_size(digests: Sequence[bytes]) -> int:
+    """The length of the first of `digests`. Raises BadKey when it is none that a key can have."""
     if not digests:
         raise BadKey("empty batch: expected at least one key")
     size = len(digests[0])
@@ -240,13 +240,18 @@ def check_digests(digests: Sequence[bytes], *, unique: bool = True) -> int:
             f"key {bytes(digests[0][:16]).hex()!r} has {size} bytes, "
             f"expected {DIGEST_SIZE_MIN} to {DIGEST_SIZE_MAX}: use a hash of the prefix"
         )
-    # Sets first: this runs for every match, and a chain has hundreds of keys.
+    return size
+
+
+def check_digests(digests: Sequence[bytes]) -> int:
+    """The one length that all `digests` have. Raises BadKey for anything else, or for a double."""
+    size = check_digest_size(digests)
     if len(set(map(len, digests))) != 1:
         index = next(i for i, digest in enumerate(digests) if len(digest) != size)
         raise BadKey(
             f"key {index} has {len(digests[index])} bytes, key 0 has {size}: expected equal"
         )
-    if unique and len(set(digests)) != len(digests):
+    if len(set(digests)) != len(digests):
         seen: set[bytes] = set()
         for index, digest in enumerate(digests):
             if digest in seen:
