@@ -18,7 +18,7 @@ check: $(VENV)/ready  ## lint and types
 	$(BIN)/mypy
 
 bench: $(VENV)/ready  ## speed, as ratios to limits measured in the same run
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 $(VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
