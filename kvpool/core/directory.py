@@ -10,6 +10,7 @@ a pointer: all blocks that lie in the same places share one `Holding`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -102,9 +103,14 @@ class Placement(NamedTuple):
     present: list[bool]
 
 
-#: A server whose next victim is at least this share as old as the oldest victim elsewhere is
-#: not under more pressure than the others: a chain stays where its head is.
-_PRESSURE_TOLERANCE: Final = 0.5
+#: A server whose next victim is at least this share as old as the oldest elsewhere is under no
+#: more pressure than the others: a chain stays where its parent is.
+_AGE_TOLERANCE: Final = 0.9
+
+
+def _victim_age(known: ServerState) -> float:
+    """Age of the next victim, less what was sent there since it was reported."""
+    return known.report.victim_age_s * max(0.0, 1 - known.placed / known.capacity)
 
 
 class Directory:
@@ -376,29 +382,26 @@ class Directory:
     ) -> Placement:
         """Where to write blocks of `size` bytes in all: advice, best server first.
 
-        Servers on the caller's host come first, then those with room. Among full ones the data
-        that is thrown out should be the oldest of the pool; a chain stays with its parent unless
-        that server is under clearly more pressure than the best.
+        Servers on the caller's host come first, then those with room. When all are full, what
+        is thrown out should be the oldest data of the pool, whichever server it is on: so the
+        share of writes that a server gets falls with the age of its next victim (weighted
+        rendezvous hashing, which also sends two writers of one block to one server). A chain
+        stays with its parent as long as that costs no younger data.
         """
         servers = [known for known in self._servers.values() if known.alive]
-        blocks = self._blocks.get(namespace, {})
-        parent_on = self._servers_of(blocks.get(parent)) if parent != ROOT else frozenset()
-        oldest_s = max((known.report.victim_age_s for known in servers), default=0.0)
-        tie = digests[0] if digests else b""
+        holding = self._blocks.get(namespace, {}).get(parent) if parent != ROOT else None
+        parent_on = self._servers_of(holding)
+        oldest_s = max((_victim_age(known) for known in servers), default=0.0)
+        first = digests[0] if digests else b""
 
-        def preference(known: ServerState) -> tuple[bool, bool, bool, float, int]:
-            room = known.capacity - known.report.used - known.placed
-            has_room = room >= size
-            age_s = known.report.victim_age_s
-            relaxed = has_room or age_s >= _PRESSURE_TOLERANCE * oldest_s
-            return (
-                known.host == host,
-                has_room or (known.server in parent_on and relaxed),
-                known.server in parent_on and relaxed,
-                room if has_room else age_s,
-                # Two writers of one new block should meet on one server: rendezvous hashing.
-                xxhash.xxh3_64_intdigest(tie + known.server.encode()),
-            )
+        def preference(known: ServerState) -> tuple[bool, bool, bool, float]:
+            has_room = known.capacity - known.report.used - known.placed >= size
+            share = _victim_age(known) / oldest_s if oldest_s and not has_room else 1.0
+            stays = known.server in parent_on and share >= _AGE_TOLERANCE
+            # -weight / ln(uniform): the server with the largest wins in proportion to its weight.
+            hashed = xxhash.xxh3_64_intdigest(first + known.server.encode())
+            uniform = (hashed + 1) / (2**64 + 1)
+            return known.host == host, has_room, stays, -(share**2) / math.log(uniform)
 
         servers.sort(key=preference, reverse=True)
         if servers:

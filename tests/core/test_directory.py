@@ -208,10 +208,20 @@ def test_a_chain_stays_with_its_parent_unless_that_server_is_worn() -> None:
     books = directory("a", "b")
     books.stored("b", ONE, 0, 0, [key("parent")])
     books.heartbeat("a", 1, Report(used=1000, victim_age_s=10), {}, 0.0)
-    books.heartbeat("b", 1, Report(used=1000, victim_age_s=6), {}, 0.0)
-    assert books.place(ONE, [key("x")], key("parent"), 100, HOST).servers[0] == "b"
+    books.heartbeat("b", 1, Report(used=1000, victim_age_s=9.8), {}, 0.0)
+    assert books.place(ONE, [key("x")], key("parent"), 1, HOST).servers[0] == "b"
     books.heartbeat("b", 1, Report(used=1000, victim_age_s=1), {}, 0.0)
-    assert books.place(ONE, [key("x")], key("parent"), 100, HOST).servers[0] == "a"
+    assert books.place(ONE, [key("x")], key("parent"), 1, HOST).servers[0] == "a"
+
+
+def test_full_servers_share_writes_by_the_age_of_their_victims() -> None:
+    books = directory("a", "b")
+    first = []
+    for digest in keys("w", 500):
+        books.heartbeat("a", 1, Report(used=1000, victim_age_s=10), {}, 0.0)
+        books.heartbeat("b", 1, Report(used=1000, victim_age_s=5), {}, 0.0)
+        first.append(books.place(ONE, [digest], ROOT, 1, HOST).servers[0])
+    assert 350 < first.count("a") < 450  # four fifths: the weights are 1 and 1/4
 
 
 def test_two_writers_of_a_block_are_sent_to_one_server() -> None:
