@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -39,7 +40,9 @@ class Child:
 
 
 @asynccontextmanager
-async def process_of(module: str, *arguments: str) -> AsyncIterator[Child]:
+async def process_of(
+    module: str, *arguments: str, environment: dict[str, str] | None = None
+) -> AsyncIterator[Child]:
     """`python -m module`, ended with the `with`, or by the kernel when this process dies."""
     if module == "kvpool":
         arguments = (*arguments, "--die-with-parent")
@@ -51,6 +54,7 @@ async def process_of(module: str, *arguments: str) -> AsyncIterator[Child]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 24,
+        env={**os.environ, **(environment or {})},
         start_new_session=True,  # Ctrl-C is for us; we end them in order
     )
     try:

@@ -297,7 +297,7 @@ def replay(
     block_size: Annotated[
         str | None, typer.Option(help="Bytes of each block; default by workload.")
     ] = None,
-    sessions: Annotated[int, typer.Option(min=1, help="codex: sessions in all.")] = 240,
+    sessions: Annotated[int, typer.Option(min=1, help="codex: sessions in all.")] = 200,
     concurrent: Annotated[int, typer.Option(min=1, help="codex: sessions at a time.")] = 24,
     in_flight: Annotated[
         int | None, typer.Option(help="Requests at a time; default 1 for a file, else clients.")

@@ -106,7 +106,7 @@ class _Defaults(NamedTuple):
 
 #: codex: a little more than the working set of 24 live sessions, 2,500 blocks of 512 tokens: where
 #: one pool holds nearly everything and the same memory in four pieces does not.
-_CODEX = _Defaults("44MiB", "16KiB")
+_CODEX = _Defaults("176MiB", "64KiB")
 #: A trace: 50,000 blocks, scaled down to a page each so that an hour of traffic fits a laptop.
 _TRACE = _Defaults("195.3125MiB", "4KiB")
 
@@ -271,6 +271,9 @@ def _server(
         str(options.capacity // options.servers),
         "--log-level",
         "error",
+        # An hour of traffic takes a minute here, so news must travel as much faster: with one
+        # heartbeat a second the masters would place by the ages of a minute ago.
+        environment={"KVPOOL_SERVER_HEARTBEAT_S": "100ms"},
     )
 
 
