@@ -71,6 +71,8 @@ log = logs.get("kvpool.client")
 
 T = TypeVar("T")
 
+#: Keys in one question to a master: an answer where every block lies elsewhere must fit, too.
+_FIND_KEYS: Final = 4096
 #: Bytes that one call to a channel carries; larger batches go in several.
 _BATCH_BYTES: Final = 256 << 20
 #: After a server did not answer it is left alone for this long, doubling up to the second value.
@@ -155,8 +157,8 @@ class Pool:
         deadline = self._begin(timeout)
         size = check_digest_size(chain)
         runs: list[Run] = []
-        for first in range(0, len(chain), wire.DIGESTS_MAX):
-            digests = chain[first : first + wire.DIGESTS_MAX]
+        for first in range(0, len(chain), _FIND_KEYS):
+            digests = chain[first : first + _FIND_KEYS]
             packed = b"".join(digests)
             if len(packed) != size * len(digests):  # cheaper than looking at hundreds of keys
                 check_digests(chain)
@@ -442,8 +444,8 @@ class Pool:
         if match is not None:
             runs = list(match.runs)
         else:
-            for first in range(0, len(digests), wire.DIGESTS_MAX):
-                batch = digests[first : first + wire.DIGESTS_MAX]
+            for first in range(0, len(digests), _FIND_KEYS):
+                batch = digests[first : first + _FIND_KEYS]
                 try:
                     packed = b"".join(batch)
                     found = await self._find(namespace, packed, len(batch[0]), False, deadline)

@@ -274,8 +274,10 @@ class _ZmqListener:
         try:
             envelope = decode_envelope(message, self._cluster)
             type, body = self._handler(envelope.type, envelope.body)
+            answer = encode_envelope(type, self._cluster, id, body)
         except KvpoolError as error:
             type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
+            answer = encode_envelope(type, self._cluster, id, body)
         # A full queue means that this peer does not read; its answer is dropped, and its
         # deadline tells it so. Nobody else waits.
-        self._socket.send([identity, encode_envelope(type, self._cluster, id, body)])
+        self._socket.send([identity, answer])

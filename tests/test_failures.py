@@ -338,3 +338,18 @@ async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
     server.store.check()
     connection.writer_gone()
     assert server.store.quarantined == 0
+
+
+async def test_a_server_may_close_while_somebody_looks(pool_dev: dev.Dev) -> None:
+    """A view outlives its server: the memory goes with the last look, and nothing raises."""
+    (server,) = pool_dev.servers
+    for transport in ("inproc", "shm"):
+        config = ClientConfig(masters=[pool_dev.address], transports=[transport])
+        async with pool_dev.pool(config) as pool:
+            digest = key(f"seen over {transport}")
+            await pool.write(NAMESPACE, [digest], [value(digest)])
+            async with pool.read_view(NAMESPACE, [digest]) as (view,):
+                await pool.close()
+                if transport == "shm":
+                    await server.close()
+                assert view.data == value(digest)

@@ -24,8 +24,8 @@ class History:
 
     def left(self, namespace: Namespace, digest: bytes, reason: ReadStatus) -> None:
         """Remember that a block left. Forgets the oldest departure at the limit."""
+        self._reasons.pop((namespace, digest), None)
         self._reasons[namespace, digest] = reason
-        self._reasons.move_to_end((namespace, digest))
         if len(self._reasons) > self.limit:
             self._reasons.popitem(last=False)
             self.forgotten += 1

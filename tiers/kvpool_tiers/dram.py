@@ -89,8 +89,8 @@ class Dram:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            self._memory.release()
             with contextlib.suppress(BufferError):  # a view is still held; it goes with that
+                self._memory.release()
                 self._map.close()
 
     def _touch_pages(self) -> None:

@@ -225,8 +225,8 @@ class _Mapping:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        self.memory.release()
         with contextlib.suppress(BufferError):  # a caller still looks; it goes with that view
+            self.memory.release()
             self._map.close()
 
     def _touch(self) -> None:

@@ -223,7 +223,8 @@ class Stream(asyncio.BufferedProtocol):
         self._filled += count
         if self._sink is not None:
             self._parse()
-            if self._impatient and self._slow is None and not self.lost:
+            begun = self._done is not None and not self._done.done()
+            if begun and self._impatient and self._slow is None:
                 late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
                 self._slow = self._loop.call_later(FRAME_S, self._break, late)
         if self._filled == len(self._stash) and self._transport is not None and not self.lost:
