@@ -20,6 +20,7 @@ PURE_STDLIB = {
     "functools",
     "heapq",
     "itertools",
+    "math",
     "struct",
     "typing",
 }
