@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvpool.core.directory import Directory, Report
 from kvpool.types import ROOT, Namespace, ReadStatus
@@ -29,8 +31,20 @@ def prefix(books: Directory, chain: list[bytes], namespace: Namespace = ONE) -> 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_histories_against_a_model(seed: int) -> None:
+    history(random.Random(seed), steps=120)
+
+
+@settings(
+    max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@given(st.randoms(use_true_random=False))
+def test_chosen_histories_against_a_model(rng: random.Random) -> None:
+    """The same, with a search for the shortest that fails."""
+    history(rng, steps=25)
+
+
+def history(rng: random.Random, steps: int) -> None:
     """Announcements with gaps and doubles, inventories in pieces, silence, restarts, sweeps."""
-    rng = random.Random(seed)
     books = Directory(timeout_s=3.0, forget_s=60.0)
     digests = keys("d", 12)
     truth: dict[str, set[tuple[Namespace, int, bytes]]] = {}  # what each server really has
@@ -77,7 +91,7 @@ def test_random_histories_against_a_model(seed: int) -> None:
 
     for server in ("s0", "s1", "s2"):
         start(server)
-    for _ in range(120):
+    for _ in range(steps):
         server = rng.choice(sorted(truth))
         step = rng.random()
         namespace, part = rng.choice([(ONE, 0), (TWO, 0), (TWO, 1)])
