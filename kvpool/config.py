@@ -58,7 +58,7 @@ class ServerConfig(_Section, frozen=True):
     alignment: Size = 4096
     #: Connections at once; beyond it new ones are refused.
     connections_max: int = 1024
-    #: Touch all memory in the background at start: first writes are four times slower.
+    #: Touch all memory in the background at start: the first write to a page is slow.
     prefault: bool = True
     #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
     insecure: bool = False

@@ -1,8 +1,9 @@
 """Requests and replies over zmq: one ROUTER at the master, one DEALER at each caller.
 
 The sockets are driven straight from the loop (`add_reader` on zmq's descriptor) and not through
-zmq.asyncio, which costs a match of 640 keys a third more. That descriptor is edge-triggered: after
-every send the socket must be looked at again, or an answer that arrived meanwhile is never seen.
+zmq.asyncio, which adds futures and a scheduling step to each message. That descriptor is
+edge-triggered: after every send the socket must be looked at again, or an answer that arrived
+meanwhile is never seen.
 zmq reconnects by itself; what it cannot deliver ends with the caller's deadline.
 """
 

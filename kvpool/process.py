@@ -55,8 +55,8 @@ def die_with_parent() -> None:
 def calm_garbage_collector() -> None:
     """For processes that hold millions of blocks: never walk all of them in one pause.
 
-    A full collection of a million entries stops the loop for half a second, and finds nothing:
-    the books hold no cycles that outlive a block. Young garbage is still collected.
+    A full collection stops the loop while it visits every entry, and finds nothing: the books hold
+    no cycles that outlive a block. Young garbage is still collected.
     """
     gc.collect()
     gc.freeze()

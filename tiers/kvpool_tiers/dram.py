@@ -35,7 +35,7 @@ class Dram:
         """Raises ConfigError when the machine does not have that much memory.
 
         With `prefault` a thread touches every page in the background: the first write to fresh
-        memory runs at a quarter of the speed of later ones.
+        memory is several times slower than later ones.
         """
         available = _memory_available()
         if capacity > available:

@@ -201,10 +201,7 @@ class _ShmListener:
 
 
 class _Mapping:
-    """A server's segment in this process, touched in the background so that first reads are fast.
-
-    The first pass over a mapping that was not touched ran at 70 % of the speed of later ones.
-    """
+    """A server's segment, mapped here; touched in the background so that first reads are fast."""
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
