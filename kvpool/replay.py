@@ -12,7 +12,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from kvpool import workload
+from kvpool import registry, workload
 from kvpool.children import Child, process_of, servers_up
-from kvpool.config import parse_size
+from kvpool.config import ServerConfig, parse_size
 from kvpool.errors import ConfigError
 from kvpool.types import Member
 
@@ -47,7 +47,10 @@ class Options:
 
     @property
     def capacity_blocks(self) -> int:
-        return self.capacity // self.block_size
+        """Blocks that the servers hold: an extent is a multiple of their alignment."""
+        alignment = ServerConfig().alignment
+        extent = -(-self.block_size // alignment) * alignment
+        return self.capacity // self.servers // extent * self.servers
 
 
 @dataclass(slots=True)
@@ -136,6 +139,10 @@ def options(
         raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
     if not transports:
         raise ConfigError("transports: expected at least one, such as shm")
+    known = registry.installed(registry.TRANSPORTS)
+    for transport in transports:
+        if transport not in known:
+            raise ConfigError(f"no transport {transport!r} is installed: have {sorted(known)}")
     size = parse_size(block_size or defaults.block_size)
     total = parse_size(capacity or defaults.capacity)
     if total // servers < size:
@@ -190,11 +197,30 @@ async def replay(options: Options, console: Console) -> Report:
         ]
         with _progress(console, report) as show:
             started = time.monotonic()
-            await _play(options, engines, report, show, started)
+            await _while_alive(master, _play(options, engines, report, show, started))
             report.seconds = time.monotonic() - started
-        report.members = await servers_up(address, options.servers)
+        # A server that died on the way is a result, too: none of them is waited for.
+        report.members = await servers_up(address, 0)
     _add_bounds(options, report)
     return report
+
+
+async def _while_alive(master: Child, play: Coroutine[Any, Any, None]) -> None:
+    """Run `play`. Raises ServerLost when the master ends first: every call would time out."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(master.line())
+            await play
+            watching.cancel()
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first, out of the groups that it is wrapped in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _play(
@@ -290,7 +316,8 @@ class _Engine:
             return await self._ask(list(chain))
 
     async def _ask(self, message: Any) -> dict[str, Any]:
-        self._process.tell(json.dumps(message))
+        with contextlib.suppress(RuntimeError):  # uvloop: the pipe is closed; `line` says why
+            self._process.tell(json.dumps(message))
         answer: dict[str, Any] = json.loads(await self._process.line())
         return answer
 

@@ -134,7 +134,9 @@ def _parse(line: str, where: str) -> tuple[float, Request]:
         raise ConfigError(
             f'{where}: expected {{"timestamp": ms, "hash_ids": [...]}}, got {line[:60].strip()!r}'
         ) from None
-    if not isinstance(ids, list) or not ids or not all(isinstance(id, int) for id in ids):
+    if not math.isfinite(timestamp):
+        raise ConfigError(f"{where}: timestamp is {timestamp}, expected milliseconds")
+    if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
         raise ConfigError(f"{where}: hash_ids is {str(ids)[:60]!r}, expected a list of integers")
     if len(set(ids)) != len(ids):
         raise ConfigError(f"{where}: an id is twice in hash_ids")
@@ -231,6 +233,14 @@ class Payload:
         """Fill `block` with what belongs under `digest`."""
         np.copyto(block, self._stretch(digest))
         block[:32] = np.frombuffer(digest, np.uint8)
+
+    def spoil(self, digest: bytes, block: Bytes) -> None:
+        """Make every byte of `block` wrong for `digest`, so that one that never comes is seen.
+
+        Memory that is used again may still hold the right bytes from before.
+        """
+        np.invert(self._stretch(digest), out=block)
+        np.invert(np.frombuffer(digest, np.uint8), out=block[:32])
 
     def wrong(self, digest: bytes, block: Bytes) -> int:
         """How many bytes of `block` are not what belongs under `digest`."""

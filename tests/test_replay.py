@@ -58,6 +58,50 @@ def test_a_replay_takes_its_processes_with_it(number: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("victim", ["kvpool.replay_client", "kvpool master"])
+def test_a_replay_without_its_master_or_an_engine_ends_in_a_sentence(victim: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvpool", "replay", "--clients", "2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.kill(playing(parent.pid, victim), signal.SIGKILL)
+    _, errors = parent.communicate(timeout=15)
+    assert parent.returncode == 1
+    assert "ended with code -9" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_replay_outlives_a_server() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvpool", "replay", "--clients", "2", "--limit", "400", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    os.kill(playing(parent.pid, "kvpool server"), signal.SIGKILL)
+    out, _ = parent.communicate(timeout=50)
+    report = json.loads(out)
+    assert parent.returncode == 0
+    assert report["wrong_bytes"] == 0
+    assert report["requests"] == 400
+
+
+def playing(parent: int, name: str) -> int:
+    """The process of a running replay whose command line holds `name`, once requests are played."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        started = children(parent)
+        if len(started) == 5:
+            time.sleep(2)
+            for child in started:
+                if name in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "):
+                    return child
+        time.sleep(0.05)
+    raise AssertionError("the replay did not start")
+
+
 def children(parent: int) -> list[int]:
     found = []
     for name in os.listdir("/proc"):
@@ -79,6 +123,7 @@ def children(parent: int) -> list[int]:
         (("--workload", "poetry"), "expected codex"),
         (("--block-size", "4KB"), "did you mean 4KiB"),
         (("--capacity", "1KiB"), "holds no block"),
+        (("--transports", "shm,bogus"), "no transport 'bogus'"),
     ],
 )
 def test_a_wrong_replay_is_a_sentence_and_exit_2(arguments: tuple[str, ...], says: str) -> None:

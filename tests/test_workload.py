@@ -66,6 +66,8 @@ def test_a_trace_is_read_in_order(tmp_path: Path) -> None:
         ('{"timestamp": 1, "hash_ids": []}', "line 1: hash_ids"),
         ('{"timestamp": 1, "hash_ids": ["x"]}', "list of integers"),
         ('{"timestamp": 1, "hash_ids": [1, 1]}', "twice"),
+        ('{"timestamp": 1, "hash_ids": [true]}', "list of integers"),
+        ('{"timestamp": NaN, "hash_ids": [1]}', "line 1: timestamp is nan"),
         ('{"timestamp": 1, "hash_ids": [1]}\n{"hash_ids": [1]}', "line 2"),
     ],
 )
@@ -89,3 +91,13 @@ def test_every_wrong_byte_is_counted() -> None:
         block[position] ^= 1
         assert payload.wrong(digest, block) == 1
         block[position] ^= 1
+
+
+def test_a_byte_that_never_comes_is_wrong() -> None:
+    """Memory that already holds the right bytes must not pass for a read."""
+    payload = Payload(4096)
+    digest = payload.digest(7)
+    block = np.zeros(4096, np.uint8)
+    payload.write(digest, block)
+    payload.spoil(digest, block)
+    assert payload.wrong(digest, block) == 4096
