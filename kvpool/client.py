@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import random
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Final, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Final
 
 from kvpool import logs, registry
 from kvpool.config import ClientConfig
@@ -29,25 +30,25 @@ from kvpool.errors import (
     MasterLost,
     Overloaded,
     PeerError,
-    ServerLost,
     TooLarge,
     Unavailable,
+    UsageError,
 )
-from kvpool.hosts import host_id
+from kvpool.hosts import Host, this_host
 from kvpool.link import ZmqNetwork
 from kvpool.protocols import (
     Channel,
-    Link,
     Network,
     Reading,
     Transport,
     View,
-    Viewable,
     Writing,
 )
+from kvpool.reach import Masters, Patience, Servers, Silent, together
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
+    COPIES_MAX,
     ROOT,
     BlockKey,
     Buffer,
@@ -69,15 +70,33 @@ from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
 
-T = TypeVar("T")
-
 #: Keys in one question to a master: an answer where every block lies elsewhere must fit, too.
 _FIND_KEYS: Final = 4096
 #: Bytes that one call to a channel carries; larger batches go in several.
 _BATCH_BYTES: Final = 256 << 20
-#: After a server did not answer it is left alone for this long, doubling up to the second value.
-_BACKOFF_S: Final = 0.2
-_BACKOFF_S_MAX: Final = 5.0
+
+
+#: A block with one of these has found no home yet: the next server is asked.
+_HOMELESS: Final = (
+    WriteStatus.NO_SPACE,
+    WriteStatus.SERVER_LOST,
+    WriteStatus.TOO_LARGE,
+    WriteStatus.DEADLINE,
+)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One `Pool.read` on its way; lists run parallel to the digests."""
+
+    reading: Reading
+    digests: Sequence[bytes]
+    buffers: Sequence[memoryview]
+    results: list[ReadResult]
+    places: list[list[str]]  # servers to ask, best last
+    deadline: float
+    silent: set[str] = field(default_factory=set)
+    corrupt: dict[str, list[bytes]] = field(default_factory=dict)
 
 
 async def connect(
@@ -119,6 +138,7 @@ class Pool:
         network: Network,
         transports: Mapping[str, Transport],
         owns_network: bool = False,
+        host: Host | None = None,
         chance: random.Random | None = None,
     ) -> None:
         self._config = config
@@ -128,11 +148,10 @@ class Pool:
         self._pid = os.getpid()
         self._closed = False
         self.counters: Counter[str] = Counter()
-        self._masters = _Masters(network, config)
-        self._host = host_id()
-        name = f"{socket.gethostname()}/{self._pid}"
-        self._servers = _Servers(
-            config, cluster, name, self._host, transports, self._masters, self.counters, chance
+        self._masters = Masters(network, config)
+        self._host = host or this_host()
+        self._servers = Servers(
+            config, cluster, self._host, transports, self._masters, self.counters, chance
         )
 
     def __repr__(self) -> str:
@@ -224,31 +243,9 @@ class Pool:
         views = [_writable(buffer, i) for i, buffer in enumerate(buffers)]
         results, places = await self._locate(namespace, digests, part, match, deadline)
         reading = Reading(namespace, part, self._config.verify)
-
-        async def read_from(server: str, positions: list[int]) -> list[ReadResult]:
-            blocks = [Wanted(digests[i], views[i]) for i in positions]
-            return await self._servers.call(
-                server, lambda channel: channel.read(reading, blocks, deadline=deadline), deadline
-            )
-
-        # Each round asks one server per block; whoever misses is asked elsewhere in the next.
-        missing = [i for i, servers in enumerate(places) if servers]
-        while missing:
-            rounds = _grouped(missing, places, [len(view) for view in views])
-            answers = await _together([read_from(server, group) for server, group in rounds])
-            corrupt: list[tuple[str, list[bytes]]] = []
-            for (server, group), answer in zip(rounds, answers, strict=True):
-                for index, position in enumerate(group):
-                    results[position] = (
-                        answer[index]
-                        if not isinstance(answer, KvpoolError)
-                        else ReadResult(_why(answer))
-                    )
-                bad = [digests[i] for i in group if results[i].status is ReadStatus.CORRUPT]
-                if bad:
-                    corrupt.append((server, bad))
-            await self._report_corrupt(namespace, part, corrupt, deadline)
-            missing = [i for i in missing if not results[i].status.hit and places[i]]
+        fetch = _Fetch(reading, digests, views, results, places, deadline)
+        await self._fetch(fetch, range(len(digests)))
+        await self._report_corrupt(fetch)
         self._count(results)
         for position, result in enumerate(results):
             if result.status is ReadStatus.BUFFER_TOO_SMALL:
@@ -281,16 +278,22 @@ class Pool:
         reading = Reading(namespace, part, self._config.verify)
         async with AsyncExitStack() as stack:
             missing = [i for i, servers in enumerate(places) if servers]
-            for server, group in _grouped(missing, places, [0] * len(digests)):
-                try:
-                    channel = await self._servers.viewable(server, deadline)
-                    shown = await stack.enter_async_context(
-                        channel.read_view(reading, [digests[i] for i in group], deadline=deadline)
-                    )
-                except (Unavailable, PeerError, Overloaded) as error:
-                    shown = [View(_why(error))] * len(group)
-                for position, view in zip(group, shown, strict=True):
-                    views[position] = view
+            while missing:
+                for server, group in _grouped(missing, places, [0] * len(digests)):
+                    wanted = [digests[i] for i in group]
+                    try:
+                        async with Patience(self._config.attempt_s) as patience:
+                            channel = await self._servers.viewable(server, deadline)
+                            shown = await stack.enter_async_context(
+                                channel.read_view(
+                                    reading._replace(patience=patience), wanted, deadline=deadline
+                                )
+                            )
+                    except (Unavailable, PeerError, Overloaded) as error:
+                        shown = [View(_why(error))] * len(group)
+                    for position, view in zip(group, shown, strict=True):
+                        views[position] = view
+                missing = [i for i in missing if not views[i].status.hit and places[i]]
             self._count([ReadResult(view.status) for view in views])
             yield views
 
@@ -305,19 +308,24 @@ class Pool:
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
         part: int = 0,
+        copies: int = 1,
         visible: bool = True,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
         """Store blocks; one status per block.
 
         The digests are a chain: each block's parent is the one before it, and the first one's is
-        `parent` (ROOT at the start of a prompt), unless `parents` names them all. With `visible`
+        `parent` (ROOT at the start of a prompt), unless `parents` names them all. `copies` are
+        on servers of their own: with fewer servers, or no room on some, there are fewer, which
+        `counters["copies_missing"]` tells; a block with one copy is stored. With `visible`
         the call returns when every living master can be asked for the blocks. The buffers are
         the caller's again when it returns or raises.
         """
         deadline = self._begin(timeout)
         size = check_digests(digests)
         _check_part(namespace, part)
+        if not 1 <= copies <= COPIES_MAX:
+            raise UsageError(f"copies is {copies}, expected 1 to {COPIES_MAX}")
         if len(buffers) != len(digests):
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
         if parents is None:
@@ -332,7 +340,7 @@ class Pool:
         writing = Writing(namespace, part, visible)
         statuses = [WriteStatus.NO_MASTER] * len(blocks)
         for group in _batches(range(len(blocks)), [len(block.buffer) for block in blocks]):
-            written = await self._write_batch(writing, [blocks[i] for i in group], deadline)
+            written = await self._write_batch(writing, [blocks[i] for i in group], copies, deadline)
             for position, status in zip(group, written, strict=True):
                 statuses[position] = status
             if any(status is WriteStatus.DEADLINE for status in written):
@@ -380,7 +388,7 @@ class Pool:
             batch = digests[first : first + BATCH_BLOCKS_MAX]
             # Every living server, not only those in the map: the map may not know yet.
             servers = [m.server for m in await self._servers.refresh(deadline) if m.alive]
-            answers = await _together(
+            answers = await together(
                 [
                     self._servers.call(
                         server, functools.partial(_remove, namespace, batch, deadline), deadline
@@ -438,7 +446,10 @@ class Pool:
         deadline: float,
     ) -> tuple[list[ReadResult], list[list[str]]]:
         """For each block the result so far and the servers to ask, best last (they are popped)."""
-        results = [ReadResult(match.stopped if match else ReadStatus.NO_MASTER)] * len(digests)
+        # What a match does not cover was not asked for: never a hit, whatever the match says.
+        unknown = ReadStatus.NO_MASTER if match is None else match.stopped
+        unknown = ReadStatus.NEVER_WRITTEN if unknown.hit else unknown
+        results = [ReadResult(unknown)] * len(digests)
         places: list[list[str]] = [[] for _ in digests]
         runs: list[Run] = []
         if match is not None:
@@ -452,54 +463,101 @@ class Pool:
                 except Unavailable:
                     break
                 runs += _runs(found, first, len(batch))
-                here = {i for run in runs for i in range(run.first, run.last + 1)}
+                found_at = {i for run in runs for i in range(run.first, run.last + 1)}
                 misses = iter(found.misses)
                 for position in range(first, first + len(batch)):
-                    if position not in here:
+                    if position not in found_at:
                         results[position] = ReadResult(_read_status(next(misses, 0)))
         for run in runs:
-            servers = [r.server for r in reversed(run.replicas) if r.part == part]
+            here = (replica.server for replica in run.replicas if replica.part == part)
+            servers = self._servers.best_first(here)[::-1]
             for position in range(run.first, min(run.last + 1, len(digests))):
                 places[position] = list(servers)
         return results, places
 
-    async def _write_batch(
-        self, writing: Writing, blocks: Sequence[Outgoing], deadline: float
-    ) -> list[WriteStatus]:
-        """Place, then try the servers in that order until every block has a home."""
+    async def _fetch(self, fetch: _Fetch, positions: Iterable[int]) -> None:
+        """Read blocks from one server after the other until they are there or no place is left.
+
+        A block is asked of one server at a time, so its buffer has one writer; a server that is
+        silent is left before the next one is asked.
+        """
+        missing = [i for i in positions if not fetch.results[i].status.hit and fetch.places[i]]
+        groups = _grouped(missing, fetch.places, [len(buffer) for buffer in fetch.buffers])
+        if len(groups) == 1:
+            await self._fetch_from(fetch, *groups[0])
+        elif groups:
+            async with asyncio.TaskGroup() as group:
+                for server, batch in groups:
+                    group.create_task(self._fetch_from(fetch, server, batch))
+
+    async def _fetch_from(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
+        blocks = [Wanted(fetch.digests[i], fetch.buffers[i]) for i in positions]
+        hedged = bool(fetch.places[positions[0]]) and server not in fetch.silent
+        silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
-            placed = await self._place(writing.namespace, blocks, deadline)
+            async with Patience(silence_s) as patience:
+                reading = fetch.reading._replace(patience=patience)
+                answer = await self._servers.call(
+                    server,
+                    lambda channel: channel.read(reading, blocks, deadline=fetch.deadline),
+                    fetch.deadline,
+                )
+        except (Unavailable, PeerError, Overloaded) as error:
+            answer = [ReadResult(_why(error))] * len(positions)
+            if isinstance(error, Silent):
+                self._servers.silent(server)
+                fetch.silent.add(server)
+            if isinstance(error, Silent) and hedged:
+                for position in positions:  # the others may be no better: then it is asked again
+                    fetch.places[position].insert(0, server)
+        for position, result in zip(positions, answer, strict=True):
+            fetch.results[position] = result
+            if result.status is ReadStatus.CORRUPT:
+                fetch.corrupt.setdefault(server, []).append(fetch.digests[position])
+        await self._fetch(fetch, positions)
+
+    async def _write_batch(
+        self, writing: Writing, blocks: Sequence[Outgoing], copies: int, deadline: float
+    ) -> list[WriteStatus]:
+        """Place, then try the servers in that order until every block has its copies."""
+        try:
+            placed = await self._place(writing.namespace, blocks, copies, deadline)
         except DeadlineExceeded:
             return [WriteStatus.DEADLINE] * len(blocks)
         except Unavailable:
             return [WriteStatus.NO_MASTER] * len(blocks)
         statuses = [WriteStatus.SERVER_LOST] * len(blocks)
-        missing = []
-        for position, present in enumerate(placed.present):
-            if present and writing.namespace.parts == 1:
+        needed = [copies] * len(blocks)
+        for position, already in enumerate(placed.copies):
+            # The pool has a whole block only if every part is there; ours may be the one that
+            # has to be written again.
+            if already >= copies and writing.namespace.parts == 1:
                 statuses[position] = WriteStatus.ALREADY_STORED
-            else:
-                missing.append(position)
-        for server in placed.servers:
-            if not missing:
+                needed[position] = 0
+        servers = iter(placed.servers)
+        while any(needed) and self._loop.time() < deadline:
+            batches = [
+                (server, [i for i, missing in enumerate(needed) if missing > turn])
+                for turn, server in enumerate(itertools.islice(servers, max(needed)))
+            ]
+            if not batches:
                 break
-            batch = [blocks[i] for i in missing]
-            try:
-                answers = await self._servers.write(server, writing, batch, deadline)
-            except (Unavailable, PeerError, Overloaded) as error:
-                late = isinstance(error, DeadlineExceeded)
-                status = WriteStatus.DEADLINE if late else WriteStatus.SERVER_LOST
-                answers = [status] * len(batch)
-            for position, status in zip(missing, answers, strict=True):
-                statuses[position] = status
-            homeless = (WriteStatus.NO_SPACE, WriteStatus.SERVER_LOST, WriteStatus.TOO_LARGE)
-            missing = [i for i in missing if statuses[i] in homeless]
-            if self._loop.time() >= deadline:
-                break
+            answers = await together(
+                [
+                    self._servers.write(server, writing, [blocks[i] for i in batch], deadline)
+                    for server, batch in batches
+                ]
+            )
+            for (_, batch), answer in zip(batches, answers, strict=True):
+                for index, position in enumerate(batch):
+                    status = answer[index] if not isinstance(answer, KvpoolError) else _lost(answer)
+                    statuses[position] = _better(statuses[position], status)
+                    needed[position] -= status not in _HOMELESS
+        self.counters["copies_missing"] += sum(needed) if copies > 1 else 0
         return statuses
 
     async def _place(
-        self, namespace: Namespace, blocks: Sequence[Outgoing], deadline: float
+        self, namespace: Namespace, blocks: Sequence[Outgoing], copies: int, deadline: float
     ) -> wire.Placed:
         request = wire.Place(
             namespace.name,
@@ -508,32 +566,21 @@ class Pool:
             b"".join([block.digest for block in blocks]),
             blocks[0].parent,
             sum(len(block.buffer) for block in blocks),
-            self._host,
+            self._host.id,
+            copies,
         )
         placed = await self._masters.ask(request, wire.Placed, deadline)
-        if len(placed.present) != len(blocks):
-            raise Unavailable(f"a master answered for {len(placed.present)} of {len(blocks)}")
+        if len(placed.copies) != len(blocks):
+            raise Unavailable(f"a master answered for {len(placed.copies)} of {len(blocks)}")
         return placed
 
-    async def _report_corrupt(
-        self,
-        namespace: Namespace,
-        part: int,
-        corrupt: list[tuple[str, list[bytes]]],
-        deadline: float,
-    ) -> None:
-        for server, digests in corrupt:
+    async def _report_corrupt(self, fetch: _Fetch) -> None:
+        namespace, part = fetch.reading.namespace, fetch.reading.part
+        for server, digests in fetch.corrupt.items():
             log.error("wrong checksum", server=server, blocks=len(digests))
             self.counters["corrupt"] += len(digests)
-            await _together(
-                [
-                    self._servers.call(
-                        server,
-                        functools.partial(_suspect, namespace, part, digests, deadline),
-                        deadline,
-                    )
-                ]
-            )
+            suspect = functools.partial(_suspect, namespace, part, digests, fetch.deadline)
+            await together([self._servers.call(server, suspect, fetch.deadline)])
 
     def _count(self, results: Sequence[ReadResult]) -> None:
         hits = 0
@@ -544,221 +591,6 @@ class Pool:
             else:
                 self.counters[f"read_{status.name.lower()}"] += 1
         self.counters["read_hit"] += hits
-
-
-class _Masters:
-    """Any master that answers. The one that answered last is asked first."""
-
-    def __init__(self, network: Network, config: ClientConfig) -> None:
-        self._links: list[Link] = [network.connect(address) for address in config.masters]
-        self._attempt_s = config.attempt_s
-        self._preferred = 0
-
-    async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
-        """The first good answer. Raises MasterLost when no master answers by the deadline."""
-        loop = asyncio.get_running_loop()
-        type, body = wire.encode(message)
-        problems: list[str] = []
-        for turn in range(len(self._links)):
-            index = (self._preferred + turn) % len(self._links)
-            link = self._links[index]
-            # The last one gets all the time that is left; earlier ones leave some for it.
-            last = turn == len(self._links) - 1
-            until = deadline if last else min(deadline, loop.time() + self._attempt_s / 2)
-            if len(self._links) == 1:
-                until = min(deadline, loop.time() + self._attempt_s)
-            try:
-                got = wire.decode_answer(answer, *await link.request(type, body, deadline=until))
-            except (Unavailable, Overloaded, PeerError) as error:
-                problems.append(str(error))
-                continue
-            self._preferred = index
-            return got
-        raise MasterLost(f"no master answers: {'; '.join(problems)}; is `kvpool master` running?")
-
-    def close(self) -> None:
-        for link in self._links:
-            link.close()
-
-
-class _Path(NamedTuple):
-    """One way to reach one server."""
-
-    scheme: str
-    address: str
-
-
-class _Server:
-    """What a client knows of one server: how to reach it, and how that went."""
-
-    def __init__(self, server: str) -> None:
-        self.server = server
-        self.epoch = 0
-        self.paths: list[_Path] = []
-        self.channels: dict[_Path, Channel] = {}
-        self.connecting = asyncio.Lock()
-        self.retry_at = 0.0  # left alone until then
-        self.failures = 0
-
-
-class _Servers:
-    """Channels to servers: the best common transport first, the next one when it fails."""
-
-    def __init__(
-        self,
-        config: ClientConfig,
-        cluster: str,
-        name: str,
-        host: str,
-        transports: Mapping[str, Transport],
-        masters: _Masters,
-        counters: Counter[str],
-        chance: random.Random | None,
-    ) -> None:
-        self._config = config
-        self._cluster = cluster
-        self._name = name
-        self._transports = transports
-        self._masters = masters
-        self._counters = counters
-        self._chance = chance or random.SystemRandom()
-        self._servers: dict[str, _Server] = {}
-        self._host = host
-        self._broken: dict[_Path, float] = {}  # a path that failed is tried again after this
-        self._dying: set[asyncio.Task[None]] = set()
-
-    def __repr__(self) -> str:
-        return f"servers={sorted(self._servers)}"
-
-    async def refresh(self, deadline: float) -> list[Member]:
-        """Ask who is there. A server with a new epoch is another server: its channels go."""
-        answer = await self._masters.ask(wire.Members(), wire.MembersAre, deadline)
-        members = []
-        for info in answer.members:
-            fields = {name: getattr(info, name) for name in info.__struct_fields__}
-            fields["addresses"] = tuple(info.addresses)
-            fields["tiers"] = tuple(info.tiers)
-            members.append(Member(**fields))
-            known = self._servers.setdefault(info.server, _Server(info.server))
-            if known.epoch != info.epoch:
-                known.epoch = info.epoch
-                known.retry_at = known.failures = 0
-                self._drop_channels(known)
-            known.paths = self._usable(info.addresses, info.host)
-        return members
-
-    async def call(
-        self, server: str, operation: Callable[[Channel], Awaitable[T]], deadline: float
-    ) -> T:
-        """Run `operation` on the best path that works. Raises ServerLost when none does."""
-        known = await self._known(server, deadline)
-        loop = asyncio.get_running_loop()
-        problem: KvpoolError | None = None
-        for path in self._order(known):
-            try:
-                channel = await self._connected(known, path, deadline)
-                result = await operation(channel)
-            except (Unavailable, PeerError) as error:
-                problem = error
-                self._failed(known, path, error)
-                if loop.time() >= deadline:
-                    raise DeadlineExceeded(f"server {server}: {error}") from None
-                continue
-            known.failures = 0
-            return result
-        known.failures += 1
-        backoff_s = min(_BACKOFF_S * 2**known.failures, _BACKOFF_S_MAX)
-        known.retry_at = loop.time() + backoff_s * self._chance.uniform(0.5, 1.0)
-        known.paths = []  # ask again where it is
-        raise ServerLost(f"server {server}: {problem or 'no common transport'}")
-
-    async def write(
-        self, server: str, writing: Writing, blocks: Sequence[Outgoing], deadline: float
-    ) -> list[WriteStatus]:
-        """`Channel.write` on the best path that works."""
-        return await self.call(
-            server, lambda channel: channel.write(writing, blocks, deadline=deadline), deadline
-        )
-
-    async def viewable(self, server: str, deadline: float) -> Viewable:
-        """A channel that shows memory in place. Raises Overloaded when no path does."""
-        known = await self._known(server, deadline)
-        for path in self._order(known):
-            try:
-                channel = await self._connected(known, path, deadline)
-            except (Unavailable, PeerError) as error:
-                self._failed(known, path, error)
-                continue
-            if isinstance(channel, Viewable):
-                return channel
-        raise Overloaded(f"server {server} has no transport here that can show its memory")
-
-    async def close(self) -> None:
-        for known in self._servers.values():
-            self._drop_channels(known)
-        if self._dying:
-            await asyncio.wait(self._dying)
-
-    async def _known(self, server: str, deadline: float) -> _Server:
-        known = self._servers.get(server)
-        loop = asyncio.get_running_loop()
-        if known is not None and loop.time() < known.retry_at:
-            raise ServerLost(f"server {server} did not answer; next try in a moment")
-        if known is None or not known.paths:
-            await self.refresh(deadline)
-            known = self._servers.get(server)
-        if known is None:
-            raise ServerLost(f"no master knows server {server}")
-        return known
-
-    def _usable(self, addresses: Sequence[str], host: str) -> list[_Path]:
-        """The paths that this client can take, in its order of preference."""
-        by_scheme = {address.partition("://")[0]: address for address in addresses}
-        return [
-            _Path(scheme, by_scheme[scheme])
-            for scheme, transport in self._transports.items()
-            if scheme in by_scheme and (host == self._host or not transport.same_host)
-        ]
-
-    def _order(self, known: _Server) -> list[_Path]:
-        """Preference order, except that a path that failed lately comes last."""
-        now = asyncio.get_running_loop().time()
-        return sorted(known.paths, key=lambda path: self._broken.get(path, 0.0) > now)
-
-    async def _connected(self, known: _Server, path: _Path, deadline: float) -> Channel:
-        channel = known.channels.get(path)
-        if channel is not None:
-            return channel
-        async with known.connecting:
-            channel = known.channels.get(path)
-            if channel is None:
-                until = min(deadline, asyncio.get_running_loop().time() + self._config.attempt_s)
-                channel = await self._transports[path.scheme].connect(
-                    path.address, cluster=self._cluster, client=self._name, deadline=until
-                )
-                known.channels[path] = channel
-                log.debug("connected", server=known.server, address=path.address)
-        return channel
-
-    def _failed(self, known: _Server, path: _Path, error: KvpoolError) -> None:
-        """After a failed call the channel is not trusted any more."""
-        channel = known.channels.pop(path, None)
-        if channel is not None:
-            self._bury(channel)
-        self._broken[path] = asyncio.get_running_loop().time() + _BACKOFF_S_MAX
-        self._counters[f"failed_{path.scheme}"] += 1
-        log.warning("transport failed", server=known.server, address=path.address, why=str(error))
-
-    def _drop_channels(self, known: _Server) -> None:
-        while known.channels:
-            self._bury(known.channels.popitem()[1])
-
-    def _bury(self, channel: Channel) -> None:
-        """Abort now; give its memory back when its last copy has stopped."""
-        channel.abort()
-        task = asyncio.get_running_loop().create_task(channel.close())
-        self._dying.add(task)
-        task.add_done_callback(self._dying.discard)
 
 
 def _batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -778,35 +610,19 @@ def _batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 def _grouped(
     missing: Sequence[int], places: list[list[str]], sizes: Sequence[int]
 ) -> list[tuple[str, list[int]]]:
-    """Take the next server of each block; blocks of one server go together, in batches."""
-    by_server: dict[str, list[int]] = {}
+    """Take the next server of each block; blocks of one server go together, in batches.
+
+    Those that nobody else has are kept apart: they are worth waiting for.
+    """
+    groups: dict[tuple[str, bool], list[int]] = {}
     for position in missing:
-        by_server.setdefault(places[position].pop(), []).append(position)
+        server = places[position].pop()
+        groups.setdefault((server, bool(places[position])), []).append(position)
     return [
         (server, batch)
-        for server, positions in by_server.items()
+        for (server, _), positions in groups.items()
         for batch in _batches(positions, sizes)
     ]
-
-
-async def _together(calls: Sequence[Awaitable[T]]) -> list[T | KvpoolError]:
-    """Run calls side by side; those that the other side failed give their error as answer.
-
-    If this is cancelled, it waits until every call has stopped: none may go on in the caller's
-    buffers.
-    """
-    if len(calls) == 1:
-        return [await _outcome(calls[0])]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_outcome(call)) for call in calls]
-    return [task.result() for task in tasks]
-
-
-async def _outcome(call: Awaitable[T]) -> T | KvpoolError:
-    try:
-        return await call
-    except (Unavailable, PeerError, Overloaded) as error:
-        return error
 
 
 async def _remove(
@@ -819,6 +635,19 @@ async def _suspect(
     namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float, channel: Channel
 ) -> list[bool]:
     return await channel.suspect(namespace, part, digests, deadline=deadline)
+
+
+def _lost(error: KvpoolError) -> WriteStatus:
+    late = isinstance(error, DeadlineExceeded)
+    return WriteStatus.DEADLINE if late else WriteStatus.SERVER_LOST
+
+
+def _better(one: WriteStatus, other: WriteStatus) -> WriteStatus:
+    """Of two servers' answers for one block: stored beats being stored beats neither."""
+    for status in (WriteStatus.STORED, WriteStatus.ALREADY_STORED, WriteStatus.IN_PROGRESS):
+        if status in (one, other):
+            return status
+    return other
 
 
 def _why(error: KvpoolError) -> ReadStatus:

@@ -71,8 +71,10 @@ class ClientConfig(_Section, frozen=True):
     transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "tcp"])
     #: For a call that names no deadline.
     timeout_s: Seconds = 5.0
-    #: One attempt to reach a server or a master; the rest of the deadline is for the next one.
+    #: A server or master that has been silent for this long is given up; the call ends in a miss.
     attempt_s: Seconds = 1.0
+    #: After this long without a word from it, another replica, or another master, is asked.
+    hedge_s: Seconds = 0.1
     #: Check the checksum of every block that is read.
     verify: bool = True
 

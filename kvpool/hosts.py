@@ -1,9 +1,31 @@
-"""Which processes can share memory, and how much this one uses."""
+"""What a process is to others: where it runs, what it is called, how much memory it uses."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This process's surroundings, as servers and clients tell others of them."""
+
+    #: Equal for processes that can share memory.
+    id: str
+    #: For logs and default server ids.
+    name: str
+    #: `name/pid`, for logs.
+    process: str
+    #: Bytes of resident memory now.
+    resident: Callable[[], int]
+
+
+def this_host() -> Host:
+    """Where this process really runs."""
+    name = socket.gethostname()
+    return Host(host_id(), name, f"{name}/{os.getpid()}", resident_bytes)
 
 
 def host_id() -> str:

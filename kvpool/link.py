@@ -160,12 +160,88 @@ class _Socket:
             self._socket.close(0)
 
 
+class Requests:
+    """Requests to one master that wait for their answers: ids, deadlines, who waits for what.
+
+    Knows nothing of sockets: whoever owns one sends what `ask` hands it, and passes on what comes.
+    """
+
+    def __init__(self, address: str, cluster: int) -> None:
+        self._address = address
+        self._cluster = cluster
+        self._loop = asyncio.get_running_loop()
+        self._next_id = 0
+        self._pending: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._pending
+
+    async def ask(
+        self, type: int, body: bytes, send: Callable[[int, bytes], None], deadline: float
+    ) -> tuple[int, bytes]:
+        """Send one request, as (id, message), and wait for its answer."""
+        if self._closed:
+            raise Closed(f"the link to master {self._address} is closed")
+        if len(self._pending) >= PENDING_MAX:
+            raise Overloaded(f"{PENDING_MAX} requests are pending at master {self._address}")
+        id = self._next_id = self._next_id + 1
+        future: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+        self._pending[id] = future
+        timer = self._loop.call_at(deadline, self._expire, future)
+        try:
+            send(id, encode_envelope(type, self._cluster, id, body))
+            return await future
+        finally:
+            timer.cancel()
+            del self._pending[id]
+
+    def answered(self, message: bytes) -> None:
+        """A message has come; one that nobody waits for (any more) is ignored."""
+        try:
+            envelope = decode_envelope(message, self._cluster)
+        except PeerError as error:
+            id = envelope_id(message)
+            future = self._pending.get(id) if id is not None else None
+            if future is not None and not future.done():
+                future.set_exception(error)
+            return
+        future = self._pending.get(envelope.id)
+        if future is not None and not future.done():  # else: answered twice, or given up on
+            future.set_result((envelope.type, envelope.body))
+
+    def close(self) -> None:
+        self._closed = True
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(Closed(f"the link to master {self._address} was closed"))
+
+    def _expire(self, future: asyncio.Future[tuple[int, bytes]]) -> None:
+        if not future.done():
+            future.set_exception(DeadlineExceeded(f"master {self._address} did not answer in time"))
+
+
+def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
+    """What goes back for one request; None for a message too short to be answered."""
+    id = envelope_id(message)
+    if id is None:
+        return None
+    try:
+        envelope = decode_envelope(message, cluster)
+        type, body = handler(envelope.type, envelope.body)
+        return encode_envelope(type, cluster, id, body)
+    except KvpoolError as error:
+        type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
+        return encode_envelope(type, cluster, id, body)
+
+
 class _ZmqLink:
     def __init__(self, socket: zmq.Socket[bytes], address: str, cluster: int) -> None:
         self._address = address
-        self._cluster = cluster
-        self._next_id = 0
-        self._pending: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        self._requests = Requests(address, cluster)
         self._unsent: deque[tuple[int, bytes]] = deque()
         self._retry: asyncio.TimerHandle | None = None
         _bound(socket)
@@ -180,46 +256,29 @@ class _ZmqLink:
             socket.close(0)
             raise ConfigError(f"address {address!r}: {zmq.strerror(error.errno or 0)}") from None
         self._loop = asyncio.get_running_loop()
-        self._socket = _Socket(socket, self._receive)
+        self._socket = _Socket(socket, lambda parts: self._requests.answered(parts[-1]))
 
     def __repr__(self) -> str:
-        return f"<Link {self._address} pending={len(self._pending)}>"
+        return f"<Link {self._address} pending={len(self._requests)}>"
 
     @property
     def address(self) -> str:
         return self._address
 
     async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
-        if self._socket.closed:
-            raise Closed(f"the link to master {self._address} is closed")
-        if len(self._pending) >= PENDING_MAX:
-            raise Overloaded(f"{PENDING_MAX} requests are pending at master {self._address}")
-        id = self._next_id = self._next_id + 1
-        future: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
-        self._pending[id] = future
-        message = encode_envelope(type, self._cluster, id, body)
-        if self._unsent or not self._socket.send([message]):
-            self._unsent.append((id, message))
-            self._retry_soon()
-        timer = self._loop.call_at(deadline, self._expire, future)
-        try:
-            return await future
-        finally:
-            timer.cancel()
-            del self._pending[id]
+        return await self._requests.ask(type, body, self._send, deadline)
 
     def close(self) -> None:
         self._socket.close()
         if self._retry is not None:
             self._retry.cancel()
         self._unsent.clear()
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(Closed(f"the link to master {self._address} was closed"))
+        self._requests.close()
 
-    def _expire(self, future: asyncio.Future[tuple[int, bytes]]) -> None:
-        if not future.done():
-            future.set_exception(DeadlineExceeded(f"master {self._address} did not answer in time"))
+    def _send(self, id: int, message: bytes) -> None:
+        if self._unsent or not self._socket.send([message]):
+            self._unsent.append((id, message))
+            self._retry_soon()
 
     def _retry_soon(self) -> None:
         if self._retry is None and not self._socket.closed:
@@ -229,23 +288,10 @@ class _ZmqLink:
         self._retry = None
         while self._unsent:
             id, message = self._unsent[0]
-            if id in self._pending and not self._socket.send([message]):
+            if id in self._requests and not self._socket.send([message]):
                 self._retry_soon()
                 return
             self._unsent.popleft()
-
-    def _receive(self, parts: list[bytes]) -> None:
-        try:
-            envelope = decode_envelope(parts[-1], self._cluster)
-        except PeerError as error:
-            id = envelope_id(parts[-1])
-            future = self._pending.get(id) if id is not None else None
-            if future is not None and not future.done():
-                future.set_exception(error)
-            return
-        future = self._pending.get(envelope.id)
-        if future is not None and not future.done():  # else: answered twice, or given up on
-            future.set_result((envelope.type, envelope.body))
 
 
 class _ZmqListener:
@@ -269,16 +315,8 @@ class _ZmqListener:
         if len(parts) != 2:
             return  # no request of ours; a peer that sends such things gets no answer
         identity, message = parts
-        id = envelope_id(message)
-        if id is None:
-            return
-        try:
-            envelope = decode_envelope(message, self._cluster)
-            type, body = self._handler(envelope.type, envelope.body)
-            answer = encode_envelope(type, self._cluster, id, body)
-        except KvpoolError as error:
-            type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
-            answer = encode_envelope(type, self._cluster, id, body)
-        # A full queue means that this peer does not read; its answer is dropped, and its
-        # deadline tells it so. Nobody else waits.
-        self._socket.send([identity, answer])
+        reply = answer(self._handler, self._cluster, message)
+        if reply is not None:
+            # A full queue means that this peer does not read; its answer is dropped, and its
+            # deadline tells it so. Nobody else waits.
+            self._socket.send([identity, reply])

@@ -26,10 +26,14 @@ M = TypeVar("M", bound=wire.Message)
 class Master:
     """One master. `start`, then `close`; several side by side share nothing."""
 
-    def __init__(self, config: MasterConfig, network: Network) -> None:
+    def __init__(
+        self, config: MasterConfig, network: Network, *, directory: Directory | None = None
+    ) -> None:
         self._config = config
         self._network = network
-        self.directory = Directory(timeout_s=config.timeout_s, forget_s=config.forget_s)
+        self.directory = directory or Directory(
+            timeout_s=config.timeout_s, forget_s=config.forget_s
+        )
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
@@ -154,8 +158,10 @@ class Master:
 
     def _place(self, m: wire.Place) -> wire.Placed:
         namespace, digests = wire.unpack_keys(m)
-        placement = self.directory.place(namespace, digests, m.parent, m.size, m.host)
-        return wire.Placed(list(placement.servers), bytes(placement.present))
+        placement = self.directory.place(namespace, digests, m.parent, m.size, m.host, m.copies)
+        return wire.Placed(
+            list(placement.servers), bytes([min(copies, 255) for copies in placement.copies])
+        )
 
     def _members(self, m: wire.Members) -> wire.MembersAre:
         now = self._now()

@@ -32,7 +32,6 @@ class Peer(NamedTuple):
     """Who is at the other end, for the server's books and logs."""
 
     name: str
-    pid: int = 0
     transport: str = ""
 
 
@@ -133,12 +132,26 @@ class Writing(NamedTuple):
     visible: bool
 
 
+class Patience(Protocol):
+    """Ends a read when the server has been silent for too long; a slow one is not a lost one."""
+
+    def heard(self) -> None:
+        """Something of the answer has come: wait as long again."""
+
+    def arrived(self) -> None:
+        """Nothing more is expected of the server: what is left to do is local."""
+
+
 class Reading(NamedTuple):
-    """What is common to the blocks of one read. `verify` checks every checksum."""
+    """What is common to the blocks of one read. `verify` checks every checksum.
+
+    A channel tells `patience` whatever it hears; without one only the deadline counts.
+    """
 
     namespace: Namespace
     part: int
     verify: bool = True
+    patience: Patience | None = None
 
 
 class Channel(Protocol):

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import socket
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from kvpool import logs
-from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.config import ServerConfig, check_bind
 from kvpool.core.lifecycle import State
 from kvpool.core.store import Change, Entry, Store
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, Unavailable
-from kvpool.hosts import host_id, resident_bytes
+from kvpool.hosts import Host, this_host
 from kvpool.protocols import (
     Addressable,
     Connection,
@@ -37,6 +36,8 @@ log = logs.get("kvpool.server")
 
 #: Changes that may wait for one master; beyond it, an inventory is cheaper and bounded.
 _PENDING_MAX = 100_000
+#: Hashed at once when a reader suspects a block.
+_HASH_STEP = 1 << 20
 #: A removal waits this long for the masters to hear of it, then it is answered anyway.
 _REMOVE_VISIBLE_S = 1.0
 
@@ -52,17 +53,20 @@ class BlockServer:
         network: Network,
         transports: Mapping[str, Transport],
         tier: Tier,
+        store: Store | None = None,
+        host: Host | None = None,
         chance: random.Random | None = None,
     ) -> None:
         self._config = config
+        self.host = host or this_host()
         self._network = network
         self._transports = transports
         self._chance = chance or random.SystemRandom()
         self.cluster = cluster
-        self.server = config.id or f"{socket.gethostname()}-{self._chance.getrandbits(24):06x}"
+        self.server = config.id or f"{self.host.name}-{self._chance.getrandbits(24):06x}"
         self.epoch = self._chance.getrandbits(63)
         self.tier = tier
-        self.store = Store(tier.capacity, alignment=max(config.alignment, tier.alignment))
+        self.store = store or Store(tier.capacity, alignment=max(config.alignment, tier.alignment))
         self.counters: Counter[str] = Counter()
         self._listeners: list[Listener] = []
         self._announcers: list[_Announcer] = []
@@ -176,7 +180,7 @@ class BlockServer:
             blocks=store.stored,
             pins=store.pins,
             reservations=store.reservations,
-            rss=resident_bytes(),
+            rss=self.host.resident(),
             victim_age_s=store.policy.victim_age(now),
             counters={
                 **self.counters,
@@ -281,8 +285,7 @@ class _Connection:
             for position, pin in enumerate(pins):
                 if pin.extent is not None:
                     seed = block_seed(half, digests[position])
-                    found = await asyncio.to_thread(checksum, self.view(pin.extent), seed)
-                    rotten[position] = found != pin.checksum
+                    rotten[position] = pin.checksum != await _hashed(self.view(pin.extent), seed)
         finally:
             self.unpin(pins)
         bad = [digest for digest, is_bad in zip(digests, rotten, strict=True) if is_bad]
@@ -399,7 +402,7 @@ class _Announcer:
             wire.Register(
                 server.server,
                 server.epoch,
-                host_id(),
+                server.host.id,
                 server.addresses,
                 [server.tier.name],
                 server.store.allocator.capacity,
@@ -494,6 +497,15 @@ class _Announcer:
                 self._waiting.append((position, future))
             elif not future.done():
                 future.set_result(None)
+
+
+async def _hashed(data: memoryview, seed: int) -> int:
+    """The checksum of a block, in steps that leave the loop to others in between."""
+    digest = hasher(seed)
+    for start in range(0, len(data), _HASH_STEP):
+        digest.update(data[start : start + _HASH_STEP])
+        await asyncio.sleep(0)
+    return digest.intdigest()
 
 
 def _as_change(entry: Entry) -> Change:

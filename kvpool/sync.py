@@ -102,6 +102,7 @@ class Pool:
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
         part: int = 0,
+        copies: int = 1,
         visible: bool = True,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
@@ -113,6 +114,7 @@ class Pool:
                 parent=parent,
                 parents=parents,
                 part=part,
+                copies=copies,
                 visible=visible,
                 timeout=timeout,
             ),

@@ -24,6 +24,8 @@ DIGEST_SIZE_MIN: Final = 16
 DIGEST_SIZE_MAX: Final = 32
 #: Blocks in one message. Larger calls are split by the client.
 BATCH_BLOCKS_MAX: Final = 1024
+#: Servers that one block may be written to by one call.
+COPIES_MAX: Final = 16
 #: One block. Far above any engine's; it bounds what a length from the wire may claim.
 BLOCK_SIZE_MAX: Final = 1 << 32
 

@@ -174,7 +174,7 @@ async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
     (server,) = pool_dev.servers
     host, port = tcp_address(pool_dev)
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write(encode_frame(*encode(Hello("default", "test", 1))))
+    writer.write(encode_frame(*encode(Hello("default", "test"))))
     await reader.readexactly(16)
     half = struct.pack("<2sBBIQ", b"kv", 1, 6, 0, 1 << 20) + bytes(1000)
     writer.write(reserve_frame([key("half")], [1 << 20]) + half)
@@ -227,7 +227,7 @@ def reserve_frame(digests: list[bytes], sizes: list[int]) -> bytes:
     return encode_frame(*encode(reserve))
 
 
-HELLO = encode_frame(*encode(Hello("default", "fuzz", 1)))
+HELLO = encode_frame(*encode(Hello("default", "fuzz")))
 GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "tls": bytes.fromhex("16030100dc010000d80303") + bytes(200),
@@ -243,7 +243,7 @@ GARBAGE = {
     "same key twice": HELLO + reserve_frame([key("a"), key("a")], [1, 1]),
     "sizes missing": HELLO + reserve_frame([key("a"), key("b")], [1]),
     "seal of nothing": HELLO + encode_frame(7, b"\x80"),
-    "other cluster": encode_frame(*encode(Hello("other", "fuzz", 1))),
+    "other cluster": encode_frame(*encode(Hello("other", "fuzz"))),
 }
 
 

@@ -16,6 +16,7 @@ from kvpool import (
     Pool,
     ReadStatus,
     TooLarge,
+    UsageError,
     WriteStatus,
     dev,
 )
@@ -352,3 +353,50 @@ async def test_another_thread_is_sent_to_the_sync_pool(pool: Pool) -> None:
 
     with pytest.raises(Closed, match=r"kvpool\.sync"):
         await asyncio.to_thread(elsewhere)
+
+
+async def test_a_block_beyond_the_match_is_never_a_hit(pool: Pool) -> None:
+    chain = keys("beyond", 4)
+    await pool.write(NAMESPACE, chain[:2], values(chain[:2]))
+    match = await pool.match(NAMESPACE, chain[:2])
+    assert match.stopped is ReadStatus.HIT
+    results = await pool.read(NAMESPACE, chain, buffers(4), match=match)
+    assert [result.status.hit for result in results] == [True, True, False, False]
+
+
+async def test_copies_lie_on_servers_of_their_own(two_servers: dev.Dev) -> None:
+    async with two_servers.pool() as pool:
+        chain = keys("copies", 5)
+        assert await pool.write(NAMESPACE, chain, values(chain), copies=2) == [
+            WriteStatus.STORED
+        ] * len(chain)
+        match = await pool.match(NAMESPACE, chain)
+        servers = [sorted(replica.server for replica in run.replicas) for run in match.runs]
+        assert servers == [["dev-0", "dev-1"]]
+        again = await pool.write(NAMESPACE, chain, values(chain), copies=2)
+        assert again == [WriteStatus.ALREADY_STORED] * len(chain)
+        assert pool.counters["copies_missing"] == 0
+
+
+async def test_a_block_with_fewer_copies_gets_the_rest(two_servers: dev.Dev) -> None:
+    async with two_servers.pool() as pool:
+        chain = keys("more", 5)
+        await pool.write(NAMESPACE, chain, values(chain))
+        await pool.write(NAMESPACE, chain, values(chain), copies=2)
+        assert [len(run.replicas) for run in (await pool.match(NAMESPACE, chain)).runs] == [2]
+        # More copies than servers: as many as there are, and a count of what is missing.
+        await pool.write(NAMESPACE, chain, values(chain), copies=3)
+        assert pool.counters["copies_missing"] == len(chain)
+        with pytest.raises(UsageError, match="copies is 0"):
+            await pool.write(NAMESPACE, chain, values(chain), copies=0)
+
+
+async def test_a_lost_copy_is_read_from_the_other_server(two_servers: dev.Dev) -> None:
+    async with two_servers.pool() as pool:
+        chain = keys("lost", 20)
+        await pool.write(NAMESPACE, chain, values(chain), copies=2)
+        await two_servers.servers[0].close()
+        got = buffers(len(chain))
+        results = await pool.read(NAMESPACE, chain, got)
+        assert [result.status for result in results] == [ReadStatus.HIT] * len(chain)
+        assert got == values(chain)

@@ -220,7 +220,7 @@ WRITER = """
     sock = socket.socket(socket.AF_UNIX)
     sock.connect("\\0" + address[1:])
     socket.recv_fds(sock, 1, 2)
-    sock.sendall(encode_frame(*encode(Hello("default", "frozen", os.getpid()))))
+    sock.sendall(encode_frame(*encode(Hello("default", "frozen"))))
     sock.recv(4096)
     keys = bytes(range(32))
     request = Reserve("test/model", 1, 32, keys, 0, bytes(32), [1 << 20], 0.2)

@@ -11,6 +11,7 @@ a pointer: all blocks that lie in the same places share one `Holding`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -64,7 +65,7 @@ class Copy(NamedTuple):
 class Holding:
     """The places where a block lies. Interned: equal holdings are one object."""
 
-    __slots__ = ("_minus", "_plus", "copies", "parts", "replicas", "status", "version")
+    __slots__ = ("_minus", "_plus", "copies", "parts", "replicas", "status", "version", "whole")
 
     def __init__(self, parts: int, copies: tuple[Copy, ...]) -> None:
         self.parts = parts  # that make a whole block, by its namespace
@@ -72,6 +73,7 @@ class Holding:
         self.version = -1  # of the directory, when `status` and `replicas` were worked out
         self.status = ReadStatus.SERVER_LOST
         self.replicas: tuple[Replica, ...] = ()
+        self.whole = 0  # servers that each part can be read from, at least
         self._plus: dict[Copy, Holding] = {}
         self._minus: dict[tuple[View, int], Holding] = {}
 
@@ -97,10 +99,10 @@ class ServerState:
 
 
 class Placement(NamedTuple):
-    """Servers to try, best first, and which of the blocks the pool already has."""
+    """Servers to try, best first, and how many copies of each block the pool already has."""
 
     servers: tuple[str, ...]
-    present: list[bool]
+    copies: list[int]
 
 
 #: A server whose next victim is at least this share as old as the oldest elsewhere is under no
@@ -379,14 +381,16 @@ class Directory:
         parent: bytes,
         size: int,
         host: str,
+        copies: int = 1,
     ) -> Placement:
-        """Where to write blocks of `size` bytes in all: advice, best server first.
+        """Where to write `copies` copies of `size` bytes of blocks: advice, best server first.
 
         Servers on the caller's host come first, then those with room. When all are full, what
         is thrown out should be the oldest data of the pool, whichever server it is on: so the
         share of writes that a server gets falls with the age of its next victim (weighted
         rendezvous hashing, which also sends two writers of one block to one server). A chain
-        stays with its parent as long as that costs no younger data.
+        stays with its parent as long as that costs no younger data. Further copies go to other
+        hosts as long as there are any, because a host fails with all its servers.
         """
         servers = [known for known in self._servers.values() if known.alive]
         holding = self._blocks.get(namespace, {}).get(parent) if parent != ROOT else None
@@ -404,11 +408,12 @@ class Directory:
             return known.host == host, has_room, stays, -(share**2) / math.log(uniform)
 
         servers.sort(key=preference, reverse=True)
-        if servers:
-            servers[0].placed += size
-        _, reasons = self.find(namespace, digests)
-        present = [position not in reasons for position in range(len(digests))]
-        return Placement(tuple(known.server for known in servers), present)
+        if copies > 1:
+            best_of_host = {known.host: known for known in reversed(servers)}
+            servers.sort(key=lambda known: best_of_host[known.host] is not known)
+        for known in servers[:copies]:
+            known.placed += size
+        return Placement(tuple(known.server for known in servers), self._copies(namespace, digests))
 
     def explain(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Explanation]:
         """For each block: where it is, or why it is not, in words."""
@@ -545,13 +550,26 @@ class Directory:
                 tier = known.tiers[copy.tier] if copy.tier < len(known.tiers) else "?"
                 replicas.append(Replica(copy.view.server, tier, copy.part))
         holding.replicas = tuple(replicas)
-        parts = len({replica.part for replica in replicas})
+        per_part = Counter(replica.part for replica in replicas)
+        parts = len(per_part)
+        holding.whole = min(per_part.values()) if parts == holding.parts else 0
         if parts == holding.parts:
             holding.status = ReadStatus.HIT
         elif parts == len({copy.part for copy in holding.copies}):
             holding.status = ReadStatus.PART_MISSING
         else:
             holding.status = ReadStatus.SERVER_LOST
+
+    def _copies(self, namespace: Namespace, digests: Sequence[bytes]) -> list[int]:
+        """From how many servers each whole block can be read."""
+        blocks = self._blocks.get(namespace, {})
+        copies = []
+        for digest in digests:
+            holding = blocks.get(digest)
+            if holding is not None:
+                self._resolve(holding)
+            copies.append(holding.whole if holding is not None else 0)
+        return copies
 
     def _servers_of(self, holding: Holding | None) -> frozenset[str]:
         if holding is None:

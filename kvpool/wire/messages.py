@@ -23,6 +23,7 @@ from kvpool.errors import BadMessage, Overloaded, VersionMismatch
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
+    COPIES_MAX,
     DIGEST_SIZE_MAX,
     DIGEST_SIZE_MIN,
     ROOT,
@@ -70,12 +71,10 @@ class Keys(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message on a stream. `memory` asks for a mapping: none, read or write (shm only)."""
+    """First message on a stream."""
 
     cluster: Name
     client: Name
-    pid: Count
-    memory: Annotated[int, Meta(ge=0, le=2)] = 0
 
 
 class Welcome(Message, frozen=True):
@@ -267,18 +266,19 @@ class Found(Message, frozen=True):
 
 
 class Place(Keys, frozen=True):
-    """Where to write blocks of `size` bytes in all."""
+    """Where to write `copies` copies of blocks of `size` bytes in all."""
 
     parent: Annotated[bytes, Meta(max_length=DIGEST_SIZE_MAX)]
     size: Count
     host: Name
+    copies: Annotated[int, Meta(ge=1, le=COPIES_MAX)]
 
 
 class Placed(Message, frozen=True):
-    """Servers, best first; a byte per block, 1 where the pool has it."""
+    """Servers, best first; a byte per block: how many copies the pool has."""
 
     servers: Annotated[list[Name], Meta(max_length=4096)]
-    present: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
+    copies: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
 
 
 class Members(Message, frozen=True):

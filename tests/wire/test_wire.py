@@ -19,7 +19,7 @@ KEYS = {"namespace": "n", "parts": 1, "digest_size": 32, "digests": b"".join(key
 #: A valid instance of each message; `hypothesis` mutates their encodings.
 SAMPLES: list[messages.Message] = [
     messages.Error("BadMessage", "why"),
-    messages.Hello("default", "client", 1, 2),
+    messages.Hello("default", "client"),
     messages.Welcome("server", 1 << 30),
     messages.Reserve(**KEYS, part=0, parents=bytes(64), sizes=[1, 2], wait_s=0.5),
     messages.Reserved(b"\x04\x01", [7], [4096]),
@@ -42,7 +42,7 @@ SAMPLES: list[messages.Message] = [
     messages.Announced(True),
     messages.Find(**KEYS, prefix=True),
     messages.Found([(0, 1, [("s", "dram", 0)])], b"\x01"),
-    messages.Place(**KEYS, parent=b"", size=10, host="h"),
+    messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
     messages.Placed(["s"], b"\x00"),
     messages.Members(),
     messages.MembersAre("m", 1.0, 2, []),

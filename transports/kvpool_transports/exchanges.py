@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 
 from kvpool.checksum import block_seed, namespace_seed
@@ -39,8 +38,7 @@ async def greet(
     stream: Stream, *, cluster: str, client: str, server: str, deadline: float
 ) -> Welcome:
     """Say hello; the answer must come from `server`, unless that is empty."""
-    hello = Hello(cluster, client, os.getpid())
-    await stream.send(hello, deadline=deadline)
+    await stream.send(Hello(cluster, client), deadline=deadline)
     welcome = await stream.expect(Welcome, deadline=deadline)
     if server and welcome.server != server:
         raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")

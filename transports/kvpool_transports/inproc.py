@@ -80,7 +80,7 @@ class _InprocChannel:
     async def _connection(self) -> AsyncIterator[Connection]:
         if self._closed or not self._listener.open:
             raise LinkBroken(f"{self._listener.address} is closed")
-        connection = self._listener.store.connect(Peer(self._client, 0, "inproc"))
+        connection = self._listener.store.connect(Peer(self._client, "inproc"))
         try:
             yield connection
         finally:
@@ -124,6 +124,8 @@ class _InprocChannel:
     ) -> list[ReadResult]:
         digests = [block.digest for block in blocks]
         room = [len(block.buffer) for block in blocks]
+        if reading.patience is not None:
+            reading.patience.arrived()
         async with self._connection() as connection:
             pins = connection.pin(reading.namespace, reading.part, digests, room)
             results = [ReadResult(pin.status) for pin in pins]

@@ -105,7 +105,7 @@ class Session:
             raise VersionMismatch(
                 f"client belongs to cluster {hello.cluster!r}, this is {self._store.cluster!r}"
             )
-        connection = self._store.connect(Peer(hello.client, hello.pid, self._scheme))
+        connection = self._store.connect(Peer(hello.client, self._scheme))
         size = self._store.tier.capacity if self._mapped else 0
         try:
             await self._send(Welcome(self._store.server, size))

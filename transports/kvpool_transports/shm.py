@@ -365,6 +365,8 @@ class _ShmChannel:
     ) -> tuple[Pinned, list[int], list[memoryview]]:
         await stream.send(exchanges.read_request(reading, blocks, room), deadline=deadline)
         pinned = await stream.expect(Pinned, deadline=deadline)
+        if reading.patience is not None:
+            reading.patience.arrived()
         statuses = exchanges.read_statuses(pinned.statuses, len(blocks))
         hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
         if not len(hits) == len(pinned.offsets) == len(pinned.sizes) == len(pinned.checksums):

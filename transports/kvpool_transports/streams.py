@@ -26,6 +26,7 @@ from kvpool.errors import (
     KvpoolError,
     LinkBroken,
 )
+from kvpool.protocols import Patience
 from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, M, Message, decode_answer, encode
 
@@ -43,12 +44,27 @@ FRAME_S = 30.0
 class Landing:
     """Where a payload goes: buffers one after the other, each hashed on the way if it has a seed.
 
-    `checksums` grows by one for each buffer that is full.
+    `checksums` grows by one for each buffer that is full; `patience` hears of every piece.
     """
 
-    __slots__ = ("_at", "_buffers", "_hasher", "_index", "_seeds", "checksums", "missing")
+    __slots__ = (
+        "_at",
+        "_buffers",
+        "_hasher",
+        "_index",
+        "_patience",
+        "_seeds",
+        "checksums",
+        "missing",
+    )
 
-    def __init__(self, buffers: Sequence[memoryview], seeds: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[memoryview],
+        seeds: Sequence[int] | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self._patience = patience
         self._buffers = buffers
         self._seeds = seeds
         self._index = 0
@@ -64,6 +80,8 @@ class Landing:
 
     def received(self, count: int) -> None:
         """`count` bytes have arrived in what `next` gave."""
+        if self._patience is not None:
+            self._patience.heard()
         buffer = self._buffers[self._index]
         if self._hasher is not None:
             self._hasher.update(buffer[self._at : self._at + count])

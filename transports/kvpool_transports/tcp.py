@@ -165,7 +165,7 @@ class _TcpChannel:
             if reading.verify:
                 digests = [blocks[i].digest for i in hits]
                 seeds = exchanges.seeds(reading.namespace, reading.part, digests)
-            landing = Landing(buffers, seeds)
+            landing = Landing(buffers, seeds, reading.patience)
             return landing
 
         async with self._streams.stream(deadline) as stream:

@@ -1,0 +1,427 @@
+"""How a client reaches masters and servers: which one, by which path, and for how long.
+
+Two kinds of trouble are told apart. A path that *fails* (refused, reset, nonsense) is dropped and
+the next one taken; a server none of whose paths works is left alone for a while. A peer that is
+*silent* (frozen, cut off, overloaded) is not waited for: after `hedge_s` somebody else is asked,
+and when there is nobody else it is given up after `attempt_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Final, NamedTuple, TypeVar
+
+from kvpool import logs
+from kvpool.config import ClientConfig
+from kvpool.errors import (
+    DeadlineExceeded,
+    KvpoolError,
+    LinkBroken,
+    MasterLost,
+    Overloaded,
+    PeerError,
+    ServerLost,
+    Unavailable,
+)
+from kvpool.hosts import Host
+from kvpool.protocols import Channel, Link, Network, Transport, Viewable, Writing
+from kvpool.types import Member, Outgoing, WriteStatus
+from kvpool.wire import messages as wire
+
+log = logs.get("kvpool.client")
+
+T = TypeVar("T")
+
+#: After a server did not answer it is left alone for this long, doubling up to the second value.
+_BACKOFF_S: Final = 0.2
+_BACKOFF_S_MAX: Final = 5.0
+
+
+class Silent(DeadlineExceeded):
+    """A server has said nothing for as long as we care to wait; another one may know more."""
+
+
+class Patience:
+    """Waits as long as the server talks: `async with Patience(1.0): ...` raises Silent.
+
+    The timer is armed once and looks back when it fires, so that hearing costs one assignment.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._limit = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = 0.0
+
+    def heard(self) -> None:
+        self._heard = self._loop.time()
+
+    def arrived(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def __aenter__(self) -> Patience:
+        await self._limit.__aenter__()
+        self.heard()
+        self._timer = self._loop.call_at(self._heard + self._silence_s, self._look)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.arrived()
+        try:
+            await self._limit.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise Silent(f"nothing was heard for {self._silence_s:g} s") from None
+
+    def _look(self) -> None:
+        due = self._heard + self._silence_s
+        if self._loop.time() >= due:
+            self._limit.reschedule(self._loop.time())
+        else:
+            self._timer = self._loop.call_at(due, self._look)
+
+
+class Masters:
+    """Any master that answers. The one that answered last is asked first."""
+
+    def __init__(self, network: Network, config: ClientConfig) -> None:
+        self._links: list[Link] = [network.connect(address) for address in config.masters]
+        self._config = config
+        self._preferred = 0
+
+    async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
+        """The first good answer. Raises MasterLost when no master answers in time.
+
+        What clients ask changes nothing that matters, so it may be asked twice: when the
+        preferred master is silent for `hedge_s`, all are asked at once (it may only be slow).
+        """
+        now = asyncio.get_running_loop().time()
+        request = wire.encode(message)
+        until = min(deadline, now + self._config.attempt_s)
+        problems: list[str] = []
+        if len(self._links) > 1:
+            # Half of a short deadline: the others need time to answer, too.
+            first = min(now + self._config.hedge_s, now + (until - now) / 2)
+            got = await self._ask(self._preferred, request, answer, first, problems)
+            if got is not None:
+                return got
+            return await self._ask_all(request, answer, until, problems)
+        got = await self._ask(0, request, answer, until, problems)
+        if got is None:
+            raise _lost(problems)
+        return got
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+    async def _ask(
+        self,
+        index: int,
+        request: tuple[int, bytes],
+        answer: type[wire.M],
+        deadline: float,
+        problems: list[str],
+    ) -> wire.M | None:
+        try:
+            got = await self._links[index].request(*request, deadline=deadline)
+            decoded = wire.decode_answer(answer, *got)
+        except (Unavailable, Overloaded, PeerError) as error:
+            problems.append(str(error))
+            return None
+        self._preferred = index
+        return decoded
+
+    async def _ask_all(
+        self,
+        request: tuple[int, bytes],
+        answer: type[wire.M],
+        deadline: float,
+        problems: list[str],
+    ) -> wire.M:
+        loop = asyncio.get_running_loop()
+        order = [*range(self._preferred, len(self._links)), *range(self._preferred)]
+        tasks = [
+            loop.create_task(self._ask(index, request, answer, deadline, problems))
+            for index in order
+        ]
+        try:
+            for done in asyncio.as_completed(tasks):
+                got = await done
+                if got is not None:
+                    return got
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        raise _lost(problems)
+
+
+def _lost(problems: Sequence[str]) -> MasterLost:
+    return MasterLost(f"no master answers: {'; '.join(problems)}; is `kvpool master` running?")
+
+
+class _Path(NamedTuple):
+    """One way to reach one server."""
+
+    scheme: str
+    address: str
+
+
+class _Server:
+    """What a client knows of one server: how to reach it, and how that went."""
+
+    def __init__(self, server: str, rank: float) -> None:
+        self.server = server
+        self.rank = rank
+        self.host = ""
+        self.epoch = 0
+        self.paths: list[_Path] = []
+        self.channels: dict[_Path, Channel] = {}
+        self.connecting = asyncio.Lock()
+        self.retry_at = 0.0  # lost: not asked at all until then
+        self.slow_until = 0.0  # silent: asked last until then
+        self.failures = 0
+
+    def failed(self, chance: random.Random) -> float:
+        """Count one more failure; how long to keep away, jittered."""
+        self.failures += 1
+        backoff_s = min(_BACKOFF_S * 2.0**self.failures, _BACKOFF_S_MAX)
+        return backoff_s * chance.uniform(0.5, 1.0)
+
+
+class Servers:
+    """Channels to servers: the best common transport first, the next one when it fails."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        cluster: str,
+        host: Host,
+        transports: Mapping[str, Transport],
+        masters: Masters,
+        counters: Counter[str],
+        chance: random.Random | None,
+    ) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._transports = transports
+        self._masters = masters
+        self._counters = counters
+        self._chance = chance or random.SystemRandom()
+        self._servers: dict[str, _Server] = {}
+        self._host = host
+        self._broken: dict[_Path, float] = {}  # a path that failed is tried again after this
+        self._dying: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"servers={sorted(self._servers)}"
+
+    async def refresh(self, deadline: float) -> list[Member]:
+        """Ask who is there. A server with a new epoch is another server: its channels go."""
+        answer = await self._masters.ask(wire.Members(), wire.MembersAre, deadline)
+        members = []
+        for info in answer.members:
+            fields = {name: getattr(info, name) for name in info.__struct_fields__}
+            fields["addresses"] = tuple(info.addresses)
+            fields["tiers"] = tuple(info.tiers)
+            members.append(Member(**fields))
+            known = self._servers.get(info.server)
+            if known is None:
+                known = _Server(info.server, self._chance.random())
+                self._servers[info.server] = known
+            if known.paths and not info.alive:
+                continue  # a master that has lost touch knows less than we do
+            if known.epoch != info.epoch:
+                known.epoch = info.epoch
+                known.retry_at = known.slow_until = known.failures = 0
+                self._drop_channels(known)
+            known.host = info.host
+            known.paths = self._usable(info.addresses, info.host)
+        return members
+
+    async def call(
+        self, server: str, operation: Callable[[Channel], Awaitable[T]], deadline: float
+    ) -> T:
+        """Run `operation` on the best path that works. Raises ServerLost when none does.
+
+        It may run twice: a connection that the server closed while it was idle shows that only
+        when it is used, and says nothing about the server.
+        """
+        known = await self._known(server, deadline)
+        loop = asyncio.get_running_loop()
+        problem: KvpoolError | None = None
+        for path in self._order(known):
+            for again in (True, False):
+                channel = known.channels.get(path)
+                used = channel is not None
+                try:
+                    channel = await self._connected(known, path, deadline)
+                    result = await operation(channel)
+                except (Unavailable, PeerError) as error:
+                    problem = error
+                    if loop.time() >= deadline:  # which says nothing about the path
+                        raise DeadlineExceeded(f"server {server}: {error}") from None
+                    if used and again and isinstance(error, LinkBroken):
+                        continue
+                    self._failed(known, path, channel, error)
+                    break
+                known.failures = 0
+                return result
+        known.retry_at = loop.time() + known.failed(self._chance)
+        known.paths = []  # ask again where it is
+        raise ServerLost(f"server {server}: {problem or 'no common transport'}")
+
+    def silent(self, server: str) -> None:
+        """It was given up in mid-call: for a while, others are asked first."""
+        known = self._servers.get(server)
+        if known is not None:
+            now = asyncio.get_running_loop().time()
+            known.slow_until = now + known.failed(self._chance)
+            self._counters["hedged"] += 1
+            log.warning("server is silent", server=server)
+
+    def best_first(self, servers: Iterable[str]) -> list[str]:
+        """The same servers: those on this host first, those that were silent or lost lately last.
+
+        Of equals each client has a favourite of its own, so that replicas share the load.
+        """
+        now = asyncio.get_running_loop().time()
+
+        def preference(server: str) -> tuple[bool, bool, float]:
+            known = self._servers.get(server)
+            if known is None:
+                return False, True, 0.0
+            ailing = now < max(known.slow_until, known.retry_at)
+            return ailing, known.host != self._host.id, known.rank
+
+        return sorted(servers, key=preference)
+
+    async def write(
+        self, server: str, writing: Writing, blocks: Sequence[Outgoing], deadline: float
+    ) -> list[WriteStatus]:
+        """`Channel.write` on the best path that works."""
+        return await self.call(
+            server, lambda channel: channel.write(writing, blocks, deadline=deadline), deadline
+        )
+
+    async def viewable(self, server: str, deadline: float) -> Viewable:
+        """A channel that shows memory in place. Raises Overloaded when no path does."""
+        known = await self._known(server, deadline)
+        for path in self._order(known):
+            try:
+                channel = await self._connected(known, path, deadline)
+            except (Unavailable, PeerError) as error:
+                self._failed(known, path, None, error)
+                continue
+            if isinstance(channel, Viewable):
+                return channel
+        raise Overloaded(f"server {server} has no transport here that can show its memory")
+
+    async def close(self) -> None:
+        for known in self._servers.values():
+            self._drop_channels(known)
+        if self._dying:
+            await asyncio.wait(self._dying)
+
+    async def _known(self, server: str, deadline: float) -> _Server:
+        known = self._servers.get(server)
+        loop = asyncio.get_running_loop()
+        if known is not None and loop.time() < known.retry_at:
+            raise ServerLost(f"server {server} did not answer; next try in a moment")
+        if known is None or not known.paths:
+            await self.refresh(deadline)
+            known = self._servers.get(server)
+        if known is None:
+            raise ServerLost(f"no master knows server {server}")
+        return known
+
+    def _usable(self, addresses: Sequence[str], host: str) -> list[_Path]:
+        """The paths that this client can take, in its order of preference."""
+        by_scheme = {address.partition("://")[0]: address for address in addresses}
+        return [
+            _Path(scheme, by_scheme[scheme])
+            for scheme, transport in self._transports.items()
+            if scheme in by_scheme and (host == self._host.id or not transport.same_host)
+        ]
+
+    def _order(self, known: _Server) -> list[_Path]:
+        """Preference order, except that a path that failed lately comes last."""
+        now = asyncio.get_running_loop().time()
+        return sorted(known.paths, key=lambda path: self._broken.get(path, 0.0) > now)
+
+    async def _connected(self, known: _Server, path: _Path, deadline: float) -> Channel:
+        channel = known.channels.get(path)
+        if channel is not None:
+            return channel
+        broken = self._broken.get(path)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await known.connecting.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(f"still connecting to {path.address}") from None
+        try:
+            channel = known.channels.get(path)
+            if channel is None:
+                if self._broken.get(path) != broken:  # who came first has just found out
+                    raise LinkBroken(f"{path.address} cannot be reached")
+                until = min(deadline, asyncio.get_running_loop().time() + self._config.attempt_s)
+                channel = await self._transports[path.scheme].connect(
+                    path.address, cluster=self._cluster, client=self._host.process, deadline=until
+                )
+                known.channels[path] = channel
+                log.debug("connected", server=known.server, address=path.address)
+        finally:
+            known.connecting.release()
+        return channel
+
+    def _failed(
+        self, known: _Server, path: _Path, channel: Channel | None, error: KvpoolError
+    ) -> None:
+        """A channel that fails is not trusted any more, and its path comes last for a while."""
+        if channel is not None and known.channels.get(path) is channel:
+            self._bury(known.channels.pop(path))
+        self._broken[path] = asyncio.get_running_loop().time() + _BACKOFF_S_MAX
+        self._counters[f"failed_{path.scheme}"] += 1
+        log.warning("transport failed", server=known.server, address=path.address, why=str(error))
+
+    def _drop_channels(self, known: _Server) -> None:
+        while known.channels:
+            self._bury(known.channels.popitem()[1])
+
+    def _bury(self, channel: Channel) -> None:
+        """Abort now; give its memory back when its last copy has stopped."""
+        channel.abort()
+        task = asyncio.get_running_loop().create_task(channel.close())
+        self._dying.add(task)
+        task.add_done_callback(self._dying.discard)
+
+
+async def together(calls: Sequence[Awaitable[T]]) -> list[T | KvpoolError]:
+    """Run calls side by side; those that the other side failed give their error as answer.
+
+    If this is cancelled, it waits until every call has stopped: none may go on in the caller's
+    buffers.
+    """
+    if len(calls) == 1:
+        return [await _outcome(calls[0])]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_outcome(call)) for call in calls]
+    return [task.result() for task in tasks]
+
+
+async def _outcome(call: Awaitable[T]) -> T | KvpoolError:
+    try:
+        return await call
+    except (Unavailable, PeerError, Overloaded) as error:
+        return error
