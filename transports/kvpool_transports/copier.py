@@ -39,10 +39,14 @@ class Job(NamedTuple):
 
 
 class Copier:
-    """A few threads that copy. One per process is enough; `close` joins them."""
+    """A few threads that copy. One per process is enough; `close` joins them.
 
-    def __init__(self, threads: int | None = None) -> None:
+    Up to `inline_max` bytes are copied on the spot.
+    """
+
+    def __init__(self, threads: int | None = None, *, inline_max: int = INLINE_MAX) -> None:
         self.threads = threads or min(4, os.cpu_count() or 1)
+        self._inline_max = inline_max
         self._executor = ThreadPoolExecutor(self.threads, "kvpool-copy")
 
     async def run(self, jobs: Sequence[Job], *, deadline: float) -> list[int]:
@@ -52,11 +56,11 @@ class Copier:
         that is what makes it safe to give them back. Stopping takes one STEP.
         """
         total = sum(len(job.source) for job in jobs)
-        if total <= INLINE_MAX:
+        if total <= self._inline_max:
             return [_copy(job, None) for job in jobs]
         loop = asyncio.get_running_loop()
         stop = threading.Event()
-        shares = _shares(jobs, min(self.threads, -(-total // INLINE_MAX)), total)
+        shares = _shares(jobs, min(self.threads, -(-total // max(1, self._inline_max))), total)
         running = [loop.run_in_executor(self._executor, _copy_all, share, stop) for share in shares]
         together = asyncio.gather(*running)
         try:

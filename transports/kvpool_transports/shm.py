@@ -24,8 +24,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 
 import numpy as np
 
@@ -37,22 +36,10 @@ from kvpool.protocols import (
     Connection,
     Listener,
     Mappable,
-    Reading,
-    View,
-    Writing,
 )
-from kvpool.types import (
-    BLOCK_SIZE_MAX,
-    Namespace,
-    Outgoing,
-    ReadResult,
-    ReadStatus,
-    Wanted,
-    WriteStatus,
-)
-from kvpool.wire.messages import Pinned, Unpin
 from kvpool_transports import exchanges
-from kvpool_transports.copier import Copier, Job
+from kvpool_transports.copier import Copier
+from kvpool_transports.mapped import MappedChannel
 from kvpool_transports.serving import Session
 from kvpool_transports.streams import Stream, StreamPool, os_errors
 
@@ -83,9 +70,12 @@ class ShmTransport:
         return listener
 
     async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
-        channel = _ShmChannel(address, cluster, client, self._copy_threads)
+        segment = _Segment(address, cluster, client)
+        streams = StreamPool(segment.dial)
+        channel = MappedChannel(address, streams, segment, Copier(self._copy_threads))
         try:
-            await channel.open(deadline)
+            async with streams.stream(deadline):
+                pass  # the server is there and its segment is mapped; the stream stays for later
         except BaseException:
             await channel.close()
             raise
@@ -234,116 +224,34 @@ class _Mapping:
                 return
 
 
-class _ShmChannel:
-    def __init__(self, address: str, cluster: str, client: str, threads: int | None) -> None:
+class _Segment:
+    """One server's segment in this process: dials, and maps what the server passes."""
+
+    def __init__(self, address: str, cluster: str, client: str) -> None:
         self._address = address
         self._cluster = cluster
         self._client = client
-        self._copier = Copier(threads)
-        self._streams = StreamPool(self._dial)
         self._inode = 0
         self._size = 0
         self._reader: _Mapping | None = None
         self._writer: _Mapping | None = None
         self._writer_fd = -1
+        self._closed = False
 
-    def __repr__(self) -> str:
-        return f"<ShmChannel {self._address} {self._streams!r}>"
+    def readable(self) -> _Mapping:
+        if self._reader is None:
+            raise LinkBroken("the channel is closed")
+        return self._reader
 
-    async def open(self, deadline: float) -> None:
-        async with self._streams.stream(deadline):
-            pass
+    def writable(self) -> _Mapping:
+        if self._writer is None:
+            if self._writer_fd < 0:
+                raise LinkBroken("the channel is closed")
+            self._writer = _Mapping(self._writer_fd, self._size, writable=True)
+        return self._writer
 
-    async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
-    ) -> list[WriteStatus]:
-        async with self._streams.stream(deadline) as stream:
-            statuses, granted, reserved = await exchanges.reserve(stream, writing, blocks, deadline)
-            if not granted:
-                return statuses
-            mapping = self._writable()
-            seeds = exchanges.seeds(
-                writing.namespace, writing.part, [blocks[i].digest for i in granted]
-            )
-            jobs = [
-                Job(
-                    blocks[i].buffer,
-                    mapping.view(offset, len(blocks[i].buffer)),
-                    seed,
-                    hash_source=True,
-                )
-                for i, offset, seed in zip(granted, reserved.offsets, seeds, strict=True)
-            ]
-            # If this is cancelled, the copies have stopped before the stream is aborted: the
-            # server may then reuse the extents at once.
-            checksums = await self._copier.run(jobs, deadline=deadline)
-            sealed = await exchanges.seal(stream, writing, reserved.ids, checksums, deadline)
-        for position, status in zip(granted, sealed, strict=True):
-            statuses[position] = status
-        return statuses
-
-    async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
-    ) -> list[ReadResult]:
-        room = [len(block.buffer) for block in blocks]
-        async with self._streams.stream(deadline) as stream:
-            pinned, hits, sources = await self._pin(stream, reading, blocks, room, deadline)
-            if hits:
-                seeds: list[int | None] = [None] * len(hits)
-                if reading.verify:
-                    seeds[:] = exchanges.seeds(
-                        reading.namespace, reading.part, [blocks[i].digest for i in hits]
-                    )
-                jobs = [
-                    Job(source, blocks[i].buffer[: len(source)], seed)
-                    for i, source, seed in zip(hits, sources, seeds, strict=True)
-                ]
-                got = await self._copier.run(jobs, deadline=deadline)
-                if not stream.lost:  # a server that died meanwhile cannot take the bytes back
-                    stream.send_now(Unpin())
-        results = [ReadResult(s) for s in exchanges.read_statuses(pinned.statuses, len(blocks))]
-        if hits:
-            expected = pinned.checksums if reading.verify else [0] * len(hits)
-            arrived = exchanges.verified(pinned.sizes, expected, got)
-            for position, result in zip(hits, arrived, strict=True):
-                results[position] = result
-        return results
-
-    @asynccontextmanager
-    async def read_view(
-        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
-    ) -> AsyncIterator[list[View]]:
-        nothing = memoryview(b"")
-        blocks = [Wanted(digest, nothing) for digest in digests]
-        room = [BLOCK_SIZE_MAX] * len(digests)
-        async with self._streams.stream(deadline) as stream:
-            pinned, hits, sources = await self._pin(stream, reading, blocks, room, deadline)
-            views = [View(s) for s in exchanges.read_statuses(pinned.statuses, len(digests))]
-            checksums = [0] * len(digests)
-            for position, source, checksum in zip(hits, sources, pinned.checksums, strict=True):
-                views[position] = View(ReadStatus.HIT, source)
-                checksums[position] = checksum
-            if reading.verify:
-                views = await exchanges.verify_views(
-                    self._copier, reading, digests, views, checksums, deadline
-                )
-            yield views
-            if hits and not stream.lost:
-                stream.send_now(Unpin())
-
-    async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
-    ) -> list[bool]:
-        return await exchanges.remove(self._streams, namespace, digests, deadline)
-
-    async def suspect(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[bool]:
-        return await exchanges.suspect(self._streams, namespace, part, digests, deadline)
-
-    async def close(self) -> None:
-        self._streams.abort()
-        self._copier.close()
+    def close(self) -> None:
+        self._closed = True
         for mapping in (self._reader, self._writer):
             if mapping is not None:
                 mapping.close()
@@ -352,43 +260,7 @@ class _ShmChannel:
             os.close(self._writer_fd)
             self._writer_fd = -1
 
-    def abort(self) -> None:
-        self._streams.abort()
-
-    async def _pin(
-        self,
-        stream: Stream,
-        reading: Reading,
-        blocks: Sequence[Wanted],
-        room: list[int],
-        deadline: float,
-    ) -> tuple[Pinned, list[int], list[memoryview]]:
-        await stream.send(exchanges.read_request(reading, blocks, room), deadline=deadline)
-        pinned = await stream.expect(Pinned, deadline=deadline)
-        if reading.patience is not None:
-            reading.patience.arrived()
-        statuses = exchanges.read_statuses(pinned.statuses, len(blocks))
-        hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
-        if not len(hits) == len(pinned.offsets) == len(pinned.sizes) == len(pinned.checksums):
-            raise BadMessage(f"{len(hits)} hits, {len(pinned.offsets)} offsets")
-        if any(not 0 < size <= room[i] for i, size in zip(hits, pinned.sizes, strict=True)):
-            raise BadMessage("a block larger than the buffer for it")
-        if self._reader is None:
-            raise LinkBroken("the channel is closed")
-        sources = [
-            self._reader.view(offset, size)
-            for offset, size in zip(pinned.offsets, pinned.sizes, strict=True)
-        ]
-        return pinned, hits, sources
-
-    def _writable(self) -> _Mapping:
-        if self._writer is None:
-            if self._writer_fd < 0:
-                raise LinkBroken("the channel is closed")
-            self._writer = _Mapping(self._writer_fd, self._size, writable=True)
-        return self._writer
-
-    async def _dial(self, deadline: float) -> Stream:
+    async def dial(self, deadline: float) -> Stream:
         loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         fds: list[int] = []
@@ -417,6 +289,8 @@ class _ShmChannel:
     def _adopt(self, fds: list[int], size: int) -> None:
         """Map the segment on the first connection; on later ones see that it is the same."""
         status = os.fstat(fds[0])
+        if self._closed:
+            raise LinkBroken("the channel was closed while it was connecting")
         if status.st_size < size or size <= 0:
             raise BadMessage(f"a segment of {status.st_size} bytes, announced as {size}")
         if self._reader is None:
