@@ -505,7 +505,7 @@ class Pool:
         except (Unavailable, PeerError, Overloaded) as error:
             answer = [ReadResult(_why(error))] * len(positions)
             if isinstance(error, Silent):
-                self._servers.silent(server)
+                self._servers.silent(server, given_up=not hedged)
                 fetch.silent.add(server)
             if isinstance(error, Silent) and hedged:
                 for position in positions:  # the others may be no better: then it is asked again
@@ -528,12 +528,14 @@ class Pool:
             return [WriteStatus.NO_MASTER] * len(blocks)
         statuses = [WriteStatus.SERVER_LOST] * len(blocks)
         needed = [copies] * len(blocks)
+        made = [0] * len(blocks)
         for position, already in enumerate(placed.copies):
             # The pool has a whole block only if every part is there; ours may be the one that
             # has to be written again.
             if already >= copies and writing.namespace.parts == 1:
                 statuses[position] = WriteStatus.ALREADY_STORED
                 needed[position] = 0
+                made[position] = copies
         servers = iter(placed.servers)
         while any(needed) and self._loop.time() < deadline:
             batches = [
@@ -553,7 +555,9 @@ class Pool:
                     status = answer[index] if not isinstance(answer, KvpoolError) else _lost(answer)
                     statuses[position] = _better(statuses[position], status)
                     needed[position] -= status not in _HOMELESS
-        self.counters["copies_missing"] += sum(needed) if copies > 1 else 0
+                    made[position] += status.present
+        if copies > 1:
+            self.counters["copies_missing"] += sum(max(0, copies - count) for count in made)
         return statuses
 
     async def _place(

@@ -31,9 +31,9 @@ class Master:
     ) -> None:
         self._config = config
         self._network = network
-        self.directory = directory or Directory(
-            timeout_s=config.timeout_s, forget_s=config.forget_s
-        )
+        if directory is None:
+            directory = Directory(timeout_s=config.timeout_s, forget_s=config.forget_s)
+        self.directory = directory
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
@@ -122,16 +122,13 @@ class Master:
 
     def _inventory(self, m: wire.Inventory) -> wire.Announced:
         changes = [_checked(change) for change in m.changes]
-        if m.first:
-            known = self.directory.begin_inventory(m.server, m.epoch, m.sequence)
-        else:
-            known = self.directory.receiving(m.server, m.epoch, m.sequence)
-        if known:
+        accepted = self.directory.accepts_piece(m.server, m.epoch, m.sequence, m.piece)
+        if accepted:
             for change in changes:
                 self._apply(m.server, *change)
             if m.last:
                 self.directory.end_inventory(m.server)
-        return wire.Announced(known)
+        return wire.Announced(accepted is not False)
 
     def _apply(
         self,

@@ -39,6 +39,8 @@ T = TypeVar("T")
 #: After a server did not answer it is left alone for this long, doubling up to the second value.
 _BACKOFF_S: Final = 0.2
 _BACKOFF_S_MAX: Final = 5.0
+#: While a server is left alone, masters are asked this often whether it has come back.
+_REFRESH_S: Final = 0.5
 
 
 class Silent(DeadlineExceeded):
@@ -221,6 +223,7 @@ class Servers:
         self._chance = chance or random.SystemRandom()
         self._servers: dict[str, _Server] = {}
         self._host = host
+        self._refreshed = 0.0
         self._broken: dict[_Path, float] = {}  # a path that failed is tried again after this
         self._dying: set[asyncio.Task[None]] = set()
 
@@ -230,6 +233,7 @@ class Servers:
     async def refresh(self, deadline: float) -> list[Member]:
         """Ask who is there. A server with a new epoch is another server: its channels go."""
         answer = await self._masters.ask(wire.Members(), wire.MembersAre, deadline)
+        self._refreshed = asyncio.get_running_loop().time()
         members = []
         for info in answer.members:
             fields = {name: getattr(info, name) for name in info.__struct_fields__}
@@ -259,7 +263,20 @@ class Servers:
         when it is used, and says nothing about the server.
         """
         known = await self._known(server, deadline)
+        epoch = known.epoch
+        try:
+            return await self._call(known, operation, deadline)
+        except ServerLost:
+            await self.refresh(deadline)
+            if known.epoch == epoch:
+                raise
+            return await self._call(known, operation, deadline)  # it lives again, elsewhere
+
+    async def _call(
+        self, known: _Server, operation: Callable[[Channel], Awaitable[T]], deadline: float
+    ) -> T:
         loop = asyncio.get_running_loop()
+        began = loop.time()
         problem: KvpoolError | None = None
         for path in self._order(known):
             for again in (True, False):
@@ -270,8 +287,11 @@ class Servers:
                     result = await operation(channel)
                 except (Unavailable, PeerError) as error:
                     problem = error
-                    if loop.time() >= deadline:  # which says nothing about the path
-                        raise DeadlineExceeded(f"server {server}: {error}") from None
+                    if loop.time() >= deadline:
+                        # A hurried call says nothing about the path; a patient one does.
+                        if deadline - began >= self._config.attempt_s:
+                            self._failed(known, path, channel, error)
+                        raise DeadlineExceeded(f"server {known.server}: {error}") from None
                     if used and again and isinstance(error, LinkBroken):
                         continue
                     self._failed(known, path, channel, error)
@@ -280,15 +300,20 @@ class Servers:
                 return result
         known.retry_at = loop.time() + known.failed(self._chance)
         known.paths = []  # ask again where it is
-        raise ServerLost(f"server {server}: {problem or 'no common transport'}")
+        raise ServerLost(f"server {known.server}: {problem or 'no common transport'}")
 
-    def silent(self, server: str) -> None:
-        """It was given up in mid-call: for a while, others are asked first."""
+    def silent(self, server: str, *, given_up: bool) -> None:
+        """It was left in mid-call: for a while, others are asked first.
+
+        One that is given up may be gone without a word (power, cable); its connections go, too.
+        """
         known = self._servers.get(server)
         if known is not None:
             now = asyncio.get_running_loop().time()
             known.slow_until = now + known.failed(self._chance)
-            self._counters["hedged"] += 1
+            self._counters["hedged"] += not given_up
+            if given_up:
+                self._drop_channels(known)
             log.warning("server is silent", server=server)
 
     def best_first(self, servers: Iterable[str]) -> list[str]:
@@ -337,11 +362,13 @@ class Servers:
     async def _known(self, server: str, deadline: float) -> _Server:
         known = self._servers.get(server)
         loop = asyncio.get_running_loop()
-        if known is not None and loop.time() < known.retry_at:
-            raise ServerLost(f"server {server} did not answer; next try in a moment")
-        if known is None or not known.paths:
+        now = loop.time()
+        lost = known is not None and now < known.retry_at
+        if known is None or not known.paths or (lost and now >= self._refreshed + _REFRESH_S):
             await self.refresh(deadline)
             known = self._servers.get(server)
+        if known is not None and now < known.retry_at:
+            raise ServerLost(f"server {server} did not answer; next try in a moment")
         if known is None:
             raise ServerLost(f"no master knows server {server}")
         return known

@@ -220,8 +220,7 @@ class _Connection:
             self._server.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
             if not full or self._loop.time() >= patience or not self._open:
-                self._server.counters["refused_blocks"] += len(full)
-                return answers
+                break
             await self._server.space(patience)
             retried = self._store.reserve(
                 self._owner,
@@ -234,6 +233,12 @@ class _Connection:
             )
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
+        self._server.counters["refused_blocks"] += len(full)
+        if any(answer.status is WriteStatus.ALREADY_STORED for answer in answers):
+            # It may be so new that no master has heard of it: then its writer still waits, and
+            # so must we, or we would acknowledge what cannot be found.
+            await self._server.visible(patience)
+        return answers
 
     async def seal(
         self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
@@ -424,7 +429,7 @@ class _Announcer:
         entries = self._server.store.inventory()
         step = wire.ANNOUNCED_BLOCKS_MAX
         starts = range(0, max(1, len(entries)), step)
-        for start in starts:
+        for piece, start in enumerate(starts):
             present = [e for e in entries[start : start + step] if e.state is State.STORED]
             last = start == starts[-1]
             applied = await self._ask(
@@ -432,7 +437,7 @@ class _Announcer:
                     self._server.server,
                     self._server.epoch,
                     self._sequence,
-                    start == 0,
+                    piece,
                     last,
                     _grouped([_as_change(entry) for entry in present]),
                 ),

@@ -92,6 +92,7 @@ class ServerState:
     view: View
     alive: bool = True
     sequence: int = 0  # of the last announcement that was applied
+    pieces: int = 1  # of the inventory with that number; an announcement is whole
     pending: View | None = None  # the inventory that is arriving
     report: Report = field(default_factory=Report)
     counters: dict[str, int] = field(default_factory=dict)
@@ -199,7 +200,7 @@ class Directory:
             slept = now - self._last_tick - self.timeout_s / 2
             if slept > 0:
                 for known in self._servers.values():
-                    known.heard += slept
+                    known.heard = min(now, known.heard + slept)
         self._last_tick = now
         for known in list(self._servers.values()):
             silent_s = now - known.heard
@@ -247,28 +248,31 @@ class Directory:
         if sequence != known.sequence + 1:
             return False
         known.sequence = sequence
+        known.pieces = 1
         return True
 
-    def begin_inventory(self, server: str, epoch: int, sequence: int) -> bool:
-        """A whole inventory starts to arrive; what is known stays in force until it is complete."""
+    def accepts_piece(self, server: str, epoch: int, sequence: int, piece: int) -> bool | None:
+        """Whether this piece of inventory `sequence` is next: True; None when it came before.
+
+        False is a gap (or a stranger). Piece 0 begins a new inventory; what is known stays in
+        force until it is complete.
+        """
         known = self._servers.get(server)
         if known is None or known.epoch != epoch:
             return False
-        if known.pending is not None:
-            self._retire(known.pending)
-        known.pending = View(server)
-        known.sequence = sequence
+        if sequence < known.sequence or (sequence == known.sequence and piece < known.pieces):
+            return None
+        if piece == 0:
+            if known.pending is not None:
+                self._retire(known.pending)
+            known.pending = View(server)
+            known.sequence = sequence
+            known.pieces = 1
+            return True
+        if sequence != known.sequence or piece != known.pieces or known.pending is None:
+            return False
+        known.pieces += 1
         return True
-
-    def receiving(self, server: str, epoch: int, sequence: int) -> bool:
-        """Whether this piece belongs to the inventory that is arriving."""
-        known = self._servers.get(server)
-        return (
-            known is not None
-            and known.epoch == epoch
-            and known.pending is not None
-            and known.sequence == sequence
-        )
 
     def end_inventory(self, server: str) -> None:
         """It is complete: from now on it is what the server has, and all it has."""

@@ -235,7 +235,7 @@ class Inventory(Message, frozen=True):
     server: Name
     epoch: Hash64
     sequence: Id
-    first: bool
+    piece: Count
     last: bool
     changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
 

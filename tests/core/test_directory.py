@@ -56,7 +56,7 @@ def history(rng: random.Random, steps: int) -> None:
 
     def resync(server: str) -> None:
         sequence[server] += 1
-        assert books.begin_inventory(server, epoch[server], sequence[server])
+        assert books.accepts_piece(server, epoch[server], sequence[server], 0)
         for namespace, part, digest in sorted(truth[server], key=str):
             books.stored(server, namespace, part, 0, [digest])
             if rng.random() < 0.1:
@@ -137,7 +137,7 @@ def history(rng: random.Random, steps: int) -> None:
 def test_inventories_replace_and_do_not_merge() -> None:
     books = directory("s")
     books.stored("s", ONE, 0, 0, keys("old", 3))
-    books.begin_inventory("s", 1, 5)
+    books.accepts_piece("s", 1, 5, 0)
     books.stored("s", ONE, 0, 0, keys("new", 2))
     assert prefix(books, keys("old", 3)) == 3
     assert prefix(books, keys("new", 2)) == 0

@@ -38,7 +38,7 @@ SAMPLES: list[messages.Message] = [
     messages.Known(True),
     messages.Leave("s", 1),
     messages.Announce("s", 1, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),
-    messages.Inventory("s", 1, 2, True, True, []),
+    messages.Inventory("s", 1, 2, 0, True, []),
     messages.Announced(True),
     messages.Find(**KEYS, prefix=True),
     messages.Found([(0, 1, [("s", "dram", 0)])], b"\x01"),

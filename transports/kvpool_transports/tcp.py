@@ -199,7 +199,7 @@ class _TcpChannel:
 
 def _tune(transport: asyncio.BaseTransport) -> None:
     sock = transport.get_extra_info("socket")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # the loop may have no sockets (simulation)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

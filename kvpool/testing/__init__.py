@@ -1,0 +1,1 @@
+"""The kit for testing kvpool, and what plugs into it."""

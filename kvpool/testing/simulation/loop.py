@@ -1,0 +1,287 @@
+"""Virtual time: an event loop on which a whole cluster runs in one thread, and always the same way.
+
+Each simulated process has a clock of its own (another zero, another rate) and can be frozen, like
+SIGSTOP, or killed, like SIGKILL: no `finally` runs, and whatever it still meant to do is dropped.
+Which process a callback belongs to is a context variable, so tasks and timers inherit it.
+
+Ordinary asyncio cannot be replayed: sets of tasks iterate by address. Here tasks hash by the
+number of their birth. `call_soon` stays first in, first out, as asyncio promises; the entropy comes
+from the delays of the network. (The shape is FoundationDB's: real code, simulated world.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+#: A run that takes more steps than this is going in circles.
+STEPS_MAX: Final = 3_000_000
+
+
+class Violation(AssertionError):
+    """The pool did something that it promises never to do."""
+
+
+class Forbidden(RuntimeError):
+    """Code under simulation reached for the real world."""
+
+
+class Process:
+    """One simulated process: where it runs, its clock, and whether it runs at all."""
+
+    def __init__(self, loop: SimLoop, name: str, host: str, chance: random.Random) -> None:
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.frozen = False
+        self.frozen_s = 0.0  # true seconds spent frozen, in all
+        self.parked: list[asyncio.Handle] = []
+        self.tasks: dict[int, SimTask[Any]] = {}
+        self.on_death: list[Callable[[], None]] = []
+        self.context = contextvars.Context()
+        self.context.run(PROCESS.set, self)
+        self._loop = loop
+        self._zero = chance.uniform(0, 1e5)
+        self._rate = 1 + chance.uniform(-2e-4, 2e-4)
+        self._frozen_at = 0.0
+
+    def __repr__(self) -> str:
+        state = "dead" if not self.alive else "frozen" if self.frozen else "running"
+        return f"<Process {self.name} {state}>"
+
+    def clock(self, now: float) -> float:
+        """What this process's monotonic clock says at true time `now`."""
+        return self._zero + now * self._rate
+
+    def true_time(self, clock: float) -> float:
+        return (clock - self._zero) / self._rate
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+        """Run a coroutine in this process."""
+        context = self.context.copy()
+        return self._loop.create_task(coroutine, name=name or self.name, context=context)
+
+    def freeze(self) -> None:
+        if self.alive and not self.frozen:
+            self.frozen = True
+            self._frozen_at = self._loop.now
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self.frozen = False
+            self.frozen_s += self._loop.now - self._frozen_at
+            self._loop.resume(self.parked)
+            self.parked = []
+
+    def kill(self) -> None:
+        """End it at once. The kernel closes what it had open (`on_death`); no code of it runs."""
+        self.thaw()
+        if self.alive:
+            self.alive = False
+            for notify in self.on_death:
+                notify()
+
+    def bury(self) -> None:
+        """After the run: end what is left of its tasks, which no loop will ever run again."""
+        for task in list(self.tasks.values()):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with contextlib.suppress(BaseException):
+                task.get_coro().close()
+        self.tasks.clear()
+
+
+PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
+
+
+class SimTask(asyncio.Task[T]):
+    """A task that hashes by the number of its birth, so that sets of tasks iterate alike."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], loop: SimLoop, **kwargs: Any) -> None:
+        self.birth = next(loop.births)
+        super().__init__(coroutine, loop=loop, **kwargs)
+
+    def __hash__(self) -> int:
+        return self.birth
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """The loop. `now` is true time; `time()` is what the asking process's clock says."""
+
+    def __init__(self, delays: random.Random) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self.births = itertools.count(1)
+        self.failure: str | None = None
+        #: Dials and listens on behalf of whichever process asks.
+        self.network: Any = None
+        self._delays = delays
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._order = itertools.count()
+
+    # --- what the world does with it ------------------------------------------------------
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run until `main` is through. Raises Violation as soon as one is reported."""
+        asyncio.events._set_running_loop(self)
+        try:
+            task = self.create_task(main)
+            while not task.done():
+                self._step()
+                if self.failure is not None:
+                    raise Violation(self.failure)
+            return task.result()
+        finally:
+            asyncio.events._set_running_loop(None)
+
+    def fail(self, what: str) -> None:
+        """Report a violation, from wherever it is noticed: code under test cannot swallow it."""
+        if self.failure is None:
+            process = PROCESS.get(None)
+            where = f" in {process.name}" if process is not None else ""
+            self.failure = f"{what}{where} at t={self.now:.6f}"
+
+    def at(self, when: float, callback: Callable[..., None], *args: Any) -> None:
+        """Call outside of any process, at a true time: kernels and networks live here."""
+        handle = asyncio.TimerHandle(when, callback, args, self, _NOBODY)
+        heappush(self._timers, (when, next(self._order), handle))
+
+    def resume(self, handles: list[asyncio.Handle]) -> None:
+        self._ready.extend(handles)
+
+    def _step(self) -> None:
+        while not self._ready:
+            if not self._timers:
+                raise Violation("nothing can ever happen again: everybody waits")
+            due, _, timer = heappop(self._timers)
+            if not timer.cancelled():
+                self.now = max(self.now, due)
+                self._ready.append(timer)
+        handle = self._ready.popleft()
+        if handle.cancelled():
+            return
+        process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+        if process is not None:
+            if not process.alive:
+                return
+            if process.frozen:
+                process.parked.append(handle)
+                return
+        self.steps += 1
+        if self.steps > STEPS_MAX:
+            raise Violation(f"{STEPS_MAX} steps: somebody is going in circles")
+        handle._run()
+
+    # --- what asyncio asks of a loop ------------------------------------------------------
+
+    def time(self) -> float:
+        process = PROCESS.get(None)
+        return self.now if process is None else process.clock(self.now)
+
+    def call_soon(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        process = PROCESS.get(None)
+        # A hair later: a timer must never fire before its own clock says so.
+        due = when if process is None else process.true_time(when) + 1e-9
+        heappush(self._timers, (due, next(self._order), handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[T]:
+        task = SimTask(coroutine, self, name=name, context=context)
+        process = (context or contextvars.copy_context()).get(PROCESS)
+        if process is not None:
+            process.tasks[task.birth] = task
+            task.add_done_callback(lambda _: process.tasks.pop(task.birth, None), context=_NOBODY)
+        return task
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, function: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """A thread: it does its work all at once, some time later, if its process still lives."""
+        future: asyncio.Future[T] = self.create_future()
+
+        def work() -> None:
+            try:
+                done = function(*args)
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(done)
+
+        self.call_later(self._delays.expovariate(2000), work)
+        return future
+
+    async def create_connection(  # type: ignore[override]
+        self, factory: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return await self.network.dial(factory, *args, **kwargs)
+
+    async def create_server(  # type: ignore[override]
+        self, factory: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return self.network.listen(factory, *args, **kwargs)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.fail(f"{context.get('message')}: {type(error).__name__}: {error}")
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass  # it is skipped when it comes up
+
+
+#: The context of kernels and networks: no process.
+_NOBODY: Final = contextvars.Context()

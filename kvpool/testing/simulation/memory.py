@@ -1,0 +1,180 @@
+"""Simulated memory: a tier of bytes, and a transport whose clients write straight into it.
+
+The transport is shared memory without the mapping: sessions, streams, copier and channel are the
+real ones. Copies happen some time after they were asked for, share by share, as threads would: if
+the client is frozen in between, they happen when it thaws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import cast
+
+from kvpool.errors import BadMessage, LinkBroken
+from kvpool.protocols import BlockStore, Channel, Connection, Listener
+from kvpool.testing.simulation.loop import Process
+from kvpool.testing.simulation.network import Net
+from kvpool_transports import exchanges
+from kvpool_transports.copier import Copier
+from kvpool_transports.mapped import MappedChannel
+from kvpool_transports.serving import Session
+from kvpool_transports.streams import Stream, StreamPool, os_errors
+
+
+class SimTier:
+    """`capacity` bytes. What it holds ends with its process."""
+
+    name = "dram"
+    survives_restart = False
+
+    def __init__(self, capacity: int, alignment: int) -> None:
+        self.capacity = capacity
+        self.alignment = alignment
+        self.memory = memoryview(bytearray(capacity))
+
+    def view(self, offset: int, size: int) -> memoryview:
+        return self.memory[offset : offset + size]
+
+    async def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.view(offset, len(buffer))
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        self.view(offset, len(buffer))[:] = buffer
+
+    def close(self) -> None:
+        pass
+
+
+class SimShm:
+    """`shm://host:port`: a stream for words, and the server's memory itself for bytes."""
+
+    scheme = "shm"
+    same_host = True
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        listener = _SimShmListener(self._net, store)
+        await listener.start()
+        return listener
+
+    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+        segment = _SimSegment(self._net, address, cluster, client)
+        streams = StreamPool(segment.dial)
+        channel = MappedChannel(address, streams, segment, Copier(3, inline_max=0))
+        try:
+            async with streams.stream(deadline):
+                pass
+        except BaseException:
+            await channel.close()
+            raise
+        return channel
+
+
+class _SimShmListener:
+    def __init__(self, net: Net, store: BlockStore) -> None:
+        self._net = net
+        self._store = store
+        self._sessions: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._accept, "shm", 0)
+        _, port = self._server.sockets[0].getsockname()
+        self.address = f"shm://shm:{port}"
+        tier = self._store.tier
+        assert isinstance(tier, SimTier)
+        self._net.segments[self.address] = tier.memory
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._sessions:
+            task.cancel()
+        if self._sessions:
+            await asyncio.wait(self._sessions)
+
+    def _accept(self) -> Stream:
+        stream = _ServerStream()
+        self._start(self._serve(stream))
+        return stream
+
+    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._sessions.add(task)
+        task.add_done_callback(self._sessions.discard)
+
+    async def _serve(self, stream: _ServerStream) -> None:
+        def watch(connection: Connection) -> None:
+            """What a pidfd does: tell the books when the writer's process has ended."""
+            context = stream.own.context
+
+            def ended() -> None:
+                self._net.loop.call_soon(connection.writer_gone, context=context)
+
+            if stream.peer.alive:
+                stream.peer.on_death.append(ended)
+            else:
+                connection.writer_gone()
+
+        await Session(stream, self._store, mapped=True, scheme="shm").run(watch)
+
+
+class _ServerStream(Stream):
+    """A stream that knows which process is at the other end (SO_PEERCRED)."""
+
+    own: Process
+    peer: Process
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.own = transport.process  # type: ignore[attr-defined]
+        self.peer = transport.get_extra_info("peer")
+
+
+class _SimSegment:
+    """One server's memory, as a client has it mapped: it outlives the server."""
+
+    def __init__(self, net: Net, address: str, cluster: str, client: str) -> None:
+        self._net = net
+        self._address = address
+        self._cluster = cluster
+        self._client = client
+        self._memory: memoryview | None = None
+
+    def readable(self) -> _SimSegment:
+        if self._memory is None:
+            raise LinkBroken("the channel is closed")
+        return self
+
+    writable = readable
+
+    def close(self) -> None:
+        self._memory = None
+
+    def view(self, offset: int, size: int) -> memoryview:
+        memory = cast(memoryview, self._memory)
+        if offset + size > len(memory):
+            raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
+        return memory[offset : offset + size]
+
+    async def dial(self, deadline: float) -> Stream:
+        loop = asyncio.get_running_loop()
+        host, _, port = self._address.removeprefix("shm://").partition(":")
+        with os_errors(f"server at {self._address}"):
+            async with asyncio.timeout_at(deadline):
+                _, stream = await loop.create_connection(Stream, host, int(port))
+        try:
+            await exchanges.greet(
+                stream, cluster=self._cluster, client=self._client, server="", deadline=deadline
+            )
+            if self._memory is None:
+                self._memory = self._net.segments[self._address]
+        except BaseException:
+            stream.abort()
+            raise
+        return stream

@@ -1,0 +1,192 @@
+"""What goes wrong, and when it ends.
+
+Each seed draws which kinds of fault exist in its world (swarm testing): a world where everything
+happens at once reaches fewer strange places than many worlds that lack something each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvpool.testing.simulation.loop import Process
+    from kvpool.testing.simulation.world import World
+
+#: Kinds of fault; `run(without=...)` and the reducer name them.
+FAULTS: Final = (
+    "kill server",
+    "kill master",
+    "kill client",
+    "freeze server",
+    "freeze master",
+    "freeze client",
+    "partition",
+    "reset",
+    "loss",
+    "double",
+    "tail",
+    "chop",
+    "narrow",
+    "rot",
+    "cancel",
+    "storm",
+    "hurry",
+)
+
+
+class Nemesis:
+    """Breaks things for a while, then mends all of them."""
+
+    def __init__(self, world: World, chance: random.Random) -> None:
+        self._world = world
+        self._chance = chance
+        self._net = world.net
+        faults = world.plan.faults
+        self._kinds = [
+            action
+            for name, action in (
+                ("kill server", self._kill_server),
+                ("kill master", self._kill_master),
+                ("kill client", self._kill_client),
+                ("freeze server", self._freeze_server),
+                ("freeze master", self._freeze_master),
+                ("freeze client", self._freeze_client),
+                ("partition", self._partition),
+                ("reset", self._reset),
+                ("loss", self._loss),
+                ("double", self._double),
+                ("tail", self._tail),
+                ("rot", self._rot),
+            )
+            if name in faults
+        ]
+        if "chop" in faults:
+            self._net.weather.piece_max = chance.choice([23, 127, 127, 509])
+        if "narrow" in faults:
+            self._net.weather.window = chance.choice([200, 1000, 5000])
+
+    async def run(self, seconds: float) -> None:
+        """Faults, one at a time or several at once, with calm in between."""
+        world = self._world
+        until = world.loop.now + seconds
+        running: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        while world.loop.now < until and self._kinds:
+            if self._chance.random() < 0.12:
+                await asyncio.sleep(self._chance.uniform(11, 18))  # long enough to be calm
+            await asyncio.sleep(self._chance.expovariate(1 / 1.5))
+            action = self._chance.choice(self._kinds)
+            if len(running) < 3 and (not running or self._chance.random() < 0.5):
+                task = loop.create_task(action())
+                running.add(task)
+                task.add_done_callback(running.discard)
+        for task in tuple(running):
+            await task
+
+    async def heal(self) -> None:
+        """The last fault ends here."""
+        world = self._world
+        self._net.heal()
+        self._net.weather.loss = self._net.weather.double = self._net.weather.tail = 0.0
+        world.note("healed")
+
+    # --- kinds ------------------------------------------------------------------------------
+
+    async def _kill_server(self) -> None:
+        node = self._chance.choice(self._world.servers)
+        if node.process.alive:
+            with self._world.trouble("kill server", node.name):
+                node.process.kill()
+                await asyncio.sleep(self._chance.choice([0.05, 1, 5, 12]))
+                await self._world.start_server(node)
+
+    async def _kill_master(self) -> None:
+        node = self._chance.choice(self._world.masters)
+        if node.process.alive:
+            with self._world.trouble("kill master", node.name):
+                node.process.kill()
+                await asyncio.sleep(self._chance.choice([0.05, 1, 5, 12]))
+                await self._world.start_master(node)
+
+    async def _kill_client(self) -> None:
+        client = self._chance.choice(self._world.clients)
+        if client.process.alive:
+            with self._world.trouble("kill client", settle_s=1.0):
+                client.process.kill()
+                await asyncio.sleep(self._chance.uniform(0, 3))
+                await client.start()
+                client.resume()
+
+    async def _freeze(self, process: Process, name: str) -> None:
+        world = self._world
+        if process.frozen or not process.alive:
+            return
+        with world.trouble(name, process.name):
+            process.freeze()
+            await asyncio.sleep(self._chance.choice([0.05, 0.3, 2, 8, 40]))
+            process.thaw()
+
+    async def _freeze_server(self) -> None:
+        await self._freeze(self._chance.choice(self._world.servers).process, "freeze server")
+
+    async def _freeze_master(self) -> None:
+        await self._freeze(self._chance.choice(self._world.masters).process, "freeze master")
+
+    async def _freeze_client(self) -> None:
+        await self._freeze(self._chance.choice(self._world.clients).process, "freeze client")
+
+    async def _partition(self) -> None:
+        world = self._world
+        names = [
+            *(node.name for node in world.masters),
+            *(node.name for node in world.servers),
+            *(client.name for client in world.clients),
+        ]
+        self._chance.shuffle(names)
+        one = names[: self._chance.choice([1, len(names) // 2])]
+        rest = [name for name in names if name not in one]
+        with world.trouble("partition"):
+            self._net.cut(one, rest)
+            if self._chance.random() < 0.5:
+                self._net.cut(rest, one)
+            await asyncio.sleep(self._chance.choice([0.05, 0.5, 4, 15]))
+            self._net.heal()
+
+    async def _reset(self) -> None:
+        for _ in range(self._chance.randint(1, 4)):
+            if self._net.connections:
+                with self._world.trouble("reset", settle_s=6.0):
+                    self._net.reset(self._chance.choice(list(self._net.connections)))
+                await asyncio.sleep(self._chance.expovariate(20))
+
+    async def _episode(self, setting: str, value: float) -> None:
+        """Bad weather for a few seconds; what is late then is under way for a while."""
+        with self._world.trouble(setting, settle_s=14.0):
+            setattr(self._net.weather, setting, value)
+            await asyncio.sleep(self._chance.uniform(0.5, 8))
+            setattr(self._net.weather, setting, 0.0)
+
+    async def _loss(self) -> None:
+        await self._episode("loss", self._chance.choice([0.05, 0.2, 0.4]))
+
+    async def _double(self) -> None:
+        await self._episode("double", self._chance.choice([0.1, 0.5]))
+
+    async def _tail(self) -> None:
+        self._net.weather.tail_s = self._chance.choice([0.05, 0.3, 1.5])
+        await self._episode("tail", self._chance.choice([0.05, 0.4]))
+
+    async def _rot(self) -> None:
+        """Flip a bit in a block that a server holds."""
+        node = self._chance.choice(self._world.servers)
+        entries = node.store.inventory() if node.process.alive else []
+        if entries:
+            entry = self._chance.choice(entries)
+            with self._world.trouble("rot"):
+                key = entry.index.namespace, entry.digest, entry.index.part
+                self._world.truth.story(*key).rotten += 1
+                node.store.rotten.add((entry.offset, entry.generation))
+                position = entry.offset + self._chance.randrange(entry.size)
+                node.store.tier.memory[position] ^= 1 << self._chance.randrange(8)

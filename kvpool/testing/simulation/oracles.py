@@ -1,0 +1,344 @@
+"""What is true, kept apart from what the pool believes.
+
+End-to-end checksums hide half of the bugs: they turn wrong bytes into misses. So these look at the
+books and the memory directly, at the step where something happens. The value of a block is a
+function of its key: whoever has the key can check every byte, anywhere, at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from kvpool.core.allocator import Allocator
+from kvpool.core.directory import Directory
+from kvpool.core.lifecycle import Event
+from kvpool.core.store import Entry, Store
+from kvpool.errors import InvariantViolated
+from kvpool.testing.simulation.memory import SimTier
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+
+BlockPart = tuple[Namespace, bytes, int]
+
+
+@lru_cache(maxsize=65_536)
+def value(namespace: Namespace, digest: bytes, part: int) -> bytes:
+    """The bytes of one part of a block: 40 to 600 of them."""
+    seed = hashlib.blake2b(digest, key=f"{namespace.name}/{part}".encode()[:64]).digest()
+    size = 40 + int.from_bytes(digest[:4], "little") % 561
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+@dataclass(slots=True)
+class Story:
+    """What ever happened to one part of one block."""
+
+    holders: set[str] = field(default_factory=set)  # lives of servers that have it sealed now
+    lives: set[str] = field(default_factory=set)  # all that ever had it
+    changed_at: float = 0.0
+    ends: set[ReadStatus] = field(default_factory=set)  # every way in which a copy went
+    rotten: int = 0  # copies that were spoilt on purpose
+
+
+class Truth:
+    """The stories of all blocks, told by the servers' own books as it happens."""
+
+    def __init__(self, now: Callable[[], float], fail: Callable[[str], None]) -> None:
+        self.stories: dict[BlockPart, Story] = {}
+        self.now = now
+        self.fail = fail
+        self.notes: set[str] = set()  # names of rare events that have happened
+        self._living: set[str] = set()
+
+    def story(self, namespace: Namespace, digest: bytes, part: int) -> Story:
+        key = namespace, digest, part
+        story = self.stories.get(key)
+        if story is None:
+            story = self.stories[key] = Story()
+        return story
+
+    def sealed(self, life: str, key: BlockPart) -> None:
+        story = self.story(*key)
+        story.holders.add(life)
+        story.lives.add(life)
+        story.changed_at = self.now()
+
+    def gone(self, life: str, key: BlockPart, status: ReadStatus) -> None:
+        story = self.story(*key)
+        story.holders.discard(life)
+        story.ends.add(status)
+        story.changed_at = self.now()
+
+    def life_began(self, life: str) -> None:
+        self._living.add(life)
+
+    def lives_now(self, server: str) -> bool:
+        return any(life.startswith(f"{server}#") for life in self._living)
+
+    def life_ended(self, life: str) -> None:
+        """A server has died, with all that it held."""
+        self._living.discard(life)
+        for story in self.stories.values():
+            if life in story.holders:
+                story.holders.discard(life)
+                story.ends.add(ReadStatus.SERVER_LOST)
+                story.changed_at = self.now()
+
+
+class WatchedAllocator(Allocator):
+    """Nothing that somebody holds is freed or given out again (G3, G4)."""
+
+    held: dict[tuple[str, int, int], tuple[int, int]]
+    fail: Callable[[str], None]
+
+    def allocate(self, size: int) -> int | None:
+        offset = super().allocate(size)
+        if offset is not None:
+            for holder, (start, length) in self.held.items():
+                if start < offset + self.rounded(size) and offset < start + self.rounded(length):
+                    self.fail(f"G3: extent at {offset} given out while held as {holder}")
+        return offset
+
+    def release(self, offset: int) -> int:
+        for holder, (start, _) in self.held.items():
+            if start == offset:
+                self.fail(f"G4: extent at {offset} freed while held as {holder}")
+        return super().release(offset)
+
+
+class WatchedStore(Store):
+    """The real books, with a second book-keeper who trusts nothing of them."""
+
+    def __init__(self, life: str, tier: SimTier, truth: Truth, *, every: int = 1) -> None:
+        super().__init__(tier.capacity, alignment=tier.alignment)
+        self.life = life
+        self.tier = tier
+        self.truth = truth
+        self.rotten: set[tuple[int, int]] = set()  # (offset, generation) spoilt on purpose
+        #: (kind, owner, id) -> (offset, size): pins, reservations, and extents in quarantine.
+        self.held: dict[tuple[str, int, int], tuple[int, int]] = {}
+        self._entries: dict[tuple[str, int, int], Entry] = {}
+        self._every = every
+        self._calls = 0
+        allocator = WatchedAllocator(tier.capacity, tier.alignment)
+        allocator.held, allocator.fail = self.held, truth.fail
+        self.allocator = allocator
+
+    def verify(self, entry: Entry, when: str) -> None:
+        """The memory of a block holds exactly the block's bytes (G1)."""
+        if (entry.offset, entry.generation) in self.rotten:
+            return
+        expected = value(entry.index.namespace, entry.digest, entry.index.part)
+        if entry.size != len(expected) or self.tier.view(entry.offset, entry.size) != expected:
+            self.truth.fail(f"G1: {entry!r} of {self.life} holds wrong bytes when {when}")
+
+    def verify_all(self, when: str) -> None:
+        for entry in self.inventory():
+            self.verify(entry, when)
+
+    def look(self) -> None:
+        """Every invariant, after each call (or every n-th)."""
+        self._calls += 1
+        if self._calls % self._every == 0:
+            try:
+                self.check()
+            except InvariantViolated as error:
+                self.truth.fail(f"G3/G4: books of {self.life}: {error}")
+
+    # --- the calls --------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        sizes: Sequence[int],
+        now: float,
+    ) -> list[Reservation]:
+        evicted = self.evicted
+        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now)
+        for answer in answers:
+            if answer.extent is not None:
+                hold = ("reservation", owner, answer.id)
+                self.held[hold] = (answer.extent.offset, answer.extent.size)
+                self._entries[hold] = self._owners[owner].reservations[answer.id]
+            elif answer.status is WriteStatus.NO_SPACE:
+                self.truth.notes.add("a full server refused")
+            elif answer.status is WriteStatus.IN_PROGRESS:
+                self.truth.notes.add("two writers met")
+        if self.evicted > evicted:
+            self.truth.notes.add("made room by evicting")
+        self.look()
+        return answers
+
+    def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
+        entry = self._forget("reservation", owner, id)
+        status = super().seal(owner, id, checksum, now)
+        if entry is not None:
+            self.verify(entry, "sealed")
+            key = entry.index.namespace, entry.digest, entry.index.part
+            self.truth.sealed(self.life, key)
+        self.look()
+        return status
+
+    def cancel(self, owner: int, id: int) -> None:
+        self._forget("reservation", owner, id)
+        super().cancel(owner, id)
+        self.truth.notes.add("a reservation was given back")
+        self.look()
+
+    def pin(
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        now: float,
+        room: Sequence[int] | None = None,
+    ) -> list[Pin]:
+        pins = super().pin(owner, namespace, part, digests, now, room)
+        for pin in pins:
+            if pin.extent is not None:
+                hold = ("pin", owner, pin.id)
+                entry = self._owners[owner].pins[pin.id]
+                self.held[hold] = (pin.extent.offset, pin.extent.size)
+                self._entries[hold] = entry
+                self.verify(entry, "pinned")
+            elif pin.status is ReadStatus.BEING_WRITTEN:
+                self.truth.notes.add("read of a block that is being written")
+        self.look()
+        return pins
+
+    def unpin(self, owner: int, id: int) -> None:
+        entry = self._forget("pin", owner, id)
+        if entry is not None:
+            self.verify(entry, "unpinned")
+            if entry.state.name == "DOOMED":
+                self.truth.notes.add("removed while it was read")
+        super().unpin(owner, id)
+        self.look()
+
+    def remove(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        reason: ReadStatus = ReadStatus.REMOVED,
+        part: int | None = None,
+    ) -> list[bool]:
+        removed = super().remove(namespace, digests, reason, part)
+        self.look()
+        return removed
+
+    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> None:
+        held = self._owners.get(owner)
+        if held is not None and held.pins:
+            self.truth.notes.add("a connection died with pins")
+        if held is not None and may_still_write:
+            for id in held.reservations:
+                hold = self.held.pop(("reservation", owner, id))
+                self._entries.pop(("reservation", owner, id))
+                self.held["quarantine", owner, id] = hold
+                self.truth.notes.add("a frozen writer was put in quarantine")
+        super().drop_owner(owner, may_still_write=may_still_write)
+        for kind, of, id in list(self.held):
+            if of == owner and kind != "quarantine":
+                self.truth.fail(f"G4: {kind} {id} outlives its connection")
+        self.look()
+
+    def writer_gone(self, owner: int) -> None:
+        for hold in [hold for hold in self.held if hold[:2] == ("quarantine", owner)]:
+            del self.held[hold]
+            self.truth.notes.add("quarantine ended")
+        super().writer_gone(owner)
+        self.look()
+
+    def _forget(self, kind: str, owner: int, id: int) -> Entry | None:
+        self.held.pop((kind, owner, id), None)
+        return self._entries.pop((kind, owner, id), None)
+
+    def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+        if event is Event.EVICT:
+            if entry.pins:
+                self.truth.fail(f"G4: {entry!r} was evicted under {entry.pins} pins")
+            if entry.children:
+                self.truth.fail(f"{entry!r} was evicted before its {entry.children} children")
+        super()._leave(entry, event, reason)
+        key = entry.index.namespace, entry.digest, entry.index.part
+        self.truth.gone(self.life, key, reason)
+
+
+class WatchedDirectory(Directory):
+    """The real map, checked after everything that changes it."""
+
+    truth: Truth
+    every = 1
+    _calls = 0
+
+    def look(self) -> None:
+        self._calls += 1
+        if self._calls % self.every == 0:
+            try:
+                self.check()
+            except InvariantViolated as error:
+                self.truth.fail(f"map: {error}")
+
+    def accepts_piece(self, server: str, epoch: int, sequence: int, piece: int) -> bool | None:
+        accepted = super().accepts_piece(server, epoch, sequence, piece)
+        if accepted is None:
+            self.truth.notes.add("a piece of an inventory came twice")
+        elif accepted is False:
+            self.truth.notes.add("a piece of an inventory came out of order")
+        elif piece == 0 and self._servers[server].view.blocks:
+            self.truth.notes.add("an inventory replaced another")
+        return accepted
+
+    def end_inventory(self, server: str) -> None:
+        super().end_inventory(server)
+        self.look()
+
+    def accepts(self, server: str, epoch: int, sequence: int) -> bool | None:
+        accepted = super().accepts(server, epoch, sequence)
+        if accepted is None:
+            self.truth.notes.add("an announcement came twice")
+        elif accepted is False:
+            self.truth.notes.add("an announcement came out of order")
+        return accepted
+
+    def stored(
+        self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
+    ) -> None:
+        super().stored(server, namespace, part, tier, digests)
+        self.look()
+
+    def gone(
+        self,
+        server: str,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        reason: ReadStatus,
+    ) -> None:
+        super().gone(server, namespace, part, digests, reason)
+        self.look()
+
+    def tick(self, now: float) -> None:
+        late = self._last_tick is not None and now - self._last_tick > self.timeout_s
+        before = [known for known in self._servers.values() if known.alive]
+        super().tick(now)
+        given_up = [known.server for known in before if not known.alive]
+        if given_up:
+            self.truth.notes.add("a silent server was noticed")
+        if late:
+            self.truth.notes.add("a master noticed that it had slept")
+            for server in given_up:
+                if self.truth.lives_now(server):
+                    self.truth.fail(f"G7: a master slept, and then gave up {server}")
+
+    def sweep(self, limit: int = 1024) -> int:
+        left = super().sweep(limit)
+        self.look()
+        return left

@@ -1,0 +1,400 @@
+"""Planted bugs: what the simulator must find, or its silence means nothing.
+
+Each is a bug that somebody could really write: a few characters in one place of the real source,
+which is changed on its way into the interpreter (an import hook), so that the pool itself has no
+switches for them. A test keeps each `before` in step with the source.
+
+This file is also a program, because the hook must be there before anything is imported:
+
+    python kvpool/testing/simulation/planted.py --bug evict-pinned --seeds 0:200
+
+It uses nothing but the standard library until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """One mistake: `before` occurs once in the module's source and becomes `after`."""
+
+    name: str
+    promise: str
+    module: str
+    before: str
+    after: str
+
+
+_STORE = "kvpool.core.store"
+_DIRECTORY = "kvpool.core.directory"
+_CLIENT = "kvpool.client"
+_REACH = "kvpool.reach"
+_SERVER = "kvpool.server"
+_STREAMS = "kvpool_transports.streams"
+_SERVING = "kvpool_transports.serving"
+_MAPPED = "kvpool_transports.mapped"
+
+BUGS: Sequence[Bug] = (
+    # --- the server's memory
+    Bug(
+        "evict-pinned",
+        "G4",
+        _STORE,
+        "return entry.state is State.STORED and not entry.pins and not entry.children",
+        "return entry.state is State.STORED and not entry.children",
+    ),
+    Bug(
+        "head-before-tail",
+        "chains",
+        _STORE,
+        "return entry.state is State.STORED and not entry.pins and not entry.children",
+        "return entry.state is State.STORED and not entry.pins",
+    ),
+    Bug(
+        "part-evicted-alone",
+        "parts",
+        _STORE,
+        "for entry in self._parts(victim):",
+        "for entry in [victim]:",
+    ),
+    Bug(
+        "removed-while-pinned-is-freed",
+        "G4",
+        _STORE,
+        "Event.REMOVE_PINNED if entry.pins else Event.REMOVE",
+        "Event.REMOVE",
+    ),
+    Bug(
+        "leak-on-cancel",
+        "G3",
+        _STORE,
+        "self._unlink(entry)\n        self.allocator.release(entry.offset)\n\n    def cancel_rest",
+        "self._unlink(entry)\n\n    def cancel_rest",
+    ),
+    Bug(
+        "double-free",
+        "G3",
+        _STORE,
+        "        else:\n            self.allocator.release(entry.offset)\n\n    def _announce",
+        "        self.allocator.release(entry.offset)\n\n    def _announce",
+    ),
+    Bug(
+        "pin-survives-socket",
+        "G4",
+        _STORE,
+        "        for id in list(held.pins):\n            self.unpin(owner, id)\n",
+        "",
+    ),
+    Bug(
+        "frozen-writer-is-not-feared",
+        "G4",
+        _SERVING,
+        "self._connection.close(may_still_write=frozen)",
+        "self._connection.close()",
+    ),
+    Bug(
+        "quarantine-never-ends",
+        "liveness",
+        _SERVER,
+        "        self._store.writer_gone(self._owner)\n",
+        "",
+    ),
+    # --- writing
+    Bug(
+        "seal-unwritten",
+        "G1",
+        _MAPPED,
+        "checksums = await self._copier.run(jobs, deadline=deadline)",
+        "checksums = [0, *await self._copier.run(jobs[1:], deadline=deadline)]",
+    ),
+    Bug(
+        "visible-before-seal",
+        "G1",
+        _STORE,
+        "            elif entry.state is not State.STORED:\n                answers",
+        "            elif entry.state is State.FREE:\n                answers",
+    ),
+    Bug(
+        "two-writers-of-one-block",
+        "G2",
+        _STORE,
+        "if known is not None:\n                answers.append(self._already_here",
+        "if known is not None and known.checksum:\n                answers.append(self._already_here",
+    ),
+    Bug(
+        "extents-swapped",
+        "G1",
+        _SERVING,
+        "[r.extent.offset for r in granted if r.extent is not None],",
+        "[r.extent.offset for r in reversed(granted) if r.extent is not None],",
+    ),
+    Bug(
+        "acknowledged-before-announced",
+        "G5",
+        _SERVER,
+        "        if visible:\n            await self._server.visible(deadline)\n",
+        "",
+    ),
+    Bug(
+        "already-stored-before-announced",
+        "G5",
+        _SERVER,
+        "await self._server.visible(patience)",
+        "pass",
+    ),
+    # --- connections
+    Bug(
+        "pin-released-before-flush",
+        "G4",
+        _STREAMS,
+        "                if self._write_paused:\n                    await self._flush(deadline)\n"
+        "                else:  # a peer",
+        "                if True:  # a peer",
+    ),
+    Bug(
+        "half-sent-stream-is-reused",
+        "G1",
+        _STREAMS,
+        "            self._busy.discard(stream)\n            stream.abort()\n            raise",
+        "            self._busy.discard(stream)\n            self._idle.append(stream)\n"
+        "            raise",
+    ),
+    Bug(
+        "answer-to-another-request",
+        "G1",
+        "kvpool.link",
+        "        future = self._pending.get(envelope.id)\n",
+        "        future = next(iter(self._pending.values()), None)\n",
+    ),
+    Bug(
+        "cancelled-copy-goes-on",
+        "G1",
+        "kvpool_transports.copier",
+        "                stop.set()\n                await _settle(together)",
+        "                pass",
+    ),
+    Bug(
+        "deadline-forgotten",
+        "G6",
+        "kvpool.link",
+        "timer = self._loop.call_at(deadline, self._expire, future)",
+        "timer = self._loop.call_at(deadline + 3600, self._expire, future)",
+    ),
+    # --- results
+    Bug(
+        "beyond-the-match-is-a-hit",
+        "G1",
+        _CLIENT,
+        "unknown = ReadStatus.NEVER_WRITTEN if unknown.hit else unknown",
+        "pass",
+    ),
+    Bug(
+        "failed-load-reported-loaded",
+        "G1",
+        _CLIENT,
+        "answer = [ReadResult(_why(error))] * len(positions)",
+        "answer = [ReadResult(ReadStatus.HIT)] * len(positions)",
+    ),
+    Bug(
+        "missing-part-reported-present",
+        "parts",
+        _DIRECTORY,
+        "        if parts == holding.parts:\n            holding.status",
+        "        if parts:\n            holding.status",
+    ),
+    Bug(
+        "part-dropped-from-key",
+        "G12",
+        _STORE,
+        "        index = self._indexes.get((namespace, part))\n        blocks = index.blocks",
+        "        index = self._indexes.get((namespace, 0))\n        blocks = index.blocks",
+    ),
+    Bug(
+        "no-failover",
+        "G6",
+        _CLIENT,
+        "        await self._fetch(fetch, positions)\n\n    async def _write_batch",
+        "\n    async def _write_batch",
+    ),
+    Bug(
+        "no-hedge",
+        "G6",
+        _CLIENT,
+        "silence_s = self._config.hedge_s if hedged else self._config.attempt_s",
+        "silence_s = 60.0",
+    ),
+    Bug(
+        "replica-on-same-server",
+        "copies",
+        _CLIENT,
+        "enumerate(itertools.islice(servers, max(needed)))",
+        "enumerate(list(itertools.islice(servers, 1)) * max(needed))",
+    ),
+    Bug(
+        "wrong-reason",
+        "G5",
+        _STORE,
+        "        self._announce(entry, reason)\n",
+        "        self._announce(entry, ReadStatus.EVICTED)\n",
+    ),
+    Bug(
+        "skip-checksum",
+        "G1",
+        "kvpool_transports.exchanges",
+        "ReadResult(ReadStatus.HIT, size) if one == other else",
+        "ReadResult(ReadStatus.HIT, size) if one == one else",
+    ),
+    # --- masters
+    Bug(
+        "inventory-merged-not-replaced",
+        "G7",
+        _DIRECTORY,
+        "            known.pending = View(server)\n            known.sequence = sequence",
+        "            known.pending = None\n            known.sequence = sequence",
+    ),
+    Bug(
+        "inventory-begins-again",
+        "G7",
+        _DIRECTORY,
+        "if sequence < known.sequence or (sequence == known.sequence and piece < known.pieces):",
+        "if sequence < 0:",
+    ),
+    Bug(
+        "gap-ignored",
+        "G7",
+        _DIRECTORY,
+        "        if sequence != known.sequence + 1:\n            return False\n",
+        "",
+    ),
+    Bug(
+        "old-announcement-applied",
+        "G7",
+        _DIRECTORY,
+        "        if sequence <= known.sequence:\n            return None\n",
+        "        if sequence <= known.sequence:\n            return True\n",
+    ),
+    Bug(
+        "old-life-believed",
+        "G8",
+        _DIRECTORY,
+        "        if known is None or known.epoch != epoch:\n            return False\n"
+        "        if sequence <= known.sequence",
+        "        if known is None:\n            return False\n        if sequence <= known.sequence",
+    ),
+    Bug(
+        "dead-servers-stay",
+        "G7",
+        _DIRECTORY,
+        "            elif silent_s >= self.timeout_s:\n                self._set_alive(known, False)\n",
+        "",
+    ),
+    Bug(
+        "mass-expiry-after-own-stall",
+        "G7",
+        _DIRECTORY,
+        "            if slept > 0:",
+        "            if slept > 1e9:",
+    ),
+    Bug(
+        "stall-credits-the-future",
+        "G7",
+        _DIRECTORY,
+        "known.heard = min(now, known.heard + slept)",
+        "known.heard = known.heard + slept",
+    ),
+    Bug(
+        "one-master-only",
+        "G7",
+        _REACH,
+        "            return await self._ask_all(request, answer, until, problems)",
+        "            raise _lost(problems)",
+    ),
+    Bug(
+        "restarted-server-is-not-found",
+        "liveness",
+        _REACH,
+        "            await self.refresh(deadline)\n            if known.epoch == epoch:\n"
+        "                raise\n",
+        "            raise\n",
+    ),
+    # --- the world outside
+    Bug(
+        "wall-clock",
+        "house",
+        "kvpool.master",
+        "        return asyncio.get_running_loop().time()",
+        "        return __import__('time').time()",
+    ),
+)
+
+
+class _Planter(importlib.abc.MetaPathFinder):
+    """Imports one module with one bug in it."""
+
+    def __init__(self, bug: Bug) -> None:
+        self._bug = bug
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._bug.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.origin is None:
+            raise ImportError(f"no source of {name}")
+        spec.loader = _BuggyLoader(name, spec.origin, self._bug)
+        return spec
+
+
+class _BuggyLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, bug: Bug) -> None:
+        super().__init__(name, path)
+        self._bug = bug
+
+    def path_stats(self, path: str) -> dict[str, int]:
+        raise OSError("never from a cache")
+
+    def get_data(self, path: str) -> bytes:
+        return with_bug(self._bug, super().get_data(path).decode()).encode()
+
+
+def with_bug(bug: Bug, source: str) -> str:
+    """The source with the bug in it. Raises ValueError when `before` is not there exactly once."""
+    if source.count(bug.before) != 1:
+        raise ValueError(f"{bug.name}: found {source.count(bug.before)} times in {bug.module}")
+    return source.replace(bug.before, bug.after)
+
+
+def main() -> None:
+    """Plant one bug, then play seeds until one fails; print a JSON line."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--bug", required=True, choices=[bug.name for bug in BUGS])
+    parser.add_argument("--seeds", default="0:200")
+    arguments = parser.parse_args()
+    (bug,) = (bug for bug in BUGS if bug.name == arguments.bug)
+    # Run by its path, this directory comes first: kvpool must not be found relative to it.
+    sys.path.pop(0)
+    sys.meta_path.insert(0, _Planter(bug))
+    from kvpool.testing.simulation import run
+
+    first, last = (int(number) for number in arguments.seeds.split(":"))
+    caught = None
+    for seed in range(first, last):
+        report = run(seed)
+        if report.failure is not None:
+            caught = {"seed": seed, "failure": report.failure}
+            break
+    print(json.dumps({"bug": bug.name, "promise": bug.promise, "caught": caught}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,427 @@
+"""One seed, one history: a whole cluster, its faults, its users, and the verdict.
+
+A history has two phases, as in TigerBeetle's VOPR. First *safety*: clients work while the nemesis
+breaks things; whatever happens, nobody may get wrong bytes, an untrue reason, or an answer after
+its deadline. Then everything heals, and *liveness* is asked for: within 60 virtual seconds the
+cluster must be well again, with every block that any server still holds found by every client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import xxhash
+
+from kvpool.config import ClientConfig, MasterConfig, ServerConfig
+from kvpool.hosts import Host
+from kvpool.master import Master
+from kvpool.protocols import Transport
+from kvpool.server import BlockServer
+from kvpool.testing.simulation.chance import Chance
+from kvpool.testing.simulation.fence import fence
+from kvpool.testing.simulation.loop import Process, SimLoop, Violation
+from kvpool.testing.simulation.memory import SimShm, SimTier
+from kvpool.testing.simulation.nemesis import FAULTS, Nemesis
+from kvpool.testing.simulation.network import Net, SimNetwork
+from kvpool.testing.simulation.oracles import Truth, WatchedDirectory, WatchedStore
+from kvpool.testing.simulation.workload import Client, Library
+from kvpool_transports.tcp import TcpTransport
+
+HEARTBEAT_S: Final = 1.0
+SILENT_AFTER_S: Final = 3.0
+#: After the last fault healed, the cluster has this long to be well again.
+RECOVERY_S: Final = 60.0
+ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one seed's world looks like: drawn once, before anything runs."""
+
+    seed: int
+    masters: int
+    servers: int
+    hosts: int
+    clients: int
+    capacity: int
+    ops: int
+    chaos_s: float
+    verify: bool
+    shm: bool
+    faults: frozenset[str]
+    check_every: int
+
+    @classmethod
+    def draw(cls, seed: int, ops: int, without: frozenset[str]) -> Plan:
+        chance = random.Random(f"{seed}/plan")
+        verify = bool(seed % 2)  # every other world runs with checksums off: they hide bugs
+        faults = {name for name in FAULTS if chance.random() < 0.45}
+        if not verify:
+            faults.discard("rot")  # then only a checksum could tell
+        return cls(
+            seed=seed,
+            masters=chance.choice([1, 1, 2, 3]),
+            servers=chance.choice([1, 2, 2, 3, 3]),
+            hosts=chance.choice([1, 2]),
+            clients=chance.randint(2, 4),
+            capacity=ALIGNMENT * chance.choice([96, 192, 384]),
+            ops=ops,
+            chaos_s=chance.uniform(25, 60),
+            verify=verify,
+            shm=chance.random() < 0.7,
+            faults=frozenset(faults - without),
+            check_every=chance.choice([1, 1, 4]),
+        )
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of one history."""
+
+    seed: int
+    ops: int = 0
+    steps: int = 0
+    virtual_s: float = 0.0
+    trace_hash: str = ""
+    failure: str | None = None
+    faults: Counter[str] = field(default_factory=Counter)
+    probes: set[str] = field(default_factory=set)
+
+
+class Trouble(NamedTuple):
+    """One fault that is going on."""
+
+    name: str
+    target: str
+    since: float
+
+
+@dataclass(slots=True)
+class ServerNode:
+    """A block server's place in the cluster; processes come and go there."""
+
+    name: str
+    host: str
+    process: Process
+    server: BlockServer | None = None
+
+    @property
+    def store(self) -> WatchedStore:
+        assert self.server is not None
+        store = self.server.store
+        assert isinstance(store, WatchedStore)
+        return store
+
+
+@dataclass(slots=True)
+class MasterNode:
+    name: str
+    address: str
+    process: Process
+    master: Master | None = None
+
+
+class World:
+    """A cluster in one thread."""
+
+    def __init__(self, plan: Plan, trace: bool = False) -> None:
+        self.plan = plan
+        self.chance = Chance(plan.seed)
+        self.report = Report(plan.seed)
+        self.loop = SimLoop(self.chance["threads"])  # type: ignore[abstract]
+        self.net = Net(self.loop, self.chance["net"], self.report.faults)
+        self.loop.network = self.net
+        self.net.note = self.note
+        self.truth = Truth(lambda: self.loop.now, self.loop.fail)
+        self.library = Library(plan.seed)
+        self.masters: list[MasterNode] = []
+        self.servers: list[ServerNode] = []
+        self.clients: list[Client] = []
+        self.troubles = 0  # faults that are going on
+        self.calm_from = 0.0  # when the last of those that have ended has settled
+        self.alone: Trouble | None = None  # while it is all that is wrong
+        self._hash = xxhash.xxh3_64()
+        self._trace = trace
+        self._lives = 0
+        self._processes: list[Process] = []  # the dead ones too: their tasks must not be collected
+
+    # --- for everybody ------------------------------------------------------------------------
+
+    def note(self, event: str) -> None:
+        """One line of the history: what makes two runs equal."""
+        line = f"{self.loop.now:.9f} {event}\n"
+        self._hash.update(line.encode())
+        if self._trace:
+            print(line, end="")
+
+    @contextmanager
+    def trouble(self, name: str, target: str = "", settle_s: float = 10.0) -> Iterator[None]:
+        """Something is wrong inside; no answer is perfect before it has settled."""
+        self.report.faults[name] += 1
+        self.note(f"fault {name} {target}")
+        calm = self.calm_since(self.loop.now)
+        self.alone = Trouble(name, target, self.loop.now) if calm else None
+        self.troubles += 1
+        try:
+            yield
+        finally:
+            self.troubles -= 1
+            self.alone = None
+            self.note(f"end of {name}")
+            self.calm_from = max(self.calm_from, self.loop.now + settle_s)
+
+    def calm_since(self, when: float) -> bool:
+        """Nothing has been wrong from `when` until now, nor shortly before."""
+        return not self.troubles and self.calm_from <= when
+
+    def process(self, name: str, host: str) -> Process:
+        self._lives += 1
+        process = Process(self.loop, name, host, self.chance[f"clock/{name}/{self._lives}"])
+        self._processes.append(process)
+        return process
+
+    def host_of(self, process: Process) -> Host:
+        return Host(process.host, process.host, process.name, lambda: 0)
+
+    def transports(self) -> dict[str, Transport]:
+        transports: dict[str, Transport] = {"tcp": TcpTransport()}
+        if self.plan.shm:
+            transports = {"shm": SimShm(self.net), **transports}
+        return transports
+
+    @property
+    def master_addresses(self) -> list[str]:
+        return [node.address for node in self.masters]
+
+    # --- starting things ------------------------------------------------------------------------
+
+    async def start_master(self, node: MasterNode) -> None:
+        async def run() -> None:
+            directory = WatchedDirectory(timeout_s=SILENT_AFTER_S)
+            directory.truth = self.truth
+            directory.every = self.plan.check_every * 4
+            node.master = Master(
+                MasterConfig(bind=node.address, timeout_s=SILENT_AFTER_S),
+                SimNetwork(self.net),
+                directory=directory,
+            )
+            await node.master.start()
+
+        node.process = self.process(node.name, "host-0")
+        await node.process.spawn(run())
+
+    async def start_server(self, node: ServerNode) -> None:
+        async def run() -> None:
+            tier = SimTier(self.plan.capacity, ALIGNMENT)
+            life = f"{node.name}#{self._lives}"
+            store = WatchedStore(life, tier, self.truth, every=self.plan.check_every)
+            transports = self.transports()
+            config = ServerConfig(
+                id=node.name,
+                masters=self.master_addresses,
+                capacity=tier.capacity,
+                listen=[f"{scheme}://127.0.0.1:0" for scheme in transports],
+                heartbeat_s=HEARTBEAT_S,
+                alignment=ALIGNMENT,
+            )
+            node.server = BlockServer(
+                config,
+                cluster="default",
+                network=SimNetwork(self.net),
+                transports=transports,
+                tier=tier,
+                store=store,
+                host=self.host_of(node.process),
+                chance=self.chance[f"server/{life}"],
+            )
+            self.truth.life_began(life)
+            node.process.on_death.append(lambda: self.truth.life_ended(life))
+            await node.server.start()
+
+        node.process = self.process(node.name, node.host)
+        await node.process.spawn(run())
+
+    def client_config(self) -> ClientConfig:
+        masters = self.master_addresses
+        self.chance["plan"].shuffle(masters)
+        return ClientConfig(
+            masters=masters, transports=list(self.transports()), verify=self.plan.verify
+        )
+
+    # --- the history ------------------------------------------------------------------------------
+
+    async def history(self) -> None:
+        await self._build()
+        nemesis = Nemesis(self, self.chance["faults"])
+        chaos = asyncio.get_running_loop().create_task(nemesis.run(self.plan.chaos_s))
+        for client in self.clients:
+            client.begin(self.plan.ops // len(self.clients), self.plan.chaos_s)
+        await chaos
+        await nemesis.heal()
+        for client in self.clients:
+            await client.finish()
+        await self._recover()
+        await self._close()
+
+    async def _build(self) -> None:
+        plan = self.plan
+        for number in range(plan.masters):
+            process = self.process(f"master-{number}", "host-0")
+            node = MasterNode(process.name, f"127.0.0.1:{7450 + number}", process)
+            self.masters.append(node)
+            await self.start_master(node)
+        for number in range(plan.servers):
+            host = f"host-{number % plan.hosts}"
+            process = self.process(f"server-{number}", host)
+            self.servers.append(ServerNode(process.name, host, process))
+            await self.start_server(self.servers[-1])
+        for number in range(plan.clients):
+            self.clients.append(Client(self, f"client-{number}", f"host-{number % plan.hosts}"))
+            await self.clients[-1].start()
+        await asyncio.sleep(2)
+
+    async def _recover(self) -> None:
+        """Liveness: everything is well again, and stays so."""
+        deadline = self.loop.now + RECOVERY_S
+        while (problem := self._ailing()) is not None:
+            if self.loop.now >= deadline:
+                raise Violation(f"liveness: {RECOVERY_S:g} s after the last fault: {problem}")
+            await asyncio.sleep(0.5)
+        self.calm_from = min(self.calm_from, self.loop.now)
+        await asyncio.sleep(3)
+        for node in self.servers:
+            node.store.verify_all("everything is well again")
+        for client in self.clients:
+            await client.prove_well()
+
+    def _ailing(self) -> str | None:
+        """What is not as it should be when nothing is wrong; None when all is well."""
+        for node in self.servers:
+            if node.store.pins or node.store.reservations:
+                return f"{node.store.pins} pins, {node.store.reservations} reservations remain"
+        for master in self.masters:
+            assert master.master is not None
+            directory = master.master.directory
+            members = {member.server: member for member in directory.members(self.loop.now)}
+            for node in self.servers:
+                member = members.get(node.name)
+                assert node.server is not None
+                if member is None or not member.alive or member.epoch != node.server.epoch:
+                    return f"{master.name} does not know that {node.name} lives"
+                problem = self._missing(master, node)
+                if problem is not None:
+                    return problem
+        return None
+
+    def _missing(self, master: MasterNode, node: ServerNode) -> str | None:
+        """How a master's map differs from what a server really has."""
+        assert master.master is not None
+        here = {
+            (entry.index.namespace, entry.digest, entry.index.part)
+            for entry in node.store.inventory()
+        }
+        known = set()
+        for namespace, digest in self.library.every_key():
+            for replica in master.master.directory.explain(namespace, [digest])[0].replicas:
+                if replica.server == node.name:
+                    known.add((namespace, digest, replica.part))
+        if here != known:
+            return (
+                f"{master.name} knows {len(known)} blocks of {node.name}, it has {len(here)}: "
+                f"{len(here - known)} unknown, {len(known - here)} imaginary"
+            )
+        return None
+
+    async def _close(self) -> None:
+        """Shut down in good order: nothing may be left."""
+        for client in self.clients:
+            await client.close()
+        await asyncio.sleep(1)
+        for node in self.servers:
+            assert node.server is not None
+            store = node.store
+            if store.pins or store.reservations:
+                raise Violation("pins or reservations outlive their clients")
+            await node.process.spawn(node.server.close())
+        for master in self.masters:
+            assert master.master is not None
+            await master.process.spawn(master.master.close())
+        await asyncio.sleep(5)
+        for process in (
+            *(node.process for node in self.servers),
+            *(node.process for node in self.masters),
+            *(client.process for client in self.clients),
+        ):
+            if process.tasks:
+                left = sorted(str(task.get_coro()) for task in process.tasks.values())
+                raise Violation(f"{process.name}: tasks outlive their owner: {left}")
+        for client in self.clients:  # the end of a process ends its quarantine
+            client.process.kill()
+        await asyncio.sleep(1)
+        for node in self.servers:
+            if node.store.quarantined:
+                raise Violation(f"{node.name}: quarantine outlives the writers")
+
+    def finish(self) -> Report:
+        report = self.report
+        report.steps = self.loop.steps
+        report.virtual_s = self.loop.now
+        report.trace_hash = self._hash.hexdigest()
+        report.probes = set(self.truth.notes)
+        for process in self._processes:
+            process.bury()
+        return report
+
+
+@contextmanager
+def _errors_reported(loop: SimLoop) -> Iterator[None]:
+    """An exception that the pool logs is one that nobody expected: it fails the run."""
+
+    class Reporter(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info is not None and record.exc_info[1] is not None:
+                error = record.exc_info[1]
+                loop.fail(f"{record.getMessage()}: {type(error).__name__}: {error}")
+
+    logger = logging.getLogger("kvpool")
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [Reporter()], False
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Finalizers run when the collector pleases, which no seed decides."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def run(
+    seed: int, *, ops: int = 250, without: frozenset[str] = frozenset(), trace: bool = False
+) -> Report:
+    """Play one history. The report says what happened; `failure` is None when all was well."""
+    world = World(Plan.draw(seed, ops, without), trace)
+    with _errors_reported(world.loop), fence(world.loop.fail), _no_collection():
+        try:
+            world.loop.run(world.history())
+        except Violation as violation:
+            world.report.failure = str(violation)
+        except Exception as error:  # the pool raised what it should not have
+            world.report.failure = f"{type(error).__name__}: {error}"
+        return world.finish()
