@@ -11,13 +11,13 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from kvpool.errors import DeadlineExceeded
+from kvpool.errors import DeadlineExceeded, LinkBroken
 
 #: Bytes copied and then hashed while they are in the cache.
 STEP = 256 << 10
@@ -39,38 +39,59 @@ class Job(NamedTuple):
 
 
 class Copier:
-    """A few threads that copy. One per process is enough; `close` joins them."""
+    """A few threads that copy for one channel; `close` joins them."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(4, os.cpu_count() or 1)
         self._executor = ThreadPoolExecutor(self.threads, "kvpool-copy")
+        self._running: dict[threading.Event, list[Future[list[int]]]] = {}
+        self._stopped = False
 
     async def run(self, jobs: Sequence[Job], *, deadline: float) -> list[int]:
         """Do the jobs and return their checksums (0 without a seed).
 
         When it returns or raises, cancelled or late, no thread touches the buffers any more:
-        that is what makes it safe to give them back. Stopping takes one STEP.
+        that is what makes it safe to give them back. Stopping takes one STEP. Raises LinkBroken
+        after `stop`.
         """
+        if self._stopped:
+            raise LinkBroken("the channel is closed")
         total = sum(len(job.source) for job in jobs)
         if total <= INLINE_MAX:
             return [_copy(job, None) for job in jobs]
-        loop = asyncio.get_running_loop()
         stop = threading.Event()
         shares = _shares(jobs, min(self.threads, -(-total // INLINE_MAX)), total)
-        running = [loop.run_in_executor(self._executor, _copy_all, share, stop) for share in shares]
-        together = asyncio.gather(*running)
+        running = [self._executor.submit(_copy_all, share, stop) for share in shares]
+        self._running[stop] = running
+        together = asyncio.gather(*map(asyncio.wrap_future, running))
         try:
             async with asyncio.timeout_at(deadline):
-                return [sum_ for share in await asyncio.shield(together) for sum_ in share]
+                done = await asyncio.shield(together)
         except TimeoutError:
             raise DeadlineExceeded("copying did not end in time") from None
         finally:
             if not together.done():
                 stop.set()
                 await _settle(together)
+            del self._running[stop]
+        if self._stopped:
+            raise LinkBroken("the channel was closed while it copied")
+        return [sum_ for share in done for sum_ in share]
+
+    def stop(self) -> None:
+        """End every run: when this returns, no thread touches their buffers any more.
+
+        It blocks until each thread is through with its STEP. That is what makes it safe to tell the
+        other side, after it, that nobody writes any more.
+        """
+        self._stopped = True
+        for stop in self._running:
+            stop.set()
+        wait([future for running in self._running.values() for future in running])
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self.stop()
+        self._executor.shutdown(wait=True)
 
 
 async def _settle(future: asyncio.Future[list[list[int]]]) -> None:

@@ -79,7 +79,9 @@ class Session:
             self._connection = await self._greet()
             while True:
                 frame = await self._stream.receive(deadline=None)
-                await self._answer(frame, self._connection)
+                # What the books do for a client that has hung up must not go on without it.
+                async with self._stream.while_open():
+                    await self._answer(frame, self._connection)
         except LinkBroken:
             pass
         except KvpoolError as error:

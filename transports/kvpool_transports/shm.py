@@ -59,6 +59,7 @@ from kvpool_transports.streams import Stream, StreamPool, os_errors
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 _MADV_POPULATE_WRITE = 23
 _PREFAULT_STEP = 64 << 20
+_ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _UCRED = struct.Struct("iII")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -122,10 +123,12 @@ class _ShmListener:
         self._path = "" if "@" in address else address.removeprefix("shm://")
         # Opened anew through /proc, because a dup of the memfd would be writable.
         self._read_only = os.open(f"/proc/self/fd/{self._memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._start(self._accept())
+        self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
         if self._path:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -146,17 +149,23 @@ class _ShmListener:
         self._sessions.add(task)
         task.add_done_callback(self._sessions.discard)
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(self._socket)
-            except OSError as error:
-                if self._socket.fileno() < 0:
-                    return
-                log.warning("cannot accept", why=str(error))
-                await asyncio.sleep(0.1)  # out of descriptors: let some connections end
-                continue
-            self._start(self._serve(sock))
+    def _accept(self) -> None:
+        # Not `sock_accept`: cancelled while a client dials, it drops that client with an error.
+        try:
+            sock, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("cannot accept", why=str(error))
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again)
+            return
+        sock.setblocking(False)
+        self._start(self._serve(sock))
+
+    def _accept_again(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._accept)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -173,6 +182,9 @@ class _ShmListener:
             log.info("connection failed", why=str(error))
             sock.close()
             return
+        except BaseException:
+            sock.close()
+            raise
         session = Session(stream, self._store, mapped=True, scheme="shm")
         await session.run(lambda connection: self._watch(pid, connection))
 
@@ -246,6 +258,7 @@ class _ShmChannel:
         self._reader: _Mapping | None = None
         self._writer: _Mapping | None = None
         self._writer_fd = -1
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<ShmChannel {self._address} {self._streams!r}>"
@@ -299,8 +312,10 @@ class _ShmChannel:
                     for i, source, seed in zip(hits, sources, seeds, strict=True)
                 ]
                 got = await self._copier.run(jobs, deadline=deadline)
-                if not stream.lost:  # a server that died meanwhile cannot take the bytes back
+                if not stream.lost:
                     stream.send_now(Unpin())
+                elif not reading.verify:
+                    raise LinkBroken("the pins were lost while their bytes were copied")
         results = [ReadResult(s) for s in exchanges.read_statuses(pinned.statuses, len(blocks))]
         if hits:
             expected = pinned.checksums if reading.verify else [0] * len(hits)
@@ -342,7 +357,7 @@ class _ShmChannel:
         return await exchanges.suspect(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
-        self._streams.abort()
+        self.abort()
         self._copier.close()
         for mapping in (self._reader, self._writer):
             if mapping is not None:
@@ -353,6 +368,9 @@ class _ShmChannel:
             self._writer_fd = -1
 
     def abort(self) -> None:
+        self._closed = True
+        # In this order: to the server, the end of a stream means that nobody writes any more.
+        self._copier.stop()
         self._streams.abort()
 
     async def _pin(
@@ -414,6 +432,8 @@ class _ShmChannel:
 
     def _adopt(self, fds: list[int], size: int) -> None:
         """Map the segment on the first connection; on later ones see that it is the same."""
+        if self._closed:
+            raise LinkBroken("the channel was closed while it was connecting")
         status = os.fstat(fds[0])
         if status.st_size < size or size <= 0:
             raise BadMessage(f"a segment of {status.st_size} bytes, announced as {size}")

@@ -81,6 +81,7 @@ class _TcpListener:
         self._server: asyncio.Server | None = None
         self._sessions: set[asyncio.Task[None]] = set()
         self._address = ""
+        self._closed = False
 
     async def start(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
@@ -93,6 +94,7 @@ class _TcpListener:
         return self._address
 
     async def close(self) -> None:
+        self._closed = True
         if self._server is not None:
             self._server.close()
         for task in self._sessions:
@@ -102,9 +104,14 @@ class _TcpListener:
 
     def _accept(self) -> Stream:
         stream = _ServerStream()
+        if self._closed:  # it was accepted before, and comes to us only now
+            stream.abort()
+            return stream
         task = asyncio.get_running_loop().create_task(self._serve(stream))
         self._sessions.add(task)
         task.add_done_callback(self._sessions.discard)
+        # Also when it is cancelled before its first step, and so never comes to its `finally`.
+        task.add_done_callback(lambda _: stream.abort())
         return stream
 
     async def _serve(self, stream: Stream) -> None:
