@@ -47,7 +47,7 @@ from kvpool.types import (
 
 CLUSTER: Final = "conformance"
 NAMESPACE: Final = Namespace("conformance/model")
-CAPACITY: Final = 48 << 20
+CAPACITY: Final = 24 << 20
 #: A block so large that no transport moves it in one go.
 LARGE: Final = 700_001
 #: Time for what should happen at once; generous, because machines are busy.
