@@ -1,8 +1,9 @@
 """The contracts between the rooms: what a transport, a tier and a network must do.
 
 Small `Protocol`s, no base classes: an implementation inherits nothing and imports only this
-module, `types`, `errors` and `wire`. Times are seconds of the running loop's clock; a `deadline`
-is a point on it. Whatever fails raises one of `kvpool.errors`, never an OSError.
+module, `types`, `errors`, `checksum` and `wire`. Times are seconds of the running loop's clock; a
+`deadline` is a point on it. Whatever fails raises one of `kvpool.errors`, never an OSError.
+`kvpool.testing` checks an implementation against every sentence.
 
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
