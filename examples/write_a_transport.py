@@ -47,7 +47,7 @@ class Request(msgspec.Struct):
     part: int = 0
     blocks: Annotated[list[Block], msgspec.Meta(max_length=types.BATCH_BLOCKS_MAX)] = []
     visible: bool = True
-    wait_s: float = 0.0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=EXCHANGE_S)] = 0.0
     cluster: str = ""
     client: str = ""
 
@@ -217,6 +217,8 @@ async def store(
     blocks, deadline = request.blocks, asyncio.get_running_loop().time() + request.wait_s
     if sum(block.size for block in blocks) != len(data):
         raise errors.BadMessage(f"{len(data)} bytes came with a write")
+    if any(block.parent == block.digest for block in blocks):
+        raise errors.BadMessage("a block names itself as its parent")
     reserved = await connection.reserve(
         namespace,
         request.part,
@@ -254,7 +256,8 @@ class UnixChannel:
     ) -> tuple[Answer, memoryview]:
         """One call. Whatever goes wrong in it leaves here as one of our errors."""
         request.cluster, request.client = self._cluster, self._client
-        request.wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
+        left_s = deadline - asyncio.get_running_loop().time()
+        request.wait_s = min(max(0.0, left_s), EXCHANGE_S)
         writer: asyncio.StreamWriter | None = None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:

@@ -62,6 +62,18 @@ async def test_transport(scheme: str, check: str) -> None:
         pytest.skip(str(why))
 
 
+@pytest.mark.parametrize(
+    "check",
+    ["a_full_batch_comes_back", "a_closed_listener_ends_its_calls", "abort_ends_running_calls"],
+)
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "unix"])
+def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
+    """uvloop's transports raise where asyncio's keep quiet, once a connection is lost."""
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(TRANSPORT_CHECKS[check](makers()[scheme]))
+
+
 @pytest.mark.parametrize("check", TIER_CHECKS)
 @pytest.mark.parametrize("name", ["dram", "file"])
 async def test_tier(name: str, check: str, tmp_path: Path) -> None:

@@ -504,8 +504,8 @@ async def a_view_ends_with_its_block_only(stage: Stage) -> None:
     channel = await stage.connect()
     data = blocks("long look", 1, 5000)
     await stage.stored(channel, data)
-    async with look(stage, channel, list(data), within_s=0.1) as (view,):
-        await asyncio.sleep(0.2)
+    async with look(stage, channel, list(data), within_s=0.25) as (view,):
+        await asyncio.sleep(0.35)
         stage.expect(stage.store.pins == 1, "the pin to be there after the deadline")
         stage.expect(shows(view, data[next(iter(data))]), "the bytes to be there")
     await stage.nothing_held("after the `with`")
