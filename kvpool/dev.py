@@ -10,7 +10,7 @@ there, too, so that other processes can join.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvpool import registry
@@ -59,13 +59,20 @@ async def serve(
     servers: int = 1,
     bind: str = "127.0.0.1:0",
     listen: tuple[str, ...] = ("inproc://", "shm://", "tcp://127.0.0.1:0"),
+    transports: Mapping[str, Transport] | None = None,
     prefault: bool = False,
 ) -> AsyncIterator[Dev]:
-    """A master at `bind` and servers of `capacity` bytes each; all end with the `with`."""
+    """A master at `bind` and servers of `capacity` bytes each; all end with the `with`.
+
+    `transports` are by scheme; those of `listen` that are not there must be installed.
+    """
     async with AsyncExitStack() as stack:
         network = ZmqNetwork()
         stack.callback(network.close)
-        transports = registry.transports(address.partition("://")[0] for address in listen)
+        chosen = dict(transports or {})
+        schemes = [address.partition("://")[0] for address in listen]
+        if missing := [scheme for scheme in schemes if scheme not in chosen]:
+            chosen |= registry.transports(missing)
         master = Master(MasterConfig(bind=bind), network)
         await master.start()
         stack.push_async_callback(master.close)
@@ -80,13 +87,13 @@ async def serve(
             )
             tier = registry.tier("dram")(config.capacity, prefault=prefault)
             server = BlockServer(
-                config, cluster="default", network=network, transports=transports, tier=tier
+                config, cluster="default", network=network, transports=chosen, tier=tier
             )
             stack.push_async_callback(server.close)
             await server.start()
             await server.registered(asyncio.get_running_loop().time() + _REGISTERED_WITHIN_S)
             started.append(server)
-        yield Dev(master, started, transports)
+        yield Dev(master, started, chosen)
 
 
 @asynccontextmanager

@@ -1,8 +1,9 @@
 """The contracts between the rooms: what a transport, a tier and a network must do.
 
 Small `Protocol`s, no base classes: an implementation inherits nothing and imports only this
-module, `types`, `errors` and `wire`. Times are seconds of the running loop's clock; a `deadline`
-is a point on it. Whatever fails raises one of `kvpool.errors`, never an OSError.
+module, `types`, `errors`, `checksum` and `wire`. Times are seconds of the running loop's clock; a
+`deadline` is a point on it. Whatever fails raises one of `kvpool.errors`, never an OSError.
+`kvpool.testing` checks an implementation against every sentence.
 
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
@@ -118,7 +119,11 @@ class Listener(Protocol):
         """`scheme://...`, as a client must dial it."""
 
     async def close(self) -> None:
-        """Stop accepting and end every connection. Idempotent."""
+        """Stop accepting and end every connection. Idempotent.
+
+        Calls in progress end with Unavailable; when it returns, no connection is open in the
+        books, nothing looks at the tier any more, and the address is free.
+        """
 
 
 # --- the client's side of a transport ----------------------------------------------------
@@ -158,18 +163,25 @@ class Channel(Protocol):
     """A client's path to one server. Any number of calls at once.
 
     A cancelled or failed call leaves nothing behind: no pin, no reservation, and no byte is
-    written into or read from the caller's buffers after it has ended.
+    written into or read from the caller's buffers after it has ended. The server lets go as soon
+    as it hears of it, also while it is still at work on that call.
+
+    Every call ends by its deadline (DeadlineExceeded), and with Unavailable when either side
+    closes. A refusal of the server (PeerError, Refused) is raised as what it is.
     """
 
     async def write(
         self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
-        """Store blocks, at most BATCH_BLOCKS_MAX. Raises Unavailable or PeerError."""
+        """Store blocks, at most BATCH_BLOCKS_MAX; one status each, in their order."""
 
     async def read(
         self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
-        """Fill the buffers of the blocks that are there; CORRUPT where a checksum is wrong."""
+        """Fill the buffers of the blocks that are there; CORRUPT where a checksum is wrong.
+
+        One result each, in their order. The buffer of a miss is untouched, except after CORRUPT.
+        """
 
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
@@ -182,14 +194,22 @@ class Channel(Protocol):
         """Tell the server of wrong checksums; True where it agreed and dropped the block."""
 
     async def close(self) -> None:
-        """End the channel; waits for nothing but its own copies in progress."""
+        """`abort`, and give back all it holds. Idempotent; waits for its own copies only."""
 
     def abort(self) -> None:
-        """End it now: synchronous, idempotent, the only reaction to a half-sent frame."""
+        """End it now: synchronous, idempotent, the only reaction to a half-sent frame.
+
+        Running calls and all later ones end with Unavailable. Before the server hears of it, every
+        copy into or out of the pool's memory has stopped: the server may reuse that at once.
+        """
 
 
 class View(NamedTuple):
-    """A block in place: the pool's own memory, read-only, valid inside the `with`."""
+    """A block in place: the pool's own memory, read-only.
+
+    Valid inside the `with`, as long as neither side has closed: then the pins are gone, and the
+    memory may become another block's.
+    """
 
     status: ReadStatus
     data: memoryview | None = None
@@ -202,7 +222,10 @@ class Viewable(Protocol):
     def read_view(
         self, reading: Reading, digests: Sequence[bytes], *, deadline: float
     ) -> AbstractAsyncContextManager[list[View]]:
-        """Pin blocks and look at them; they are unpinned on exit."""
+        """Pin blocks and look at them; they are unpinned on exit.
+
+        The deadline is for getting them; looking has none.
+        """
 
 
 class Transport(Protocol):
@@ -217,38 +240,56 @@ class Transport(Protocol):
         """True when it reaches servers on the caller's host only."""
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
-        """Serve `store` at `address` (empty: a free one). Raises ConfigError or Unavailable."""
+        """Serve `store` at `address` (empty: a free one).
+
+        Raises ConfigError when it is taken or no address of this scheme.
+        """
 
     async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
-        """Dial a server. Raises Unavailable or PeerError."""
+        """Dial a server.
+
+        Raises Unavailable, by the deadline; PeerError when it belongs to another cluster and
+        Overloaded at its limit (these two perhaps only in the first call); ConfigError when
+        `address` is no address of this scheme.
+        """
 
 
 # --- tiers -------------------------------------------------------------------------------
 
 
 class Tier(Protocol):
-    """Memory with addresses. It moves bytes and never allocates."""
+    """Memory with addresses. It moves bytes and never allocates.
+
+    Offsets are multiples of `alignment`, sizes are any; the bytes between the end of a write and
+    the next multiple may change. Any number of calls at once. A call that has ended, cancelled or
+    not, touches neither its buffer nor the memory any more. Outside of 0 to `capacity` it raises
+    UsageError, after `close` Closed.
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of its entry point: `dram`."""
 
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """Fixed; a multiple of `alignment`, and no more than was asked for (or one extent)."""
 
     @property
-    def alignment(self) -> int: ...
+    def alignment(self) -> int:
+        """A power of two."""
 
     @property
-    def survives_restart(self) -> bool: ...
+    def survives_restart(self) -> bool:
+        """The bytes are there again when the same storage is opened again."""
 
     async def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises Corrupt or Unavailable when the medium fails."""
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
-        """Store `buffer` at `offset`."""
+        """Store `buffer` at `offset`. Raises Unavailable when the medium fails."""
 
     def close(self) -> None:
-        """Give the memory back. Views that are still held keep it alive."""
+        """Give the memory back. Idempotent. Views that are still held keep it alive."""
 
 
 @runtime_checkable
@@ -256,7 +297,7 @@ class Addressable(Protocol):
     """A tier whose memory can be looked at in place."""
 
     def view(self, offset: int, size: int) -> memoryview:
-        """`size` bytes at `offset`, no copy."""
+        """`size` bytes at `offset`, no copy, writable."""
 
 
 @runtime_checkable

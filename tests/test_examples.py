@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     [
         ("hello.py", ["8 of 9 blocks are in the pool", "hits: 8 equal: True"]),
         ("two_engines.py", ["engine B: 10 of 14 blocks from the pool, right: True"]),
+        ("write_a_transport.py", ["promises of a transport", "8 of 8 blocks over unix://, right"]),
         ("threads.py", ["thread 1: hit, right: True", "thread 3: hit, right: True"]),
     ],
 )

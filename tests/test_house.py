@@ -75,7 +75,7 @@ def test_transports_and_tiers_know_contracts_only() -> None:
 
 
 def test_connectors_and_examples_use_the_public_api() -> None:
-    public = ("sync", "dev", "types", "errors", "protocols")
+    public = ("sync", "dev", "types", "errors", "protocols", "checksum", "testing")
     for path in files("connector", "examples"):
         for name in imports(path):
             if within(name, "kvpool"):

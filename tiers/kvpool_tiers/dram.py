@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 
-from kvpool.errors import ConfigError
+from kvpool.errors import Closed, ConfigError, UsageError
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _PREFAULT_STEP = 64 << 20
@@ -72,6 +72,10 @@ class Dram:
         return f"<Dram {self.capacity} bytes>"
 
     def view(self, offset: int, size: int) -> memoryview:
+        if not 0 <= offset <= offset + size <= self.capacity:
+            raise UsageError(f"{size} bytes at {offset}: there are {self.capacity}")
+        if self.fd < 0:
+            raise Closed("the tier is closed")
         return self._memory[offset : offset + size]
 
     async def read_into(self, offset: int, buffer: memoryview) -> None:

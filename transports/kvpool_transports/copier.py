@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvpool.errors import DeadlineExceeded
+from kvpool.errors import DeadlineExceeded, LinkBroken
 
 #: Bytes copied and then hashed while they are in the cache.
 STEP = 256 << 10
@@ -38,52 +38,76 @@ class Job(NamedTuple):
     hash_source: bool = False
 
 
-class Copier:
-    """A few threads that copy. One per process is enough; `close` joins them.
+class _Brake:
+    """Stops one thread: a step of its copy goes on under the lock, or not at all."""
 
-    Up to `inline_max` bytes are copied on the spot.
-    """
+    __slots__ = ("lock", "pulled")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pulled = False
+
+    def pull(self) -> None:
+        """When this returns, the thread is through with its last step; that takes microseconds."""
+        with self.lock:
+            self.pulled = True
+
+
+class Copier:
+    """A few threads that copy for one channel. Up to `inline_max` bytes are copied on the spot."""
 
     def __init__(self, threads: int | None = None, *, inline_max: int = INLINE_MAX) -> None:
         self.threads = threads or min(4, os.cpu_count() or 1)
         self._inline_max = inline_max
         self._executor = ThreadPoolExecutor(self.threads, "kvpool-copy")
+        self._brakes: dict[_Brake, None] = {}
+        self._stopped = False
 
     async def run(self, jobs: Sequence[Job], *, deadline: float) -> list[int]:
         """Do the jobs and return their checksums (0 without a seed).
 
         When it returns or raises, cancelled or late, no thread touches the buffers any more:
-        that is what makes it safe to give them back. Stopping takes one STEP.
+        that is what makes it safe to give them back. Raises LinkBroken after `stop`.
         """
+        if self._stopped:
+            raise LinkBroken("the channel is closed")
         total = sum(len(job.source) for job in jobs)
         if total <= self._inline_max:
             return [_copy(job, None) for job in jobs]
         loop = asyncio.get_running_loop()
-        stop = threading.Event()
         shares = _shares(jobs, min(self.threads, -(-total // max(1, self._inline_max))), total)
-        running = [loop.run_in_executor(self._executor, _copy_all, share, stop) for share in shares]
-        together = asyncio.gather(*running)
+        brakes = [_Brake() for _ in shares]
+        self._brakes.update(dict.fromkeys(brakes))
         try:
             async with asyncio.timeout_at(deadline):
-                return [sum_ for share in await asyncio.shield(together) for sum_ in share]
+                done = await asyncio.gather(
+                    *(
+                        loop.run_in_executor(self._executor, _copy_all, share, brake)
+                        for share, brake in zip(shares, brakes, strict=True)
+                    )
+                )
         except TimeoutError:
             raise DeadlineExceeded("copying did not end in time") from None
         finally:
-            if not together.done():
-                stop.set()
-                await _settle(together)
+            for brake in brakes:
+                brake.pull()
+                del self._brakes[brake]
+        if self._stopped:
+            raise LinkBroken("the channel was closed while it copied")
+        return [sum_ for share in done for sum_ in share]
+
+    def stop(self) -> None:
+        """End every run: when this returns, no thread touches their buffers any more.
+
+        That is what makes it safe to tell the other side, after it, that nobody writes any more.
+        """
+        self._stopped = True
+        for brake in self._brakes:
+            brake.pull()
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-
-async def _settle(future: asyncio.Future[list[list[int]]]) -> None:
-    """Wait for the threads even while being cancelled again; it takes one STEP at most."""
-    while not future.done():
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError:
-            continue
+        self.stop()
+        self._executor.shutdown(wait=True)
 
 
 def _shares(jobs: Sequence[Job], count: int, total: int) -> list[list[Job]]:
@@ -98,27 +122,29 @@ def _shares(jobs: Sequence[Job], count: int, total: int) -> list[list[Job]]:
     return shares
 
 
-def _copy_all(jobs: Sequence[Job], stop: threading.Event) -> list[int]:
-    return [_copy(job, stop) for job in jobs]
+def _copy_all(jobs: Sequence[Job], brake: _Brake) -> list[int]:
+    return [_copy(job, brake) for job in jobs]
 
 
-def _copy(job: Job, stop: threading.Event | None) -> int:
+def _copy(job: Job, brake: _Brake | None) -> int:
+    """Copy and hash piece by piece; the sum means nothing once the brake was pulled."""
     source = np.frombuffer(job.source, np.uint8)
     target = np.frombuffer(job.target, np.uint8) if job.target is not None else None
-    if job.seed is None and target is not None and (stop is None or len(source) <= 16 * STEP):
-        if stop is None or not stop.is_set():
-            np.copyto(target, source)
-        return 0
-    hasher = xxhash.xxh3_64(seed=job.seed or 0)
-    for start in range(0, len(source), STEP):
-        if stop is not None and stop.is_set():
-            return 0
-        piece = source[start : start + STEP]
+    hasher = xxhash.xxh3_64(seed=job.seed) if job.seed is not None else None
+    step = STEP if hasher is not None else 16 * STEP
+    for start in range(0, len(source), step):
+        piece = source[start : start + step]
         if target is not None:
-            copied = target[start : start + STEP]
-            np.copyto(copied, piece)
+            copied = target[start : start + step]
+            if brake is None:
+                np.copyto(copied, piece)
+            else:
+                with brake.lock:
+                    if brake.pulled:
+                        return 0
+                    np.copyto(copied, piece)
             if not job.hash_source:
                 piece = copied
-        if job.seed is not None:
+        if hasher is not None:
             hasher.update(piece.data)
-    return hasher.intdigest() if job.seed is not None else 0
+    return hasher.intdigest() if hasher is not None else 0

@@ -1,15 +1,18 @@
 """Inproc: client and server in one process and one loop. The dev mode, and the plainest example.
 
 There is no wire, but the rules are the same: each call has a connection of its own in the
-server's books, and whatever it pinned or reserved goes with it.
+server's books, and whatever it pinned or reserved goes with it. A call ends by its deadline, and
+when either side closes.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvpool.errors import ConfigError, LinkBroken, VersionMismatch
+from kvpool.errors import ConfigError, DeadlineExceeded, LinkBroken, VersionMismatch
 from kvpool.protocols import (
     BlockStore,
     Channel,
@@ -26,7 +29,7 @@ from kvpool_transports.copier import Copier, Job
 
 
 class InprocTransport:
-    """`inproc://server-id`. Servers and clients that share one instance can reach each other."""
+    """`inproc://name`. Servers and clients that share one instance can reach each other."""
 
     scheme = "inproc"
     same_host = True
@@ -35,13 +38,17 @@ class InprocTransport:
         self._listeners: dict[str, _InprocListener] = {}
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
-        listener = _InprocListener(address or f"inproc://{store.server}", store, self._listeners)
-        if listener.address in self._listeners:
-            raise ConfigError(f"cannot listen on {listener.address}: it is taken")
-        self._listeners[listener.address] = listener
+        if not address:
+            names = (f"inproc://{store.server}{end}" for end in _endings())
+            address = next(name for name in names if name not in self._listeners)
+        _check(address)
+        if address in self._listeners:
+            raise ConfigError(f"cannot listen on {address}: it is taken")
+        listener = self._listeners[address] = _InprocListener(address, store, self._listeners)
         return listener
 
     async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+        _check(address)
         listener = self._listeners.get(address)
         if listener is None:
             raise LinkBroken(f"no server at {address} in this process")
@@ -49,7 +56,9 @@ class InprocTransport:
             raise VersionMismatch(
                 f"client belongs to cluster {cluster!r}, the server to {listener.store.cluster!r}"
             )
-        return _InprocChannel(listener, client)
+        channel = _InprocChannel(listener, client)
+        listener.channels.add(channel)
+        return channel
 
 
 class _InprocListener:
@@ -58,12 +67,17 @@ class _InprocListener:
     ) -> None:
         self.address = address
         self.store = store
-        self.open = True
+        self.channels: set[_InprocChannel] = set()
         self._listeners = listeners
 
     async def close(self) -> None:
-        self.open = False
-        self._listeners.pop(self.address, None)
+        if self._listeners.get(self.address) is self:  # else it is somebody else's by now
+            del self._listeners[self.address]
+        channels = list(self.channels)
+        for channel in channels:
+            channel.abort()
+        for channel in channels:
+            await channel.ended()
 
 
 class _InprocChannel:
@@ -71,6 +85,10 @@ class _InprocChannel:
         self._listener = listener
         self._client = client
         self._copier = Copier()
+        self._calls: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._looks: set[Connection] = set()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -78,7 +96,7 @@ class _InprocChannel:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
-        if self._closed or not self._listener.open:
+        if self._closed:
             raise LinkBroken(f"{self._listener.address} is closed")
         connection = self._listener.store.connect(Peer(self._client, "inproc"))
         try:
@@ -86,10 +104,30 @@ class _InprocChannel:
         finally:
             connection.close()
 
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """Ends what is awaited inside at the deadline, and when either side closes."""
+        call = asyncio.timeout_at(deadline)
+        try:
+            async with call:
+                self._calls.add(call)
+                self._idle.clear()
+                yield
+        except TimeoutError:
+            if not call.expired():
+                raise
+            if self._closed:
+                raise LinkBroken(f"{self._listener.address} was closed during the call") from None
+            raise DeadlineExceeded(f"{self._listener.address} did not answer in time") from None
+        finally:
+            self._calls.discard(call)
+            if not self._calls:
+                self._idle.set()
+
     async def write(
         self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
-        async with self._connection() as connection:
+        async with self._connection() as connection, self._until(deadline):
             reservations = await connection.reserve(
                 writing.namespace,
                 writing.part,
@@ -126,7 +164,7 @@ class _InprocChannel:
         room = [len(block.buffer) for block in blocks]
         if reading.patience is not None:
             reading.patience.arrived()
-        async with self._connection() as connection:
+        async with self._connection() as connection, self._until(deadline):
             pins = connection.pin(reading.namespace, reading.part, digests, room)
             results = [ReadResult(pin.status) for pin in pins]
             hits = [i for i, pin in enumerate(pins) if pin.extent is not None]
@@ -151,31 +189,36 @@ class _InprocChannel:
         self, reading: Reading, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
         async with self._connection() as connection:
-            room = [1 << 62] * len(digests)
-            pins = connection.pin(reading.namespace, reading.part, digests, room)
-            views = [
-                View(pin.status, connection.view(pin.extent).toreadonly())
-                if pin.extent is not None
-                else View(pin.status)
-                for pin in pins
-            ]
-            checksums = [pin.checksum for pin in pins]
-            if reading.verify:
-                views = await exchanges.verify_views(
-                    self._copier, reading, digests, views, checksums, deadline
-                )
-            yield views
+            async with self._until(deadline):
+                room = [1 << 62] * len(digests)
+                pins = connection.pin(reading.namespace, reading.part, digests, room)
+                views = [
+                    View(pin.status, connection.view(pin.extent).toreadonly())
+                    if pin.extent is not None
+                    else View(pin.status)
+                    for pin in pins
+                ]
+                if reading.verify:
+                    checksums = [pin.checksum for pin in pins]
+                    views = await exchanges.verify_views(
+                        self._copier, reading, digests, views, checksums, deadline
+                    )
+            self._looks.add(connection)
+            try:
+                yield views
+            finally:
+                self._looks.discard(connection)
 
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        async with self._connection() as connection:
+        async with self._connection() as connection, self._until(deadline):
             return await connection.remove(namespace, digests)
 
     async def suspect(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        async with self._connection() as connection:
+        async with self._connection() as connection, self._until(deadline):
             return await connection.suspect(namespace, part, digests)
 
     async def close(self) -> None:
@@ -184,3 +227,24 @@ class _InprocChannel:
 
     def abort(self) -> None:
         self._closed = True
+        self._listener.channels.discard(self)
+        self._copier.stop()
+        for call in self._calls:
+            if not call.expired():
+                call.reschedule(asyncio.get_running_loop().time())
+        for connection in self._looks:
+            connection.close()
+
+    async def ended(self) -> None:
+        """After `abort`: wait until the last call has stopped, which is a matter of loop steps."""
+        await self._idle.wait()
+
+
+def _endings() -> Iterator[str]:
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))
+
+
+def _check(address: str) -> None:
+    if not address.removeprefix("inproc://") or not address.startswith("inproc://"):
+        raise ConfigError(f"address {address!r}: expected inproc://name")

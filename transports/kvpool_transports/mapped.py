@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from kvpool.errors import BadMessage
+from kvpool.errors import BadMessage, LinkBroken
 from kvpool.protocols import Reading, View, Writing
 from kvpool.types import (
     BLOCK_SIZE_MAX,
@@ -100,8 +100,10 @@ class MappedChannel:
                     for i, source, seed in zip(hits, sources, seeds, strict=True)
                 ]
                 got = await self._copier.run(jobs, deadline=deadline)
-                if not stream.lost:  # a server that died meanwhile cannot take the bytes back
+                if not stream.lost:
                     stream.send_now(Unpin())
+                elif not reading.verify:
+                    raise LinkBroken("the pins were lost while their bytes were copied")
         results = [ReadResult(s) for s in exchanges.read_statuses(pinned.statuses, len(blocks))]
         if hits:
             expected = pinned.checksums if reading.verify else [0] * len(hits)
@@ -143,11 +145,13 @@ class MappedChannel:
         return await exchanges.suspect(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
-        self._streams.abort()
+        self.abort()
         self._copier.close()
         self._segment.close()
 
     def abort(self) -> None:
+        # In this order: to the server, the end of a stream means that nobody writes any more.
+        self._copier.stop()
         self._streams.abort()
 
     async def _pin(

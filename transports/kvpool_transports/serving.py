@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from kvpool import logs
 from kvpool.errors import (
@@ -57,6 +57,44 @@ ANSWER_S = 60.0
 log = logs.get("kvpool.transport")
 
 
+class Sessions:
+    """The connections of one listener, each with a task of its own."""
+
+    def __init__(self, store: BlockStore, *, mapped: bool, scheme: str) -> None:
+        self._store = store
+        self._mapped = mapped
+        self._scheme = scheme
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def accept(self, stream: Stream) -> Stream:
+        """Serve whoever is at the other end of a new stream; hands the stream back."""
+        if self._closed:  # it was accepted before, and comes to us only now
+            stream.abort()
+            return stream
+        session = Session(stream, self._store, mapped=self._mapped, scheme=self._scheme)
+        task = self.start(session.run())
+        # Also when it is cancelled before its first step, and so never comes to its `finally`.
+        task.add_done_callback(lambda _: stream.abort())
+        return stream
+
+    def start(self, serving: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """The same for a listener that has more to do for a connection than to serve it."""
+        task = self._loop.create_task(serving)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End them all. Idempotent."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
 class Session:
     """One client connection: its stream, its books, and who it is."""
 
@@ -79,7 +117,9 @@ class Session:
             self._connection = await self._greet()
             while True:
                 frame = await self._stream.receive(deadline=None)
-                await self._answer(frame, self._connection)
+                # What the books do for a client that has hung up must not go on without it.
+                async with self._stream.while_open():
+                    await self._answer(frame, self._connection)
         except LinkBroken:
             pass
         except KvpoolError as error:

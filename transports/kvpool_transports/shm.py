@@ -24,7 +24,6 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Coroutine
 
 import numpy as np
 
@@ -40,12 +39,13 @@ from kvpool.protocols import (
 from kvpool_transports import exchanges
 from kvpool_transports.copier import Copier
 from kvpool_transports.mapped import MappedChannel
-from kvpool_transports.serving import Session
+from kvpool_transports.serving import Session, Sessions
 from kvpool_transports.streams import Stream, StreamPool, os_errors
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 _MADV_POPULATE_WRITE = 23
 _PREFAULT_STEP = 64 << 20
+_ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _UCRED = struct.Struct("iII")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -91,7 +91,7 @@ class _ShmListener:
         self._memory = memory
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._sessions: set[asyncio.Task[None]] = set()
+        self._sessions = Sessions(store, mapped=True, scheme="shm")
         self._watched: set[int] = set()
         self._read_only = -1
         self._address = ""
@@ -112,17 +112,16 @@ class _ShmListener:
         self._path = "" if "@" in address else address.removeprefix("shm://")
         # Opened anew through /proc, because a dup of the memfd would be writable.
         self._read_only = os.open(f"/proc/self/fd/{self._memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._start(self._accept())
+        self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
         if self._path:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-        for task in self._sessions:
-            task.cancel()
-        if self._sessions:
-            await asyncio.wait(self._sessions)
+        await self._sessions.close()
         for pidfd in self._watched:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -131,22 +130,23 @@ class _ShmListener:
             os.close(self._read_only)
             self._read_only = -1
 
-    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._sessions.add(task)
-        task.add_done_callback(self._sessions.discard)
+    def _accept(self) -> None:
+        # Not `sock_accept`: cancelled while a client dials, it drops that client with an error.
+        try:
+            sock, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("cannot accept", why=str(error))
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again)
+            return
+        sock.setblocking(False)
+        self._sessions.start(self._serve(sock))
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(self._socket)
-            except OSError as error:
-                if self._socket.fileno() < 0:
-                    return
-                log.warning("cannot accept", why=str(error))
-                await asyncio.sleep(0.1)  # out of descriptors: let some connections end
-                continue
-            self._start(self._serve(sock))
+    def _accept_again(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._accept)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -163,6 +163,9 @@ class _ShmListener:
             log.info("connection failed", why=str(error))
             sock.close()
             return
+        except BaseException:
+            sock.close()
+            raise
         session = Session(stream, self._store, mapped=True, scheme="shm")
         await session.run(lambda connection: self._watch(pid, connection))
 
@@ -288,9 +291,9 @@ class _Segment:
 
     def _adopt(self, fds: list[int], size: int) -> None:
         """Map the segment on the first connection; on later ones see that it is the same."""
-        status = os.fstat(fds[0])
         if self._closed:
             raise LinkBroken("the channel was closed while it was connecting")
+        status = os.fstat(fds[0])
         if status.st_size < size or size <= 0:
             raise BadMessage(f"a segment of {status.st_size} bytes, announced as {size}")
         if self._reader is None:

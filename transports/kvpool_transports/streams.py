@@ -129,6 +129,7 @@ class Stream(asyncio.BufferedProtocol):
         self._landing: Landing | None = None
         self._done: asyncio.Future[None] | None = None
         self._flushed: asyncio.Future[None] | None = None
+        self._work: asyncio.Timeout | None = None
         self._write_paused = False
         self._read_paused = False
         self._impatient = False
@@ -156,8 +157,7 @@ class Stream(asyncio.BufferedProtocol):
         them may be released. With `seeds`, each buffer is hashed piece by piece as it leaves.
         """
         type, body = encode(message) if message is not None else (PAYLOAD, b"")
-        transport = self._writable()
-        transport.write(encode_frame(type, body, sum(map(len, payload))))
+        self._writable().write(encode_frame(type, body, sum(map(len, payload))))
         checksums: list[int] = []
         for index, buffer in enumerate(payload):
             hasher = xxhash.xxh3_64(seed=seeds[index]) if seeds else None
@@ -165,7 +165,7 @@ class Stream(asyncio.BufferedProtocol):
                 piece = buffer[start : start + SEND_STEP]
                 if hasher is not None:
                     hasher.update(piece)
-                transport.write(piece)
+                self._writable().write(piece)  # it may have been lost since the last piece
                 if self._write_paused:
                     await self._flush(deadline)
                 else:  # a peer that keeps up must not keep the loop from everybody else
@@ -212,6 +212,22 @@ class Stream(asyncio.BufferedProtocol):
         frame = await self.receive(sink, deadline=deadline)
         return decode_answer(type, frame.type, frame.body)
 
+    @asynccontextmanager
+    async def while_open(self) -> AsyncIterator[None]:
+        """Ends what is awaited inside when the connection is lost: nobody waits for it any more."""
+        if self.lost:
+            raise self._why or LinkBroken("the peer closed the connection")
+        work = self._work = asyncio.timeout(None)
+        try:
+            async with work:
+                yield
+        except TimeoutError:
+            if not work.expired() or self._why is None:
+                raise
+            raise self._why from None
+        finally:
+            self._work = None
+
     def abort(self) -> None:
         """Drop the connection at once. Synchronous, idempotent."""
         self._fail(LinkBroken("the connection was aborted"))
@@ -225,6 +241,8 @@ class Stream(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         # Paused until the kernel has everything: that is when a pin may be released.
         self._transport.set_write_buffer_limits(high=0)
+        if self.lost:  # aborted before it was made
+            self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._landing is not None and self._landing.missing:
@@ -335,6 +353,8 @@ class Stream(asyncio.BufferedProtocol):
         for future in (self._done, self._flushed):
             if future is not None and not future.done():
                 future.set_exception(self._why)
+        if self._work is not None and not self._work.expired():
+            self._work.reschedule(self._loop.time())
 
 
 async def _by(future: asyncio.Future[None], deadline: float | None, otherwise: str) -> None:

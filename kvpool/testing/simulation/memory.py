@@ -8,7 +8,6 @@ the client is frozen in between, they happen when it thaws.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import cast
 
 from kvpool.errors import BadMessage, LinkBroken
@@ -18,7 +17,7 @@ from kvpool.testing.simulation.network import Net
 from kvpool_transports import exchanges
 from kvpool_transports.copier import Copier
 from kvpool_transports.mapped import MappedChannel
-from kvpool_transports.serving import Session
+from kvpool_transports.serving import Session, Sessions
 from kvpool_transports.streams import Stream, StreamPool, os_errors
 
 
@@ -77,7 +76,7 @@ class _SimShmListener:
     def __init__(self, net: Net, store: BlockStore) -> None:
         self._net = net
         self._store = store
-        self._sessions: set[asyncio.Task[None]] = set()
+        self._sessions = Sessions(store, mapped=True, scheme="shm")
         self._server: asyncio.Server | None = None
         self.address = ""
 
@@ -93,20 +92,12 @@ class _SimShmListener:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in self._sessions:
-            task.cancel()
-        if self._sessions:
-            await asyncio.wait(self._sessions)
+        await self._sessions.close()
 
     def _accept(self) -> Stream:
         stream = _ServerStream()
-        self._start(self._serve(stream))
+        self._sessions.start(self._serve(stream))
         return stream
-
-    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._sessions.add(task)
-        task.add_done_callback(self._sessions.discard)
 
     async def _serve(self, stream: _ServerStream) -> None:
         def watch(connection: Connection) -> None:

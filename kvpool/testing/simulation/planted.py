@@ -128,7 +128,8 @@ BUGS: Sequence[Bug] = (
         "G2",
         _STORE,
         "if known is not None:\n                answers.append(self._already_here",
-        "if known is not None and known.checksum:\n                answers.append(self._already_here",
+        "if known is not None and known.checksum:\n"
+        "                answers.append(self._already_here",
     ),
     Bug(
         "extents-swapped",
@@ -179,8 +180,8 @@ BUGS: Sequence[Bug] = (
         "cancelled-copy-goes-on",
         "G1",
         "kvpool_transports.copier",
-        "                stop.set()\n                await _settle(together)",
-        "                pass",
+        "                brake.pull()\n                del self._brakes[brake]",
+        "                del self._brakes[brake]",
     ),
     Bug(
         "deadline-forgotten",
@@ -288,13 +289,15 @@ BUGS: Sequence[Bug] = (
         _DIRECTORY,
         "        if known is None or known.epoch != epoch:\n            return False\n"
         "        if sequence <= known.sequence",
-        "        if known is None:\n            return False\n        if sequence <= known.sequence",
+        "        if known is None:\n            return False\n"
+        "        if sequence <= known.sequence",
     ),
     Bug(
         "dead-servers-stay",
         "G7",
         _DIRECTORY,
-        "            elif silent_s >= self.timeout_s:\n                self._set_alive(known, False)\n",
+        "            elif silent_s >= self.timeout_s:\n"
+        "                self._set_alive(known, False)\n",
         "",
     ),
     Bug(

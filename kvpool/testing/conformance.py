@@ -1,0 +1,72 @@
+"""The public face of the kit: run every check, or take them one by one.
+
+    await check_transport(CarrierTransport)
+    await check_tier(lambda capacity: FileTier(path, capacity))
+
+or, with a test runner:
+
+    @pytest.mark.parametrize("check", TRANSPORT_CHECKS.values(), ids=TRANSPORT_CHECKS)
+    async def test_carrier(check):
+        await check(CarrierTransport)
+
+A check that fails raises ConformanceError, which names the check, what was expected and what
+happened instead. Each opens its own server, takes well under a second, and may be run alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Final, TypeVar
+
+from kvpool.protocols import Tier, Transport
+from kvpool.testing import ending_checks, tier_checks, transport_checks
+from kvpool.testing.stage import ConformanceError, NotDeclared, TransportCheck
+from kvpool.testing.tier_checks import TierCheck
+
+__all__ = [
+    "TIER_CHECKS",
+    "TRANSPORT_CHECKS",
+    "ConformanceError",
+    "NotDeclared",
+    "check_tier",
+    "check_transport",
+]
+
+C = TypeVar("C")
+
+
+def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
+    """The checks of this kind that the modules define, in their order."""
+    things = [item for module in modules for item in vars(module).items()]
+    return {name: thing for name, thing in things if isinstance(thing, kind)}
+
+
+#: Every check, by name. One about a capability that is not declared raises NotDeclared.
+TRANSPORT_CHECKS: Final = _defined(TransportCheck, transport_checks, ending_checks)
+TIER_CHECKS: Final = _defined(TierCheck, tier_checks)
+
+
+async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
+    """Everything that `Transport`, `Listener`, `Channel` and `Viewable` promise.
+
+    `make` is called once for the server's side of each check and once for the client's, which in
+    production are two processes; a transport that lives inside one process returns the same
+    instance each time. The server listens at `address`, or where the transport likes.
+    Raises ConformanceError at the first check that fails.
+    """
+    for check in TRANSPORT_CHECKS.values():
+        with contextlib.suppress(NotDeclared):
+            await check(make, address=address)
+
+
+async def check_tier(make: Callable[[int], Tier]) -> None:
+    """Everything that `Tier`, `Addressable` and `Mappable` promise.
+
+    `make` gets a capacity. For a tier that survives a restart it opens the same storage each time.
+    Raises ConformanceError at the first check that fails.
+    """
+    for check in TIER_CHECKS.values():
+        with contextlib.suppress(NotDeclared):
+            await check(make)

@@ -1,0 +1,378 @@
+"""What a transport does with bytes: they arrive whole and where they belong, or a status tells.
+
+Every check also ends with the books: no pin, no reservation and no connection left, `Store.check`,
+nothing written into memory that was given back, no task left, no error that nobody caught.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvpool.errors import Overloaded
+from kvpool.protocols import Peer, Writing
+from kvpool.testing.stage import (
+    CAPACITY,
+    LARGE,
+    NAMESPACE,
+    PROMPT_S,
+    Stage,
+    TransportCheck,
+    blank,
+    blocks,
+    content,
+    digest,
+    told,
+)
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    ROOT,
+    Namespace,
+    Outgoing,
+    ReadStatus,
+    WriteStatus,
+)
+
+# --- bytes -----------------------------------------------------------------------------------
+
+
+@TransportCheck
+async def blocks_of_many_sizes_come_back(stage: Stage) -> None:
+    """What was written is read: one byte, odd sizes, several MiB."""
+    channel = await stage.connect()
+    sizes = (1, 2, 511, 4095, 4096, 4097, 65_537, 300_001, 1 << 20, (3 << 20) + 5, 8 << 20)
+    data = {digest(size): content(digest(size), size) for size in sizes}
+    await stage.stored(channel, data)
+    await stage.holds(channel, data)
+    for key, value in data.items():
+        await stage.holds(channel, {key: value})
+
+
+@TransportCheck
+async def a_full_batch_comes_back(stage: Stage) -> None:
+    """BATCH_BLOCKS_MAX blocks in one call, both ways."""
+    channel = await stage.connect()
+    keys = [digest(f"batch/{number}") for number in range(BATCH_BLOCKS_MAX)]
+    data = {key: content(key, 100 + number % 7) for number, key in enumerate(keys)}
+    await stage.stored(channel, data)
+    await stage.holds(channel, data)
+
+
+@TransportCheck
+async def keys_of_every_length_work(stage: Stage) -> None:
+    """Digests have 16 to 32 bytes, the same in one batch."""
+    channel = await stage.connect()
+    for size in (16, 17, 20, 31, 32):
+        data = {digest(f"{size}/{number}")[:size]: bytes([size]) * 100 for number in range(3)}
+        await stage.stored(channel, data)
+        await stage.holds(channel, data)
+
+
+@TransportCheck
+async def parts_and_namespaces_do_not_meet(stage: Stage) -> None:
+    """One digest is another block in each part and in each namespace."""
+    channel = await stage.connect()
+    one, two = Namespace("conformance/two parts", parts=2), Namespace("conformance/two parts")
+    places = [(one, 0), (one, 1), (two, 0), (NAMESPACE, 0)]
+    key = digest("shared")
+    for number, (namespace, part) in enumerate(places):
+        await stage.stored(channel, {key: bytes([number]) * 99}, namespace=namespace, part=part)
+    for number, (namespace, part) in enumerate(places):
+        await stage.holds(channel, {key: bytes([number]) * 99}, namespace=namespace, part=part)
+    (result,) = await stage.read(channel, [key], [blank(99)], namespace=Namespace("elsewhere"))
+    stage.expect(result.status is ReadStatus.NEVER_WRITTEN, "NEVER_WRITTEN elsewhere", told(result))
+
+
+@TransportCheck
+async def results_are_in_the_callers_order(stage: Stage) -> None:
+    """Hits and every kind of miss in one batch: each status where its block was asked for."""
+    channel = await stage.connect()
+    data = blocks("here", 3, 1000)
+    first, second, third = data
+    gone, coming, never = digest("gone"), digest("coming"), digest("never")
+    await stage.stored(channel, {**data, gone: bytes(100)})
+    await channel.remove(NAMESPACE, [gone], deadline=stage.within())
+    writer = stage.recorder.connect(Peer("another writer"))
+    await writer.reserve(NAMESPACE, 0, [coming], [ROOT], [100], deadline=stage.within())
+    keys = [never, third, gone, first, coming, second]
+    buffers = [blank(1000) for _ in keys[:-1]] + [blank(999)]
+    results = await stage.read(channel, keys, buffers)
+    writer.close()
+    statuses = [
+        ReadStatus.NEVER_WRITTEN,
+        ReadStatus.HIT,
+        ReadStatus.REMOVED,
+        ReadStatus.HIT,
+        ReadStatus.BEING_WRITTEN,
+        ReadStatus.BUFFER_TOO_SMALL,
+    ]
+    stage.expect([r.status for r in results] == statuses, f"{statuses}", told(results))
+    stage.expect(
+        buffers == [blank(1000), data[third], blank(1000), data[first], blank(1000), blank(999)],
+        "each block in its own buffer, and the buffers of misses untouched",
+    )
+
+
+@TransportCheck
+async def a_larger_buffer_keeps_its_rest(stage: Stage) -> None:
+    """`size` bytes of the buffer are the block, the rest is untouched."""
+    channel = await stage.connect()
+    data = {**blocks("small", 2, 777), **blocks("large", 2, LARGE)}
+    await stage.stored(channel, data)
+    buffers = [blank(len(value) + 333) for value in data.values()]
+    results = await stage.read(channel, list(data), buffers)
+    sizes = [len(value) for value in data.values()]
+    stage.expect([r.size for r in results] == sizes, f"the blocks' sizes {sizes}", told(results))
+    wanted = [value + blank(333) for value in data.values()]
+    stage.expect(buffers == wanted, "the bytes behind each block to be untouched")
+
+
+@TransportCheck
+async def bytes_are_taken_while_they_are_pinned(stage: Stage) -> None:
+    """Once it has unpinned, the server may give the memory to somebody else at any moment."""
+    channel = await stage.connect()
+    data = {**blocks("small", 3, 5000), **blocks("large", 5, LARGE)}
+    await stage.stored(channel, data)
+    stage.recorder.burn_after_reading = True
+    await stage.holds(channel, data)
+
+
+@TransportCheck
+async def blocks_are_sealed_when_their_bytes_are_there(stage: Stage) -> None:
+    """A seal carries the checksums of bytes that are in place; the recorder looks at each."""
+    channel = await stage.connect()
+    data = {**blocks("small", 5, 5000), **blocks("large", 5, LARGE)}
+    await stage.stored(channel, data)
+    stage.expect(not stage.recorder.faults, "no early seal", stage.recorder.faults)
+    for key, value in data.items():
+        stage.expect(stage.memory_of(key) == value, "the block's bytes in the pool's memory")
+
+
+@TransportCheck
+async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
+    """Parents, sizes, part, visibility, deadline and the client's name arrive as given."""
+    channel = await stage.connect(client="the caller")
+    namespace = Namespace("conformance/Überlänge", parts=3)
+    keys = [digest(f"chain/{number}") for number in range(3)]
+    parents = [ROOT, *keys[:-1]]
+    chain = [
+        Outgoing(key, parent, memoryview(bytes([7]) * (50 + number)))
+        for number, (key, parent) in enumerate(zip(keys, parents, strict=True))
+    ]
+    deadline = stage.within()
+    await channel.write(Writing(namespace, 2, False), chain, deadline=deadline)
+    stage.expect(len(stage.recorder.asked) == 1, "one `reserve`", stage.recorder.asked)
+    asked = stage.recorder.asked[0]
+    wanted = (namespace, 2, keys, parents, [50, 51, 52])
+    stage.expect(asked[:-1] == wanted, f"{wanted}", told(asked[:-1]))
+    late_s = asked.deadline - deadline
+    stage.expect(-PROMPT_S < late_s < PROMPT_S, "the caller's deadline", f"{late_s:+g} s off")
+    stage.expect(stage.recorder.visible == [False], "visible=False", stage.recorder.visible)
+    names = {peer.name for peer in stage.recorder.peers}
+    stage.expect(names == {"the caller"}, "the client's name in the books", names)
+
+
+# --- one writer, no space --------------------------------------------------------------------
+
+
+@TransportCheck
+async def a_stored_block_is_not_written_again(stage: Stage) -> None:
+    """The second writer is told, the first one's bytes stay, and its neighbours are stored."""
+    channel = await stage.connect()
+    data = blocks("first", 3, 3000)
+    middle = list(data)[1]
+    await stage.stored(channel, {middle: data[middle]})
+    statuses = await stage.write(channel, {**data, middle: bytes(3000)})
+    wanted = [WriteStatus.STORED, WriteStatus.ALREADY_STORED, WriteStatus.STORED]
+    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    statuses = await stage.write(channel, data)
+    wanted = [WriteStatus.ALREADY_STORED] * 3
+    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    await stage.holds(channel, data)
+
+
+@TransportCheck
+async def of_two_writers_one_is_told_to_leave_it(stage: Stage) -> None:
+    """IN_PROGRESS while another connection has the block reserved; free again when that ends."""
+    channel = await stage.connect()
+    data = blocks("contended", 3, 3000)
+    middle = list(data)[1]
+    other = stage.recorder.connect(Peer("another writer"))
+    await other.reserve(NAMESPACE, 0, [middle], [ROOT], [3000], deadline=stage.within())
+    statuses = await stage.write(channel, data)
+    wanted = [WriteStatus.STORED, WriteStatus.IN_PROGRESS, WriteStatus.STORED]
+    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    other.close()
+    await stage.stored(channel, {middle: data[middle]})
+    await stage.holds(channel, data)
+
+
+@TransportCheck
+async def of_many_writers_one_wins(stage: Stage) -> None:
+    """All write other bytes under one key at once; what is read is what the winner wrote."""
+    channel, other = await stage.connect(), await stage.connect()
+    key = digest("race")
+    outcomes = await asyncio.gather(
+        *(stage.write((channel, other)[n % 2], {key: bytes([n]) * LARGE}) for n in range(8))
+    )
+    statuses = [status for (status,) in outcomes]
+    fine = {WriteStatus.STORED, WriteStatus.ALREADY_STORED, WriteStatus.IN_PROGRESS}
+    stage.expect(
+        statuses.count(WriteStatus.STORED) == 1 and set(statuses) <= fine,
+        "one STORED, the others told to leave it",
+        told(statuses),
+    )
+    await stage.holds(channel, {key: bytes([statuses.index(WriteStatus.STORED)]) * LARGE})
+
+
+@TransportCheck
+async def no_space_is_a_status(stage: Stage) -> None:
+    """A full server and a block larger than its segment are answers, not errors, and in time."""
+    channel = await stage.connect()
+    hog = stage.recorder.connect(Peer("hog"))
+    await hog.reserve(
+        NAMESPACE, 0, [digest("hog")], [ROOT], [CAPACITY - (1 << 20)], deadline=stage.within()
+    )
+    huge, fits, full = digest("huge"), digest("fits"), digest("full")
+    statuses = await stage.write(channel, {huge: bytes(CAPACITY + 1), fits: bytes(1000)})
+    wanted = [WriteStatus.TOO_LARGE, WriteStatus.STORED]
+    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    deadline = stage.within(0.4)
+    statuses = await stage.write(channel, {full: bytes(2 << 20)}, within_s=0.4)
+    stage.expect(stage.within(0) <= deadline, "an answer by the deadline")
+    hog.close()
+    stage.expect(statuses == [WriteStatus.NO_SPACE], "NO_SPACE", told(statuses))
+    await stage.stored(channel, {full: bytes(2 << 20)})
+
+
+# --- checksums -------------------------------------------------------------------------------
+
+
+@TransportCheck
+async def rotten_blocks_are_corrupt(stage: Stage) -> None:
+    """A flipped bit in the pool's memory is CORRUPT; without `verify` the bytes come as is."""
+    channel = await stage.connect()
+    for size in (1, 5000, LARGE):
+        data = blocks(f"rot/{size}", 3, size)
+        middle = list(data)[1]
+        await stage.stored(channel, data)
+        stage.memory_of(middle)[size // 2] ^= 1
+        results = await stage.read(channel, list(data), [blank(size) for _ in data])
+        statuses = [result.status for result in results]
+        wanted = [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
+        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", told(statuses))
+        buffers = [blank(size) for _ in data]
+        results = await stage.read(channel, list(data), buffers, verify=False)
+        stage.expect(all(r.status.hit for r in results), "a HIT without `verify`", told(results))
+        stage.expect(buffers[1] == stage.memory_of(middle), "the bytes as they are, unverified")
+
+
+@TransportCheck
+async def bytes_of_another_key_are_corrupt(stage: Stage) -> None:
+    """The checksum is seeded with the key: intact bytes of the wrong block are caught, too."""
+    channel = await stage.connect()
+    data = blocks("swap", 2, 5000)
+    await stage.stored(channel, data)
+    one, two = (stage.store.peek(NAMESPACE, 0, key) for key in data)
+    assert one is not None
+    assert two is not None
+
+    def swap() -> None:
+        one.offset, two.offset = two.offset, one.offset
+        one.checksum, two.checksum = two.checksum, one.checksum
+
+    swap()
+    results = await stage.read(channel, list(data), [blank(5000), blank(5000)])
+    swap()
+    stage.expect(
+        [r.status for r in results] == [ReadStatus.CORRUPT] * 2, "CORRUPT, twice", told(results)
+    )
+
+
+@TransportCheck
+async def a_suspect_is_dropped_when_it_is_rotten(stage: Stage) -> None:
+    """The server looks for itself: what is intact stays, what is rotten can be written again."""
+    channel = await stage.connect()
+    data = blocks("suspect", 3, 5000)
+    keys = list(data)
+    await stage.stored(channel, data)
+    stage.memory_of(keys[1])[4999] ^= 128
+    asked = [*keys, digest("never")]
+    dropped = await channel.suspect(NAMESPACE, 0, asked, deadline=stage.within())
+    wanted = [False, True, False, False]
+    stage.expect(dropped == wanted, f"{wanted}", told(dropped))
+    results = await stage.read(channel, keys, [blank(5000) for _ in keys])
+    statuses = [result.status for result in results]
+    reasons = [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
+    stage.expect(statuses == reasons, f"{reasons}", told(statuses))
+    await stage.stored(channel, {keys[1]: data[keys[1]]})
+    await stage.holds(channel, data)
+
+
+# --- remove; what a channel does not do ------------------------------------------------------
+
+
+@TransportCheck
+async def removed_blocks_are_gone(stage: Stage) -> None:
+    """Every part goes; True where there was one."""
+    channel = await stage.connect()
+    namespace = Namespace("conformance/parts", parts=2)
+    kept, gone = digest("kept"), digest("gone")
+    for part in (0, 1):
+        data = {kept: bytes(100), gone: bytes(100)}
+        await stage.stored(channel, data, namespace=namespace, part=part)
+    asked = [digest("never"), gone]
+    removed = await channel.remove(namespace, asked, deadline=stage.within())
+    stage.expect(removed == [False, True], "[False, True]", told(removed))
+    for part in (0, 1):
+        results = await stage.read(
+            channel, [gone, kept], [blank(100), blank(100)], namespace=namespace, part=part
+        )
+        statuses = [result.status for result in results]
+        wanted = [ReadStatus.REMOVED, ReadStatus.HIT]
+        stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+
+
+@TransportCheck
+async def a_channel_never_caches(stage: Stage) -> None:
+    """Each read asks the server: what somebody else has removed is a miss at once."""
+    channel = await stage.connect()
+    data = blocks("cached", 2, 5000)
+    key, other = data
+    await stage.stored(channel, data)
+    await stage.holds(channel, data)
+    stage.memory_of(other)[0] ^= 1
+    stage.store.remove(NAMESPACE, [key])
+    results = await stage.read(channel, [key, other], [blank(5000), blank(5000)])
+    wanted = [ReadStatus.REMOVED, ReadStatus.CORRUPT]
+    stage.expect([r.status for r in results] == wanted, f"{wanted}", told(results))
+
+
+@TransportCheck
+async def a_transport_never_retries(stage: Stage) -> None:
+    """A refusal in a call reaches the caller, after one attempt, and the channel goes on."""
+    channel = await stage.connect()
+    data = blocks("refused", 2, 100)
+    stage.recorder.refuse_writes = Overloaded("not now")
+    await stage.raises(Overloaded, stage.write(channel, data), "a write that is refused")
+    attempts = len(stage.recorder.asked)
+    stage.expect(attempts == 1, "one attempt", f"the server was asked {attempts} times")
+    stage.recorder.refuse_writes = None
+    await stage.stored(channel, data)
+
+
+@TransportCheck
+async def many_calls_at_once(stage: Stage) -> None:
+    """A hundred calls on one channel, of every kind, none in another's way."""
+    channel = await stage.connect()
+    data = blocks("old", 50, 20_000)
+    await stage.stored(channel, data)
+    old, new = list(data), blocks("new", 40, 20_000)
+    await asyncio.gather(
+        *(stage.holds(channel, {key: data[key]}) for key in old[:40]),
+        *(stage.stored(channel, {key: value}) for key, value in new.items()),
+        *(channel.remove(NAMESPACE, [key], deadline=stage.within()) for key in old[40:]),
+        *(channel.suspect(NAMESPACE, 0, [key], deadline=stage.within()) for key in old[:10]),
+    )
+    await stage.holds(channel, {**{key: data[key] for key in old[:40]}, **new})
+    (result,) = await stage.read(channel, [old[45]], [blank(20_000)])
+    stage.expect(result.status is ReadStatus.REMOVED, "REMOVED", told(result))
