@@ -276,7 +276,7 @@ class Servers:
         self, known: _Server, operation: Callable[[Channel], Awaitable[T]], deadline: float
     ) -> T:
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began, epoch = loop.time(), known.epoch
         problem: KvpoolError | None = None
         for path in self._order(known):
             for again in (True, False):
@@ -298,8 +298,9 @@ class Servers:
                     break
                 known.failures = 0
                 return result
-        known.retry_at = loop.time() + known.failed(self._chance)
-        known.paths = []  # ask again where it is
+        if known.epoch == epoch:  # else somebody has found it meanwhile, and it was not that one
+            known.retry_at = loop.time() + known.failed(self._chance)
+            known.paths = []  # ask again where it is
         raise ServerLost(f"server {known.server}: {problem or 'no common transport'}")
 
     def silent(self, server: str, *, given_up: bool) -> None:
