@@ -24,8 +24,10 @@ from kvpool.errors import (
     BadBuffer,
     BadKey,
     Closed,
+    ConfigError,
     DeadlineExceeded,
     KvpoolError,
+    LinkBroken,
     MasterLost,
     Overloaded,
     PeerError,
@@ -89,14 +91,15 @@ async def connect(
     """
     if config is None:
         config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
+    transports = registry.transports(config.transports)
     network = ZmqNetwork(cluster)
-    pool = Pool(
-        config,
-        cluster=cluster,
-        network=network,
-        transports=registry.transports(config.transports),
-        owns_network=True,
-    )
+    try:
+        pool = Pool(
+            config, cluster=cluster, network=network, transports=transports, owns_network=True
+        )
+    except BaseException:
+        network.close()
+        raise
     try:
         await pool.members()
     except BaseException:
@@ -169,7 +172,7 @@ class Pool:
             runs += _runs(found, first, len(digests))
             if found.misses:
                 length = runs[-1].last + 1 if runs else 0
-                return Match(tuple(runs), length, _read_status(found.misses[0]))
+                return Match(tuple(runs), length, _miss(found.misses[0]))
         return Match(tuple(runs), len(chain), ReadStatus.HIT)
 
     async def explain(
@@ -183,6 +186,8 @@ class Pool:
             batch = digests[first : first + BATCH_BLOCKS_MAX]
             request = wire.Explain(namespace.name, namespace.parts, size, b"".join(batch))
             explained = await self._masters.ask(request, wire.Explained, deadline)
+            if len(explained.blocks) != len(batch):
+                raise MasterLost(f"a master answered for {len(explained.blocks)} of {len(batch)}")
             answers += [
                 Explanation(
                     BlockKey(namespace, digest),
@@ -438,7 +443,9 @@ class Pool:
         deadline: float,
     ) -> tuple[list[ReadResult], list[list[str]]]:
         """For each block the result so far and the servers to ask, best last (they are popped)."""
-        results = [ReadResult(match.stopped if match else ReadStatus.NO_MASTER)] * len(digests)
+        # Beyond a match that ends in a hit nobody was asked: that is no hit.
+        stopped = match.stopped if match and not match.stopped.hit else ReadStatus.NO_MASTER
+        results = [ReadResult(stopped)] * len(digests)
         places: list[list[str]] = [[] for _ in digests]
         runs: list[Run] = []
         if match is not None:
@@ -456,7 +463,7 @@ class Pool:
                 misses = iter(found.misses)
                 for position in range(first, first + len(batch)):
                     if position not in here:
-                        results[position] = ReadResult(_read_status(next(misses, 0)))
+                        results[position] = ReadResult(_miss(next(misses, 0)))
         for run in runs:
             servers = [r.server for r in reversed(run.replicas) if r.part == part]
             for position in range(run.first, min(run.last + 1, len(digests))):
@@ -733,9 +740,12 @@ class _Servers:
             channel = known.channels.get(path)
             if channel is None:
                 until = min(deadline, asyncio.get_running_loop().time() + self._config.attempt_s)
-                channel = await self._transports[path.scheme].connect(
-                    path.address, cluster=self._cluster, client=self._name, deadline=until
-                )
+                try:
+                    channel = await self._transports[path.scheme].connect(
+                        path.address, cluster=self._cluster, client=self._name, deadline=until
+                    )
+                except ConfigError as error:  # the server's mistake, not the caller's
+                    raise LinkBroken(str(error)) from None
                 known.channels[path] = channel
                 log.debug("connected", server=known.server, address=path.address)
         return channel
@@ -849,6 +859,12 @@ def _read_status(value: int) -> ReadStatus:
         return ReadStatus(value)
     except ValueError:
         return ReadStatus.NEVER_WRITTEN
+
+
+def _miss(value: int) -> ReadStatus:
+    """The reason of a miss; a master that calls it a hit knows none."""
+    status = _read_status(value)
+    return ReadStatus.NEVER_WRITTEN if status.hit else status
 
 
 def _check_part(namespace: Namespace, part: int) -> None:
