@@ -1,8 +1,9 @@
 """Bad bytes give one clear error and close that link; nobody else notices (G11).
 
 One line per input. After each of them, another client still reads what it wrote, and the books are
-clean. Buffers and keys that are wrong in themselves are in `test_pool.py`, settings in
-`test_config.py`, bytes chosen by a machine in `wire/test_fuzz.py`.
+clean (the `watched` pool). What servers and masters send to clients is in `test_bad_peers.py`;
+wrong calls and commands are in `test_bad_calls.py`, buffers and keys in `test_pool.py`, settings
+in `test_config.py`, bytes chosen by a machine in `wire/test_fuzz.py`.
 
 Not applicable, because there is no such thing here (yet): TLS, CURVE and tokens; quotas; tiers with
 files. A client of another user cannot be played without one.
@@ -151,7 +152,7 @@ async def test_many_requests_at_once_let_others_in(watched: dev.Dev, scheme: str
 # --- messages ----------------------------------------------------------------------------
 
 DEEP = b"\x91" * 100_000
-#: Fields that replace those of a good Reserve, and whether msgpack itself is broken further.
+#: Fields that replace those of a good Reserve.
 MESSAGES: dict[str, dict[str, Any]] = {
     "no keys": {"digests": b"", "parents": b"", "sizes": []},
     "1,025 keys": {"digests": bytes(32 * 1025), "parents": bytes(32 * 1025), "sizes": [1] * 1024},

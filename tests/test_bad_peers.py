@@ -43,11 +43,9 @@ NOWHERE = {
 @pytest.mark.parametrize("name", NOWHERE)
 async def test_a_server_that_lies_about_itself(watched: dev.Dev, link: Link, name: str) -> None:
     """It says that it has what others have, and cannot be reached: it costs nobody a block."""
-    liar = msgspec.structs.replace(
-        REGISTER, host=watched.servers[0].heartbeat(0).server, addresses=[NOWHERE[name]]
-    )
     host = (await ask(link, wire.Members(), wire.MembersAre)).members[0].host
-    await ask(link, msgspec.structs.replace(liar, host=host, capacity=1 << 47), wire.Registered)
+    liar = msgspec.structs.replace(REGISTER, host=host, addresses=[NOWHERE[name]], capacity=1 << 47)
+    assert (await ask(link, liar, wire.Registered)).accepted
     told = wire.Inventory(
         "liar", 7, 1, True, True, [wire.BlockChanges(**KEYS, part=0, tier=0, status=0)]
     )
@@ -198,7 +196,7 @@ async def test_segments(name: str) -> None:
     before = open_descriptors()
     with pytest.raises((PeerError, LinkBroken)):
         await connected(byte, make(), size)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 async def test_a_segment_that_cannot_be_written() -> None:
