@@ -4,7 +4,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+FUZZ_VENV := .venv-fuzz
+SECONDS ?= 60
+
+.PHONY: demo test check bench fuzz clean
 
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
@@ -20,6 +23,19 @@ check: $(VENV)/ready  ## lint and types
 bench: $(VENV)/ready  ## speed, as ratios to limits measured in the same run
 	$(BIN)/python -m benchmarks.run
 
+fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
+	for target in wire session master; do \
+		$(FUZZ_VENV)/bin/python -m tests.fuzz.$$target -max_total_time=$(SECONDS) || exit 1; \
+	done
+
+$(FUZZ_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/pip install --quiet --disable-pip-version-check --only-binary atheris \
+		-e '.[fuzz]' || { echo "atheris has no wheel for $$($(PYTHON) --version) here:" \
+		"try another, as in make fuzz PYTHON=python3.12"; exit 1; }
+	@touch $@
+
 $(VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -27,4 +43,4 @@ $(VENV)/ready: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo.svg
+	rm -rf $(VENV) $(FUZZ_VENV) demo.svg

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvpool import logs, process, registry
@@ -25,7 +26,7 @@ from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.server import BlockServer
-from kvpool.types import Explanation, Member, Namespace
+from kvpool.types import Explanation, Member, Namespace, check_digests
 
 app = typer.Typer(
     name="kvpool",
@@ -74,7 +75,8 @@ def dev(
             for server in pool.servers:
                 size = human(server.store.allocator.capacity)
                 paths = ", ".join(server.addresses[1:])
-                console.print(f"  server {server.server}, {size}: {paths}", soft_wrap=True)
+                line = f"  server {server.server}, {size}: {paths}"
+                console.print(line, soft_wrap=True, markup=False)
             console.print(f'\n  pool = await kvpool.connect("{pool.address}")')
             console.print("\nCtrl-C ends it.")
             await process.until_stopped()
@@ -164,7 +166,9 @@ async def _serve(settings: Config) -> None:
         process.calm_garbage_collector()
         size = human(running.store.allocator.capacity)
         console.print(
-            f"server {running.server}, {size}: {', '.join(running.addresses)}", soft_wrap=True
+            f"server {running.server}, {size}: {', '.join(running.addresses)}",
+            soft_wrap=True,
+            markup=False,
         )
         registering = asyncio.create_task(_registered(running, settings))
         stopped = asyncio.create_task(process.until_stopped())
@@ -187,7 +191,7 @@ async def _registered(running: BlockServer, settings: Config) -> None:
     try:
         await running.registered(loop.time() + patience)
     except Unavailable as error:
-        complaints.print(f"[yellow]no master yet:[/] {error}; trying on")
+        complaints.print(f"[yellow]no master yet:[/] {escape(str(error))}; trying on")
 
 
 # --- asking ----------------------------------------------------------------------------
@@ -233,8 +237,10 @@ def explain(
             digests = [bytes.fromhex(key) for key in keys]
         except ValueError:
             raise ConfigError(f"keys {keys}: expected hex digits") from None
+        check_digests(digests)
+        wanted = Namespace(namespace, parts)
         async with await _open(settings) as pool:
-            return await pool.explain(Namespace(namespace, parts), digests, timeout=_ASK_S)
+            return await pool.explain(wanted, digests, timeout=_ASK_S)
 
     answers = _run(main())
     if as_json:
@@ -254,7 +260,8 @@ def explain(
         return
     for answer in answers:
         colour = "green" if answer.status.hit else "yellow"
-        console.print(f"{answer.key}  [{colour}]{answer.status.label}[/]: {answer.text}")
+        text = escape(answer.text)
+        console.print(f"{answer.key}  [{colour}]{answer.status.label}[/]: {text}")
 
 
 @app.command()
@@ -275,7 +282,8 @@ def doctor(
         table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
         marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
         for finding in findings:
-            table.add_row(finding.check, marks[finding.verdict], finding.text, finding.advice)
+            text, advice = escape(finding.text), escape(finding.advice)
+            table.add_row(finding.check, marks[finding.verdict], text, advice)
         console.print(table)
     raise typer.Exit(1 if any(finding.verdict == "fail" for finding in findings) else 0)
 
@@ -380,9 +388,9 @@ def members_table(members: list[Member]) -> Table:
         state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
         share = m.used / m.capacity if m.capacity else 0
         table.add_row(
-            m.server,
+            escape(m.server),
             state,
-            ", ".join(m.tiers),
+            escape(", ".join(m.tiers)),
             human(m.capacity),
             f"{human(m.used)} ({share:.0%})",
             f"{m.blocks:,}",
@@ -440,7 +448,7 @@ def _run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
 
 
 def _fail(error: KvpoolError) -> NoReturn:
-    complaints.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    complaints.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     raise typer.Exit(2 if isinstance(error, UsageError) else 1)
 
 

@@ -108,14 +108,15 @@ async def connect(
     """
     if config is None:
         config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
+    transports = registry.transports(config.transports)
     network = ZmqNetwork(cluster)
-    pool = Pool(
-        config,
-        cluster=cluster,
-        network=network,
-        transports=registry.transports(config.transports),
-        owns_network=True,
-    )
+    try:
+        pool = Pool(
+            config, cluster=cluster, network=network, transports=transports, owns_network=True
+        )
+    except BaseException:
+        network.close()
+        raise
     try:
         await pool.members()
     except BaseException:
@@ -188,7 +189,7 @@ class Pool:
             runs += _runs(found, first, len(digests))
             if found.misses:
                 length = runs[-1].last + 1 if runs else 0
-                return Match(tuple(runs), length, _read_status(found.misses[0]))
+                return Match(tuple(runs), length, _miss(found.misses[0]))
         return Match(tuple(runs), len(chain), ReadStatus.HIT)
 
     async def explain(
@@ -202,6 +203,8 @@ class Pool:
             batch = digests[first : first + BATCH_BLOCKS_MAX]
             request = wire.Explain(namespace.name, namespace.parts, size, b"".join(batch))
             explained = await self._masters.ask(request, wire.Explained, deadline)
+            if len(explained.blocks) != len(batch):
+                raise MasterLost(f"a master answered for {len(explained.blocks)} of {len(batch)}")
             answers += [
                 Explanation(
                     BlockKey(namespace, digest),
@@ -467,7 +470,7 @@ class Pool:
                 misses = iter(found.misses)
                 for position in range(first, first + len(batch)):
                     if position not in found_at:
-                        results[position] = ReadResult(_read_status(next(misses, 0)))
+                        results[position] = ReadResult(_miss(next(misses, 0)))
         for run in runs:
             here = (replica.server for replica in run.replicas if replica.part == part)
             servers = self._servers.best_first(here)[::-1]
@@ -682,6 +685,12 @@ def _read_status(value: int) -> ReadStatus:
         return ReadStatus(value)
     except ValueError:
         return ReadStatus.NEVER_WRITTEN
+
+
+def _miss(value: int) -> ReadStatus:
+    """The reason of a miss; a master that calls it a hit knows none."""
+    status = _read_status(value)
+    return ReadStatus.NEVER_WRITTEN if status.hit else status
 
 
 def _check_part(namespace: Namespace, part: int) -> None:

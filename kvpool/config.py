@@ -98,7 +98,7 @@ def load(
     """
     raw: dict[str, Any] = _read(Path(path)) if path is not None else {}
     for name, value in (environment or {}).items():
-        if name.startswith("KVPOOL_"):
+        if name.startswith("KVPOOL_") and name != "KVPOOL_CONFIG":  # that one names the file
             _set(raw, _from_environment(name), value, name)
     for name, flag in (flags or {}).items():
         if flag is not None:
@@ -110,10 +110,11 @@ def load(
 
 def parse_size(text: str | int | float) -> int:
     """Bytes: `64GiB`, `512 MiB`, `4096`. Raises ConfigError; `64GB` is one of the errors."""
+    number: float
     if isinstance(text, int) and not isinstance(text, bool):
-        number, unit = float(text), ""
+        number, unit = text, ""
     else:
-        found = re.fullmatch(r"\s*([+-]?[\d.]+)\s*([A-Za-z]*)\s*", str(text))
+        found = re.fullmatch(r"\s*([+-]?[\d.]{1,20})\s*([A-Za-z]*)\s*", str(text))
         if found is None:
             raise ConfigError(f"size {text!r}: expected bytes or a number with unit, like 64GiB")
         try:
@@ -132,9 +133,9 @@ def parse_size(text: str | int | float) -> int:
 
 def parse_duration(text: str | int | float) -> float:
     """Seconds: `250ms`, `2s`, `5m`, `1h`, `0.5`. Raises ConfigError."""
-    if isinstance(text, int | float) and not isinstance(text, bool):
-        return float(text)
-    found = re.fullmatch(r"\s*([\d.]+)\s*([a-z]*)\s*", str(text))
+    if isinstance(text, float):
+        return text
+    found = re.fullmatch(r"\s*([\d.]{1,20})\s*([a-z]*)\s*", str(text))
     factors = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     try:
         if found is not None and found[2] in factors:
@@ -146,9 +147,9 @@ def parse_duration(text: str | int | float) -> float:
 
 def check_bind(address: str, insecure: bool) -> None:
     """Refuse to listen beyond loopback unless told to: there is no authentication yet."""
-    parts = urlsplit(address if "://" in address else f"tcp://{address}")
-    host = parts.hostname or ""
     try:
+        parts = urlsplit(address if "://" in address else f"tcp://{address}")
+        host = parts.hostname or ""
         if not host or parts.port is None:
             raise ValueError
     except ValueError:
@@ -171,7 +172,7 @@ def _read(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # besides YAMLError: a date 2020-13-45 is a bare ValueError
         raise ConfigError(f"config file {path}: {str(error)[:300]}") from None
     if loaded is None:
         return {}
@@ -247,6 +248,11 @@ def _check(config: Config) -> None:
         )
     if config.server.connections_max < 1:
         raise ConfigError("setting 'server.connections_max': expected at least 1")
+    if len(config.server.id) > 256 or not config.server.id.isprintable():
+        raise ConfigError(
+            f"setting 'server.id' is {config.server.id[:40]!r}, "
+            "expected at most 256 printable characters"
+        )
     for section in (config.server, config.client):
         if not section.masters:
             raise ConfigError("setting 'masters' is empty: expected at least one host:port")

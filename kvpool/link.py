@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from kvpool import logs
 from kvpool.errors import (
     Closed,
     ConfigError,
@@ -36,6 +37,8 @@ from kvpool.wire.frames import (
     envelope_id,
 )
 from kvpool.wire.messages import Error, encode
+
+log = logs.get("kvpool.link")
 
 #: Requests one caller may have in flight to one master.
 PENDING_MAX = 4096
@@ -68,6 +71,9 @@ class ZmqNetwork:
         _bound(socket)
         try:
             socket.bind(endpoint(address))
+        except ConfigError:
+            socket.close(0)
+            raise
         except zmq.ZMQError as error:
             socket.close(0)
             raise ConfigError(
@@ -94,8 +100,8 @@ def endpoint(address: str) -> str:
     """`host:port` as zmq writes it. Raises ConfigError when it is neither that nor an endpoint."""
     if "://" not in address:
         address = f"tcp://{address}"
-    parts = urlsplit(address)
     try:
+        parts = urlsplit(address)
         valid = parts.scheme == "ipc" or (parts.hostname and parts.port is not None)
     except ValueError:
         valid = False
@@ -233,7 +239,9 @@ def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
         envelope = decode_envelope(message, cluster)
         type, body = handler(envelope.type, envelope.body)
         return encode_envelope(type, cluster, id, body)
-    except KvpoolError as error:
+    except Exception as error:
+        if not isinstance(error, KvpoolError):  # a bug: it costs this peer its answer only
+            log.exception("a request failed")
         type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
         return encode_envelope(type, cluster, id, body)
 
@@ -252,6 +260,9 @@ class _ZmqLink:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         try:
             socket.connect(endpoint(address))
+        except ConfigError:
+            socket.close(0)
+            raise
         except zmq.ZMQError as error:
             socket.close(0)
             raise ConfigError(f"address {address!r}: {zmq.strerror(error.errno or 0)}") from None

@@ -96,6 +96,9 @@ class Master:
     # --- from servers ------------------------------------------------------------------
 
     def _register(self, m: wire.Register) -> wire.Registered:
+        for name in (m.server, m.host, *m.addresses, *m.tiers):
+            if not name.isprintable():  # they end up on terminals and in logs
+                raise BadMessage(f"{name[:40]!r} is not printable")
         accepted = self.directory.register(
             m.server, m.epoch, m.host, m.addresses, m.tiers, m.capacity, self._now()
         )

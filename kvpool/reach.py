@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, TypeVar
 from kvpool import logs
 from kvpool.config import ClientConfig
 from kvpool.errors import (
+    ConfigError,
     DeadlineExceeded,
     KvpoolError,
     LinkBroken,
@@ -404,9 +405,15 @@ class Servers:
                 if self._broken.get(path) != broken:  # who came first has just found out
                     raise LinkBroken(f"{path.address} cannot be reached")
                 until = min(deadline, asyncio.get_running_loop().time() + self._config.attempt_s)
-                channel = await self._transports[path.scheme].connect(
-                    path.address, cluster=self._cluster, client=self._host.process, deadline=until
-                )
+                try:
+                    channel = await self._transports[path.scheme].connect(
+                        path.address,
+                        cluster=self._cluster,
+                        client=self._host.process,
+                        deadline=until,
+                    )
+                except ConfigError as error:  # the server's mistake, not the caller's
+                    raise LinkBroken(str(error)) from None
                 known.channels[path] = channel
                 log.debug("connected", server=known.server, address=path.address)
         finally:

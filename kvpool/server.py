@@ -166,6 +166,8 @@ class BlockServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await future
+        if future in self._space:  # nobody told us in time
+            self._space.remove(future)
 
     def disconnected(self) -> None:
         self._connections -= 1

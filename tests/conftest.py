@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, dev
+from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
+from kvpool.link import ZmqNetwork
+from kvpool.protocols import Link
 
 NAMESPACE = Namespace("test/model")
 TRANSPORTS = ["inproc", "shm", "tcp"]
@@ -35,6 +38,19 @@ def buffers(count: int, size: int = 8192) -> list[bytearray]:
     return [bytearray(size) for _ in range(count)]
 
 
+#: What the witness of `watched` has written.
+CHAIN = keys("witness", 3)
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Wait for a condition; fails when it does not come true in time."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + within_s
+    while not condition():
+        assert loop.time() < until, "the condition did not come true"
+        await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 async def pool_dev() -> AsyncIterator[dev.Dev]:
     """One master and one server of 16 MiB, whose books are checked at the end."""
@@ -57,6 +73,32 @@ async def pool(request: pytest.FixtureRequest, pool_dev: dev.Dev) -> AsyncIterat
     config = ClientConfig(masters=[pool_dev.address], transports=[request.param])
     async with pool_dev.pool(config) as client:
         yield client
+
+
+@pytest.fixture
+async def watched(pool_dev: dev.Dev) -> AsyncIterator[dev.Dev]:
+    """A pool with another client, who must not notice anything."""
+    (server,) = pool_dev.servers
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as witness:
+        await witness.write(NAMESPACE, CHAIN, values(CHAIN))
+        yield pool_dev
+        got = buffers(3)
+        results = await witness.read(NAMESPACE, CHAIN, got)
+        assert all(result.status.hit for result in results)
+        assert got == values(CHAIN)
+        assert witness.counters["failed_tcp"] == 0
+        assert set(await witness.write(NAMESPACE, [key("next")], [b"x"])) == {WriteStatus.STORED}
+    await eventually(lambda: (server.store.pins, server.store.reservations) == (0, 0))
+
+
+@pytest.fixture
+async def link(watched: dev.Dev) -> AsyncIterator[Link]:
+    """Requests to the master of a watched pool."""
+    network = ZmqNetwork()
+    yield network.connect(watched.address)
+    network.close()
+    watched.master.directory.check()
 
 
 def _check(running: dev.Dev) -> None:

@@ -56,6 +56,7 @@ def test_sizes(text: str | int, expected: int) -> None:
         ("lots", "lots"),
         ("", "expected"),
         ("1..2GiB", "no number"),
+        ("1" * 400, "1111"),
     ],
 )
 def test_wrong_sizes(text: str, says: str) -> None:
@@ -89,6 +90,18 @@ def test_durations() -> None:
         ("- a\n- b", "expected settings"),
         ("a: [", "config file"),
         ("server: {prefault: perhaps}", "neither true nor false"),
+        ("server: {capacity: 0}", "'server.capacity' is 0"),
+        ("server: {capacity: .inf}", "inf"),
+        (f"server: {{capacity: {'1' * 400}}}", "1152921504606846976"),
+        ("server: {heartbeat_s: .nan}", "heartbeat_s"),
+        ("server: {connections_max: true}", "connections_max"),
+        ('server: {id: "a\\nb"}', "printable"),
+        ("server: null", "expected a section"),
+        ("1: 2", "unknown setting '1'"),
+        ("[" * 5000, "config file"),
+        ("cluster: 2020-13-45", "month"),
+        ("cluster: !!timestamp x", "config file"),
+        ("cluster: !!python/object:os.system x", "config file"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
@@ -101,5 +114,6 @@ def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load(tmp_path / "nowhere.yaml")
+    assert load(environment={"KVPOOL_CONFIG": "it names the file"}) == load()
     with pytest.raises(ConfigError, match="unknown setting 'nonsense'"):
         load(environment={"KVPOOL_NONSENSE": "1"})

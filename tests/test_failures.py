@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import struct
-from collections.abc import Callable
 
 import pytest
 
@@ -23,19 +20,9 @@ from kvpool.errors import Overloaded
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.protocols import Peer
-from kvpool.wire.frames import encode_frame
-from kvpool.wire.messages import Hello, Reserve, encode, pack_parents
-from tests.conftest import NAMESPACE, buffers, key, keys, value, values
-
-
-async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    """Wait for a condition; fails when it does not come true in time."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + within_s
-    while not condition():
-        assert loop.time() < until, "the condition did not come true"
-        await asyncio.sleep(0.01)
-
+from kvpool.wire.messages import Hello, Reserved, Welcome
+from tests.conftest import NAMESPACE, buffers, eventually, key, keys, value, values
+from tests.raw import payload, raw, reserve
 
 # --- masters ---------------------------------------------------------------------------
 
@@ -172,14 +159,11 @@ async def test_a_silent_server_that_comes_back_is_simply_back(pool_dev: dev.Dev)
 async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
     """A connection that ends with reservations gives their space back at once."""
     (server,) = pool_dev.servers
-    host, port = tcp_address(pool_dev)
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(encode_frame(*encode(Hello("default", "test"))))
-    await reader.readexactly(16)
-    half = struct.pack("<2sBBIQ", b"kv", 1, 6, 0, 1 << 20) + bytes(1000)
-    writer.write(reserve_frame([key("half")], [1 << 20]) + half)
-    await eventually(lambda: server.store.reservations == 1)
-    writer.close()
+    async with raw(pool_dev) as peer:
+        await peer.ask(Hello("default", "test"), Welcome)
+        await peer.ask(reserve(key("half"), size=1 << 20), Reserved)
+        await peer.send(payload(1 << 20)[:1000])
+        assert server.store.reservations == 1
     await eventually(lambda: server.store.reservations == 0)
     assert server.store.allocator.allocated == 0
     server.store.check()
@@ -203,108 +187,7 @@ async def test_an_unread_answer_holds_its_pins_and_then_lets_go(pool_dev: dev.De
         await eventually(lambda: server.store.pins == 0)
 
 
-# --- bytes that belong to nobody ----------------------------------------------------------
-
-
-def tcp_address(running: dev.Dev) -> tuple[str, int]:
-    (server,) = running.servers
-    address = next(a for a in server.addresses if a.startswith("tcp"))
-    host, _, port = address.removeprefix("tcp://").partition(":")
-    return host, int(port)
-
-
-def reserve_frame(digests: list[bytes], sizes: list[int]) -> bytes:
-    reserve = Reserve(
-        NAMESPACE.name,
-        1,
-        32,
-        b"".join(digests),
-        0,
-        pack_parents([b""] * len(digests), 32),
-        sizes,
-        5.0,
-    )
-    return encode_frame(*encode(reserve))
-
-
-HELLO = encode_frame(*encode(Hello("default", "fuzz")))
-GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "tls": bytes.fromhex("16030100dc010000d80303") + bytes(200),
-    "zeros": bytes(4096),
-    "wrong version": b"kv" + bytes([99, 2]) + bytes(12),
-    "giant body": struct.pack("<2sBBIQ", b"kv", 1, 2, 0xFFFFFFFF, 0),
-    "giant payload": struct.pack("<2sBBIQ", b"kv", 1, 6, 0, 2**64 - 1),
-    "request before hello": reserve_frame([key("a")], [1]),
-    "hello twice": HELLO + HELLO,
-    "no message": HELLO + encode_frame(9, b"\xc1\xc1\xc1"),
-    "unknown type": HELLO + encode_frame(200, b"\x80"),
-    "nested": HELLO + encode_frame(9, b"\x91" * 100_000),
-    "same key twice": HELLO + reserve_frame([key("a"), key("a")], [1, 1]),
-    "sizes missing": HELLO + reserve_frame([key("a"), key("b")], [1]),
-    "seal of nothing": HELLO + encode_frame(7, b"\x80"),
-    "other cluster": encode_frame(*encode(Hello("other", "fuzz"))),
-}
-
-
-@pytest.mark.parametrize("name", GARBAGE)
-async def test_bad_bytes_close_that_link_and_no_other(pool_dev: dev.Dev, name: str) -> None:
-    """G11: one clear error, the link closed, nobody else notices."""
-    chain = keys("steady", 3)
-    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
-    async with pool_dev.pool(config) as pool:
-        await pool.write(NAMESPACE, chain, values(chain))
-        reader, writer = await asyncio.open_connection(*tcp_address(pool_dev))
-        writer.write(GARBAGE[name])
-        with contextlib.suppress(ConnectionError):
-            await writer.drain()
-            await asyncio.wait_for(reader.read(), 5)  # until the server closes it
-        writer.close()
-        got = buffers(3)
-        await pool.read(NAMESPACE, chain, got)
-        assert got == values(chain)
-        (server,) = pool_dev.servers
-        assert (server.store.pins, server.store.reservations) == (0, 0)
-
-
-@pytest.mark.parametrize("cut", [1, 15, 16, 17, 40])
-async def test_half_a_frame_is_no_request(pool_dev: dev.Dev, cut: int) -> None:
-    (server,) = pool_dev.servers
-    _, writer = await asyncio.open_connection(*tcp_address(pool_dev))
-    writer.write(HELLO + reserve_frame([key("cut")], [100])[:cut])
-    await writer.drain()
-    writer.close()
-    await asyncio.sleep(0.05)
-    assert server.store.reservations == 0
-
-
-async def test_a_byte_at_a_time_is_still_a_request(pool_dev: dev.Dev) -> None:
-    (server,) = pool_dev.servers
-    reader, writer = await asyncio.open_connection(*tcp_address(pool_dev))
-    for byte in HELLO + reserve_frame([key("slow")], [100]):
-        writer.write(bytes([byte]))
-        await writer.drain()
-    await eventually(lambda: server.store.reservations == 1)
-    assert (await reader.read(2)) == b"kv"
-    writer.close()
-    await eventually(lambda: server.store.reservations == 0)
-
-
-async def test_the_master_survives_garbage(pool_dev: dev.Dev) -> None:
-    host, _, port = pool_dev.address.partition(":")
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100_000), b"\xff" * 64):
-        with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port))) as s:
-            s.sendall(garbage)
-    network = ZmqNetwork()
-    link = network.connect(pool_dev.address)
-    loop = asyncio.get_running_loop()
-    for type, body in ((250, b""), (40, b"\xc1"), (40, b"\x91" * 100_000), (32, b"\x80")):
-        answer, _ = await link.request(type, body, deadline=loop.time() + 2)
-        assert answer == 1  # an Error, to us alone
-    link.close()
-    network.close()
-    async with pool_dev.pool() as pool:
-        assert len(await pool.members()) == 1
+# --- limits ----------------------------------------------------------------------------
 
 
 async def test_no_more_connections_than_allowed(pool_dev: dev.Dev) -> None:

@@ -408,7 +408,8 @@ class Directory:
             stays = known.server in parent_on and share >= _AGE_TOLERANCE
             # -weight / ln(uniform): the server with the largest wins in proportion to its weight.
             hashed = xxhash.xxh3_64_intdigest(first + known.server.encode())
-            uniform = (hashed + 1) / (2**64 + 1)
+            # 53 bits of it: with all 64 the quotient can round to 1, whose logarithm divides.
+            uniform = ((hashed >> 11) + 1) / (2**53 + 1)
             return known.host == host, has_room, stays, -(share**2) / math.log(uniform)
 
         servers.sort(key=preference, reverse=True)

@@ -176,7 +176,7 @@ class Register(Message, frozen=True):
     host: Name
     addresses: Names
     tiers: Names
-    capacity: Count
+    capacity: Annotated[int, Meta(ge=1, lt=2**48)]
 
 
 class Registered(Message, frozen=True):

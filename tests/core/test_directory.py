@@ -251,6 +251,13 @@ def test_two_writers_of_a_block_are_sent_to_one_server() -> None:
     assert len(set(first)) == 3
 
 
+def test_a_hash_at_the_end_of_its_range_is_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever chooses a digest cannot choose one that the weights divide by zero for."""
+    for hashed in (0, 2**64 - 1):
+        monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda _, hashed=hashed: hashed)
+        assert directory("a").place(ONE, [key("x")], ROOT, 1, HOST).servers == ("a",)
+
+
 def test_each_miss_is_explained() -> None:
     books = directory("s")
     books.stored("s", ONE, 0, 0, keys("k", 3))

@@ -15,7 +15,6 @@ from kvpool.errors import (
     BadMessage,
     KvpoolError,
     LinkBroken,
-    Unavailable,
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer
@@ -158,7 +157,7 @@ class Session:
         log.info(
             "connection closed", transport=self._scheme, error=type(error).__name__, why=str(error)
         )
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(KvpoolError):
             self._stream.send_now(Error(type(error).__name__, str(error)[:2048]))
 
     async def _send(self, message: Message) -> None:
@@ -212,6 +211,8 @@ class Session:
         if not self._mapped:
             await self._take_payload(granted, connection, deadline + GRACE_S)
         seal = await self._stream.expect(Seal, deadline=deadline + GRACE_S)
+        if len(seal.ids) != len(seal.checksums):
+            raise BadMessage(f"{len(seal.ids)} ids, {len(seal.checksums)} checksums")
         statuses = await connection.seal(
             seal.ids,
             seal.checksums,

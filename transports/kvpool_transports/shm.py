@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -250,7 +251,8 @@ class _Segment:
         if self._writer is None:
             if self._writer_fd < 0:
                 raise LinkBroken("the channel is closed")
-            self._writer = _Mapping(self._writer_fd, self._size, writable=True)
+            with os_errors(f"segment of {self._address}"):
+                self._writer = _Mapping(self._writer_fd, self._size, writable=True)
         return self._writer
 
     def close(self) -> None:
@@ -281,7 +283,8 @@ class _Segment:
             welcome = await exchanges.greet(
                 stream, cluster=self._cluster, client=self._client, server="", deadline=deadline
             )
-            self._adopt(fds, welcome.segment_size)
+            with os_errors(f"segment of {self._address}"):
+                self._adopt(fds, welcome.segment_size)
         except BaseException:
             stream.abort()
             raise
@@ -296,6 +299,10 @@ class _Segment:
         status = os.fstat(fds[0])
         if status.st_size < size or size <= 0:
             raise BadMessage(f"a segment of {status.st_size} bytes, announced as {size}")
+        if not os.path.samestat(status, os.fstat(fds[1])):
+            raise BadMessage("the two descriptors are of different segments")
+        if not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise BadMessage("the segment could shrink under us: it is not sealed")
         if self._reader is None:
             self._reader = _Mapping(fds[0], size, writable=False)
             self._writer_fd = os.dup(fds[1])

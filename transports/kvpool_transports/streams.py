@@ -37,6 +37,8 @@ SEND_STEP = 1 << 20
 #: Streams to one server; more calls wait their turn, until their deadline.
 STREAMS_MAX = 64
 _IDLE_MAX = 8
+#: Received ahead of the request that is being answered; what is more waits in the kernel.
+STASH = 64 << 10
 #: Seconds that a request may take to arrive, from its first byte.
 FRAME_S = 30.0
 
@@ -122,7 +124,7 @@ class Stream(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._on_lost = on_lost
-        self._stash = memoryview(bytearray(64 << 10))  # headers, bodies, what comes with them
+        self._stash = memoryview(bytearray(STASH))  # headers, bodies, what comes with them
         self._filled = 0
         self._frame: Frame | None = None
         self._sink: Sink | None = None
@@ -194,8 +196,11 @@ class Stream(asyncio.BufferedProtocol):
         try:
             if self._filled:
                 self._parse()
+                self._hurry()
             self._resume()
-            if not self._done.done():
+            if self._done.done():  # a peer that sends ahead must not keep the loop to itself
+                await asyncio.sleep(0)
+            else:
                 await _by(self._done, deadline, "the peer did not answer in time")
             self._done.result()
             frame = self._frame
@@ -259,10 +264,7 @@ class Stream(asyncio.BufferedProtocol):
         self._filled += count
         if self._sink is not None:
             self._parse()
-            begun = self._done is not None and not self._done.done()
-            if begun and self._impatient and self._slow is None:
-                late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
-                self._slow = self._loop.call_later(FRAME_S, self._break, late)
+            self._hurry()
         if self._filled == len(self._stash) and self._transport is not None and not self.lost:
             # Requests that nobody has asked for yet: let the peer wait.
             self._read_paused = True
@@ -299,7 +301,8 @@ class Stream(asyncio.BufferedProtocol):
             self._flushed = None
 
     def _resume(self) -> None:
-        if self._read_paused and self._transport is not None and not self.lost:
+        full = self._filled == len(self._stash)
+        if self._read_paused and not full and self._transport is not None and not self.lost:
             self._read_paused = False
             self._transport.resume_reading()
 
@@ -307,12 +310,14 @@ class Stream(asyncio.BufferedProtocol):
         """Make a frame of what is in the stash, and hand the rest of it to the landing."""
         if self._filled < HEADER_SIZE or self._sink is None or self._frame is not None:
             return
+        if self._done is not None and self._done.done():  # broken: what follows means nothing
+            return
         try:
             type, body_size, payload_size = decode_header(self._stash)
             whole = HEADER_SIZE + body_size
-            if whole > len(self._stash):
-                self._grow(whole)
             if self._filled < whole:
+                if self._filled == len(self._stash):
+                    self._grow(min(whole, 2 * self._filled))
                 return
             self._frame = Frame(type, bytes(self._stash[HEADER_SIZE:whole]), payload_size)
             landing = self._sink(self._frame)
@@ -322,29 +327,37 @@ class Stream(asyncio.BufferedProtocol):
             self._break(error)
             return
         taken = landing.put(self._stash[whole : self._filled]) if payload_size else 0
-        rest = self._filled - whole - taken
-        if rest:
-            self._stash[:rest] = bytes(self._stash[whole + taken : self._filled])
-        self._filled = rest
+        rest = bytes(self._stash[whole + taken : self._filled])
+        if len(self._stash) > STASH:
+            self._stash = memoryview(bytearray(STASH))
+        self._stash[: len(rest)] = rest
+        self._filled = len(rest)
         if landing.missing:
             self._landing = landing
         else:
             self._complete()
 
     def _grow(self, size: int) -> None:
-        """Bodies are bounded by BODY_SIZE_MAX; few need more than the first stash."""
-        larger = memoryview(bytearray(size + (64 << 10)))
+        """For one body: as much as has arrived already, not as much as its header claims."""
+        larger = memoryview(bytearray(size))
         larger[: self._filled] = self._stash[: self._filled]
         self._stash = larger
+
+    def _hurry(self) -> None:
+        """A frame that has begun must be complete within FRAME_S, unless a deadline says more."""
+        begun = self._done is not None and not self._done.done()
+        if begun and self._impatient and self._slow is None:
+            late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
+            self._slow = self._loop.call_later(FRAME_S, self._break, late)
 
     def _complete(self) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
     def _break(self, error: KvpoolError) -> None:
-        self._fail(error)
-        if self._transport is not None:
-            self._transport.abort()
+        """The owner gets the error; it may still answer with one of its own, and then aborts."""
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
 
     def _fail(self, error: KvpoolError) -> None:
         if self._why is None:
@@ -457,3 +470,7 @@ def os_errors(what: str) -> Iterator[None]:
         if isinstance(error, KvpoolError):
             raise
         raise LinkBroken(f"{what}: {error.strerror or error}") from None
+    except ValueError as error:  # a host name that is none, `a..b`; a file too small to map
+        if isinstance(error, KvpoolError):
+            raise
+        raise LinkBroken(f"{what}: {error}") from None

@@ -29,9 +29,10 @@ class TcpTransport:
         listener = _TcpListener(store)
         try:
             await listener.start(host, port)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that is none, `a..b`
+            why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(
-                f"cannot listen on {address}: {error.strerror or error}; choose another address"
+                f"cannot listen on {address}: {why or error}; choose another address"
             ) from None
         return listener
 
@@ -98,8 +99,8 @@ def _tune(transport: asyncio.BaseTransport) -> None:
 
 
 def _parse(address: str) -> tuple[str, int]:
-    parts = urlsplit(address)
     try:
+        parts = urlsplit(address)
         if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
             return parts.hostname, parts.port
     except ValueError:

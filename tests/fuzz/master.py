@@ -1,0 +1,91 @@
+"""Whatever servers and clients send, in any order: an answer or a KvpoolError, and a whole map.
+
+An input is a list of records, each a type byte, a length and a body. Type 0 lets seconds pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import atheris
+
+with atheris.instrument_imports(include=["kvpool"]):
+    from kvpool.config import MasterConfig
+    from kvpool.errors import KvpoolError
+    from kvpool.master import Master
+    from kvpool.wire import frames, messages
+
+from tests.fuzz.driver import Record, fuzz
+from tests.wire.offline import Loop, NoNetwork
+from tests.wire.samples import KEYS, SAMPLES
+
+CLUSTER = frames.cluster_id("default")
+
+
+def split(data: bytes) -> list[Record]:
+    parts = []
+    while len(data) >= 3:
+        size = int.from_bytes(data[1:3], "little")
+        parts.append((data[0], data[3 : 3 + size]))
+        data = data[3 + size :]
+    return parts
+
+
+def join(parts: list[Record]) -> bytes:
+    return b"".join(
+        bytes([number]) + len(body).to_bytes(2, "little") + body
+        for number, body in parts
+        if len(body) < 1 << 16
+    )
+
+
+def target(data: bytes) -> None:
+    master = Master(MasterConfig(), NoNetwork())
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Loop)
+    for number, body in split(data):
+        if number == 0:
+            loop.clock.now += len(body)
+            master.directory.tick(loop.time())
+            master.directory.sweep(1 + len(body))
+        else:
+            ask(master, frames.encode_envelope(number, CLUSTER, 1, body))
+    master.directory.check()
+
+
+def ask(master: Master, message: bytes) -> None:
+    """What the link does with each message that arrives."""
+    try:
+        envelope = frames.decode_envelope(message, CLUSTER)
+        type, body = master.handle(envelope.type, envelope.body)
+        frames.encode_envelope(type, CLUSTER, envelope.id, body)
+    except KvpoolError:
+        pass
+
+
+def seeds() -> list[bytes]:
+    """Each request by itself; and the lives of two servers that share blocks."""
+    requests = [messages.encode(sample) for sample in SAMPLES if messages.TYPES[type(sample)] > 31]
+    here, gone = (messages.BlockChanges(**KEYS, part=0, tier=0, status=status) for status in (0, 2))
+    life: list[Record] = []
+    for server in ("s", "t"):
+        story = (
+            messages.Register(server, 1, "h", ["tcp://x:1"], ["dram"], 1 << 30),
+            messages.Inventory(server, 1, 1, 0, False, [here]),
+            messages.Inventory(server, 1, 1, 1, True, []),
+            messages.Announce(server, 1, 2, [gone, here]),
+            messages.Heartbeat(server, 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}),
+            messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
+            messages.Explain(**KEYS),
+        )
+        life += [*map(messages.encode, story), (0, bytes(1))]
+    life += [messages.encode(messages.Leave("s", 1)), (0, bytes(250)), *requests]
+    return [*(join([request]) for request in requests), join(life)]
+
+
+async def main() -> None:
+    fuzz("master", target, seeds(), split, join)
+
+
+if __name__ == "__main__":
+    asyncio.Runner(loop_factory=Loop).run(main())

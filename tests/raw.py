@@ -1,0 +1,104 @@
+"""Peers that say whatever a test wants: raw sockets, and requests by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+from kvpool import dev
+from kvpool.protocols import Link
+from kvpool.wire import messages as wire
+from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
+from tests.conftest import CHAIN, NAMESPACE
+
+
+class Raw:
+    """A socket to a block server that says whatever a test wants."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # it may have closed the link already
+            await self._loop.sock_sendall(self.socket, data)
+
+    async def ask(self, message: wire.Message, answer: type[wire.M]) -> wire.M:
+        """One exchange that is as it should be."""
+        await self.send(frame(message))
+        header = await self._exactly(HEADER_SIZE)
+        number, body_size, payload_size = decode_header(header)
+        body = await self._exactly(body_size)
+        await self._exactly(payload_size)
+        return wire.decode_answer(answer, number, body)
+
+    async def refusal(self) -> str:
+        """The name of the error that came before the server closed the link."""
+        got = b""
+        async with asyncio.timeout(5):
+            with contextlib.suppress(ConnectionResetError):
+                while more := await self._loop.sock_recv(self.socket, 1 << 16):
+                    got += more
+        while got:
+            number, body_size, payload_size = decode_header(got)
+            if number == wire.TYPES[wire.Error]:
+                return wire.decode(wire.Error, number, got[HEADER_SIZE:][:body_size]).code
+            got = got[HEADER_SIZE + body_size + payload_size :]
+        return "nothing"
+
+    async def _exactly(self, count: int) -> bytes:
+        got = b""
+        while len(got) < count:
+            more = await self._loop.sock_recv(self.socket, count - len(got))
+            assert more, "the server closed the link"
+            got += more
+        return got
+
+
+@contextlib.asynccontextmanager
+async def raw(running: dev.Dev, scheme: str = "tcp") -> AsyncIterator[Raw]:
+    """A connection over which nothing was said yet."""
+    (server,) = running.servers
+    address = next(a for a in server.addresses if a.startswith(scheme)).partition("://")[2]
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET if scheme == "tcp" else socket.AF_UNIX
+    with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        if scheme == "tcp":
+            host, _, port = address.rpartition(":")
+            await loop.sock_connect(sock, (host, int(port)))
+        else:
+            await loop.sock_connect(sock, "\0" + address[1:])
+            assert await loop.sock_recv(sock, 1) == b"S"
+        yield Raw(sock)
+
+
+def frame(message: wire.Message, payload: bytes = b"") -> bytes:
+    return encode_frame(*wire.encode(message), len(payload)) + payload
+
+
+def payload(size: int) -> bytes:
+    return encode_frame(wire.PAYLOAD, b"", size) + bytes(size)
+
+
+def reserve(*digests: bytes, size: int = 64, wait_s: float = 1.0) -> wire.Reserve:
+    packed, parents = b"".join(digests), bytes(32 * len(digests))
+    return wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [size] * len(digests), wait_s)
+
+
+def read(*digests: bytes) -> wire.Read:
+    return wire.Read(NAMESPACE.name, 1, 32, b"".join(digests), 0, [1 << 20] * len(digests))
+
+
+HELLO = frame(wire.Hello("default", "raw"))
+
+
+async def ask(link: Link, message: wire.Message, answer: type[wire.M]) -> wire.M:
+    deadline = asyncio.get_running_loop().time() + 2
+    return wire.decode_answer(answer, *await link.request(*wire.encode(message), deadline=deadline))
+
+
+#: A server that is none, and what it may say that it has.
+REGISTER = wire.Register("liar", 7, "host", ["tcp://127.0.0.1:1"], ["dram"], 1 << 20)
+KEYS = {"namespace": NAMESPACE.name, "parts": 1, "digest_size": 32, "digests": b"".join(CHAIN)}

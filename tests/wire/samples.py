@@ -1,0 +1,47 @@
+"""A valid instance of each message: what the tests and the fuzzers start from."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvpool.wire import messages
+
+DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
+KEYS: Final[dict[str, Any]] = {
+    "namespace": "n",
+    "parts": 1,
+    "digest_size": 32,
+    "digests": DIGESTS,
+}
+SAMPLES: Final[list[messages.Message]] = [
+    messages.Error("BadMessage", "why"),
+    messages.Hello("default", "client"),
+    messages.Welcome("server", 1 << 30),
+    messages.Reserve(**KEYS, part=0, parents=bytes(64), sizes=[1, 2], wait_s=0.5),
+    messages.Reserved(b"\x04\x01", [7], [4096]),
+    messages.Seal([7], [2**64 - 1], True, 1.0),
+    messages.Sealed(b"\x00"),
+    messages.Read(**KEYS, part=0, room=[1, 2]),
+    messages.Data(b"\x00", [10], [20]),
+    messages.Pinned(b"\x00", [0], [10], [20]),
+    messages.Unpin(),
+    messages.Remove(**KEYS),
+    messages.Suspect(**KEYS, part=0),
+    messages.Removed(b"\x01"),
+    messages.Register("s", 1, "h", ["tcp://x:1"], ["dram"], 1 << 30),
+    messages.Registered(True, "m"),
+    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}),
+    messages.Known(True),
+    messages.Leave("s", 1),
+    messages.Announce("s", 1, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),
+    messages.Inventory("s", 1, 2, 0, True, []),
+    messages.Announced(True),
+    messages.Find(**KEYS, prefix=True),
+    messages.Found([(0, 1, [("s", "dram", 0)])], b"\x01"),
+    messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
+    messages.Placed(["s"], b"\x00"),
+    messages.Members(),
+    messages.MembersAre("m", 1.0, 2, []),
+    messages.Explain(**KEYS),
+    messages.Explained([(0, "text", [])]),
+]

@@ -1,0 +1,327 @@
+"""Any bytes either parse or raise PeerError, and whoever sends them ends only its own link (G11).
+
+About 20,000 examples, the same in every run. `tests/fuzz/` searches further, guided by coverage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvpool.config import MasterConfig
+from kvpool.errors import KvpoolError, PeerError, Unavailable
+from kvpool.master import Master
+from kvpool.protocols import Reading
+from kvpool.types import Namespace, Wanted
+from kvpool.wire import frames, messages
+from kvpool_transports.carried import CarriedChannel
+from kvpool_transports.streams import Stream, StreamPool
+from tests.wire import offline
+from tests.wire.samples import DIGESTS, KEYS, SAMPLES
+
+EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=lambda m: type(m).__name__)
+
+
+def fuzz(examples: int) -> settings:
+    return settings(max_examples=examples, derandomize=True, deadline=None, database=None)
+
+
+# --- strategies --------------------------------------------------------------------------
+
+
+def values(type: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
+    """Whatever a decoder for this type accepts, with its own bounds; collections are short."""
+    match type:
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.IntType(ge=ge, le=le, lt=lt):
+            assert ge is not None
+            return st.integers(ge, le if le is not None else (lt or 2**64) - 1)
+        case msgspec.inspect.FloatType(ge=ge, le=le):
+            return st.floats(ge, le)
+        case msgspec.inspect.StrType(min_length=least, max_length=most):
+            return st.text(
+                "añ\0\u202e/.\U0001f600", min_size=least or 0, max_size=min(most or 9, 9)
+            )
+        case msgspec.inspect.BytesType():
+            return st.binary(max_size=64)
+        case msgspec.inspect.ListType(item_type=item):
+            return st.lists(values(item), max_size=3)
+        case msgspec.inspect.TupleType(item_types=items):
+            return st.tuples(*map(values, items))
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values(key), values(value), max_size=3)
+        case msgspec.inspect.StructType(cls=made, fields=fields):
+            return st.builds(made, **{field.name: values(field.type) for field in fields})
+    raise AssertionError(f"no strategy for {type}")
+
+
+class Mutation(NamedTuple):
+    """One change of some bytes; `where` is in 256ths of them."""
+
+    kind: str
+    where: int
+    length: int
+    piece: bytes
+
+    def __call__(self, data: bytes) -> bytes:
+        at = self.where * len(data) >> 8
+        head, tail = data[:at], data[at:]
+        match self.kind:
+            case "flip":
+                return head + bytes(byte ^ 1 << self.length % 8 for byte in tail[:1]) + tail[1:]
+            case "cut":
+                return head
+            case "drop":
+                return head + tail[self.length :]
+            case "splice":
+                return data[: self.length] + tail[: self.length] + data[self.length :]
+            case "insert":
+                return head + self.piece + tail
+            case _:
+                return head + self.piece + tail[len(self.piece) :]
+
+
+#: Lengths and types that mean much to msgpack and to a header.
+TELLING = st.sampled_from([b"\xdd\xff\xff\xff\xff", b"\xc1", b"\xc3", b"\xff" * 8, bytes(8), b"kv"])
+MUTATIONS = st.builds(
+    Mutation,
+    st.sampled_from(["flip", "cut", "drop", "splice", "insert", "overwrite"]),
+    st.integers(0, 255),
+    st.integers(0, 40),
+    TELLING | st.binary(max_size=20),
+)
+
+
+def mutated(data: bytes, changes: list[Mutation]) -> bytes:
+    for change in changes:
+        data = change(data)
+    return data
+
+
+# --- messages ----------------------------------------------------------------------------
+
+
+def parses_or_is_refused(parse: Callable[[], object]) -> None:
+    try:
+        parse()
+    except PeerError:
+        pass
+
+
+@EVERY
+@fuzz(100)
+@given(data=st.data())
+def test_round_trip(sample: messages.Message, data: st.DataObject) -> None:
+    """What is encoded within the bounds is decoded to the same, for every type."""
+    made = data.draw(values(msgspec.inspect.type_info(type(sample))))
+    assert messages.decode(type(sample), *messages.encode(made)) == made
+
+
+@EVERY
+@fuzz(250)
+@given(changes=st.lists(MUTATIONS, min_size=1, max_size=4))
+def test_mutated_messages(sample: messages.Message, changes: list[Mutation]) -> None:
+    number, body = messages.encode(sample)
+    body = mutated(body, changes)
+
+    def parse() -> None:
+        message = messages.decode(type(sample), number, body)
+        assert isinstance(message, type(sample))
+        if isinstance(message, messages.Keys):
+            messages.unpack_batch(message)
+
+    parses_or_is_refused(parse)
+
+
+@fuzz(3000)
+@given(st.binary(max_size=200))
+def test_any_bytes_as_every_message(body: bytes) -> None:
+    for type, number in messages.TYPES.items():
+        parses_or_is_refused(lambda type=type, number=number: messages.decode(type, number, body))
+
+
+@fuzz(3000)
+@given(st.binary(min_size=0, max_size=64), st.lists(MUTATIONS, max_size=2))
+@example(b"GET / HTTP/1.1\r\n", [])
+def test_any_header_parses_or_is_refused(header: bytes, changes: list[Mutation]) -> None:
+    envelope = mutated(frames.encode_envelope(40, 7, 1, header), changes)
+    frame = mutated(frames.encode_frame(9, header), changes)
+    for message in (header, envelope):
+        parses_or_is_refused(lambda message=message: frames.decode_envelope(message, 7))
+        frames.envelope_id(message)
+    for start in (header, frame):
+        if len(start) >= frames.HEADER_SIZE:
+            parses_or_is_refused(lambda start=start: frames.decode_header(start))
+
+
+# --- a server and what clients send it ---------------------------------------------------
+
+
+def frame(message: messages.Message) -> bytes:
+    return frames.encode_frame(*messages.encode(message))
+
+
+HELLO = frame(messages.Hello("default", "fuzz"))
+ONE = {**KEYS, "digests": DIGESTS[:32]}
+
+
+def written(sizes: list[int], ids: list[int], checksums: list[int], wait_s: float) -> bytes:
+    """A write as tcp does it. A server gives its first reservation the number 2."""
+    names = {**KEYS, "digests": DIGESTS[: 32 * len(sizes)]}
+    parents = bytes(32 * len(sizes))
+    reserve = messages.Reserve(**names, part=0, parents=parents, sizes=sizes, wait_s=wait_s)
+    payload = frames.encode_frame(messages.PAYLOAD, b"", sum(sizes)) + bytes(sum(sizes))
+    return frame(reserve) + payload + frame(messages.Seal(ids, checksums, True, wait_s))
+
+
+REQUESTS = st.one_of(
+    st.sampled_from([frame(m) for m in SAMPLES if messages.TYPES[type(m)] < 32]),
+    st.just(written([64], [2], [7], 0.5)),
+    st.builds(
+        written,
+        st.lists(st.sampled_from([1, 64, 4096, 40_000]), min_size=1, max_size=2),
+        st.lists(st.integers(1, 5), max_size=2),
+        st.lists(st.integers(0, 2**64 - 1), max_size=2),
+        st.sampled_from([0.0, 0.5, 1e9]),
+    ),
+    st.just(frame(messages.Read(**ONE, part=0, room=[1 << 20]))),
+    st.just(frame(messages.Suspect(**ONE, part=0))),
+)
+
+
+class Errors(logging.Handler):
+    """A session logs what it did not expect; here that is a failure."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.unexpected: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.unexpected.append(record)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[offline.Loop]:
+    made = offline.Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def errors() -> Iterator[Errors]:
+    handler = Errors()
+    logger = logging.getLogger("kvpool")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@fuzz(2000)
+@given(
+    requests=st.lists(REQUESTS, max_size=4),
+    changes=st.lists(MUTATIONS, max_size=3),
+    cuts=st.lists(st.floats(0, 1), max_size=4),
+    mapped=st.booleans(),
+)
+def test_a_server_and_what_a_client_sends(
+    loop: offline.Loop,
+    errors: Errors,
+    requests: list[bytes],
+    changes: list[Mutation],
+    cuts: list[float],
+    mapped: bool,
+) -> None:
+    sent = mutated(HELLO + b"".join(requests), changes)
+    ends = [0, *sorted(int(cut * len(sent)) for cut in cuts), len(sent)]
+    chunks = [sent[first:last] for first, last in pairwise(ends)]
+
+    async def life() -> None:
+        server = offline.server()
+        answered = await offline.converse(server, chunks, mapped=mapped)
+        store = server.store
+        assert (store.pins, store.reservations, store.quarantined) == (0, 0, 0)
+        store.check()
+        assert server.heartbeat(0).counters["connections"] == 0
+        assert answered[:2] in (b"", b"kv")
+        await server.close()
+
+    loop.run_until_complete(life())
+    assert not errors.unexpected
+
+
+# --- a client and what servers send it ---------------------------------------------------
+
+
+@fuzz(1500)
+@given(
+    statuses=st.binary(min_size=2, max_size=2) | st.just(b"\0\0"),
+    sizes=st.lists(st.integers(0, 100), max_size=3) | st.just([64, 64]),
+    changes=st.lists(MUTATIONS, max_size=2),
+)
+def test_a_client_and_what_a_server_sends(
+    loop: offline.Loop, statuses: bytes, sizes: list[int], changes: list[Mutation]
+) -> None:
+    """A read ends with one result for each block, or with an error of ours; never with more."""
+    data = messages.Data(statuses, sizes, [0] * len(sizes))
+    answer = frames.encode_frame(*messages.encode(data), sum(sizes)) + bytes(sum(sizes))
+    blocks = [Wanted(DIGESTS[at : at + 32], memoryview(bytearray(64))) for at in (0, 32)]
+
+    async def read() -> None:
+        stream = Stream()
+        wire = offline.Wire(stream)
+
+        async def dial(deadline: float) -> Stream:
+            return stream
+
+        channel = CarriedChannel("tcp://x:1", StreamPool(dial))
+        reading = asyncio.create_task(
+            channel.read(Reading(Namespace("n"), 0), blocks, deadline=loop.time() + 1)
+        )
+        await asyncio.sleep(0)
+        await wire.deliver(mutated(answer, changes))
+        try:
+            assert len(await reading) == len(blocks)
+        except (PeerError, Unavailable):
+            assert stream.lost
+        channel.abort()
+        await asyncio.sleep(0)
+
+    loop.run_until_complete(read())
+
+
+# --- a master and what both send it ------------------------------------------------------
+
+REQUESTED = {32, 34, 36, 37, 38, 40, 42, 44, 46}  # the types that a master answers
+TOLD = [sample for sample in SAMPLES if messages.TYPES[type(sample)] in REQUESTED]
+ASKED = st.one_of(
+    st.sampled_from(TOLD),
+    st.sampled_from(TOLD).flatmap(lambda m: values(msgspec.inspect.type_info(type(m)))),
+)
+
+
+@fuzz(1000)
+@given(asked=st.lists(st.tuples(ASKED, st.lists(MUTATIONS, max_size=2)), max_size=8))
+def test_a_master_and_what_it_is_asked(
+    loop: offline.Loop, asked: list[tuple[messages.Message, list[Mutation]]]
+) -> None:
+    async def ask() -> None:
+        master = Master(MasterConfig(), offline.NoNetwork())
+        for message, changes in asked:
+            number, body = messages.encode(message)
+            try:
+                master.handle(number, mutated(body, changes))
+            except KvpoolError:
+                pass
+            master.directory.check()
+
+    loop.run_until_complete(ask())
