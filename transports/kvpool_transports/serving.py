@@ -245,6 +245,9 @@ class Session:
                 await self._show(pins)
             else:
                 await self._carry(pins, connection)
+        except BaseException:
+            self._stream.abort()  # before the pins go: what is queued must not be sent from there
+            raise
         finally:
             connection.unpin(pins)
 

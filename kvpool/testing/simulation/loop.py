@@ -44,7 +44,8 @@ class Process:
         self.alive = True
         self.frozen = False
         self.frozen_s = 0.0  # true seconds spent frozen, in all
-        self.parked: list[asyncio.Handle] = []
+        self.writing = 0  # copies into the pool that its threads have not done yet
+        self.parked: list[SimHandle] = []
         self.tasks: dict[int, SimTask[Any]] = {}
         self.on_death: list[Callable[[], None]] = []
         self.context = contextvars.Context()
@@ -102,6 +103,35 @@ class Process:
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
 
 
+class SimHandle:
+    """A callback that waits for its turn; what asyncio asks of a handle, and nothing else."""
+
+    __slots__ = ("_when", "args", "callback", "context", "off")
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        context: contextvars.Context | None,
+        when: float = 0.0,
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context if context is not None else contextvars.copy_context()
+        self.off = False
+        self._when = when
+
+    def cancel(self) -> None:
+        self.off = True
+        self.args = ()
+
+    def cancelled(self) -> bool:
+        return self.off
+
+    def when(self) -> float:
+        return self._when
+
+
 class SimTask(asyncio.Task[T]):
     """A task that hashes by the number of its birth, so that sets of tasks iterate alike."""
 
@@ -116,16 +146,19 @@ class SimTask(asyncio.Task[T]):
 class SimLoop(asyncio.AbstractEventLoop):
     """The loop. `now` is true time; `time()` is what the asking process's clock says."""
 
-    def __init__(self, delays: random.Random) -> None:
+    def __init__(self, delays: random.Random, copy_s: float) -> None:
         self.now = 0.0
         self.steps = 0
         self.births = itertools.count(1)
         self.failure: str | None = None
+        #: What a thread's job will write into the pool: a check for each, to be made then.
+        self.writes_to_pool: Callable[[tuple[Any, ...]], list[Callable[[], None]]] = lambda _: []
         #: Dials and listens on behalf of whichever process asks.
         self.network: Any = None
         self._delays = delays
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._copy_s = copy_s
+        self._ready: deque[SimHandle] = deque()
+        self._timers: list[tuple[float, int, SimHandle]] = []
         self._order = itertools.count()
 
     # --- what the world does with it ------------------------------------------------------
@@ -139,6 +172,8 @@ class SimLoop(asyncio.AbstractEventLoop):
                 self._step()
                 if self.failure is not None:
                     raise Violation(self.failure)
+                if self.steps > STEPS_MAX:
+                    raise Violation(f"{STEPS_MAX} steps: somebody is going in circles")
             return task.result()
         finally:
             asyncio.events._set_running_loop(None)
@@ -152,10 +187,9 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> None:
         """Call outside of any process, at a true time: kernels and networks live here."""
-        handle = asyncio.TimerHandle(when, callback, args, self, _NOBODY)
-        heappush(self._timers, (when, next(self._order), handle))
+        heappush(self._timers, (when, next(self._order), SimHandle(callback, args, _NOBODY, when)))
 
-    def resume(self, handles: list[asyncio.Handle]) -> None:
+    def resume(self, handles: list[SimHandle]) -> None:
         self._ready.extend(handles)
 
     def _step(self) -> None:
@@ -163,13 +197,13 @@ class SimLoop(asyncio.AbstractEventLoop):
             if not self._timers:
                 raise Violation("nothing can ever happen again: everybody waits")
             due, _, timer = heappop(self._timers)
-            if not timer.cancelled():
+            if not timer.off:
                 self.now = max(self.now, due)
                 self._ready.append(timer)
         handle = self._ready.popleft()
-        if handle.cancelled():
+        if handle.off:
             return
-        process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+        process = handle.context.get(PROCESS)
         if process is not None:
             if not process.alive:
                 return
@@ -177,9 +211,10 @@ class SimLoop(asyncio.AbstractEventLoop):
                 process.parked.append(handle)
                 return
         self.steps += 1
-        if self.steps > STEPS_MAX:
-            raise Violation(f"{STEPS_MAX} steps: somebody is going in circles")
-        handle._run()
+        try:
+            handle.context.run(handle.callback, *handle.args)
+        except Exception as error:
+            self.call_exception_handler({"message": "a callback raised", "exception": error})
 
     # --- what asyncio asks of a loop ------------------------------------------------------
 
@@ -192,8 +227,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         callback: Callable[..., object],
         *args: Any,
         context: contextvars.Context | None = None,
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    ) -> SimHandle:
+        handle = SimHandle(callback, args, context)
         self._ready.append(handle)
         return handle
 
@@ -203,8 +238,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         callback: Callable[..., object],
         *args: Any,
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> SimHandle:
+        handle = SimHandle(callback, args, context, when)
         process = PROCESS.get(None)
         # A hair later: a timer must never fire before its own clock says so.
         due = when if process is None else process.true_time(when) + 1e-9
@@ -217,7 +252,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         callback: Callable[..., object],
         *args: Any,
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> SimHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -243,7 +278,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         """A thread: it does its work all at once, some time later, if its process still lives."""
         future: asyncio.Future[T] = self.create_future()
 
+        process = PROCESS.get()
+        writes = self.writes_to_pool(args)
+        process.writing += len(writes)
+
         def work() -> None:
+            process.writing -= len(writes)
+            for check in writes:
+                check()
             try:
                 done = function(*args)
             except Exception as error:
@@ -253,7 +295,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                 if not future.done():
                     future.set_result(done)
 
-        self.call_later(self._delays.expovariate(2000), work)
+        self.call_later(self._delays.expovariate(1 / self._copy_s), work)
         return future
 
     async def create_connection(  # type: ignore[override]
@@ -278,9 +320,6 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def is_closed(self) -> bool:
         return False
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is skipped when it comes up
 
 
 #: The context of kernels and networks: no process.

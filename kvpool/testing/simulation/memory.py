@@ -13,7 +13,7 @@ from typing import cast
 from kvpool.errors import BadMessage, LinkBroken
 from kvpool.protocols import BlockStore, Channel, Connection, Listener
 from kvpool.testing.simulation.loop import Process
-from kvpool.testing.simulation.network import Net
+from kvpool.testing.simulation.network import LOCAL, Net
 from kvpool_transports import exchanges
 from kvpool_transports.copier import Copier
 from kvpool_transports.mapped import MappedChannel
@@ -82,9 +82,9 @@ class _SimShmListener:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, "shm", 0)
+        self._server = await loop.create_server(self._accept, LOCAL, 0)
         _, port = self._server.sockets[0].getsockname()
-        self.address = f"shm://shm:{port}"
+        self.address = f"shm://{LOCAL}:{port}"
         tier = self._store.tier
         assert isinstance(tier, SimTier)
         self._net.segments[self.address] = tier.memory

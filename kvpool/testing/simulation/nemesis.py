@@ -63,7 +63,8 @@ class Nemesis:
             if name in faults
         ]
         if "chop" in faults:
-            self._net.weather.piece_max = chance.choice([23, 127, 127, 509])
+            self._net.weather.piece_max = chance.choice([61, 251, 1021])
+        self._net.weather.delay_s = chance.choice([0.0003, 0.0005, 0.01])
         if "narrow" in faults:
             self._net.weather.window = chance.choice([200, 1000, 5000])
 
@@ -112,6 +113,7 @@ class Nemesis:
 
     async def _kill_client(self) -> None:
         client = self._chance.choice(self._world.clients)
+        await self._in_mid_copy(client.process)
         if client.process.alive:
             with self._world.trouble("kill client", settle_s=1.0):
                 client.process.kill()
@@ -125,7 +127,7 @@ class Nemesis:
             return
         with world.trouble(name, process.name):
             process.freeze()
-            await asyncio.sleep(self._chance.choice([0.05, 0.3, 2, 8, 40]))
+            await asyncio.sleep(self._chance.choice([0.05, 0.3, 2, 14, 40]))
             process.thaw()
 
     async def _freeze_server(self) -> None:
@@ -135,7 +137,17 @@ class Nemesis:
         await self._freeze(self._chance.choice(self._world.masters).process, "freeze master")
 
     async def _freeze_client(self) -> None:
-        await self._freeze(self._chance.choice(self._world.clients).process, "freeze client")
+        client = self._chance.choice(self._world.clients)
+        await self._in_mid_copy(client.process)
+        await self._freeze(client.process, "freeze client")
+
+    async def _in_mid_copy(self, process: Process) -> None:
+        """Often, wait a little for the worst moment: its threads are about to write."""
+        if self._chance.random() < 0.8:
+            for _ in range(200):
+                if process.writing:
+                    return
+                await asyncio.sleep(0.007)
 
     async def _partition(self) -> None:
         world = self._world
@@ -156,9 +168,10 @@ class Nemesis:
 
     async def _reset(self) -> None:
         for _ in range(self._chance.randint(1, 4)):
-            if self._net.connections:
+            connections = self._net.resettable()
+            if connections:
                 with self._world.trouble("reset", settle_s=6.0):
-                    self._net.reset(self._chance.choice(list(self._net.connections)))
+                    self._net.reset(self._chance.choice(connections))
                 await asyncio.sleep(self._chance.expovariate(20))
 
     async def _episode(self, setting: str, value: float) -> None:
@@ -172,7 +185,10 @@ class Nemesis:
         await self._episode("loss", self._chance.choice([0.05, 0.2, 0.4]))
 
     async def _double(self) -> None:
+        # With losses, inventories are sent again and again: the messages that are worth doubling.
+        self._net.weather.loss = self._chance.choice([0.0, 0.2])
         await self._episode("double", self._chance.choice([0.1, 0.5]))
+        self._net.weather.loss = 0.0
 
     async def _tail(self) -> None:
         self._net.weather.tail_s = self._chance.choice([0.05, 0.3, 1.5])

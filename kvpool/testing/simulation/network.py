@@ -17,12 +17,17 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from kvpool.link import Requests, answer
 from kvpool.protocols import Handler, Link, Listener
 from kvpool.testing.simulation.loop import PROCESS, Process, SimLoop
 from kvpool.wire.frames import cluster_id
+
+#: The "host" of addresses that are Unix sockets: no network is in between.
+LOCAL: Final = "shm"
 
 
 @dataclass(slots=True)
@@ -109,8 +114,11 @@ class Net:
         process = PROCESS.get()
         await asyncio.sleep(self.delay() + self.delay())
         listener = self._listeners.get(f"{host}:{port}")
-        while listener is not None and (
-            self.is_cut(process, listener.process) or self.is_cut(listener.process, process)
+        local = host == LOCAL
+        while (
+            not local
+            and listener is not None
+            and (self.is_cut(process, listener.process) or self.is_cut(listener.process, process))
         ):
             healed: asyncio.Future[None] = self.loop.create_future()
             self._healed.append(healed)
@@ -119,8 +127,8 @@ class Net:
         if listener is None or not listener.process.alive:
             raise ConnectionRefusedError(111, "Connection refused")
         number = next(self._numbers)
-        near = Endpoint(self, process, number)
-        far = Endpoint(self, listener.process, number)
+        near = Endpoint(self, process, number, local=local)
+        far = Endpoint(self, listener.process, number, local=local)
         near.peer, far.peer = far, near
         self.connections[number] = near, far
         process.on_death.append(near.orphaned)
@@ -129,10 +137,27 @@ class Net:
         near.start(factory)
         return near, near.protocol
 
+    def resettable(self) -> list[int]:
+        """The connections that cross a network: a Unix socket ends with its processes only."""
+        return [number for number, (near, _) in self.connections.items() if not near.local]
+
     def reset(self, number: int) -> None:
         """Both ends lose the connection; what is on the way is lost."""
         for endpoint in self.connections.pop(number, ()):
             endpoint.lose(ConnectionResetError(104, "Connection reset by peer"))
+
+    def unsent(self, process: Process, memory: memoryview) -> list[tuple[int, int]]:
+        """What of `memory` waits to be sent by a process: (offset, size)."""
+        base = np.frombuffer(memory, np.uint8).ctypes.data
+        found = []
+        for near, far in self.connections.values():
+            for endpoint in (near, far):
+                if endpoint.process is process:
+                    for data in endpoint.backlog:
+                        at = np.frombuffer(data, np.uint8).ctypes.data - base
+                        if 0 <= at < len(memory):
+                            found.append((at, len(data)))
+        return found
 
     # --- messages ------------------------------------------------------------------------
 
@@ -197,14 +222,15 @@ class _Listener:
 class Endpoint(asyncio.Transport):
     """One end of a byte stream, as its protocol sees it."""
 
-    def __init__(self, net: Net, process: Process, number: int) -> None:
+    def __init__(self, net: Net, process: Process, number: int, *, local: bool) -> None:
         super().__init__()
+        self.local = local
         self.process = process
         self.number = number
         self.peer: Endpoint
         self.protocol: Any = None
         self._net = net
-        self._backlog: deque[memoryview] = deque()  # the sender's own memory, not copied yet
+        self.backlog: deque[memoryview] = deque()  # the sender's own memory, not copied yet
         self._flight: deque[bytes] = deque()  # in kernels and on the wire, towards the peer
         self._in_flight = 0
         self._inbox: deque[memoryview] = deque()
@@ -236,7 +262,7 @@ class Endpoint(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         if not self.is_closing() and len(data):
-            self._backlog.append(memoryview(data))
+            self.backlog.append(memoryview(data))
             self._push()
 
     def pause_reading(self) -> None:
@@ -253,7 +279,7 @@ class Endpoint(asyncio.Transport):
         """Close: what the kernel has taken still arrives, the rest does not."""
         if not self.is_closing():
             self._closing = True
-            self._backlog.clear()
+            self.backlog.clear()
             self._net.loop.call_soon(self._say_lost, None, context=self.process.context)
             self._hang_up()
 
@@ -269,7 +295,7 @@ class Endpoint(asyncio.Transport):
         """The connection is gone; the process hears of it when it runs."""
         if not self._lost:
             self._lost = True
-            self._backlog.clear()
+            self.backlog.clear()
             self._flight.clear()
             self._net.loop.call_soon(self._say_lost, error, context=self.process.context)
 
@@ -285,18 +311,18 @@ class Endpoint(asyncio.Transport):
 
     def _push(self) -> None:
         """Hand bytes to the kernel, as many as it takes."""
-        while self._backlog and self._in_flight < self._net.weather.window:
-            data = self._backlog[0]
+        while self.backlog and self._in_flight < self._net.weather.window:
+            data = self.backlog[0]
             count = min(len(data), self._net.weather.window - self._in_flight)
             self._flight.append(bytes(data[:count]))
             self._in_flight += count
             if count == len(data):
-                self._backlog.popleft()
+                self.backlog.popleft()
             else:
-                self._backlog[0] = data[count:]
+                self.backlog[0] = data[count:]
         self._travel()
-        if self.protocol is not None and bool(self._backlog) is not self._protocol_paused:
-            self._protocol_paused = bool(self._backlog)
+        if self.protocol is not None and bool(self.backlog) is not self._protocol_paused:
+            self._protocol_paused = bool(self.backlog)
             if self._protocol_paused:
                 self.protocol.pause_writing()
             else:
@@ -305,14 +331,14 @@ class Endpoint(asyncio.Transport):
     def _travel(self) -> None:
         if not self._travelling and (self._flight or self._closing) and not self._lost:
             self._travelling = True
-            if self._net.is_cut(self.process, self.peer.process):
+            if self._cut():
                 self._net.stuck.append(self)
                 return
             self._due = max(self._due, self._net.loop.now + self._net.delay())
             self._net.loop.at(self._due, self._arrive)
 
     def _arrive(self) -> None:
-        if self._net.is_cut(self.process, self.peer.process):
+        if self._cut():
             self._net.stuck.append(self)
             return
         self._travelling = False
@@ -326,6 +352,9 @@ class Endpoint(asyncio.Transport):
             self._travel()
         elif self._closing:
             self.peer._end()
+
+    def _cut(self) -> bool:
+        return not self.local and self._net.is_cut(self.process, self.peer.process)
 
     def _receive(self, data: bytes) -> None:
         if not self._lost and not self._closing:
@@ -366,7 +395,7 @@ class Endpoint(asyncio.Transport):
     def _taken(self, count: int) -> None:
         """The peer has read: there is room in the kernels again."""
         self._in_flight -= count
-        if self._backlog:
+        if self.backlog:
             self._net.loop.call_soon(self._push, context=self.process.context)
 
 

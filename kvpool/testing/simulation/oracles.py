@@ -11,14 +11,35 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Final
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.directory import Directory
-from kvpool.core.lifecycle import Event
+from kvpool.core.lifecycle import Event, State
 from kvpool.core.store import Entry, Store
 from kvpool.errors import InvariantViolated
 from kvpool.testing.simulation.memory import SimTier
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+
+#: Rare events that a batch of seeds must reach, or its worlds are too tame.
+PROBES: Final = (
+    "made room by evicting",
+    "a full server refused",
+    "two writers met",
+    "read of a block that is being written",
+    "removed while it was read",
+    "a reservation was given back",
+    "memory was viewed in place",
+    "a frozen writer was put in quarantine",
+    "quarantine ended",
+    "a lost server's blocks were read elsewhere",
+    "a silent server was noticed",
+    "a master noticed that it had slept",
+    "an inventory replaced another",
+    "an announcement came twice",
+    "an announcement came out of order",
+    "a piece of an inventory came twice",
+)
 
 BlockPart = tuple[Namespace, bytes, int]
 
@@ -120,6 +141,9 @@ class WatchedStore(Store):
         #: (kind, owner, id) -> (offset, size): pins, reservations, and extents in quarantine.
         self.held: dict[tuple[str, int, int], tuple[int, int]] = {}
         self._entries: dict[tuple[str, int, int], Entry] = {}
+        #: What of the memory still waits to be sent.
+        self.unsent: Callable[[], list[tuple[int, int]]] = list
+        self._evicted_now: list[Entry] = []
         self._every = every
         self._calls = 0
         allocator = WatchedAllocator(tier.capacity, tier.alignment)
@@ -133,6 +157,13 @@ class WatchedStore(Store):
         expected = value(entry.index.namespace, entry.digest, entry.index.part)
         if entry.size != len(expected) or self.tier.view(entry.offset, entry.size) != expected:
             self.truth.fail(f"G1: {entry!r} of {self.life} holds wrong bytes when {when}")
+
+    def may_land(self, offset: int, size: int) -> bool:
+        """Bytes from outside may arrive there: somebody has it reserved, or it is in quarantine."""
+        return any(
+            kind != "pin" and start <= offset and offset + size <= start + length
+            for (kind, _, _), (start, length) in self.held.items()
+        )
 
     def verify_all(self, when: str) -> None:
         for entry in self.inventory():
@@ -159,7 +190,7 @@ class WatchedStore(Store):
         sizes: Sequence[int],
         now: float,
     ) -> list[Reservation]:
-        evicted = self.evicted
+        self._evicted_now.clear()
         answers = super().reserve(owner, namespace, part, digests, parents, sizes, now)
         for answer in answers:
             if answer.extent is not None:
@@ -170,8 +201,11 @@ class WatchedStore(Store):
                 self.truth.notes.add("a full server refused")
             elif answer.status is WriteStatus.IN_PROGRESS:
                 self.truth.notes.add("two writers met")
-        if self.evicted > evicted:
+        for entry in self._evicted_now:
             self.truth.notes.add("made room by evicting")
+            for sibling in range(entry.index.namespace.parts):
+                if self.peek(entry.index.namespace, sibling, entry.digest) is not None:
+                    self.truth.fail(f"{entry!r} was evicted, and its part {sibling} was not")
         self.look()
         return answers
 
@@ -207,6 +241,8 @@ class WatchedStore(Store):
                 entry = self._owners[owner].pins[pin.id]
                 self.held[hold] = (pin.extent.offset, pin.extent.size)
                 self._entries[hold] = entry
+                if entry.state is not State.STORED:
+                    self.truth.fail(f"G1: {entry!r} was shown before it was sealed")
                 self.verify(entry, "pinned")
             elif pin.status is ReadStatus.BEING_WRITTEN:
                 self.truth.notes.add("read of a block that is being written")
@@ -217,8 +253,12 @@ class WatchedStore(Store):
         entry = self._forget("pin", owner, id)
         if entry is not None:
             self.verify(entry, "unpinned")
-            if entry.state.name == "DOOMED":
+            if entry.state is State.DOOMED:
                 self.truth.notes.add("removed while it was read")
+            last = entry.pins == 1  # else another reader's pin holds what that one is sent
+            for offset, size in self.unsent() if last else ():
+                if offset < entry.offset + entry.size and entry.offset < offset + size:
+                    self.truth.fail(f"G4: {entry!r} was unpinned before its bytes were sent")
         super().unpin(owner, id)
         self.look()
 
@@ -235,8 +275,6 @@ class WatchedStore(Store):
 
     def drop_owner(self, owner: int, *, may_still_write: bool = False) -> None:
         held = self._owners.get(owner)
-        if held is not None and held.pins:
-            self.truth.notes.add("a connection died with pins")
         if held is not None and may_still_write:
             for id in held.reservations:
                 hold = self.held.pop(("reservation", owner, id))
@@ -262,6 +300,7 @@ class WatchedStore(Store):
 
     def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         if event is Event.EVICT:
+            self._evicted_now.append(entry)
             if entry.pins:
                 self.truth.fail(f"G4: {entry!r} was evicted under {entry.pins} pins")
             if entry.children:
@@ -287,7 +326,11 @@ class WatchedDirectory(Directory):
                 self.truth.fail(f"map: {error}")
 
     def accepts_piece(self, server: str, epoch: int, sequence: int, piece: int) -> bool | None:
+        known = self._servers.get(server)
+        before = known.sequence if known is not None else 0
         accepted = super().accepts_piece(server, epoch, sequence, piece)
+        if known is not None and known.sequence < before:
+            self.truth.fail(f"G7: the map went back from {before} to {known.sequence}")
         if accepted is None:
             self.truth.notes.add("a piece of an inventory came twice")
         elif accepted is False:
@@ -332,6 +375,9 @@ class WatchedDirectory(Directory):
         given_up = [known.server for known in before if not known.alive]
         if given_up:
             self.truth.notes.add("a silent server was noticed")
+        for known in self._servers.values():
+            if known.heard > now:
+                self.truth.fail(f"G7: {known.server} is to be heard of in the future")
         if late:
             self.truth.notes.add("a master noticed that it had slept")
             for server in given_up:

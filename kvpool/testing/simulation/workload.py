@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool.client import Pool
@@ -20,7 +20,16 @@ from kvpool.protocols import View
 from kvpool.testing.simulation.loop import Violation
 from kvpool.testing.simulation.network import SimNetwork
 from kvpool.testing.simulation.oracles import Story, value
-from kvpool.types import ROOT, Match, Namespace, ReadResult, ReadStatus, WriteStatus
+from kvpool.types import (
+    ROOT,
+    Match,
+    Namespace,
+    ReadResult,
+    ReadStatus,
+    Replica,
+    Run,
+    WriteStatus,
+)
 
 if TYPE_CHECKING:
     from kvpool.testing.simulation.loop import Process
@@ -35,6 +44,8 @@ TWO: Final = Namespace("sim/two", 2)
 _SLACK_S: Final = 0.3
 #: A read that finds one server frozen takes this long at most: the hedge, and then a read.
 _HEDGED_S: Final = ClientConfig().hedge_s + 0.5
+#: A master knows of a server's death by then.
+_NOTICED_S: Final = 5.0
 #: How long news of a block takes to every master when nothing is wrong.
 _NEWS_S: Final = 2.0
 _TIMEOUT_S: Final = 5.0
@@ -56,6 +67,7 @@ class Library:
                 for i in range(chance.randint(2, 14))
             ]
             self.chains.append(prefix + fresh)
+        self.hot: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
         self.extra: list[bytes] = []  # what storms and last proofs write
 
     def every_key(self) -> list[tuple[Namespace, bytes]]:
@@ -88,6 +100,8 @@ class Client:
         self._ops_left = 0
         self._pause_s = 0.1
         self._timeout_s = _TIMEOUT_S
+        self._old_match: tuple[Namespace, list[bytes], Match] | None = None
+        self._stale: Match | None = None  # an old one that is used again: not judged strictly
         #: Buffers of calls that have ended, and what was in them then.
         self._ended: list[tuple[bytearray, bytes]] = []
 
@@ -146,6 +160,7 @@ class Client:
             (0.05, self._look),
             (0.03, self._remove),
             (0.02, self._explain),
+            (0.05, self._race),
         ]
         if "storm" in world.plan.faults:
             kinds.append((0.02, self._storm))
@@ -205,6 +220,8 @@ class Client:
 
     def _chain(self) -> tuple[Namespace, list[bytes]]:
         chains = self._world.library.chains
+        if self._chance.random() < 0.25:
+            return self._world.library.hot  # what somebody else has just written
         rank = min(int(self._chance.paretovariate(0.8)) - 1, len(chains) - 1)
         chain = chains[rank]
         namespace = TWO if self._chance.random() < 0.2 else ONE
@@ -226,7 +243,13 @@ class Client:
 
     async def _read(self) -> None:
         namespace, chain = self._chain()
-        match = await self._match(namespace, chain) if self._chance.random() < 0.7 else None
+        match: Match | None = None
+        if self._old_match is not None and self._chance.random() < 0.2:
+            namespace, chain, match = self._old_match  # much may have happened since
+            self._stale = match
+        elif self._chance.random() < 0.7:
+            match = await self._match(namespace, chain)
+            self._old_match = namespace, chain, match
         if match is not None:
             chain = chain[: match.length + self._chance.choice([0, 0, 1])]
         if not chain:
@@ -252,7 +275,7 @@ class Client:
         finally:
             self._ended += [(buffer, bytes(buffer)) for buffer in buffers]
         world.note(f"{self.name} read {[int(result.status) for result in results]}")
-        judge = Judge(world, began, self._timeout_s)
+        judge = Judge(world, began, self._timeout_s if match is not self._stale else 0.0)
         for digest, result, buffer in zip(chain, results, buffers, strict=True):
             judge.read(namespace, digest, part, result.status, memoryview(buffer)[: result.size])
         judge.hedge(namespace, chain, part, results, world.loop.now - began)
@@ -290,13 +313,12 @@ class Client:
     async def _write(self) -> None:
         namespace, chain = self._chain()
         part = self._chance.randrange(namespace.parts)
-        await self._write_now(
-            namespace,
-            chain,
-            part,
-            copies=self._chance.choice([1, 1, 2, 3]),
-            visible=self._chance.random() < 0.8,
-        )
+        self._world.library.hot = namespace, chain
+        copies = self._chance.choice([1, 1, 2, 3])
+        visible = self._chance.random() < 0.8
+        await self._write_now(namespace, chain, part, copies=copies, visible=visible)
+        if namespace.parts > 1 and self._chance.random() < 0.7:
+            await self._write_now(namespace, chain, 1 - part, visible=visible)
 
     async def _write_now(
         self,
@@ -327,7 +349,7 @@ class Client:
         missing = self.pool.counters["copies_missing"] - missing
         judge = Judge(world, began, self._timeout_s)
         judge.write(namespace, chain, part, statuses, copies if not missing else 1)
-        if visible and namespace is ONE and self._chance.random() < 0.3:
+        if visible and namespace is ONE and self._chance.random() < 0.5:
             began = world.loop.now
             match = await self._timed(
                 self.pool.match(namespace, chain, timeout=self._timeout_s), "match"
@@ -335,13 +357,39 @@ class Client:
             Judge(world, began, self._timeout_s).found(namespace, chain, statuses, match.length)
         return statuses
 
+    async def _race(self) -> None:
+        """Several writers of the same blocks, within milliseconds."""
+        chain = self._world.library.chains[0][: self._chance.randint(1, 4)]
+        if self._chance.random() < 0.5:
+            chain = self._world.library.fresh(2)
+
+        async def write(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            await self._write_now(ONE, chain)
+
+        async def read(after_s: float) -> None:
+            """With a match so old that every server may have had the blocks: advice, no lease."""
+            everywhere = tuple(Replica(node.name, "dram") for node in self._world.servers)
+            run = Run(0, len(chain) - 1, everywhere)
+            self._stale = Match((run,), len(chain), ReadStatus.HIT)
+            await asyncio.sleep(after_s)
+            await self._read_now(ONE, chain, self._stale)
+
+        await self._side_by_side(
+            [write(self._chance.uniform(0, 0.03)) for _ in range(3)]
+            + [read(self._chance.uniform(0, 0.2)) for _ in range(2)]
+        )
+
     async def _storm(self) -> None:
         """Write 100 to 300 % of a server's capacity at once."""
         world = self._world
         world.report.faults["storm"] += 1
         total = int(world.plan.capacity * self._chance.uniform(1, 3))
         chains = [world.library.fresh(8) for _ in range(total // (8 * 384) + 1)]
-        tasks = [asyncio.ensure_future(self._write_now(ONE, chain)) for chain in chains]
+        await self._side_by_side([self._write_now(ONE, chain) for chain in chains])
+
+    async def _side_by_side(self, calls: Sequence[Coroutine[None, None, object]]) -> None:
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(tasks)
         finally:
@@ -415,10 +463,11 @@ class Judge:
                     self._fail(f"G1: match says block {position} is there; nobody ever wrote it")
         if match.length < len(chain):
             self.read(namespace, chain[match.length], None, match.stopped, memoryview(b""))
-        if self._strict:
+        if self._world.only_kills_since(self._began):
             for position, digest in enumerate(chain[: match.length]):
-                if self._settled(namespace, digest) and not self._held(namespace, digest):
-                    self._fail(f"match says block {position} is there; no server has held it")
+                gone = not self._held(namespace, digest)
+                if gone and self._settled(namespace, digest, _NOTICED_S):
+                    self._fail(f"G7: match says block {position} is there; no server has held it")
 
     def read(
         self,
@@ -530,12 +579,12 @@ class Judge:
         ]
         return all(story.holders for story in stories)
 
-    def _settled(self, namespace: Namespace, digest: bytes) -> bool:
+    def _settled(self, namespace: Namespace, digest: bytes, within_s: float = _NEWS_S) -> bool:
         """Nothing has happened to the block since well before the call."""
         stories = [
             self._world.truth.story(namespace, digest, part) for part in range(namespace.parts)
         ]
-        return all(story.changed_at < self._began - _NEWS_S for story in stories)
+        return all(story.changed_at < self._began - within_s for story in stories)
 
     def _ever(self, namespace: Namespace, digest: bytes, status: ReadStatus) -> bool:
         return any(

@@ -13,11 +13,13 @@ import gc
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import xxhash
 
 from kvpool.config import ClientConfig, MasterConfig, ServerConfig
@@ -58,6 +60,7 @@ class Plan:
     shm: bool
     faults: frozenset[str]
     check_every: int
+    copy_s: float
 
     @classmethod
     def draw(cls, seed: int, ops: int, without: frozenset[str]) -> Plan:
@@ -74,11 +77,12 @@ class Plan:
             clients=chance.randint(2, 4),
             capacity=ALIGNMENT * chance.choice([96, 192, 384]),
             ops=ops,
-            chaos_s=chance.uniform(25, 60),
+            chaos_s=chance.uniform(20, 45),
             verify=verify,
             shm=chance.random() < 0.7,
             faults=frozenset(faults - without),
-            check_every=chance.choice([1, 1, 4]),
+            copy_s=chance.choice([0.0005, 0.02, 0.1]),
+            check_every=chance.choice([1, 12, 12, 12]),
         )
 
 
@@ -136,9 +140,10 @@ class World:
         self.plan = plan
         self.chance = Chance(plan.seed)
         self.report = Report(plan.seed)
-        self.loop = SimLoop(self.chance["threads"])  # type: ignore[abstract]
+        self.loop = SimLoop(self.chance["threads"], plan.copy_s)  # type: ignore[abstract]
         self.net = Net(self.loop, self.chance["net"], self.report.faults)
         self.loop.network = self.net
+        self.loop.writes_to_pool = self._landings
         self.net.note = self.note
         self.truth = Truth(lambda: self.loop.now, self.loop.fail)
         self.library = Library(plan.seed)
@@ -147,6 +152,8 @@ class World:
         self.clients: list[Client] = []
         self.troubles = 0  # faults that are going on
         self.calm_from = 0.0  # when the last of those that have ended has settled
+        self.other_troubles = 0  # that are no kills
+        self.only_kills_from = 0.0
         self.alone: Trouble | None = None  # while it is all that is wrong
         self._hash = xxhash.xxh3_64()
         self._trace = trace
@@ -170,17 +177,44 @@ class World:
         calm = self.calm_since(self.loop.now)
         self.alone = Trouble(name, target, self.loop.now) if calm else None
         self.troubles += 1
+        self.other_troubles += not name.startswith("kill")
         try:
             yield
         finally:
             self.troubles -= 1
             self.alone = None
+            if not name.startswith("kill"):
+                self.other_troubles -= 1
+                self.only_kills_from = max(self.only_kills_from, self.loop.now + settle_s)
             self.note(f"end of {name}")
             self.calm_from = max(self.calm_from, self.loop.now + settle_s)
 
     def calm_since(self, when: float) -> bool:
         """Nothing has been wrong from `when` until now, nor shortly before."""
         return not self.troubles and self.calm_from <= when
+
+    def only_kills_since(self, when: float) -> bool:
+        """The same, except that processes may have been killed."""
+        return not self.other_troubles and self.only_kills_from <= when
+
+    def _landings(self, job: tuple[object, ...]) -> list[Callable[[], None]]:
+        """The flight table: what a copier's share will write into a server's memory (G4)."""
+        share, brake = job if len(job) == 2 else ((), None)
+        checks: list[Callable[[], None]] = []
+        for node in self.servers:
+            memory = node.store.tier.memory.obj if node.server is not None else None
+            checks += [
+                partial(self._lands, node.store, copy.target, brake)
+                for copy in (share if isinstance(share, list) else ())
+                if copy.target is not None and copy.target.obj is memory
+            ]
+        return checks
+
+    def _lands(self, store: WatchedStore, target: memoryview, brake: Any) -> None:
+        base = np.frombuffer(store.tier.memory, np.uint8).ctypes.data
+        offset = np.frombuffer(target, np.uint8).ctypes.data - base
+        if not brake.pulled and not store.may_land(offset, len(target)):
+            self.loop.fail(f"G4: bytes land at {offset} of {store.life}, which nobody has reserved")
 
     def process(self, name: str, host: str) -> Process:
         self._lives += 1
@@ -223,6 +257,7 @@ class World:
             tier = SimTier(self.plan.capacity, ALIGNMENT)
             life = f"{node.name}#{self._lives}"
             store = WatchedStore(life, tier, self.truth, every=self.plan.check_every)
+            store.unsent = lambda: self.net.unsent(node.process, tier.memory)
             transports = self.transports()
             config = ServerConfig(
                 id=node.name,
@@ -413,7 +448,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def run(
-    seed: int, *, ops: int = 250, without: frozenset[str] = frozenset(), trace: bool = False
+    seed: int, *, ops: int = 120, without: frozenset[str] = frozenset(), trace: bool = False
 ) -> Report:
     """Play one history. The report says what happened; `failure` is None when all was well."""
     world = World(Plan.draw(seed, ops, without), trace)
