@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 
 FUZZ_VENV := .venv-fuzz
 SECONDS ?= 60
+SEEDS ?= 0:2000
 
-.PHONY: demo test check bench fuzz clean
+.PHONY: demo test check bench sim fuzz clean
 
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
@@ -22,6 +23,10 @@ check: $(VENV)/ready  ## lint and types
 
 bench: $(VENV)/ready  ## speed, as ratios to limits measured in the same run
 	$(BIN)/python -m benchmarks.run
+
+sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find
+	$(BIN)/python -m kvpool.testing.simulation --seeds $(SEEDS)
+	$(BIN)/python -m kvpool.testing.simulation --bugs
 
 fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
 	for target in wire session master; do \

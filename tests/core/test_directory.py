@@ -273,3 +273,30 @@ def test_each_miss_is_explained() -> None:
     assert "namespaces that are: 'one'" in books.explain(Namespace("typo"), [key("x")])[0].text
     books.leave("s", 1)
     assert "s, silent" in books.explain(ONE, [keys("k", 3)[1]])[0].text
+
+
+def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
+    books = directory("s")
+    assert books.accepts_piece("s", 1, 5, 0)
+    books.stored("s", ONE, 0, 0, keys("first", 2))
+    assert books.accepts_piece("s", 1, 5, 1)
+    books.stored("s", ONE, 0, 0, keys("second", 2))
+    assert books.accepts_piece("s", 1, 5, 0) is None  # doubled on the way, and late
+    assert books.accepts_piece("s", 1, 5, 3) is False  # piece 2 is missing
+    books.end_inventory("s")
+    assert prefix(books, keys("first", 2)) == 2
+    assert books.accepts("s", 1, 6)
+    assert books.accepts_piece("s", 1, 5, 0) is None
+    assert books.accepts("s", 1, 7)
+    assert prefix(books, keys("second", 2)) == 2
+    books.check()
+
+
+def test_a_master_that_slept_gives_no_credit_from_the_future() -> None:
+    books = directory("s")
+    books.tick(0.0)
+    books.heartbeat("s", 1, Report(), {}, 20.0)  # the first thing after it woke up
+    for halves in range(7):
+        books.tick(20.0 + halves / 2)
+    (member,) = books.members(20.0 + books.timeout_s)
+    assert not member.alive

@@ -424,13 +424,13 @@ class Client:
 
     # --- the last word ----------------------------------------------------------------------------
 
-    async def prove_well(self) -> None:
+    async def prove_well(self, chains: Sequence[list[bytes]]) -> None:
         """After recovery: reads what is held, says why the rest is not, writes and reads anew."""
-        await self.process.spawn(self._prove())
+        await self.process.spawn(self._prove(chains))
 
-    async def _prove(self) -> None:
+    async def _prove(self, chains: Sequence[list[bytes]]) -> None:
         self._timeout_s = _TIMEOUT_S
-        for chain in self._world.library.chains:
+        for chain in chains:
             for namespace in (ONE, TWO):
                 match = await self._match(namespace, chain)
                 if match.length:

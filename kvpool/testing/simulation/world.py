@@ -334,8 +334,8 @@ class World:
         await asyncio.sleep(3)
         for node in self.servers:
             node.store.verify_all("everything is well again")
-        for client in self.clients:
-            await client.prove_well()
+        for number, client in enumerate(self.clients):
+            await client.prove_well(self.library.chains[number :: len(self.clients)])
 
     def _ailing(self) -> str | None:
         """What is not as it should be when nothing is wrong; None when all is well."""
