@@ -184,9 +184,9 @@ class Pool:
                 check_digests(chain)
             try:
                 found = await self._find(namespace, packed, size, True, deadline)
+                runs += _runs(found, first, len(digests))
             except Unavailable:
                 return Match(tuple(runs), first, ReadStatus.NO_MASTER)
-            runs += _runs(found, first, len(digests))
             if found.misses:
                 length = runs[-1].last + 1 if runs else 0
                 return Match(tuple(runs), length, _miss(found.misses[0]))
@@ -463,9 +463,9 @@ class Pool:
                 try:
                     packed = b"".join(batch)
                     found = await self._find(namespace, packed, len(batch[0]), False, deadline)
+                    runs += _runs(found, first, len(batch))
                 except Unavailable:
                     break
-                runs += _runs(found, first, len(batch))
                 found_at = {i for run in runs for i in range(run.first, run.last + 1)}
                 misses = iter(found.misses)
                 for position in range(first, first + len(batch)):
@@ -669,14 +669,20 @@ def _why(error: KvpoolError) -> ReadStatus:
 
 
 def _runs(found: wire.Found, first: int, count: int) -> list[Run]:
-    """The runs of an answer, moved to their place in the whole chain."""
+    """The runs of an answer, moved to their place in the whole chain.
+
+    Raises Unavailable for an answer that cannot be true, and so is none.
+    """
     runs = []
-    position = 0
+    position = covered = 0
     for run_first, run_last, replicas in found.runs:
         if not position <= run_first <= run_last < count:
             raise Unavailable(f"a master answered with run {run_first}-{run_last} of {count}")
         position = run_last + 1
+        covered += position - run_first
         runs.append(Run(first + run_first, first + run_last, tuple(Replica(*r) for r in replicas)))
+    if not found.misses and covered != count:
+        raise Unavailable(f"a master answered for {covered} of {count} blocks")
     return runs
 
 

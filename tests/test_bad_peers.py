@@ -95,16 +95,13 @@ async def test_a_master_that_lies(name: str) -> None:
     config = ClientConfig(masters=[listener.address], timeout_s=1.0)
     pair = keys("pair", 2)
     async with Pool(config, cluster="default", network=network, transports={}) as pool:
-        with contextlib.suppress(PeerError, Unavailable):
-            results = await pool.read(NAMESPACE, pair, buffers(2))
-            assert not any(result.status.hit for result in results)
-        with contextlib.suppress(PeerError, Unavailable):
-            assert not any(s.present for s in await pool.write(NAMESPACE, pair, values(pair)))
-        with contextlib.suppress(PeerError, Unavailable):
+        results = await pool.read(NAMESPACE, pair, buffers(2))
+        assert not any(result.status.hit for result in results)
+        assert not any(s.present for s in await pool.write(NAMESPACE, pair, values(pair)))
+        with contextlib.suppress(PeerError, Unavailable):  # the one that may raise
             assert len(await pool.explain(NAMESPACE, pair)) == 2
-        with contextlib.suppress(PeerError, Unavailable):
-            match = await pool.match(NAMESPACE, pair)
-            assert match.length == 2 or not match.stopped.hit
+        match = await pool.match(NAMESPACE, pair)
+        assert not match.stopped.hit or match.runs[-1].last == 1
     network.close()
 
 
