@@ -395,7 +395,7 @@ class StreamPool:
         self._dial = dial
         self._limit = limit
         self._idle: list[Stream] = []
-        self._busy: set[Stream] = set()
+        self._busy: dict[Stream, None] = {}  # ordered, unlike a set
         self._places = asyncio.Semaphore(limit)
         self._closed = False
 
@@ -410,11 +410,11 @@ class StreamPool:
             yield stream
         except BaseException:
             # BaseException: a cancelled exchange leaves half a frame behind just as an error does.
-            self._busy.discard(stream)
+            self._busy.pop(stream, None)
             stream.abort()
             raise
         else:
-            self._busy.discard(stream)
+            self._busy.pop(stream, None)
             if stream.lost or self._closed or len(self._idle) >= _IDLE_MAX:
                 stream.abort()
             else:
@@ -444,10 +444,10 @@ class StreamPool:
             while self._idle:
                 stream = self._idle.pop()
                 if not stream.lost:
-                    self._busy.add(stream)
+                    self._busy[stream] = None
                     return stream
             stream = await self._dial(deadline)
-            self._busy.add(stream)
+            self._busy[stream] = None
             if self._closed:
                 stream.abort()
                 raise LinkBroken("the channel was closed while it was connecting")

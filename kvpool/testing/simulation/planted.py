@@ -179,8 +179,8 @@ BUGS: Sequence[Bug] = (
         "half-sent-stream-is-reused",
         "G1",
         _STREAMS,
-        "            self._busy.discard(stream)\n            stream.abort()\n            raise",
-        "            self._busy.discard(stream)\n            self._idle.append(stream)\n"
+        "            self._busy.pop(stream, None)\n            stream.abort()\n            raise",
+        "            self._busy.pop(stream, None)\n            self._idle.append(stream)\n"
         "            raise",
     ),
     Bug(
