@@ -428,11 +428,17 @@ class _Announcer:
         self._added = self._heard = 0
         self.synced = True
         self._sequence += 1
-        entries = self._server.store.inventory()
+        entries: list[Entry | Change] = [*self._server.store.inventory()]
+        # And why others are gone: the master may still have them from before it lost touch.
+        entries += self._server.store.departures()
         step = wire.ANNOUNCED_BLOCKS_MAX
         starts = range(0, max(1, len(entries)), step)
         for piece, start in enumerate(starts):
-            present = [e for e in entries[start : start + step] if e.state is State.STORED]
+            changes = [
+                change
+                for entry in entries[start : start + step]
+                if (change := _as_change(entry)) is not None
+            ]
             last = start == starts[-1]
             applied = await self._ask(
                 wire.Inventory(
@@ -441,7 +447,7 @@ class _Announcer:
                     self._sequence,
                     piece,
                     last,
-                    _grouped([_as_change(entry) for entry in present]),
+                    _grouped(changes),
                 ),
                 wire.Announced,
             )
@@ -515,7 +521,12 @@ async def _hashed(data: memoryview, seed: int) -> int:
     return digest.intdigest()
 
 
-def _as_change(entry: Entry) -> Change:
+def _as_change(entry: Entry | Change) -> Change | None:
+    """How an inventory tells of a block; not at all if it has left since the inventory began."""
+    if isinstance(entry, Change):
+        return entry
+    if entry.state is not State.STORED:
+        return None
     return Change(entry.index.namespace, entry.index.part, entry.digest, ReadStatus.HIT)
 
 

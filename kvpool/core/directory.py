@@ -303,6 +303,8 @@ class Directory:
                 if self.history:
                     self.history.came_back(namespace, digest)
             else:
+                if self.history:
+                    self.history.came_back(namespace, digest)
                 after = holding._plus.get(copy) or self._plus(holding, copy)
                 if after is not holding:
                     blocks[digest] = after
@@ -317,19 +319,25 @@ class Directory:
         digests: Sequence[bytes],
         reason: ReadStatus,
     ) -> None:
-        """The server does not have these blocks (any more)."""
+        """The server does not have these blocks (any more).
+
+        Part of an inventory, it tells what became of blocks that this map may still have from an
+        earlier one, or has never heard of.
+        """
         known = self._servers[server]
         view = known.pending or known.view
         blocks = self._blocks.get(namespace, {})
         for digest in digests:
             holding = blocks.get(digest)
-            if holding is None:
-                continue
-            after = self._minus(holding, view, part)
-            if after is holding:
-                continue
-            view.blocks -= 1
-            self._put(blocks, namespace, digest, after, reason)
+            after = self._minus(holding, view, part) if holding is not None else None
+            if holding is not None and after is not None and after is not holding:
+                view.blocks -= 1
+                self._put(blocks, namespace, digest, after, reason)
+            elif reason is not ReadStatus.NEVER_WRITTEN and (
+                holding is None
+                or all(c.view.server == server or not self._in_use(c.view) for c in holding.copies)
+            ):
+                self.history.left(namespace, digest, reason)
 
     # --- questions -------------------------------------------------------------------
 
@@ -372,7 +380,7 @@ class Directory:
                     runs.append(Run(first, last - 1, holding.replicas))
                 else:
                     for position in range(first, last):
-                        reasons[position] = holding.status
+                        reasons[position] = self._reason(namespace, digests[position], holding)
             if prefix and reasons:
                 break
             first = last
@@ -476,7 +484,8 @@ class Directory:
             if blocks is not None and holding is not None:
                 after = self._without_retired(holding)
                 if after is not holding:
-                    self._put(blocks, namespace, digest, after, ReadStatus.SERVER_LOST)
+                    reason = self._reason(namespace, digest, holding)
+                    self._put(blocks, namespace, digest, after, reason)
         if not self._to_sweep and not self._sweep_again:
             self._drop_unused_holdings()
         return len(self._to_sweep)
@@ -537,6 +546,8 @@ class Directory:
     ) -> None:
         if after.copies:
             blocks[digest] = after
+            if not any(self._in_use(copy.view) for copy in after.copies):
+                self.history.left(namespace, digest, reason)  # the rest is only not swept yet
             return
         del blocks[digest]
         if not blocks:
@@ -575,6 +586,17 @@ class Directory:
                 self._resolve(holding)
             copies.append(holding.whole if holding is not None else 0)
         return copies
+
+    def _reason(self, namespace: Namespace, digest: bytes, holding: Holding) -> ReadStatus:
+        """Why a block that the map has cannot be read.
+
+        Its server may be alive and have sent an inventory without it: then it said why.
+        """
+        self._resolve(holding)
+        if holding.status is ReadStatus.SERVER_LOST:
+            said = self.history.reason(namespace, digest)
+            return holding.status if said is ReadStatus.NEVER_WRITTEN else said
+        return holding.status
 
     def _servers_of(self, holding: Holding | None) -> frozenset[str]:
         if holding is None:

@@ -7,6 +7,7 @@ remembered. The bound is what keeps a scan of a million dead keys from filling m
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from kvpool.types import Namespace, ReadStatus
 
@@ -21,6 +22,11 @@ class History:
 
     def __len__(self) -> int:
         return len(self._reasons)
+
+    def __iter__(self) -> Iterator[tuple[Namespace, bytes, ReadStatus]]:
+        """Every departure that is remembered, oldest first."""
+        for (namespace, digest), status in self._reasons.items():
+            yield namespace, digest, status
 
     def left(self, namespace: Namespace, digest: bytes, reason: ReadStatus) -> None:
         """Remember that a block left. Forgets the oldest departure at the limit."""

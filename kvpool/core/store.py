@@ -315,6 +315,10 @@ class Store:
         changes, self._changes = self._changes, []
         return changes
 
+    def departures(self) -> list[Change]:
+        """What became of blocks that are not here any more, as far as it is remembered."""
+        return [Change(namespace, 0, digest, status) for namespace, digest, status in self.history]
+
     def inventory(self) -> list[Entry]:
         """Every sealed block now. The entries are live: check `state` before using one later."""
         return [

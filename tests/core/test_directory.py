@@ -300,3 +300,25 @@ def test_a_master_that_slept_gives_no_credit_from_the_future() -> None:
         books.tick(20.0 + halves / 2)
     (member,) = books.members(20.0 + books.timeout_s)
     assert not member.alive
+
+
+def test_an_inventory_says_why_blocks_are_gone() -> None:
+    """A master that lost touch, or is new, tells the true reason and not "server lost"."""
+    books = directory("s", "t")
+    books.stored("s", ONE, 0, 0, keys("x", 2))
+    books.stored("t", ONE, 0, 0, keys("x", 1))
+    for server in ("t", "s"):  # both were out of touch when they threw it out
+        assert books.accepts_piece(server, 1, 5, 0)
+        books.gone(server, ONE, 0, keys("x", 1), ReadStatus.EVICTED)
+        books.end_inventory(server)
+    assert books.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
+    assert books.match(ONE, keys("x", 2)[1:]).stopped is ReadStatus.SERVER_LOST  # nobody said why
+    while books.sweep():
+        pass
+    assert books.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
+    new = directory("s")
+    assert new.accepts_piece("s", 1, 6, 0)
+    new.gone("s", ONE, 0, keys("x", 1), ReadStatus.REMOVED)
+    new.end_inventory("s")
+    assert new.match(ONE, keys("x", 1)).stopped is ReadStatus.REMOVED
+    new.check()

@@ -509,6 +509,10 @@ class Judge:
             self._fail(f"G5: {digest.hex()[:12]} is held, and a reader is told: {status.label}")
         if status in (ReadStatus.NO_MASTER, ReadStatus.DEADLINE, ReadStatus.BEING_WRITTEN):
             self._fail(f"G5: nothing is wrong, and a reader is told: {status.label}")
+        if not self._held(namespace, digest) and status not in self._true_reasons(
+            namespace, digest
+        ):
+            self._fail(f"G5: {digest.hex()[:12]} is said to be {status.label}, which is not true")
 
     def write(
         self,
@@ -585,6 +589,18 @@ class Judge:
             self._world.truth.story(namespace, digest, part) for part in range(namespace.parts)
         ]
         return all(story.changed_at < self._began - within_s for story in stories)
+
+    def _true_reasons(self, namespace: Namespace, digest: bytes) -> set[ReadStatus]:
+        """Everything that could truly be said of a block that is not there."""
+        world = self._world
+        stories = [world.truth.story(namespace, digest, p) for p in range(namespace.parts)]
+        reasons = set().union(*(story.ends for story in stories))
+        if namespace.parts > 1:
+            reasons.add(ReadStatus.PART_MISSING)
+        # A server's record dies with it; a master gets its own back from the servers.
+        if world.report.faults["kill server"] or not all(story.lives for story in stories):
+            reasons.add(ReadStatus.NEVER_WRITTEN)
+        return reasons
 
     def _ever(self, namespace: Namespace, digest: bytes, status: ReadStatus) -> bool:
         return any(

@@ -174,7 +174,7 @@ class World:
         """Something is wrong inside; no answer is perfect before it has settled."""
         self.report.faults[name] += 1
         self.note(f"fault {name} {target}")
-        calm = self.calm_since(self.loop.now)
+        calm = self.calm_since(self.loop.now + 7.0)  # what was before need not have settled fully
         self.alone = Trouble(name, target, self.loop.now) if calm else None
         self.troubles += 1
         self.other_troubles += not name.startswith("kill")
@@ -254,6 +254,7 @@ class World:
 
     async def start_server(self, node: ServerNode) -> None:
         async def run() -> None:
+            # The seam for disks: a tier that survives restarts is the node's, not the process's.
             tier = SimTier(self.plan.capacity, ALIGNMENT)
             life = f"{node.name}#{self._lives}"
             store = WatchedStore(life, tier, self.truth, every=self.plan.check_every)
