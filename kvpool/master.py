@@ -20,6 +20,9 @@ from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
 
+#: Of members in one answer: whatever servers say of themselves, it stays below BODY_SIZE_MAX.
+_PAGE_BYTES = 512 << 10
+
 M = TypeVar("M", bound=wire.Message)
 
 
@@ -165,21 +168,26 @@ class Master:
 
     def _members(self, m: wire.Members) -> wire.MembersAre:
         now = self._now()
-        return wire.MembersAre(
-            self.address,
-            max(0.0, now - self._started),
-            len(self.directory),
-            [
-                wire.MemberInfo(
-                    **{
-                        **member._asdict(),
-                        "addresses": list(member.addresses),
-                        "tiers": list(member.tiers),
-                    }
-                )
-                for member in self.directory.members(now)
-            ],
-        )
+        members = sorted(self.directory.members(now), key=lambda member: member.server)
+        page: list[wire.MemberInfo] = []
+        size, more = 0, False
+        for member in members:
+            if member.server <= m.after:
+                continue
+            info = wire.MemberInfo(
+                **{
+                    **member._asdict(),
+                    "addresses": list(member.addresses),
+                    "tiers": list(member.tiers),
+                }
+            )
+            size += wire.encoded_size(info)
+            if page and size > _PAGE_BYTES:
+                more = True
+                break
+            page.append(info)
+        uptime_s = max(0.0, now - self._started)
+        return wire.MembersAre(self.address, uptime_s, len(self.directory), page, more)
 
     def _explain(self, m: wire.Explain) -> wire.Explained:
         namespace, digests = wire.unpack_keys(m)

@@ -42,6 +42,8 @@ _BACKOFF_S: Final = 0.2
 _BACKOFF_S_MAX: Final = 5.0
 #: While a server is left alone, masters are asked this often whether it has come back.
 _REFRESH_S: Final = 0.5
+#: Servers that a client takes a master's word for.
+_MEMBERS_MAX: Final = 4096
 
 
 class Silent(DeadlineExceeded):
@@ -233,10 +235,17 @@ class Servers:
 
     async def refresh(self, deadline: float) -> list[Member]:
         """Ask who is there. A server with a new epoch is another server: its channels go."""
-        answer = await self._masters.ask(wire.Members(), wire.MembersAre, deadline)
+        infos: list[wire.MemberInfo] = []
+        more = True
+        while more:
+            after = infos[-1].server if infos else ""
+            answer = await self._masters.ask(wire.Members(after), wire.MembersAre, deadline)
+            infos += answer.members
+            onward = bool(answer.members) and answer.members[0].server > after
+            more = answer.more and onward and len(infos) < _MEMBERS_MAX
         self._refreshed = asyncio.get_running_loop().time()
         members = []
-        for info in answer.members:
+        for info in infos:
             fields = {name: getattr(info, name) for name in info.__struct_fields__}
             fields["addresses"] = tuple(info.addresses)
             fields["tiers"] = tuple(info.tiers)

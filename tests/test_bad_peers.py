@@ -60,6 +60,20 @@ async def test_a_server_that_lies_about_itself(watched: dev.Dev, link: Link, nam
         assert set(await pool.write(NAMESPACE, fresh, values(fresh))) == {WriteStatus.STORED}
 
 
+async def test_servers_that_say_too_much_of_themselves(watched: dev.Dev, link: Link) -> None:
+    """However much they say, a client learns of all of them: in pages, none too large."""
+    wordy = [f"tcp://{'x' * 240}:{port}" for port in range(64)]
+    for number in range(60):
+        liar = msgspec.structs.replace(REGISTER, server=f"liar-{number:02}", addresses=wordy)
+        assert (await ask(link, liar, wire.Registered)).accepted
+    async with watched.pool() as pool:
+        names = [member.server for member in await pool.members()]
+        assert len(names) == len(set(names)) == 61
+        got = buffers(3)
+        await pool.read(NAMESPACE, CHAIN, got)
+        assert got == values(CHAIN)
+
+
 # --- masters that lie --------------------------------------------------------------------
 
 HERE: list[Any] = [("s", "dram", 0)]
@@ -87,7 +101,7 @@ async def test_a_master_that_lies(name: str) -> None:
 
     def handle(number: int, body: bytes) -> tuple[int, bytes]:
         if number == wire.TYPES[wire.Members]:
-            return wire.encode(wire.MembersAre("m", 0, 0, []))
+            return wire.encode(wire.MembersAre("m", 0, 0, [], False))
         return wire.encode(lie) if lie is not None else (250, b"")
 
     network = ZmqNetwork()

@@ -282,7 +282,9 @@ class Placed(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    pass
+    """The servers whose names come after `after`, in order."""
+
+    after: Name = ""
 
 
 class MemberInfo(Message, frozen=True):
@@ -304,10 +306,13 @@ class MemberInfo(Message, frozen=True):
 
 
 class MembersAre(Message, frozen=True):
+    """As many as fit well into one message; with `more`, ask again after the last one."""
+
     master: Name
     uptime_s: Seconds
     blocks: Count
     members: Annotated[list[MemberInfo], Meta(max_length=4096)]
+    more: bool
 
 
 class Explain(Keys, frozen=True):
@@ -369,6 +374,11 @@ M = TypeVar("M", bound=Message)
 def encode(message: Message) -> tuple[int, bytes]:
     """(type number, body)."""
     return TYPES[type(message)], _ENCODER.encode(message)
+
+
+def encoded_size(part: Message) -> int:
+    """Bytes that this takes inside another message."""
+    return len(_ENCODER.encode(part))
 
 
 def decode(expected: type[M], number: int, body: bytes) -> M:

@@ -41,7 +41,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
     messages.Placed(["s"], b"\x00"),
     messages.Members(),
-    messages.MembersAre("m", 1.0, 2, []),
+    messages.MembersAre("m", 1.0, 2, [], False),
     messages.Explain(**KEYS),
     messages.Explained([(0, "text", [])]),
 ]
