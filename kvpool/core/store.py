@@ -316,8 +316,19 @@ class Store:
         return changes
 
     def departures(self) -> list[Change]:
-        """What became of blocks that are not here any more, as far as it is remembered."""
-        return [Change(namespace, 0, digest, status) for namespace, digest, status in self.history]
+        """What became of blocks that are not here any more, as far as it is remembered.
+
+        Of a block that has only lost a part nothing is said: its other parts are here.
+        """
+        return [
+            Change(namespace, 0, digest, status)
+            for namespace, digest, status in self.history
+            if not any(
+                digest in index.blocks
+                for part in range(namespace.parts)
+                if (index := self._indexes.get((namespace, part))) is not None
+            )
+        ]
 
     def inventory(self) -> list[Entry]:
         """Every sealed block now. The entries are live: check `state` before using one later."""

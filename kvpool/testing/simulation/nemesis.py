@@ -7,12 +7,14 @@ happens at once reaches fewer strange places than many worlds that lack somethin
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvpool.testing.simulation.loop import Process
-    from kvpool.testing.simulation.world import World
+    from kvpool.testing.simulation.world import ServerNode, World
 
 #: Kinds of fault; `run(without=...)` and the reducer name them.
 FAULTS: Final = (
@@ -43,6 +45,7 @@ class Nemesis:
         self._world = world
         self._chance = chance
         self._net = world.net
+        self._strikes: list[asyncio.Task[None]] = []
         faults = world.plan.faults
         self._kinds = [
             action
@@ -86,9 +89,18 @@ class Nemesis:
         for task in tuple(running):
             await task
 
+    def strike(self, kind: str, targets: Sequence[str]) -> None:
+        """Freeze or kill one of some servers now: the moment is the victim's worst."""
+        node = self._chance.choice([n for n in self._world.servers if n.name in targets])
+        strike = self._kill(node) if kind == "kill server" else self._freeze(node.process, kind)
+        task = self._world.loop.create_task(strike, context=contextvars.Context())
+        self._strikes.append(task)
+
     async def heal(self) -> None:
         """The last fault ends here."""
         world = self._world
+        while self._strikes:
+            await self._strikes.pop()
         self._net.heal()
         self._net.weather.loss = self._net.weather.double = self._net.weather.tail = 0.0
         world.note("healed")
@@ -96,30 +108,38 @@ class Nemesis:
     # --- kinds ------------------------------------------------------------------------------
 
     async def _kill_server(self) -> None:
-        node = self._chance.choice(self._world.servers)
-        if node.process.alive:
+        await self._kill(self._chance.choice(self._world.servers))
+
+    async def _kill(self, node: ServerNode) -> None:
+        if node.process.alive and not node.falling:
+            node.falling = True  # nobody else may kill its successor before that has started
             with self._world.trouble("kill server", node.name):
                 node.process.kill()
                 await asyncio.sleep(self._chance.choice([0.05, 1, 5, 12]))
                 await self._world.start_server(node)
+            node.falling = False
 
     async def _kill_master(self) -> None:
         node = self._chance.choice(self._world.masters)
-        if node.process.alive:
+        if node.process.alive and not node.falling:
+            node.falling = True
             with self._world.trouble("kill master", node.name):
                 node.process.kill()
                 await asyncio.sleep(self._chance.choice([0.05, 1, 5, 12]))
                 await self._world.start_master(node)
+            node.falling = False
 
     async def _kill_client(self) -> None:
         client = self._chance.choice(self._world.clients)
         await self._in_mid_copy(client.process)
-        if client.process.alive:
+        if client.process.alive and not client.falling:
+            client.falling = True
             with self._world.trouble("kill client", settle_s=1.0):
                 client.process.kill()
                 await asyncio.sleep(self._chance.uniform(0, 3))
                 await client.start()
                 client.resume()
+            client.falling = False
 
     async def _freeze(self, process: Process, name: str) -> None:
         world = self._world

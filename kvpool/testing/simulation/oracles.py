@@ -95,6 +95,9 @@ class Truth:
     def life_began(self, life: str) -> None:
         self._living.add(life)
 
+    def is_living(self, life: str) -> bool:
+        return life in self._living
+
     def lives_now(self, server: str) -> bool:
         return any(life.startswith(f"{server}#") for life in self._living)
 

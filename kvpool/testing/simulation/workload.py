@@ -96,6 +96,7 @@ class Client:
         self.pool: Pool
         self._world = world
         self._chance = world.chance[f"work/{name}"]
+        self.falling = False
         self._working: asyncio.Task[None] | None = None
         self._ops_left = 0
         self._pause_s = 0.1
@@ -161,6 +162,7 @@ class Client:
             (0.03, self._remove),
             (0.02, self._explain),
             (0.05, self._race),
+            (0.04, self._lose_an_owner),
         ]
         if "storm" in world.plan.faults:
             kinds.append((0.02, self._storm))
@@ -278,7 +280,7 @@ class Client:
         judge = Judge(world, began, self._timeout_s if match is not self._stale else 0.0)
         for digest, result, buffer in zip(chain, results, buffers, strict=True):
             judge.read(namespace, digest, part, result.status, memoryview(buffer)[: result.size])
-        judge.hedge(namespace, chain, part, results, world.loop.now - began)
+        judge.hedge(namespace, chain, part, results, world.loop.now - began, match)
         return results
 
     async def _look(self) -> None:
@@ -379,6 +381,20 @@ class Client:
             [write(self._chance.uniform(0, 0.03)) for _ in range(3)]
             + [read(self._chance.uniform(0, 0.2)) for _ in range(2)]
         )
+
+    async def _lose_an_owner(self) -> None:
+        """Write two copies, freeze or kill one owner when nothing else is wrong, and read."""
+        kinds = self._world.plan.faults & {"freeze server", "kill server"}
+        if not kinds or self._world.troubles or len(self._world.servers) < 2:
+            return
+        chain = self._world.library.fresh(2)
+        await self._write_now(ONE, chain, copies=2)
+        match = await self._match(ONE, chain)
+        owners = sorted({replica.server for run in match.runs for replica in run.replicas})
+        if match.length == len(chain) and len(owners) > 1 and not self._world.troubles:
+            self._world.nemesis.strike(self._chance.choice(sorted(kinds)), owners)
+            await asyncio.sleep(0.001)
+            await self._read_now(ONE, chain, match)
 
     async def _storm(self) -> None:
         """Write 100 to 300 % of a server's capacity at once."""
@@ -548,21 +564,28 @@ class Judge:
         part: int,
         results: Sequence[ReadResult],
         spent: float,
+        match: Match | None,
     ) -> None:
         """While one server is frozen and nothing else is wrong, replicas cost a hedge (G6)."""
         alone = self._alone("freeze server", "kill server")
         if alone is None or namespace is not ONE:
             return
         truth = self._world.truth
-        for digest in chain:
+        for position, digest in enumerate(chain):
             story = truth.story(namespace, digest, part)
-            others = [life for life in story.holders if not life.startswith(f"{alone.target}#")]
-            if not others or story.rotten or self._changed_since(story, alone):
+            others = {life.partition("#")[0] for life in story.holders} - {alone.target}
+            if match is None:
+                unknown = self._changed_since(story, alone)
+            else:
+                known = [run for run in match.runs if run.first <= position <= run.last]
+                replicas = {replica.server for run in known for replica in run.replicas}
+                unknown = not others & replicas
+            if not others or story.rotten or unknown:
                 return
         truth.notes.add("a lost server's blocks were read elsewhere")
         if not all(result.status.hit for result in results):
             self._fail(f"G6: {alone.name}: a block with another copy was not read")
-        if spent > _HEDGED_S:
+        if spent > _HEDGED_S + 10 * self._world.plan.copy_s:
             self._fail(f"G6: {alone.name}: a read with other copies took {spent:.3f} s")
 
     def _alone(self, *names: str) -> Trouble | None:
@@ -595,6 +618,9 @@ class Judge:
         world = self._world
         stories = [world.truth.story(namespace, digest, p) for p in range(namespace.parts)]
         reasons = set().union(*(story.ends for story in stories))
+        if any(not world.truth.is_living(life) for story in stories for life in story.lives):
+            # A master may not have heard why it was thrown out when that server died.
+            reasons.add(ReadStatus.SERVER_LOST)
         if namespace.parts > 1:
             reasons.add(ReadStatus.PART_MISSING)
         # A server's record dies with it; a master gets its own back from the servers.

@@ -116,6 +116,7 @@ class ServerNode:
     host: str
     process: Process
     server: BlockServer | None = None
+    falling: bool = False  # killed, and not started again yet
 
     @property
     def store(self) -> WatchedStore:
@@ -131,6 +132,7 @@ class MasterNode:
     address: str
     process: Process
     master: Master | None = None
+    falling: bool = False
 
 
 class World:
@@ -155,6 +157,7 @@ class World:
         self.other_troubles = 0  # that are no kills
         self.only_kills_from = 0.0
         self.alone: Trouble | None = None  # while it is all that is wrong
+        self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
         self._lives = 0
@@ -296,7 +299,7 @@ class World:
 
     async def history(self) -> None:
         await self._build()
-        nemesis = Nemesis(self, self.chance["faults"])
+        self.nemesis = nemesis = Nemesis(self, self.chance["faults"])
         chaos = asyncio.get_running_loop().create_task(nemesis.run(self.plan.chaos_s))
         for client in self.clients:
             client.begin(self.plan.ops // len(self.clients), self.plan.chaos_s)
@@ -326,6 +329,11 @@ class World:
 
     async def _recover(self) -> None:
         """Liveness: everything is well again, and stays so."""
+        for client in self.clients:
+            # What a frozen writer had reserved rests until its process ends: so end it.
+            if any(node.store.quarantined for node in self.servers):
+                client.process.kill()
+                await client.start()
         deadline = self.loop.now + RECOVERY_S
         while (problem := self._ailing()) is not None:
             if self.loop.now >= deadline:
