@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 
 import pytest
 
@@ -236,3 +237,30 @@ async def test_a_server_may_close_while_somebody_looks(pool_dev: dev.Dev) -> Non
                 if transport == "shm":
                     await server.close()
                 assert view.data == value(digest)
+
+
+async def test_a_kept_exception_keeps_no_segment_mapped(pool_dev: dev.Dev) -> None:
+    """A dead server's memory is free when its clients have let go, not when they collect garbage.
+
+    An exception that somebody keeps leads to the frames that it went through (chaos, seed 11).
+    """
+
+    def mapped() -> int:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum("memfd:kvpool" in os.readlink(link) for link in links if os.path.islink(link))
+
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
+    chain = keys("kept", 4)
+    before = mapped()
+    kept: BaseException | None = None
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        try:
+            async with pool.read_view(NAMESPACE, chain) as views:
+                assert [view.data for view in views] == values(chain)
+                raise LookupError
+        except LookupError as error:
+            kept = error
+        assert mapped() > before
+    assert mapped() == before
+    assert kept is not None
