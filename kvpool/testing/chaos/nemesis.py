@@ -20,7 +20,7 @@ from kvpool.testing.chaos.trials import Trials
 T = TypeVar("T")
 
 #: How long a process stays stopped, or a link spoilt.
-_FREEZES_S: Final = (0.05, 0.3, 1.0, 3.0, 10.0)
+_FREEZES_S: Final = (0.05, 0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
 #: How long a process that was killed stays away.
 _AWAY_S: Final = (0.0, 0.5, 3.0)
 #: A server that comes back after this long is to have everything that it had.
@@ -66,14 +66,14 @@ class Nemesis:
         """Rounds of faults; each begins with a cluster that is well. Raises ServerLost."""
         until = self._loop.time() + seconds
         deck = list(self._alone)  # first of all, so that a short run has every figure
+        if seconds > 4 * _LONG_S:
+            deck.append(self._freeze_for_long)
         while (left_s := until - self._loop.time()) > 0:
             if not deck:
-                deck = [*self._alone, *4 * [self._several]]
+                deck = [*self._alone, *8 * [self._several]]
                 self._chance.shuffle(deck)
-                if left_s > 60:
+                if left_s > 4 * SETTLE_S:
                     deck.append(self._calm)
-                if left_s > 4 * _LONG_S:
-                    deck.append(self._freeze_for_long)
             await deck.pop()()
             for client in self._clients:
                 client.check()
