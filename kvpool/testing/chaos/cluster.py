@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvpool.children import Child, process_of
@@ -23,13 +24,7 @@ UP_S = 30.0
 class Node:
     """A place in the cluster with an address that stays; processes come and go there."""
 
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        *arguments: str,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, module: str, *arguments: str) -> None:
         self.name = name
         self.process: Child | None = None
         self.frozen = False
@@ -38,7 +33,6 @@ class Node:
         #: What it said when it was up.
         self.greeting = ""
         self._command = (module, *arguments)
-        self._environment = dict(environment or {})
         self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
@@ -51,9 +45,7 @@ class Node:
     async def start(self) -> None:
         """Start it, and wait until it says that it is up. Raises ServerLost when it ends."""
         assert self.process is None, f"{self.name} is running"
-        self.process = await self._stack.enter_async_context(
-            process_of(*self._command, environment=self._environment)
-        )
+        self.process = await self._stack.enter_async_context(process_of(*self._command))
         if self.setup:
             self.process.tell(self.setup)
         self.greeting = await asyncio.wait_for(self.process.line(), UP_S)
@@ -110,7 +102,6 @@ class Cluster:
         servers: int = 2,
         capacity: str = "64MiB",
         proxied: bool = False,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.masters: dict[str, Node] = {}
         self.servers: dict[str, Node] = {}
@@ -122,9 +113,7 @@ class Cluster:
         for number in range(masters):
             name, address = f"master-{number}", f"127.0.0.1:{ports.pop()}"
             self.addresses[name] = address
-            self.masters[name] = Node(
-                name, "kvpool", "master", "--bind", address, *quiet, environment=environment
-            )
+            self.masters[name] = Node(name, "kvpool", "master", "--bind", address, *quiet)
             for who in ["clients", *names] if proxied else []:
                 self.proxies[f"{who} > {name}"] = Proxy(address)
         for name in names:
@@ -133,7 +122,6 @@ class Cluster:
             if proxied:
                 self.proxies[f"clients > {name}"] = Proxy(address)
         self._capacity = capacity
-        self._environment = environment
 
     async def __aenter__(self) -> Cluster:
         try:
@@ -141,8 +129,10 @@ class Cluster:
                 await proxy.start()
             for name in [name for name in self.addresses if name.startswith("server-")]:
                 self.servers[name] = self._server(name)
-            for node in self.nodes:
-                await node.start()
+            starting = [node.start() for node in self.nodes]
+            for outcome in await asyncio.gather(*starting, return_exceptions=True):
+                if outcome is not None:
+                    raise outcome
             await self.well()
         except BaseException:
             await self.close()
@@ -222,8 +212,14 @@ class Cluster:
             f"tcp://{self.addresses[name]},shm://",
             "--log-level",
             "error",
-            environment=self._environment,
         )
+
+
+def open_sockets(nodes: Iterable[Node]) -> set[str]:
+    """The Unix sockets that these servers said they listen on, and that are there now."""
+    named = {name for node in nodes for name in re.findall(r"shm://(@\S+)", node.greeting)}
+    with open("/proc/net/unix") as file:
+        return named & set(file.read().split())
 
 
 def _free_ports(count: int) -> list[int]:

@@ -373,7 +373,8 @@ async def main() -> None:
             for user in users:
                 working.create_task(user.work())
             while (line := (await reader.readline()).decode().split()) and line[0] != "stop":
-                working.create_task(users[0].storm(int(line[1])))
+                stormer = User(load, random.Random())  # nobody is to have seen its blocks
+                working.create_task(stormer.storm(int(line[1])))
             load.stopped = True
         reporting.cancel()
     await pool.close()

@@ -101,7 +101,8 @@ class Report:
         elif what in ("miss", "write"):
             explained |= self._troubled(event["since"] - SETTLE_S, ended)
         if what == "lie" or not explained:
-            self.unexplained.append(f"{client} at {began:.3f}: {what}: {event['status']}")
+            told = f"{client} was told {event['status']} ({what}, {ended - began:.3f} s)"
+            self.unexplained.append(f"{told}; faults by then: {self._lately(began, ended)}")
 
     def _troubled(self, began: float, ended: float, targets: Sequence[str] = ()) -> bool:
         """Whether any master, server or link (or one of `targets`) was in trouble."""
@@ -110,6 +111,15 @@ class Report:
             and trouble.ended >= began
             and (trouble.target in targets if targets else trouble.target[:7] != "client-")
             for trouble in self.troubles
+        )
+
+    def _lately(self, began: float, ended: float) -> str:
+        """What went wrong shortly before `ended`, in seconds from `began`, for whoever wonders."""
+        return ", ".join(
+            f"{trouble.kind} ({trouble.target}) {trouble.began - began:+.1f} s"
+            + (f" to {trouble.ended - began:+.1f} s" if trouble.ended < ended else "")
+            for trouble in self.troubles
+            if trouble.began <= ended and trouble.ended >= began - SETTLE_S
         )
 
     def _frozen(self, client: str, began: float, ended: float) -> float:

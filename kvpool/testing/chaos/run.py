@@ -15,11 +15,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
+from rich.markup import escape
 
 from kvpool.client import Pool
 from kvpool.errors import KvpoolError
 from kvpool.testing.chaos.client import ClientNode
-from kvpool.testing.chaos.cluster import Cluster, Node
+from kvpool.testing.chaos.cluster import Cluster, Node, open_sockets
 from kvpool.testing.chaos.load import TIMEOUT_S, Shelf, shelves
 from kvpool.testing.chaos.nemesis import Nemesis
 from kvpool.testing.chaos.report import Report
@@ -32,6 +33,8 @@ MASTERS: Final = 2
 #: What a client may use, in turn; its tcp goes through proxies.
 TRANSPORTS: Final = (("shm", "tcp"), ("tcp",))
 _TOLD_S: Final = 10.0
+#: Answers without explanation that are printed at once each time.
+_SHOWN: Final = 5
 #: Blocks that one question is about.
 _BATCH: Final = 64
 
@@ -65,18 +68,16 @@ class Chaos:
     async def run(self) -> Report:
         """Chaos for as long as was asked for, then calm and the last questions."""
         shm, began = set(os.listdir("/dev/shm")), self._loop.time()
-        greetings: list[str] = []
         try:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self._cluster)
                 fresh = _open_files(self._cluster)
                 await self._work(stack)
-                greetings = [node.greeting for node in self._cluster.servers.values()]
                 await self._ask_last()
                 await self._look_for_leaks(fresh)
         except KvpoolError as error:
             self.report.broken.append(f"liveness: {error}")
-        self._look_outside(shm, greetings)
+        self._look_outside(shm)
         self.report.seconds = self._loop.time() - began
         self.report.conclude()
         return self.report
@@ -114,10 +115,13 @@ class Chaos:
 
     async def _tell(self) -> None:
         """A line now and then for whoever waits."""
-        began = self._loop.time()
+        began, shown = self._loop.time(), 0
         while True:
             await asyncio.sleep(_TOLD_S)
             report = self.report
+            for line in report.unexplained[shown:][:_SHOWN]:
+                self._console.print(escape(line), soft_wrap=True)
+            shown = len(report.unexplained)
             self._console.print(
                 f"{self._loop.time() - began:5.0f} s  {report.operations.total():,} operations  "
                 f"{report.faults.total()} faults  wrong bytes {report.wrong_bytes}  "
@@ -224,13 +228,11 @@ class Chaos:
                 leaks += [f"{name}: {count} more {what}" for what, count in more.items()]
         self.report.leaks += leaks
 
-    def _look_outside(self, shm: set[str], greetings: list[str]) -> None:
+    def _look_outside(self, shm: set[str]) -> None:
         """After the end: no shared memory, no socket, no process."""
         self.report.leaks += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shm]
-        names = {name for said in greetings for name in re.findall(r"shm://(@\S+)", said)}
-        with open("/proc/net/unix") as file:
-            sockets = set(file.read().split())
-        self.report.leaks += [f"socket {name}" for name in names & sockets]
+        sockets = open_sockets(self._cluster.servers.values())
+        self.report.leaks += [f"socket {name}" for name in sockets]
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             self.report.leaks += [f"process {pid}" for pid in file.read().split()]
 

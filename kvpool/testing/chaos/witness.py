@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 class Witness:
     """Writes blocks with two copies, then reads them in a loop. Use as `async with`."""
 
-    def __init__(self, cluster: Cluster, seed: int, number: int) -> None:
+    def __init__(self, cluster: Cluster, seed: int, number: int = 0) -> None:
         self.seen: list[list[Seen]] = [[] for _ in range(_READERS)]
         self.where: list[Explanation] = []
         self._payload = Payload(_SIZE, seed)
