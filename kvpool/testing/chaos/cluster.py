@@ -43,12 +43,15 @@ class Node:
         return self.process is not None
 
     async def start(self) -> None:
-        """Start it, and wait until it says that it is up. Raises ServerLost when it ends."""
+        """Start it, and wait until it says that it is up. Raises ServerLost when it does not."""
         assert self.process is None, f"{self.name} is running"
         self.process = await self._stack.enter_async_context(process_of(*self._command))
         if self.setup:
             self.process.tell(self.setup)
-        self.greeting = await asyncio.wait_for(self.process.line(), UP_S)
+        try:
+            self.greeting = await asyncio.wait_for(self.process.line(), UP_S)
+        except TimeoutError:
+            raise ServerLost(f"{self.name} is not up after {UP_S:g} s") from None
 
     def check(self) -> None:
         """Raises ServerLost when it has ended and nobody asked it to."""

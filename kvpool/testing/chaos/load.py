@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -363,18 +364,16 @@ async def main() -> None:
     )
     load = Load(pool, setup["seed"])
     print("ready", flush=True)
-    users = [
-        User(load, random.Random(f"{setup['seed']}/{setup['name']}/{setup['life']}/{number}"))
-        for number in range(setup["users"])
-    ]
+    life = f"{setup['seed']}/{setup['name']}/{setup['life']}"
+    users = [User(load, random.Random(f"{life}/{number}")) for number in range(setup["users"])]
+    storms = (User(load, random.Random(f"{life}/storm {number}")) for number in itertools.count())
     async with asyncio.TaskGroup() as group:  # one user's surprise ends the process
         reporting = group.create_task(_report(load))
         async with asyncio.TaskGroup() as working:
             for user in users:
                 working.create_task(user.work())
             while (line := (await reader.readline()).decode().split()) and line[0] != "stop":
-                stormer = User(load, random.Random())  # nobody is to have seen its blocks
-                working.create_task(stormer.storm(int(line[1])))
+                working.create_task(next(storms).storm(int(line[1])))
             load.stopped = True
         reporting.cancel()
     await pool.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -62,7 +62,7 @@ class Report:
     troubles: list[Trouble] = field(default_factory=list)
 
     @contextmanager
-    def trouble(self, clock: Any, kind: str, target: str) -> Iterator[None]:
+    def trouble(self, clock: Callable[[], float], kind: str, target: str) -> Iterator[None]:
         """A fault that goes on inside."""
         self.faults[kind] += 1
         trouble = Trouble(kind, target, clock())
