@@ -5,10 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 FUZZ_VENV := .venv-fuzz
-SECONDS ?= 60
 SEEDS ?= 0:2000
 
-.PHONY: demo test check bench sim fuzz clean
+.PHONY: demo test check bench sim chaos fuzz clean
 
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
@@ -28,10 +27,15 @@ sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs th
 	$(BIN)/python -m kvpool.testing.simulation --seeds $(SEEDS)
 	$(BIN)/python -m kvpool.testing.simulation --bugs
 
+fuzz: SECONDS ?= 60
 fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
 	for target in wire session master; do \
 		$(FUZZ_VENV)/bin/python -m tests.fuzz.$$target -max_total_time=$(SECONDS) || exit 1; \
 	done
+
+chaos: SECONDS ?= 1200
+chaos: $(VENV)/ready  ## real processes, killed, frozen and cut off for SECONDS=1200; SEED=7 repeats
+	$(BIN)/python -m kvpool.testing.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 $(FUZZ_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }

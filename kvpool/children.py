@@ -29,6 +29,24 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        return self._process.returncode
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; nothing happens when it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Wait until it has; its `code`."""
+        return await self._process.wait()
+
     async def line(self) -> str:
         """The next line of its stdout. Raises ServerLost when it has ended."""
         assert self._process.stdout is not None

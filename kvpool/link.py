@@ -42,6 +42,8 @@ log = logs.get("kvpool.link")
 
 #: Requests one caller may have in flight to one master.
 PENDING_MAX = 4096
+#: A link that has been asked and not heard of for so long is dialled again.
+_DEAF_S = 2.0
 #: Messages taken from a socket before the loop gets to do something else.
 _BURST = 64
 
@@ -61,7 +63,7 @@ class ZmqNetwork:
         """A link to the master at `host:port`."""
         if os.getpid() != self._pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
-        link = _ZmqLink(self._context.socket(zmq.DEALER), address, self._cluster)
+        link = _ZmqLink(self._context, address, self._cluster)
         self._links.append(link)
         return link
 
@@ -247,11 +249,18 @@ def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
 
 
 class _ZmqLink:
-    def __init__(self, socket: zmq.Socket[bytes], address: str, cluster: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, cluster: int) -> None:
+        self._context = context
         self._address = address
         self._requests = Requests(address, cluster)
         self._unsent: deque[tuple[int, bytes]] = deque()
         self._retry: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._unanswered_since: float | None = None
+        self._socket = self._dial()
+
+    def _dial(self) -> _Socket:
+        address, socket = self._address, self._context.socket(zmq.DEALER)
         _bound(socket)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -266,8 +275,7 @@ class _ZmqLink:
         except zmq.ZMQError as error:
             socket.close(0)
             raise ConfigError(f"address {address!r}: {zmq.strerror(error.errno or 0)}") from None
-        self._loop = asyncio.get_running_loop()
-        self._socket = _Socket(socket, lambda parts: self._requests.answered(parts[-1]))
+        return _Socket(socket, self._answered)
 
     def __repr__(self) -> str:
         return f"<Link {self._address} pending={len(self._requests)}>"
@@ -277,7 +285,30 @@ class _ZmqLink:
         return self._address
 
     async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
-        return await self._requests.ask(type, body, self._send, deadline)
+        if self._unanswered_since is None:
+            self._unanswered_since = self._loop.time()
+        try:
+            return await self._requests.ask(type, body, self._send, deadline)
+        except DeadlineExceeded:
+            self._dial_again()
+            raise
+
+    def _answered(self, parts: list[bytes]) -> None:
+        self._unanswered_since = None
+        self._requests.answered(parts[-1])
+
+    def _dial_again(self) -> None:
+        """Begin anew when nothing has been heard for long.
+
+        After one handshake that makes no sense to it zmq never connects again (libzmq's
+        `protocol_error`), and does not say so: the address may have been somebody else's.
+        """
+        now = self._loop.time()
+        since = self._unanswered_since
+        if since is not None and now - since >= _DEAF_S and not self._socket.closed:
+            self._socket.close()
+            self._socket = self._dial()
+            self._unanswered_since = now
 
     def close(self) -> None:
         self._socket.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 
 import pytest
 
@@ -16,7 +17,7 @@ from kvpool import (
     connect,
     dev,
 )
-from kvpool.errors import Overloaded
+from kvpool.errors import DeadlineExceeded, Overloaded
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.protocols import Peer
@@ -93,6 +94,34 @@ async def test_any_master_that_answers_is_good(pool_dev: dev.Dev) -> None:
     async with pool_dev.pool(config) as pool:
         assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
         assert (await pool.match(NAMESPACE, chain)).length == 5
+
+
+async def test_a_link_survives_whoever_was_at_the_masters_address() -> None:
+    """After one handshake that makes no sense zmq itself never tries again."""
+
+    async def nonsense(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A ZMTP 3 greeting, then a command that is none.
+        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04\x05READY")
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    other = await asyncio.start_server(nonsense, "127.0.0.1", 0)
+    host, port = other.sockets[0].getsockname()
+    network = ZmqNetwork()
+    link = network.connect(f"{host}:{port}")
+    loop = asyncio.get_running_loop()
+    with pytest.raises(DeadlineExceeded):
+        await link.request(7, b"?", deadline=loop.time() + 0.5)
+    other.close()
+    listener = await network.serve(f"{host}:{port}", lambda type, body: (type, body))
+    for _ in range(10):
+        with contextlib.suppress(DeadlineExceeded):
+            assert await link.request(7, b"?", deadline=loop.time() + 1.0) == (7, b"?")
+            break
+    else:
+        raise AssertionError("the link never connects again")
+    await listener.close()
+    network.close()
 
 
 async def test_a_master_of_another_cluster_is_refused(pool_dev: dev.Dev) -> None:
@@ -236,3 +265,30 @@ async def test_a_server_may_close_while_somebody_looks(pool_dev: dev.Dev) -> Non
                 if transport == "shm":
                     await server.close()
                 assert view.data == value(digest)
+
+
+async def test_a_kept_exception_keeps_no_segment_mapped(pool_dev: dev.Dev) -> None:
+    """A dead server's memory is free when its clients have let go, not when they collect garbage.
+
+    An exception that somebody keeps leads to the frames that it went through (chaos, seed 11).
+    """
+
+    def mapped() -> int:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum("memfd:kvpool" in os.readlink(link) for link in links if os.path.islink(link))
+
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
+    chain = keys("kept", 4)
+    before = mapped()
+    kept: BaseException | None = None
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        try:
+            async with pool.read_view(NAMESPACE, chain) as views:
+                assert [view.data for view in views] == values(chain)
+                raise LookupError
+        except LookupError as error:
+            kept = error
+        assert mapped() > before
+    assert mapped() == before
+    assert kept is not None

@@ -89,9 +89,10 @@ class Copier:
         except TimeoutError:
             raise DeadlineExceeded("copying did not end in time") from None
         finally:
-            for brake in brakes:
+            for brake, share in zip(brakes, shares, strict=True):
                 brake.pull()
                 del self._brakes[brake]
+                share.clear()  # an exception may keep this frame, and must not keep the memory
         if self._stopped:
             raise LinkBroken("the channel was closed while it copied")
         return [sum_ for share in done for sum_ in share]

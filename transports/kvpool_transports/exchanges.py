@@ -176,7 +176,10 @@ async def verify_views(
         )
         if (data := views[i].data) is not None
     ]
-    got = await copier.run(jobs, deadline=deadline)
+    try:
+        got = await copier.run(jobs, deadline=deadline)
+    finally:
+        jobs.clear()  # an exception may keep this frame, and must not keep the memory
     for position, checksum in zip(hits, got, strict=True):
         if checksum != checksums[position]:
             views[position] = View(ReadStatus.CORRUPT)

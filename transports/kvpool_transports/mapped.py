@@ -5,7 +5,8 @@ How that memory came to be mapped is somebody else's business (shm.py).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -66,18 +67,18 @@ class MappedChannel:
             seeds = exchanges.seeds(
                 writing.namespace, writing.part, [blocks[i].digest for i in granted]
             )
+            targets = [
+                memory.view(offset, len(blocks[i].buffer))
+                for i, offset in zip(granted, reserved.offsets, strict=True)
+            ]
             jobs = [
-                Job(
-                    blocks[i].buffer,
-                    memory.view(offset, len(blocks[i].buffer)),
-                    seed,
-                    hash_source=True,
-                )
-                for i, offset, seed in zip(granted, reserved.offsets, seeds, strict=True)
+                Job(blocks[i].buffer, target, seed, hash_source=True)
+                for i, target, seed in zip(granted, targets, seeds, strict=True)
             ]
             # If this is cancelled, the copies have stopped before the stream is aborted: the
             # server may then reuse the extents at once.
-            checksums = await self._copier.run(jobs, deadline=deadline)
+            with _borrowed(targets, jobs):
+                checksums = await self._copier.run(jobs, deadline=deadline)
             sealed = await exchanges.seal(stream, writing, reserved.ids, checksums, deadline)
         for position, status in zip(granted, sealed, strict=True):
             statuses[position] = status
@@ -99,7 +100,8 @@ class MappedChannel:
                     Job(source, blocks[i].buffer[: len(source)], seed)
                     for i, source, seed in zip(hits, sources, seeds, strict=True)
                 ]
-                got = await self._copier.run(jobs, deadline=deadline)
+                with _borrowed(sources, jobs):
+                    got = await self._copier.run(jobs, deadline=deadline)
                 if not stream.lost:
                     stream.send_now(Unpin())
                 elif not reading.verify:
@@ -123,14 +125,15 @@ class MappedChannel:
             pinned, hits, sources = await self._pin(stream, reading, blocks, room, deadline)
             views = [View(s) for s in exchanges.read_statuses(pinned.statuses, len(digests))]
             checksums = [0] * len(digests)
-            for position, source, checksum in zip(hits, sources, pinned.checksums, strict=True):
-                views[position] = View(ReadStatus.HIT, source)
-                checksums[position] = checksum
-            if reading.verify:
-                views = await exchanges.verify_views(
-                    self._copier, reading, digests, views, checksums, deadline
-                )
-            yield views
+            for index, position in enumerate(hits):
+                views[position] = View(ReadStatus.HIT, sources[index])
+                checksums[position] = pinned.checksums[index]
+            with _borrowed(sources):
+                if reading.verify:
+                    views = await exchanges.verify_views(
+                        self._copier, reading, digests, views, checksums, deadline
+                    )
+                yield views
             if hits and not stream.lost:
                 stream.send_now(Unpin())
 
@@ -178,3 +181,22 @@ class MappedChannel:
             for offset, size in zip(pinned.offsets, pinned.sizes, strict=True)
         ]
         return pinned, hits, sources
+
+
+@contextlib.contextmanager
+def _borrowed(memory: list[memoryview], jobs: list[Job] | None = None) -> Iterator[None]:
+    """Let go of mapped memory at the end, also where a frame stays.
+
+    An exception keeps the frames that it went through, often until the next full garbage
+    collection; and as long as anything there leads to it, a segment stays mapped, even one whose
+    server is dead.
+    """
+    try:
+        yield
+    finally:
+        for view in memory:
+            with contextlib.suppress(BufferError):  # somebody still looks
+                view.release()
+        memory.clear()
+        if jobs is not None:
+            jobs.clear()

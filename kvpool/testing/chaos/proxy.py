@@ -1,0 +1,134 @@
+"""A TCP proxy: one address in front of another, and bad weather in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from dataclasses import dataclass
+
+#: SO_LINGER with zero seconds: closing resets the connection instead of ending it in order.
+_RESET = struct.pack("ii", 1, 0)
+_PIECE = 1 << 16
+
+
+@dataclass(slots=True)
+class Weather:
+    """What happens to bytes on their way, in both directions."""
+
+    #: Each piece waits this long.
+    delay_s: float = 0.0
+    #: Nothing moves; connections are accepted and hear nothing.
+    stalled: bool = False
+    #: Connections are refused.
+    cut: bool = False
+    #: Bytes arrive in pieces of 1 to so many, if not 0.
+    chop: int = 0
+
+
+class Proxy:
+    """Stands in front of `target` at an address of its own; `weather` may change at any time."""
+
+    def __init__(self, target: str, chance: random.Random | None = None) -> None:
+        self.weather = Weather()
+        self.address = ""
+        self._target = target
+        self._chance = chance or random.Random(target)
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+
+    def cut(self) -> None:
+        """Reset every connection and refuse new ones, until `heal`."""
+        self.weather.cut = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset every connection; whoever comes again is welcome."""
+        for writer in tuple(self._connections):
+            _abort(writer)
+
+    def heal(self) -> None:
+        """Fair weather from here on."""
+        self.weather = Weather()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.reset()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._connections.add(writer)
+        onward: asyncio.StreamWriter | None = None
+        try:
+            if not self.weather.cut:
+                back, onward = await asyncio.open_connection(*self._target.split(":"))
+                self._connections.add(onward)
+                await self._carry(reader, onward, back, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # whatever went wrong on one side, both hear of it as a reset
+        finally:
+            for end in (writer, onward):
+                if end is not None:
+                    self._connections.discard(end)
+                    _abort(end)
+            self._tasks.discard(task)
+
+    async def _carry(
+        self,
+        reader: asyncio.StreamReader,
+        onward: asyncio.StreamWriter,
+        back: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Both directions, until one of them ends."""
+        pumps = [
+            asyncio.ensure_future(self._pump(reader, onward)),
+            asyncio.ensure_future(self._pump(back, writer)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_PIECE):
+            await self._wait()
+            if not self.weather.chop:
+                writer.write(data)
+            while self.weather.chop and data:
+                # Whoever cuts everything into single bytes tests nothing but patience.
+                size = self._chance.randint(1, self.weather.chop)
+                writer.write(data[:size])
+                data = data[size:]
+                await asyncio.sleep(0)
+            await writer.drain()
+
+    async def _wait(self) -> None:
+        if self.weather.delay_s:
+            await asyncio.sleep(self._chance.uniform(0, 2 * self.weather.delay_s))
+        while self.weather.stalled:  # noqa: ASYNC110 (a flag that anybody may change)
+            await asyncio.sleep(0.01)
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    sock = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError, AttributeError):  # it may be gone already
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    writer.transport.abort()
