@@ -46,6 +46,7 @@ class Nemesis:
         self._chance = chance
         self._net = world.net
         self._strikes: list[asyncio.Task[None]] = []
+        self._over = False
         faults = world.plan.faults
         self._kinds = [
             action
@@ -91,6 +92,8 @@ class Nemesis:
 
     def strike(self, kind: str, targets: Sequence[str]) -> None:
         """Freeze or kill one of some servers now: the moment is the victim's worst."""
+        if self._over:
+            return
         node = self._chance.choice([n for n in self._world.servers if n.name in targets])
         strike = self._kill(node) if kind == "kill server" else self._freeze(node.process, kind)
         task = self._world.loop.create_task(strike, context=contextvars.Context())
@@ -99,6 +102,7 @@ class Nemesis:
     async def heal(self) -> None:
         """The last fault ends here."""
         world = self._world
+        self._over = True
         while self._strikes:
             await self._strikes.pop()
         self._net.heal()

@@ -214,9 +214,11 @@ class World:
         return checks
 
     def _lands(self, store: WatchedStore, target: memoryview, brake: Any) -> None:
+        if brake.pulled:
+            return  # nothing will be written, and the view may be released
         base = np.frombuffer(store.tier.memory, np.uint8).ctypes.data
         offset = np.frombuffer(target, np.uint8).ctypes.data - base
-        if not brake.pulled and not store.may_land(offset, len(target)):
+        if not store.may_land(offset, len(target)):
             self.loop.fail(f"G4: bytes land at {offset} of {store.life}, which nobody has reserved")
 
     def process(self, name: str, host: str) -> Process:
