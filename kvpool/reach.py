@@ -9,6 +9,7 @@ and when there is nobody else it is given up after `attempt_s`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -276,17 +277,23 @@ class Servers:
         epoch = known.epoch
         try:
             return await self._call(known, operation, deadline)
-        except ServerLost:
+        except ServerLost as error:
+            lost = error
+        # It may live again, elsewhere. Only when it does not is it left alone: others who ask for
+        # it meanwhile must not be told that it is lost.
+        with contextlib.suppress(MasterLost):
             await self.refresh(deadline)
-            if known.epoch == epoch:
-                raise
-            return await self._call(known, operation, deadline)  # it lives again, elsewhere
+        if known.epoch == epoch:
+            known.retry_at = asyncio.get_running_loop().time() + known.failed(self._chance)
+            known.paths = []  # ask again where it is
+            raise lost
+        return await self._call(known, operation, deadline)
 
     async def _call(
         self, known: _Server, operation: Callable[[Channel], Awaitable[T]], deadline: float
     ) -> T:
         loop = asyncio.get_running_loop()
-        began, epoch = loop.time(), known.epoch
+        began = loop.time()
         problem: KvpoolError | None = None
         for path in self._order(known):
             for again in (True, False):
@@ -308,9 +315,6 @@ class Servers:
                     break
                 known.failures = 0
                 return result
-        if known.epoch == epoch:  # else somebody has found it meanwhile, and it was not that one
-            known.retry_at = loop.time() + known.failed(self._chance)
-            known.paths = []  # ask again where it is
         raise ServerLost(f"server {known.server}: {problem or 'no common transport'}")
 
     def silent(self, server: str, *, given_up: bool) -> None:

@@ -330,9 +330,8 @@ BUGS: Sequence[Bug] = (
         "restarted-server-is-not-found",
         "liveness",
         _REACH,
-        "            await self.refresh(deadline)\n            if known.epoch == epoch:\n"
-        "                raise\n",
-        "            raise\n",
+        "        if known.epoch == epoch:\n            known.retry_at",
+        "        if True:\n            known.retry_at",
     ),
     # --- the world outside
     Bug(
