@@ -122,6 +122,8 @@ def _reports(seeds: range, workers: int, ops: int, without: frozenset[str]) -> I
 
 
 def _chunk(seeds: Sequence[int], ops: int, without: frozenset[str]) -> list[Report]:
+    # Generators of simulated processes that were killed end when they are collected, on no loop.
+    sys.unraisablehook = lambda _: None
     return [run(seed, ops=ops, without=without) for seed in seeds]
 
 
