@@ -30,6 +30,7 @@ PINNED = {
     212: "a doubled piece of an inventory began it anew, and lost blocks of the map for good",
     288: "connections to a server that vanished without a word were kept for ever",
     306: "a restarted server was not looked for at its new address",
+    11515: "the departure of one part of a block was told as if it were that of another",
 }
 
 

@@ -398,3 +398,16 @@ def test_long_random_histories(seed: int) -> None:
         else:
             machine.writer_ends(owner)
         machine.whole()
+
+
+def test_departures_are_of_blocks_that_are_gone_in_every_part() -> None:
+    """Seed 11515: the departure of one part was told as if it were that of another."""
+    books = store(4)
+    digest = key("parts")
+    for part in (0, 1):
+        (answer,) = books.reserve(1, TWO, part, [digest], [ROOT], [PAGE], 0.0)
+        books.seal(1, answer.id, 0, 0.0)
+    books.remove(TWO, [digest], ReadStatus.CORRUPT, part=1)
+    assert books.departures() == []
+    books.remove(TWO, [digest], ReadStatus.REMOVED)
+    assert [(c.digest, c.status) for c in books.departures()] == [(digest, ReadStatus.REMOVED)]
