@@ -245,9 +245,6 @@ class Session:
                 await self._show(pins)
             else:
                 await self._carry(pins, connection)
-        except BaseException:
-            self._stream.abort()  # before the pins go: what is queued must not be sent from there
-            raise
         finally:
             connection.unpin(pins)
 
@@ -259,8 +256,12 @@ class Session:
             [len(view) for view in payload],
             [pin.checksum for pin in hits],
         )
-        # `send` returns when the kernel has every byte, so unpinning after it is safe.
-        await self._stream.send(answer, payload, deadline=self._loop.time() + ANSWER_S)
+        try:
+            # It returns when the kernel has every byte, so unpinning after it is safe.
+            await self._stream.send(answer, payload, deadline=self._loop.time() + ANSWER_S)
+        except BaseException:
+            self._stream.abort()  # before the pins go: what is queued must not be sent from there
+            raise
 
     async def _show(self, pins: list[Pin]) -> None:
         extents = [pin.extent for pin in pins if pin.extent is not None]
