@@ -92,7 +92,7 @@ BUGS: Sequence[Bug] = (
         "G4",
         _SERVING,
         "        finally:\n            connection.unpin(pins)\n",
-        "",
+        "        finally:\n            pass\n",
     ),
     Bug(
         "frozen-writer-is-not-feared",
