@@ -374,6 +374,12 @@ class WatchedDirectory(Directory):
     def tick(self, now: float) -> None:
         late = self._last_tick is not None and now - self._last_tick > self.timeout_s
         before = [known for known in self._servers.values() if known.alive]
+        # Those that were heard of shortly before it fell asleep; others may be given up rightly.
+        fresh = {
+            known.server
+            for known in before
+            if self._last_tick is not None and self._last_tick - known.heard < self.timeout_s / 2
+        }
         super().tick(now)
         given_up = [known.server for known in before if not known.alive]
         if given_up:
@@ -384,7 +390,7 @@ class WatchedDirectory(Directory):
         if late:
             self.truth.notes.add("a master noticed that it had slept")
             for server in given_up:
-                if self.truth.lives_now(server):
+                if server in fresh and self.truth.lives_now(server):
                     self.truth.fail(f"G7: a master slept, and then gave up {server}")
 
     def sweep(self, limit: int = 1024) -> int:
