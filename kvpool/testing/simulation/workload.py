@@ -585,7 +585,10 @@ class Judge:
         truth.notes.add("a lost server's blocks were read elsewhere")
         if not all(result.status.hit for result in results):
             self._fail(f"G6: {alone.name}: a block with another copy was not read")
-        if spent > _HEDGED_S + 10 * self._world.plan.copy_s:
+        weather = self._world.net.weather
+        windows = sum(result.size for result in results) / weather.window
+        slow_s = 10 * (self._world.plan.copy_s + windows * weather.delay_s)  # without any fault
+        if spent > _HEDGED_S + slow_s:
             self._fail(f"G6: {alone.name}: a read with other copies took {spent:.3f} s")
 
     def _alone(self, *names: str) -> Trouble | None:
