@@ -76,6 +76,19 @@ def test_a_planted_bug_is_found(name: str) -> None:
     assert json.loads(done.stdout)["caught"] is not None
 
 
+@pytest.mark.parametrize(
+    "arguments", ["--seeds abc", "--seeds 5", "--seeds 9:3", "--jobs -1", "--without rain --seed 1"]
+)
+def test_a_wrong_command_is_exit_2(arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpool.testing.simulation", *arguments.split()],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
 def in_a_world(action: Callable[[], object]) -> SimLoop:
     """Call something in a simulated process."""
     world = World(Plan.draw(1, 10, frozenset()))

@@ -35,14 +35,16 @@ _COMMAND: Final = "python -m kvpool.testing.simulation"
 
 def main(
     seeds: Annotated[str, typer.Option(help="first:last, the last one excluded")] = "0:2000",
-    jobs: Annotated[int, typer.Option(help="processes; 0: one for each core")] = 0,
-    ops: Annotated[int, typer.Option(help="operations in each history")] = 120,
+    jobs: Annotated[int, typer.Option(min=0, help="processes; 0: one for each core")] = 0,
+    ops: Annotated[int, typer.Option(min=1, help="operations in each history")] = 120,
     without: Annotated[str, typer.Option(help="kinds of fault to leave out, by comma")] = "",
     seed: Annotated[int | None, typer.Option(help="play one history")] = None,
     trace: Annotated[bool, typer.Option(help="print every event of it")] = False,
     reduce: Annotated[int | None, typer.Option(help="shrink the world of a failing seed")] = None,
     bugs: Annotated[bool, typer.Option(help="grade the simulator with planted bugs")] = False,
-    replays: Annotated[int, typer.Option(help="seeds to play again in other processes")] = 20,
+    replays: Annotated[
+        int, typer.Option(min=0, help="seeds to play again in other processes")
+    ] = 20,
 ) -> None:
     """Play histories of a whole cluster under faults; exit code 1 if one fails."""
     console = Console()
@@ -59,10 +61,18 @@ def main(
         raise typer.Exit(_reduce(console, reduce, ops))
     if bugs:
         raise typer.Exit(_grade(console, workers))
-    first, last = (int(number) for number in seeds.split(":"))
-    failed = _play(console, range(first, last), workers, ops, excluded)
-    failed += _replay(console, range(first, min(first + replays, last)), ops)
+    wanted = _range(seeds)
+    failed = _play(console, wanted, workers, ops, excluded)
+    failed += _replay(console, wanted[:replays], ops)
     raise typer.Exit(1 if failed else 0)
+
+
+def _range(seeds: str) -> range:
+    """`first:last`; no seeds at all are a mistake, too: they would pass."""
+    first, _, last = seeds.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise typer.BadParameter(f"seeds {seeds!r}: expected first:last, such as 0:2000")
+    return range(int(first), int(last))
 
 
 def _play(console: Console, seeds: range, workers: int, ops: int, without: frozenset[str]) -> int:
