@@ -87,6 +87,10 @@ class ReadStatus(enum.IntEnum):
     REFUSED = 10
     #: The caller's buffer is smaller than the block. The client raises `BadBuffer` for it.
     BUFFER_TOO_SMALL = 11
+    #: The server has it, and is bringing it from a slow tier: ask again. Never a final answer.
+    NOT_YET = 12
+    #: The tier that it lay in has failed and is out of service.
+    TIER_LOST = 13
 
     @property
     def hit(self) -> bool:

@@ -5,11 +5,13 @@ so between two calls the books are whole, which is what `check` states. What the
 must learn (blocks stored, blocks gone) collects in `take_changes`, in order.
 
 An *owner* is one client connection. Reservations and pins belong to it and go when it goes.
+
+A server with several tiers has a store for each; `stack.py` joins them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from kvpool.types import (
     Namespace,
     Pin,
     ReadStatus,
+    Record,
     Reservation,
     WriteStatus,
 )
@@ -32,11 +35,12 @@ from kvpool.types import (
 class Index:
     """The blocks of one part of one namespace on this server."""
 
-    __slots__ = ("blocks", "namespace", "orphans", "part")
+    __slots__ = ("blocks", "namespace", "orphans", "part", "tier")
 
-    def __init__(self, namespace: Namespace, part: int) -> None:
+    def __init__(self, namespace: Namespace, part: int, tier: int) -> None:
         self.namespace = namespace
         self.part = part
+        self.tier = tier
         self.blocks: dict[bytes, Entry] = {}  # RESERVED and STORED
         self.orphans: dict[bytes, int] = {}  # absent parent -> how many children are here
 
@@ -54,6 +58,8 @@ class Entry:
         "parent",
         "pins",
         "queued",
+        "reads",
+        "settled",
         "size",
         "stamp",
         "state",
@@ -74,6 +80,8 @@ class Entry:
         self.children = 0  # blocks on this server that name this one as parent
         self.stamp = 0
         self.queued = False
+        self.settled = True  # nothing has to be saved from here before it may go
+        self.reads = 0
 
     def __lt__(self, other: Entry) -> bool:
         """Breaks ties in the policy's heap, where parts of one block share a stamp."""
@@ -102,10 +110,29 @@ class Change(NamedTuple):
     part: int
     digest: bytes
     status: ReadStatus
+    tier: int = 0
+
+
+class Journal:
+    """What the rest of the pool must learn, and what became of what has left."""
+
+    def __init__(self, history_limit: int = 65_536) -> None:
+        self.history = History(history_limit)
+        self.changes: list[Change] = []
+
+    def tell(self, entry: Entry, status: ReadStatus, tier: int) -> None:
+        """News of a block: `HIT` says that it lies in `tier` now."""
+        index = entry.index
+        self.changes.append(Change(index.namespace, index.part, entry.digest, status, tier))
+
+    def left(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
+        """The pool has lost a block of this server."""
+        self.history.left(entry.index.namespace, entry.digest, reason)
+        self.tell(entry, reason, tier)
 
 
 class Store:
-    """The books of one segment."""
+    """The books of one tier's memory."""
 
     def __init__(
         self,
@@ -117,7 +144,13 @@ class Store:
     ) -> None:
         self.allocator = Allocator(capacity, alignment)
         self.policy: Policy[Entry] = policy or LRU()
-        self.history = History(history_limit)
+        self.journal = Journal(history_limit)
+        #: Which tier of its server this is, counted from the top.
+        self.tier = 0
+        #: Blocks sealed here are to be copied to another tier before they may go.
+        self.unsettled_first = False
+        #: Asked when a sealed block leaves: has the pool lost it, or does another tier have it?
+        self.is_lost: Callable[[Entry, Event], bool] | None = None
         self.stored = 0  # visible blocks (parts count singly)
         self.stored_bytes = 0
         self.evicted = 0
@@ -126,11 +159,15 @@ class Store:
         self._owners: dict[int, Owner] = {}
         self._quarantine: dict[int, list[Entry]] = {}
         self._doomed: dict[int, Entry] = {}  # by offset
-        self._changes: list[Change] = []
         self._next_id = 1
 
     def __repr__(self) -> str:
         return f"<Store {self.stored} blocks, {self.allocator!r}>"
+
+    @property
+    def history(self) -> History:
+        """What became of blocks that are gone."""
+        return self.journal.history
 
     # --- writing ---------------------------------------------------------------------
 
@@ -151,7 +188,7 @@ class Store:
         """
         index = self._indexes.get((namespace, part))
         if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part)
+            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
         reservations = self._owner(owner).reservations
         answers: list[Reservation] = []
         full = False
@@ -175,16 +212,23 @@ class Store:
         self._drop_if_empty(index)
         return answers
 
-    def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
-        """Make a reserved block visible, all at once. Raises BadMessage for a foreign id."""
+    def seal(
+        self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
+    ) -> WriteStatus:
+        """Make a reserved block visible, all at once. Raises BadMessage for a foreign id.
+
+        `a_copy` has been in another tier of this server all the time, so it is no news.
+        """
         entry = self._take_reservation(owner, id)
         entry.state = after(entry.state, Event.SEAL)
         entry.checksum = checksum
+        entry.settled = a_copy or not self.unsettled_first
         self.policy.touch(entry, now)
         self.stored += 1
         self.stored_bytes += entry.size
-        self.history.came_back(entry.index.namespace, entry.digest)
-        self._announce(entry, ReadStatus.HIT)
+        if not a_copy:
+            self.history.came_back(entry.index.namespace, entry.digest)
+            self.journal.tell(entry, ReadStatus.HIT, self.tier)
         self._offer(entry)
         return WriteStatus.STORED
 
@@ -224,7 +268,7 @@ class Store:
             if entry is None:
                 reason = self.history.reason(namespace, digest)
                 # Whoever sent the reader here is wrong; in-order news is the correction.
-                self._changes.append(Change(namespace, part, digest, reason))
+                self.journal.changes.append(Change(namespace, part, digest, reason))
                 answers.append(Pin(reason))
             elif entry.state is not State.STORED:
                 answers.append(Pin(ReadStatus.BEING_WRITTEN))
@@ -302,6 +346,68 @@ class Store:
             entry.state = after(entry.state, Event.WRITER_GONE)
             self.allocator.release(entry.offset)
 
+    # --- with other tiers --------------------------------------------------------------
+
+    def blocks(self, namespace: Namespace, part: int) -> Mapping[bytes, Entry]:
+        """What is here of one part, reserved or sealed; to look at, until the next call."""
+        index = self._indexes.get((namespace, part))
+        return index.blocks if index is not None else {}
+
+    def hold(self, owner: int, entry: Entry) -> int:
+        """Pin a sealed block that is here, which is no use of it; the id is for `unpin`."""
+        entry.pins += 1
+        id = self._new_id()
+        self._owner(owner).pins[id] = entry
+        return id
+
+    def pinned_by(self, owner: int) -> list[Entry]:
+        """What one owner holds; an entry as often as it is pinned."""
+        held = self._owners.get(owner)
+        return list(held.pins.values()) if held is not None else []
+
+    def settle(self, entry: Entry) -> None:
+        """The block has been saved in another tier, or never will be: it may go from here."""
+        if not entry.settled:
+            entry.settled = True
+            if entry.state is State.STORED:
+                self._offer(entry)
+
+    def reserved(self, owner: int, id: int) -> Entry:
+        """Whose reservation this is. Raises BadMessage for a foreign id."""
+        entry = self._owner(owner).reservations.get(id)
+        if entry is None:
+            raise BadMessage(f"reservation {id} does not belong to this connection")
+        return entry
+
+    def restore(self, record: Record) -> Entry | None:
+        """A sealed block that was found in this tier's memory; `adopt` completes it.
+
+        None when it cannot be: it overlaps another one, lies outside, or is here already.
+        """
+        namespace, part, digest, parent, offset, size, checksum, generation = record
+        index = self._indexes.get((namespace, part))
+        if index is not None and digest in index.blocks:
+            return None
+        if not self.allocator.claim(offset, size):
+            return None
+        if index is None:
+            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
+        self._next_id = max(self._next_id, generation)
+        entry = Entry(index, digest, parent, offset, size, generation)
+        entry.checksum = checksum
+        entry.state = State.STORED
+        self._link(entry)
+        self.stored += 1
+        self.stored_bytes += size
+        return entry
+
+    def adopt(self, entries: Sequence[Entry], now: float) -> None:
+        """Restored blocks, all linked, longest unused first: from now on they may be evicted."""
+        for entry in entries:
+            self.policy.touch(entry, now)
+        for entry in entries:
+            self._offer(entry)
+
     # --- looking ---------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
@@ -312,7 +418,8 @@ class Store:
 
     def take_changes(self) -> list[Change]:
         """What became visible or left since the last call, in order."""
-        changes, self._changes = self._changes, []
+        journal = self.journal
+        changes, journal.changes = journal.changes, []
         return changes
 
     def departures(self) -> list[Change]:
@@ -439,8 +546,6 @@ class Store:
             if victim is None:
                 return None
             for entry in self._parts(victim):
-                self.evicted += 1
-                self.evicted_bytes += entry.size
                 self._leave(entry, Event.EVICT, ReadStatus.EVICTED)
         return offset
 
@@ -462,14 +567,20 @@ class Store:
         Of parts used at different times the latest use counts; `stamp` is corrected here.
         """
         if entry.index.namespace.parts == 1:
-            return entry.state is State.STORED and not entry.pins and not entry.children
+            return (
+                entry.state is State.STORED
+                and entry.settled
+                and not entry.pins
+                and not entry.children
+            )
         parts = self._parts(entry)
         latest = max(part.stamp for part in parts)
         if latest != entry.stamp:
             entry.stamp = latest
             return False
         return all(
-            part.state is State.STORED and not part.pins and not part.children for part in parts
+            part.state is State.STORED and part.settled and not part.pins and not part.children
+            for part in parts
         )
 
     def _offer(self, entry: Entry) -> None:
@@ -488,16 +599,15 @@ class Store:
         self._unlink(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
-        self.history.left(entry.index.namespace, entry.digest, reason)
-        self._announce(entry, reason)
+        if self.is_lost is None or self.is_lost(entry, event):
+            self.journal.left(entry, reason, self.tier)
+            if event is Event.EVICT:
+                self.evicted += 1
+                self.evicted_bytes += entry.size
         if entry.state is State.DOOMED:
             self._doomed[entry.offset] = entry
         else:
             self.allocator.release(entry.offset)
-
-    def _announce(self, entry: Entry, status: ReadStatus) -> None:
-        index = entry.index
-        self._changes.append(Change(index.namespace, index.part, entry.digest, status))
 
     def _link(self, entry: Entry) -> None:
         """Enter the index and count as a child, also of a parent that is not here (yet)."""
