@@ -252,12 +252,14 @@ class Stack:
         """The bytes are there (`good`), or will never be: both ends are let go."""
         source, target = self.stores[copy.source], self.stores[copy.target]
         entry = copy.entry
-        if good and entry.state is State.STORED and copy.target not in self.lost_tiers:
+        if self.lost_tiers.intersection((copy.source, copy.target)):
+            good = False  # what was in a lost tier has been given up already
+        if good and entry.state is State.STORED:
             target.seal(MOVER, copy.id, entry.checksum, now, a_copy=True)
-            if copy.target == self.base:
-                self.top.settle(entry)
-            elif copy.target == self.reached:
+            if copy.target == self.reached:
                 self.journal.tell(entry, ReadStatus.HIT, self.reached)
+            elif copy.target == self.base:
+                self.top.settle(entry)
         else:
             target.cancel(MOVER, copy.id)
             if copy.target == self.base and entry.state is State.STORED and not entry.settled:
