@@ -121,6 +121,9 @@ def server(
     config: ConfigFile = None,
     masters: Masters = None,
     capacity: Annotated[str | None, typer.Option(help="Memory for blocks, like 64GiB.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Which block goes next when memory is full: lru, arc, lease.")
+    ] = None,
     id: Annotated[str | None, typer.Option(help="Unique in the cluster.")] = None,
     listen: Annotated[
         str | None, typer.Option(help="One address for each transport, comma-separated.")
@@ -138,6 +141,7 @@ def server(
         {
             "server.masters": masters,
             "server.capacity": capacity,
+            "server.policy": policy,
             "server.id": id,
             "server.listen": listen,
             "server.insecure": insecure or None,
@@ -161,6 +165,7 @@ async def _serve(settings: Config) -> None:
             network=network,
             transports=transports,
             tier=tier,
+            policy=registry.policy(wanted.policy, tier.capacity),
         )
         await running.start()
         process.calm_garbage_collector()

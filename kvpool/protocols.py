@@ -52,7 +52,8 @@ class Connection(Protocol):
     ) -> list[Reservation]:
         """Room for each block; waits for space until `deadline`, then says NO_SPACE.
 
-        A status other than RESERVED asks for no bytes.
+        BYPASSED, without waiting, where the server keeps what it has instead. A status other
+        than RESERVED asks for no bytes.
         """
 
     async def seal(

@@ -1,8 +1,8 @@
 """From a name to an implementation, by entry points.
 
-A third party adds a transport or a tier by declaring it in its own `pyproject.toml`; nothing here
-changes. Only declared entry points are ever loaded: a name from the wire or a file is looked up
-among them, never imported.
+A third party adds a transport, a tier or a policy by declaring it in its own `pyproject.toml`;
+nothing here changes. Only declared entry points are ever loaded: a name from the wire or a file is
+looked up among them, never imported.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from kvpool.core.eviction import Policy
+from kvpool.core.store import Entry
 from kvpool.errors import ConfigError
 from kvpool.protocols import Transport
 
 TRANSPORTS = "kvpool.transports"
 TIERS = "kvpool.tiers"
+POLICIES = "kvpool.policies"
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
@@ -42,6 +45,12 @@ def transports(schemes: Iterable[str]) -> dict[str, Transport]:
 def tier(name: str) -> Callable[..., Any]:
     """The constructor of a tier. Raises ConfigError."""
     return _load(TIERS, name, "tier")
+
+
+def policy(name: str, capacity: int) -> Policy[Entry]:
+    """A new policy for a store of `capacity` bytes. Raises ConfigError when there is none."""
+    made: Policy[Entry] = _load(POLICIES, name, "policy")(capacity)
+    return made
 
 
 def _load(group: str, name: str, what: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.config import ServerConfig, check_bind
+from kvpool.core.eviction import Policy
 from kvpool.core.lifecycle import State
 from kvpool.core.store import Change, Entry, Store
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, Unavailable
@@ -54,6 +55,7 @@ class BlockServer:
         transports: Mapping[str, Transport],
         tier: Tier,
         store: Store | None = None,
+        policy: Policy[Entry] | None = None,
         host: Host | None = None,
         chance: random.Random | None = None,
     ) -> None:
@@ -66,7 +68,9 @@ class BlockServer:
         self.server = config.id or f"{self.host.name}-{self._chance.getrandbits(24):06x}"
         self.epoch = self._chance.getrandbits(63)
         self.tier = tier
-        self.store = store or Store(tier.capacity, alignment=max(config.alignment, tier.alignment))
+        self.store = store or Store(
+            tier.capacity, alignment=max(config.alignment, tier.alignment), policy=policy
+        )
         self.counters: Counter[str] = Counter()
         self._listeners: list[Listener] = []
         self._announcers: list[_Announcer] = []
@@ -236,6 +240,8 @@ class _Connection:
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
         self._server.counters["refused_blocks"] += len(full)
+        bypassed = sum(answer.status is WriteStatus.BYPASSED for answer in answers)
+        self._server.counters["bypassed_blocks"] += bypassed
         if any(answer.status is WriteStatus.ALREADY_STORED for answer in answers):
             # It may be so new that no master has heard of it: then its writer still waits, and
             # so must we, or we would acknowledge what cannot be found.

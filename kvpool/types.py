@@ -122,6 +122,8 @@ class WriteStatus(enum.IntEnum):
     NO_MASTER = 7
     #: Larger than the server's whole segment.
     TOO_LARGE = 8
+    #: The server is full of blocks that its policy thinks more of; it did not wait, nor need you.
+    BYPASSED = 9
 
     @property
     def present(self) -> bool:

@@ -3,39 +3,62 @@
 The store decides what *may* go: leaves only (tails before heads, so what is left of a chain is
 always a usable prefix), nothing pinned, nothing reserved. A policy decides the order among those.
 It never scans: the store offers a block when it becomes evictable and says when it is used.
+
+A policy is made with the capacity of its store in bytes, and found by its name among the entry
+points of `kvpool.policies`. Others: `core/policies/`. What users say of their sessions comes on
+top of any of them: `core/hints.py`.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 
 class Evictable(Protocol):
-    """The two fields a policy keeps on a block; they belong to the policy."""
+    """What a policy sees of a block, and the fields that it keeps there; those belong to it."""
+
+    digest: bytes  # read only
+    size: int  # read only
 
     stamp: int  # when it was last used, in microseconds, made unique
     queued: bool  # it stands in the policy's queue
+    heat: int  # whatever the policy ranks it by; 0 for a newcomer
 
 
 B = TypeVar("B", bound=Evictable)
+
+
+class Verdict(enum.Enum):
+    """What a policy may answer instead of a victim."""
+
+    #: All that may go is worth more than the newcomer: it is refused, and waiting is of no use.
+    BYPASS = enum.auto()
 
 
 class Policy(Protocol[B]):
     """An order of eviction. Every call is O(log n) at most, amortised."""
 
     def touch(self, block: B, now: float) -> None:
-        """It was written or read. Probing for existence is no use and never comes here."""
+        """It was reserved, sealed or read. Probing for existence is no use and never comes here.
+
+        So a newcomer's first two touches are one use of it.
+        """
 
     def offer(self, block: B) -> None:
         """It may be evicted from now on. Offering twice is offering once."""
 
     def forget(self, block: B) -> None:
-        """It has left the store by another way than `victim`."""
+        """It leaves the store, as a victim or otherwise."""
 
-    def victim(self, evictable: Callable[[B], bool]) -> B | None:
-        """The next to go, taken from the queue; None when nothing may go.
+    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+        """The next to go for a newcomer that has no room, taken from the queue.
+
+        None when nothing may go: room comes when a reader or writer lets go of some. BYPASS only
+        as long as what is there was used lately or is announced, and for a bounded time: a full
+        pool never freezes on old data (G9). The newcomer has not been touched yet.
 
         A block that `evictable` rejects is dropped from the queue: whatever made it
         unevictable offers it again when that ends.
@@ -55,7 +78,7 @@ class LRU(Generic[B]):
     just left, and the result is the order of a recency list that is walked tail-first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         self._heap: list[tuple[int, B]] = []
         self._stale = 0  # entries of blocks that have left
         self._last_stamp = 0
@@ -77,7 +100,7 @@ class LRU(Generic[B]):
                 heapify(self._heap)
                 self._stale = 0
 
-    def victim(self, evictable: Callable[[B], bool]) -> B | None:
+    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
         heap = self._heap
         while heap:
             stamp, block = heappop(heap)

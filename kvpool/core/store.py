@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.eviction import LRU, Policy
+from kvpool.core.eviction import LRU, Policy, Verdict
 from kvpool.core.history import History
 from kvpool.core.lifecycle import Event, State, after
 from kvpool.errors import BadMessage, InvariantViolated
@@ -53,6 +53,7 @@ class Entry:
         "children",
         "digest",
         "generation",
+        "heat",
         "index",
         "offset",
         "parent",
@@ -80,6 +81,7 @@ class Entry:
         self.children = 0  # blocks on this server that name this one as parent
         self.stamp = 0
         self.queued = False
+        self.heat = 0
         self.settled = True  # nothing has to be saved from here before it may go
         self.reads = 0
 
@@ -155,6 +157,7 @@ class Store:
         self.stored_bytes = 0
         self.evicted = 0
         self.evicted_bytes = 0
+        self.bypassed = 0  # writes whose rest the policy refused
         self._indexes: dict[tuple[Namespace, int], Index] = {}
         self._owners: dict[int, Owner] = {}
         self._quarantine: dict[int, list[Entry]] = {}
@@ -184,27 +187,33 @@ class Store:
         """Room for each block that is not here yet, evicting what may go.
 
         One writer gets `RESERVED`; the others hear `IN_PROGRESS` or `ALREADY_STORED`. After the
-        first `NO_SPACE` the rest of the batch is refused too: a prefix is worth more than a hole.
+        first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: a prefix
+        is worth more than a hole.
         """
         index = self._indexes.get((namespace, part))
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
         reservations = self._owner(owner).reservations
         answers: list[Reservation] = []
-        full = False
+        refusal: Reservation | None = None
         for digest, parent, size in zip(digests, parents, sizes, strict=True):
             known = index.blocks.get(digest)
             if known is not None:
                 answers.append(self._already_here(known, now))
             elif size > self.allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
-            elif full or (offset := self._make_room(size)) is None:
-                full = True
-                answers.append(Reservation(WriteStatus.NO_SPACE))
+            elif refusal is not None:
+                answers.append(refusal)
             else:
+                entry = Entry(index, digest, parent, 0, size, self._new_id())
+                offset = self._make_room(entry, now)
+                if isinstance(offset, WriteStatus):
+                    refusal = Reservation(offset)
+                    answers.append(refusal)
+                    continue
                 if not index.blocks:  # making room may have emptied it, and so dropped it
                     self._indexes[namespace, part] = index
-                entry = Entry(index, digest, parent, offset, size, self._new_id())
+                entry.offset = offset
                 self.policy.touch(entry, now)
                 self._link(entry)
                 reservations[entry.generation] = entry
@@ -539,12 +548,15 @@ class Store:
         self.policy.touch(entry, now)
         return Reservation(WriteStatus.ALREADY_STORED)
 
-    def _make_room(self, size: int) -> int | None:
-        """An offset for `size` bytes, evicting victims until it fits; None when none is left."""
-        while (offset := self.allocator.allocate(size)) is None:
-            victim = self.policy.victim(self._evictable)
+    def _make_room(self, newcomer: Entry, now: float) -> int | WriteStatus:
+        """An offset for a block, evicting victims until it fits; or why there is none."""
+        while (offset := self.allocator.allocate(newcomer.size)) is None:
+            victim = self.policy.victim(newcomer, self._evictable, now)
             if victim is None:
-                return None
+                return WriteStatus.NO_SPACE
+            if victim is Verdict.BYPASS:
+                self.bypassed += 1
+                return WriteStatus.BYPASSED
             for entry in self._parts(victim):
                 self._leave(entry, Event.EVICT, ReadStatus.EVICTED)
         return offset

@@ -1,0 +1,340 @@
+"""Moves blocks between a server's tiers, as `core.stack` decides.
+
+Down in the background, in batches, while nobody waits for a slow tier; up when a reader asks, a
+little ahead of what it can take. What comes from a tier below is checked before anybody sees it.
+A tier that keeps failing, or is stuck, is taken out of service with one line, and the server goes
+on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvpool import logs
+from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.core.stack import Copy, Stack
+from kvpool.errors import Unavailable
+from kvpool.protocols import Addressable, Durable, Tier
+from kvpool.types import Namespace, Record
+
+log = logs.get("kvpool.mover")
+
+#: Written down in one batch; two batches are under way at a time.
+_DOWN_BYTES: Final = 32 << 20
+_DOWN_BATCHES: Final = 2
+#: Staged blocks are handed to their reader when there are so many, or all.
+WAVE_BYTES: Final = 8 << 20
+#: Failures in a row after which a tier is out of service.
+_FAILURES_MAX: Final = 8
+#: One read or write that takes longer means that the device is stuck.
+_STUCK_S: Final = 30.0
+#: While readers wait for a slow tier, the next batch down waits for them, at most this long.
+_GIVE_WAY_S: Final = 0.05
+#: Smaller blocks are hashed on the spot: a thread's wake-up costs more.
+_INLINE_MAX: Final = 128 << 10
+#: Blocks of a lost tier that are announced as lost at once.
+_BURY_STEP: Final = 1024
+
+_Key = tuple[Namespace, int, bytes]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What has been moved into and out of one tier. Seconds during which anything moved."""
+
+    read_bytes: int = 0
+    read_s: float = 0.0
+    written_bytes: int = 0
+    write_s: float = 0.0
+    failures: int = 0
+    corrupt: int = 0
+
+
+class _Busy:
+    """How long at least one of several overlapping operations was under way."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._count = 0
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self._count:
+            self._since = now
+        self._count += 1
+
+    def end(self, now: float) -> None:
+        self._count -= 1
+        if not self._count:
+            self.seconds += now - self._since
+
+
+class _Wave:
+    """A reader that waits for staged blocks."""
+
+    __slots__ = ("left", "ready", "size")
+
+    def __init__(self, ready: asyncio.Future[None]) -> None:
+        self.ready = ready
+        self.left = 0
+        self.size = 0
+
+    def arrived(self, size: int) -> None:
+        self.left -= 1
+        self.size += size
+        if (self.left <= 0 or self.size >= WAVE_BYTES) and not self.ready.done():
+            self.ready.set_result(None)
+
+
+class Mover:
+    """Carries out a stack's copies. `changed` is called when its books have changed."""
+
+    def __init__(
+        self, stack: Stack, tiers: Sequence[Tier], changed: Callable[[], None]
+    ) -> None:
+        self._stack = stack
+        self._tiers = tiers
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self.traffic = [Traffic() for _ in tiers]
+        self._reading = [_Busy() for _ in tiers]
+        self._writing = [_Busy() for _ in tiers]
+        self._in_a_row = [0] * len(tiers)
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._staging: dict[_Key, list[_Wave]] = {}
+        self._staging_bytes = 0
+        self._nobody_waits = asyncio.Event()
+        self._nobody_waits.set()
+        self._records = asyncio.Lock()  # `forget` and `remember` for one extent keep their order
+        top = tiers[stack.reached]
+        assert isinstance(top, Addressable)
+        self._memory = top
+        #: Bytes on their way up at a time: enough to keep a device busy, no more.
+        self._ahead = min(64 << 20, max(top.capacity // 4, 1))
+
+    async def recover(self) -> None:
+        """Enter into the books what the base still holds from an earlier life."""
+        tier = self._tiers[self._stack.base]
+        if not isinstance(tier, Durable):
+            return
+        records = await tier.recover()
+        dropped = 0
+        for dropped in self._stack.restore(records, self._loop.time()):
+            await asyncio.sleep(0)
+        await self._forget()
+        found = self._stack.bottom
+        log.info(
+            "tier is warm",
+            tier=tier.name,
+            blocks=found.stored,
+            bytes=found.stored_bytes,
+            dropped=dropped,
+        )
+
+    def start(self) -> None:
+        if len(self._tiers) > 1:
+            for _ in range(_DOWN_BATCHES):
+                self._spawn(self._carry_down())
+
+    async def close(self) -> None:
+        """Stop. What has not been copied down is lost with the memory that it is in."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def wake(self) -> None:
+        """There may be something to copy down, or an extent to forget."""
+        self._wake.set()
+
+    # --- up ------------------------------------------------------------------------------------
+
+    def begin(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
+        """Bring blocks up, as many as may be on their way at a time."""
+        copies = self._stack.stage(
+            namespace, part, digests, self._ahead - self._staging_bytes, self._loop.time()
+        )
+        for copy in copies:
+            self._staging[_key(copy)] = []
+            self._staging_bytes += copy.entry.size
+            self._spawn(self._carry_up(copy))
+        if copies:
+            self._nobody_waits.clear()
+            self._changed()  # room was made for them
+
+    async def stage(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
+    ) -> None:
+        """`begin`, and wait until a good part of them is there, or `until`."""
+        self.begin(namespace, part, digests)
+        wave = _Wave(self._loop.create_future())
+        for digest in digests:
+            waiting = self._staging.get((namespace, part, digest))
+            if waiting is not None:
+                waiting.append(wave)
+                wave.left += 1
+        await asyncio.wait([wave.ready], timeout=max(0.0, until - self._loop.time()))
+
+    async def _carry_up(self, copy: Copy) -> None:
+        good = False
+        try:
+            good = await self._move(copy)
+        finally:
+            self._stack.copied(copy, good=good, now=self._loop.time())
+            self._staging_bytes -= copy.entry.size
+            if not self._staging_bytes:
+                self._nobody_waits.set()
+            for wave in self._staging.pop(_key(copy)):
+                wave.arrived(copy.entry.size)
+            self._changed()
+
+    # --- down ------------------------------------------------------------------------------------
+
+    async def _carry_down(self) -> None:
+        while True:
+            copies = self._stack.take_copies(_DOWN_BYTES, self._loop.time())
+            if copies:
+                await self._copy_down(copies)
+            else:
+                self._wake.clear()
+                await self._forget()
+                await self._wake.wait()
+            if self._stack.top.allocator.free:  # nobody waits for the room that we make
+                await asyncio.wait(
+                    [asyncio.ensure_future(self._nobody_waits.wait())], timeout=_GIVE_WAY_S
+                )
+
+    async def _copy_down(self, copies: list[Copy]) -> None:
+        good: dict[Copy, bool] = dict.fromkeys(copies, False)
+        try:
+            await self._forget()  # before their old extents are written over
+            moved = await asyncio.gather(*map(self._move, copies))
+            good.update(zip(copies, moved, strict=True))
+            await self._remember(good)
+        finally:
+            now = self._loop.time()
+            for copy, is_good in good.items():
+                self._stack.copied(copy, good=is_good, now=now)
+            self._changed()
+
+    # --- what a durable base knows of its blocks ---------------------------------------------------
+
+    async def forgotten(self) -> None:
+        """Wait until the base has no record any more of what has left the books so far."""
+        await self._forget()
+
+    async def _forget(self) -> None:
+        tier = self._tiers[self._stack.base]
+        async with self._records:
+            freed = self._stack.take_freed()
+            if freed and isinstance(tier, Durable):
+                try:
+                    await tier.forget(freed)
+                except Unavailable as error:  # a record too many is a miss at worst
+                    self._failed(self._stack.base, error)
+
+    async def _remember(self, good: dict[Copy, bool]) -> None:
+        """Without a record a block would not be found after a restart: it counts as not copied."""
+        base = self._stack.base
+        tier = self._tiers[base]
+        copies = [copy for copy, is_good in good.items() if is_good and copy.target == base]
+        if not isinstance(tier, Durable) or not copies:
+            return
+        records = []
+        for copy in copies:
+            entry, extent = copy.entry, copy.extent
+            index = entry.index
+            records.append(
+                Record(
+                    index.namespace,
+                    index.part,
+                    entry.digest,
+                    entry.parent,
+                    extent.offset,
+                    entry.size,
+                    entry.checksum,
+                    extent.generation,
+                )
+            )
+        try:
+            await tier.remember(records)
+        except Unavailable as error:
+            self._failed(base, error)
+            good.update(dict.fromkeys(copies, False))
+
+    # --- one block ------------------------------------------------------------------------------
+
+    async def _move(self, copy: Copy) -> bool:
+        """Carry one block's bytes; True when they are there and are the right ones."""
+        stack, entry = self._stack, copy.entry
+        up = copy.target == stack.reached
+        other = copy.source if up else copy.target
+        tier, traffic = self._tiers[other], self.traffic[other]
+        size = stack.top.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
+        place = copy.extent.offset if up else entry.offset
+        memory = self._memory.view(place, size)
+        busy = (self._reading if up else self._writing)[other]
+        alarm = self._loop.call_later(_STUCK_S, self._retire, other, f"stuck for {_STUCK_S:g} s")
+        busy.begin(self._loop.time())
+        try:
+            if up:
+                await tier.read_into(entry.offset, memory)
+                traffic.read_bytes += entry.size
+            else:
+                await tier.write_from(copy.extent.offset, memory)
+                traffic.written_bytes += entry.size
+        except Unavailable as error:
+            self._failed(other, error)
+            if up:  # the rest of the tier may be well; this block will never come
+                stack.rotten(copy)
+            return False
+        finally:
+            alarm.cancel()
+            busy.end(self._loop.time())
+        self._in_a_row[other] = 0
+        if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
+            traffic.corrupt += 1
+            log.error("block is corrupt", tier=tier.name, block=entry.digest)
+            stack.rotten(copy)
+            return False
+        return True
+
+    async def _checksum(self, entry: Any, data: memoryview) -> int:
+        seed = block_seed(namespace_seed(entry.index.namespace, entry.index.part), entry.digest)
+        if len(data) <= _INLINE_MAX:
+            return checksum(data, seed)
+        return await self._loop.run_in_executor(None, checksum, data, seed)
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def _failed(self, tier: int, error: Unavailable) -> None:
+        self.traffic[tier].failures += 1
+        self._in_a_row[tier] += 1
+        if self._in_a_row[tier] >= _FAILURES_MAX:
+            self._retire(tier, str(error))
+
+    def _retire(self, tier: int, why: str) -> None:
+        if tier not in self._stack.lost_tiers:
+            log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
+            self._spawn(self._bury(self._stack.retire(tier)))
+            self._changed()
+
+    async def _bury(self, entries: list[Any]) -> None:
+        for first in range(0, len(entries), _BURY_STEP):
+            self._stack.bury(entries[first : first + _BURY_STEP])
+            self._changed()
+            await asyncio.sleep(0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _key(copy: Copy) -> _Key:
+    index = copy.entry.index
+    return index.namespace, index.part, copy.entry.digest
