@@ -164,7 +164,7 @@ async def _serve(settings: Config) -> None:
             cluster=settings.cluster,
             network=network,
             transports=transports,
-            tier=tier,
+            tiers=[tier],
             policy=registry.policy(wanted.policy, tier.capacity),
         )
         await running.start()

@@ -296,6 +296,8 @@ class Pool:
                         shown = [View(_why(error))] * len(group)
                     for position, view in zip(group, shown, strict=True):
                         views[position] = view
+                        if view.status is ReadStatus.NOT_YET:  # on its way from a slow tier
+                            places[position].append(server)
                 missing = [i for i in missing if not views[i].status.hit and places[i]]
             self._count([ReadResult(view.status) for view in views])
             yield views
@@ -494,6 +496,30 @@ class Pool:
                     group.create_task(self._fetch_from(fetch, server, batch))
 
     async def _fetch_from(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
+        """Ask one server until it has nothing more for us, then the next for what is missing.
+
+        A server that is bringing blocks from a slow tier is asked again and again; where another
+        has them, too, it must have something new within `hedge_s`.
+        """
+        heard = self._loop.time()
+        waiting = positions
+        while waiting:
+            hedged = bool(fetch.places[waiting[0]]) and server not in fetch.silent
+            await self._ask(fetch, server, waiting)
+            now = self._loop.time()
+            still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]
+            if len(still) < len(waiting):
+                heard = now
+            waiting = still
+            if waiting and hedged and now - heard >= self._config.hedge_s:
+                fetch.silent.add(server)
+                for position in waiting:  # the others may be no better: then it is asked again
+                    fetch.places[position].insert(0, server)
+                break
+        await self._fetch(fetch, positions)
+
+    async def _ask(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
+        """One question to one server, and what came of it."""
         blocks = [Wanted(fetch.digests[i], fetch.buffers[i]) for i in positions]
         hedged = bool(fetch.places[positions[0]]) and server not in fetch.silent
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
@@ -517,7 +543,6 @@ class Pool:
             fetch.results[position] = result
             if result.status is ReadStatus.CORRUPT:
                 fetch.corrupt.setdefault(server, []).append(fetch.digests[position])
-        await self._fetch(fetch, positions)
 
     async def _write_batch(
         self, writing: Writing, blocks: Sequence[Outgoing], copies: int, deadline: float

@@ -60,6 +60,8 @@ class ServerConfig(_Section, frozen=True):
     policy: str = "lru"
     #: Connections at once; beyond it new ones are refused.
     connections_max: int = 1024
+    #: A block goes up to a tier above the one that clients reach when it was read so often.
+    promote_after: int = 1
     #: Touch all memory in the background at start: the first write to a page is slow.
     prefault: bool = True
     #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.

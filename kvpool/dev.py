@@ -87,7 +87,7 @@ async def serve(
             )
             tier = registry.tier("dram")(config.capacity, prefault=prefault)
             server = BlockServer(
-                config, cluster="default", network=network, transports=chosen, tier=tier
+                config, cluster="default", network=network, transports=chosen, tiers=[tier]
             )
             stack.push_async_callback(server.close)
             await server.start()

@@ -10,12 +10,14 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.core.directory import Directory, Report
 from kvpool.errors import BadMessage
 from kvpool.protocols import Listener, Network
-from kvpool.types import Namespace, ReadStatus, Replica
+from kvpool.types import Namespace, ReadStatus, Replica, TierUsage
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
@@ -109,7 +111,16 @@ class Master:
         return wire.Registered(accepted, self.address)
 
     def _heartbeat(self, m: wire.Heartbeat) -> wire.Known:
-        report = Report(m.free, m.used, m.blocks, m.pins, m.reservations, m.rss, m.victim_age_s)
+        report = Report(
+            m.free,
+            m.used,
+            m.blocks,
+            m.pins,
+            m.reservations,
+            m.rss,
+            m.victim_age_s,
+            tuple(TierUsage(*msgspec.structs.astuple(tier)) for tier in m.tiers),
+        )
         return wire.Known(
             self.directory.heartbeat(m.server, m.epoch, report, m.counters, self._now())
         )
@@ -179,6 +190,7 @@ class Master:
                     **member._asdict(),
                     "addresses": list(member.addresses),
                     "tiers": list(member.tiers),
+                    "usage": [wire.TierUsage(*tier) for tier in member.usage],
                 }
             )
             size += wire.encoded_size(info)

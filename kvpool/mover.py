@@ -9,16 +9,17 @@ on without it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final
 
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.core.stack import Copy, Stack
 from kvpool.errors import Unavailable
-from kvpool.protocols import Addressable, Durable, Tier
-from kvpool.types import Namespace, Record
+from kvpool.protocols import Addressable, Described, Durable, Tier
+from kvpool.types import Namespace, ReadStatus, Record
+from kvpool.wire.messages import TierUsage
 
 log = logs.get("kvpool.mover")
 
@@ -31,6 +32,8 @@ WAVE_BYTES: Final = 8 << 20
 _FAILURES_MAX: Final = 8
 #: One read or write that takes longer means that the device is stuck.
 _STUCK_S: Final = 30.0
+#: `close` waits this long for the last read or write.
+_CLOSE_S: Final = 5.0
 #: While readers wait for a slow tier, the next batch down waits for them, at most this long.
 _GIVE_WAY_S: Final = 0.05
 #: Smaller blocks are hashed on the spot: a thread's wake-up costs more.
@@ -41,35 +44,46 @@ _BURY_STEP: Final = 1024
 _Key = tuple[Namespace, int, bytes]
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What has been moved into and out of one tier. Seconds during which anything moved."""
-
-    read_bytes: int = 0
-    read_s: float = 0.0
-    written_bytes: int = 0
-    write_s: float = 0.0
-    failures: int = 0
-    corrupt: int = 0
-
-
-class _Busy:
-    """How long at least one of several overlapping operations was under way."""
+class _Flow:
+    """What goes one way into or out of a tier: bytes, and the seconds in which any of it did."""
 
     def __init__(self) -> None:
+        self.size = 0
         self.seconds = 0.0
-        self._count = 0
+        self.rate = 0.0  # bytes per second lately
+        self._under_way = 0
         self._since = 0.0
+        self._counted = (0.0, 0)  # when the rate was last computed, and `size` then
 
-    def begin(self, now: float) -> None:
-        if not self._count:
-            self._since = now
-        self._count += 1
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        if not self._under_way:
+            self._since = _now()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self.seconds += _now() - self._since
 
-    def end(self, now: float) -> None:
-        self._count -= 1
-        if not self._count:
-            self.seconds += now - self._since
+    def tick(self, now: float) -> None:
+        """Bring the rate up to date, once a second at most."""
+        since, size = self._counted
+        if now - since >= 1.0:
+            self.rate = (self.size - size) / (now - since)
+            self._counted = (now, self.size)
+
+
+class _Traffic:
+    """What has gone into and out of one tier."""
+
+    def __init__(self) -> None:
+        self.read = _Flow()
+        self.written = _Flow()
+        self.failures = 0
+        self.failures_in_a_row = 0
+        self.corrupt = 0
 
 
 class _Wave:
@@ -92,17 +106,11 @@ class _Wave:
 class Mover:
     """Carries out a stack's copies. `changed` is called when its books have changed."""
 
-    def __init__(
-        self, stack: Stack, tiers: Sequence[Tier], changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, stack: Stack, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
         self._stack = stack
         self._tiers = tiers
         self._changed = changed
-        self._loop = asyncio.get_running_loop()
-        self.traffic = [Traffic() for _ in tiers]
-        self._reading = [_Busy() for _ in tiers]
-        self._writing = [_Busy() for _ in tiers]
-        self._in_a_row = [0] * len(tiers)
+        self._traffic = [_Traffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._staging: dict[_Key, list[_Wave]] = {}
@@ -122,17 +130,16 @@ class Mover:
         if not isinstance(tier, Durable):
             return
         records = await tier.recover()
-        dropped = 0
-        for dropped in self._stack.restore(records, self._loop.time()):
+        for _ in self._stack.restore(records, _now()):
             await asyncio.sleep(0)
-        await self._forget()
+        await self.forget()
         found = self._stack.bottom
         log.info(
             "tier is warm",
             tier=tier.name,
             blocks=found.stored,
             bytes=found.stored_bytes,
-            dropped=dropped,
+            dropped=len(records) - found.stored,
         )
 
     def start(self) -> None:
@@ -141,22 +148,53 @@ class Mover:
                 self._spawn(self._carry_down())
 
     async def close(self) -> None:
-        """Stop. What has not been copied down is lost with the memory that it is in."""
+        """Stop. What has not been copied down is lost with the memory that it is in.
+
+        Waits for what a device is doing, but not for ever: one that is stuck is left behind.
+        """
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
 
     def wake(self) -> None:
         """There may be something to copy down, or an extent to forget."""
         self._wake.set()
+
+    def usage(self, now: float) -> list[TierUsage]:
+        """How full each tier is and what goes through it, for `kvpool status`."""
+        usage = []
+        for number, (tier, store) in enumerate(zip(self._tiers, self._stack.stores, strict=True)):
+            traffic = self._traffic[number]
+            traffic.read.tick(now)
+            traffic.written.tick(now)
+            usage.append(
+                TierUsage(
+                    name=tier.name,
+                    note=tier.note if isinstance(tier, Described) else "",
+                    lost=number in self._stack.lost_tiers,
+                    capacity=store.allocator.capacity,
+                    used=store.allocator.allocated,
+                    blocks=store.stored,
+                    hits=self._stack.hits[number],
+                    read_bytes=traffic.read.size,
+                    read_s=traffic.read.seconds,
+                    read_rate=traffic.read.rate,
+                    written_bytes=traffic.written.size,
+                    write_s=traffic.written.seconds,
+                    write_rate=traffic.written.rate,
+                    failures=traffic.failures,
+                    corrupt=traffic.corrupt,
+                )
+            )
+        return usage
 
     # --- up ------------------------------------------------------------------------------------
 
     def begin(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         """Bring blocks up, as many as may be on their way at a time."""
         copies = self._stack.stage(
-            namespace, part, digests, self._ahead - self._staging_bytes, self._loop.time()
+            namespace, part, digests, self._ahead - self._staging_bytes, _now()
         )
         for copy in copies:
             self._staging[_key(copy)] = []
@@ -171,20 +209,20 @@ class Mover:
     ) -> None:
         """`begin`, and wait until a good part of them is there, or `until`."""
         self.begin(namespace, part, digests)
-        wave = _Wave(self._loop.create_future())
+        wave = _Wave(asyncio.get_running_loop().create_future())
         for digest in digests:
             waiting = self._staging.get((namespace, part, digest))
             if waiting is not None:
                 waiting.append(wave)
                 wave.left += 1
-        await asyncio.wait([wave.ready], timeout=max(0.0, until - self._loop.time()))
+        await asyncio.wait([wave.ready], timeout=max(0.0, until - _now()))
 
     async def _carry_up(self, copy: Copy) -> None:
         good = False
         try:
             good = await self._move(copy)
         finally:
-            self._stack.copied(copy, good=good, now=self._loop.time())
+            self._stack.copied(copy, good=good, now=_now())
             self._staging_bytes -= copy.entry.size
             if not self._staging_bytes:
                 self._nobody_waits.set()
@@ -196,38 +234,35 @@ class Mover:
 
     async def _carry_down(self) -> None:
         while True:
-            copies = self._stack.take_copies(_DOWN_BYTES, self._loop.time())
+            copies = self._stack.take_copies(_DOWN_BYTES, _now())
             if copies:
                 await self._copy_down(copies)
             else:
                 self._wake.clear()
-                await self._forget()
+                await self.forget()
                 await self._wake.wait()
             if self._stack.top.allocator.free:  # nobody waits for the room that we make
-                await asyncio.wait(
-                    [asyncio.ensure_future(self._nobody_waits.wait())], timeout=_GIVE_WAY_S
-                )
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_GIVE_WAY_S):
+                        await self._nobody_waits.wait()
 
     async def _copy_down(self, copies: list[Copy]) -> None:
         good: dict[Copy, bool] = dict.fromkeys(copies, False)
         try:
-            await self._forget()  # before their old extents are written over
+            await self.forget()  # before their old extents are written over
             moved = await asyncio.gather(*map(self._move, copies))
             good.update(zip(copies, moved, strict=True))
             await self._remember(good)
         finally:
-            now = self._loop.time()
+            now = _now()
             for copy, is_good in good.items():
                 self._stack.copied(copy, good=is_good, now=now)
             self._changed()
 
-    # --- what a durable base knows of its blocks ---------------------------------------------------
+    # --- what a durable base remembers -----------------------------------------------------------
 
-    async def forgotten(self) -> None:
-        """Wait until the base has no record any more of what has left the books so far."""
-        await self._forget()
-
-    async def _forget(self) -> None:
+    async def forget(self) -> None:
+        """Return when the base has no record any more of what has left the books so far."""
         tier = self._tiers[self._stack.base]
         async with self._records:
             freed = self._stack.take_freed()
@@ -273,33 +308,32 @@ class Mover:
         stack, entry = self._stack, copy.entry
         up = copy.target == stack.reached
         other = copy.source if up else copy.target
-        tier, traffic = self._tiers[other], self.traffic[other]
+        tier, traffic = self._tiers[other], self._traffic[other]
+        flow = traffic.read if up else traffic.written
         size = stack.top.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
-        place = copy.extent.offset if up else entry.offset
-        memory = self._memory.view(place, size)
-        busy = (self._reading if up else self._writing)[other]
-        alarm = self._loop.call_later(_STUCK_S, self._retire, other, f"stuck for {_STUCK_S:g} s")
-        busy.begin(self._loop.time())
+        memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
+        alarm = asyncio.get_running_loop().call_later(
+            _STUCK_S, self._retire, other, f"stuck for {_STUCK_S:g} s"
+        )
         try:
-            if up:
-                await tier.read_into(entry.offset, memory)
-                traffic.read_bytes += entry.size
-            else:
-                await tier.write_from(copy.extent.offset, memory)
-                traffic.written_bytes += entry.size
+            with flow.under_way():
+                if up:
+                    await tier.read_into(entry.offset, memory)
+                else:
+                    await tier.write_from(copy.extent.offset, memory)
         except Unavailable as error:
             self._failed(other, error)
-            if up:  # the rest of the tier may be well; this block will never come
-                stack.rotten(copy)
+            if up:  # the rest of the tier may be well; this block would fail again
+                stack.spoilt(copy, ReadStatus.TIER_LOST)
             return False
         finally:
             alarm.cancel()
-            busy.end(self._loop.time())
-        self._in_a_row[other] = 0
+        flow.size += entry.size
+        traffic.failures_in_a_row = 0
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
             log.error("block is corrupt", tier=tier.name, block=entry.digest)
-            stack.rotten(copy)
+            stack.spoilt(copy, ReadStatus.CORRUPT)
             return False
         return True
 
@@ -307,18 +341,19 @@ class Mover:
         seed = block_seed(namespace_seed(entry.index.namespace, entry.index.part), entry.digest)
         if len(data) <= _INLINE_MAX:
             return checksum(data, seed)
-        return await self._loop.run_in_executor(None, checksum, data, seed)
+        return await asyncio.get_running_loop().run_in_executor(None, checksum, data, seed)
 
     # --- failures -------------------------------------------------------------------------------
 
     def _failed(self, tier: int, error: Unavailable) -> None:
-        self.traffic[tier].failures += 1
-        self._in_a_row[tier] += 1
-        if self._in_a_row[tier] >= _FAILURES_MAX:
+        traffic = self._traffic[tier]
+        traffic.failures += 1
+        traffic.failures_in_a_row += 1
+        if traffic.failures_in_a_row >= _FAILURES_MAX:
             self._retire(tier, str(error))
 
     def _retire(self, tier: int, why: str) -> None:
-        if tier not in self._stack.lost_tiers:
+        if tier not in self._stack.lost_tiers and tier != self._stack.reached:
             log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
             self._spawn(self._bury(self._stack.retire(tier)))
             self._changed()
@@ -330,9 +365,13 @@ class Mover:
             await asyncio.sleep(0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _key(copy: Copy) -> _Key:

@@ -65,10 +65,14 @@ class Connection(Protocol):
         that is not reserved here.
         """
 
-    def pin(
+    async def pin(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
     ) -> list[Pin]:
-        """Hold the blocks that are here; the extent of a hit is safe to read until `unpin`."""
+        """Hold the blocks that are here; the extent of a hit is safe to read until `unpin`.
+
+        NOT_YET where a block is on its way from a slow tier: ask again for that one. It waits for
+        some of them, but only for a moment, and only where there is no hit.
+        """
 
     def unpin(self, pins: Sequence[Pin]) -> None:
         """Let go of the hits among `pins`."""
@@ -183,6 +187,8 @@ class Channel(Protocol):
         """Fill the buffers of the blocks that are there; CORRUPT where a checksum is wrong.
 
         One result each, in their order. The buffer of a miss is untouched, except after CORRUPT.
+        NOT_YET is no miss: the server is bringing the block from a slow tier, and wants to be
+        asked again.
         """
 
     async def remove(
@@ -300,6 +306,15 @@ class Addressable(Protocol):
 
     def view(self, offset: int, size: int) -> memoryview:
         """`size` bytes at `offset`, no copy, writable."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A tier with something to say that an operator wants to know."""
+
+    @property
+    def note(self) -> str:
+        """A few words for `kvpool status`: where it lies, and how it is accessed."""
 
 
 @runtime_checkable

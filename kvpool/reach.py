@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, NamedTuple, TypeVar
 
+import msgspec
+
 from kvpool import logs
 from kvpool.config import ClientConfig
 from kvpool.errors import (
@@ -31,7 +33,7 @@ from kvpool.errors import (
 )
 from kvpool.hosts import Host
 from kvpool.protocols import Channel, Link, Network, Transport, Viewable, Writing
-from kvpool.types import Member, Outgoing, WriteStatus
+from kvpool.types import Member, Outgoing, TierUsage, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
@@ -250,6 +252,7 @@ class Servers:
             fields = {name: getattr(info, name) for name in info.__struct_fields__}
             fields["addresses"] = tuple(info.addresses)
             fields["tiers"] = tuple(info.tiers)
+            fields["usage"] = tuple(TierUsage(*msgspec.structs.astuple(t)) for t in info.usage)
             members.append(Member(**fields))
             known = self._servers.get(info.server)
             if known is None:

@@ -16,10 +16,11 @@ from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.config import ServerConfig, check_bind
 from kvpool.core.eviction import Policy
-from kvpool.core.lifecycle import State
+from kvpool.core.stack import Stack
 from kvpool.core.store import Change, Entry, Store
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, Unavailable
 from kvpool.hosts import Host, this_host
+from kvpool.mover import Mover
 from kvpool.protocols import (
     Addressable,
     Connection,
@@ -41,6 +42,9 @@ _PENDING_MAX = 100_000
 _HASH_STEP = 1 << 20
 #: A removal waits this long for the masters to hear of it, then it is answered anyway.
 _REMOVE_VISIBLE_S = 1.0
+#: A reader of blocks in a slow tier hears of the server after this long, whatever has come: it
+#: must never look dead, however slow its disk is.
+_STAGE_S = 0.05
 
 
 class BlockServer:
@@ -53,8 +57,8 @@ class BlockServer:
         cluster: str,
         network: Network,
         transports: Mapping[str, Transport],
-        tier: Tier,
-        store: Store | None = None,
+        tiers: Sequence[Tier],
+        stores: Sequence[Store] = (),
         policy: Policy[Entry] | None = None,
         host: Host | None = None,
         chance: random.Random | None = None,
@@ -67,9 +71,11 @@ class BlockServer:
         self.cluster = cluster
         self.server = config.id or f"{self.host.name}-{self._chance.getrandbits(24):06x}"
         self.epoch = self._chance.getrandbits(63)
-        self.tier = tier
-        self.store = store or Store(
-            tier.capacity, alignment=max(config.alignment, tier.alignment), policy=policy
+        self.tiers = list(tiers)
+        self.stack = Stack(
+            stores or _books(tiers, config.alignment, policy),
+            reached=_reached(tiers),
+            promote_after=config.promote_after,
         )
         self.counters: Counter[str] = Counter()
         self._listeners: list[Listener] = []
@@ -77,9 +83,20 @@ class BlockServer:
         self._space: list[asyncio.Future[None]] = []
         self._connections = 0
         self._next_owner = 0
+        self.mover = Mover(self.stack, self.tiers, self.changed)
 
     def __repr__(self) -> str:
-        return f"<BlockServer {self.server} {self.store!r}>"
+        return f"<BlockServer {self.server} {self.stack!r}>"
+
+    @property
+    def tier(self) -> Tier:
+        """The memory that clients write into and read out of."""
+        return self.tiers[self.stack.reached]
+
+    @property
+    def store(self) -> Store:
+        """The books of that memory."""
+        return self.stack.top
 
     @property
     def addresses(self) -> list[str]:
@@ -87,12 +104,18 @@ class BlockServer:
         return [listener.address for listener in self._listeners]
 
     async def start(self) -> None:
-        """Listen, and begin to tell the masters. Raises ConfigError; then nothing is left open."""
+        """Find what the tiers still hold, listen, and begin to tell the masters.
+
+        Raises ConfigError, or Unavailable for a tier that cannot be read; then nothing is left
+        open.
+        """
         for address in self._config.listen:
             check_scheme(address, self._transports)
             if not self._transports[address.partition("://")[0]].same_host:
                 check_bind(address, self._config.insecure)
         try:
+            await self.mover.recover()
+            self.mover.start()
             for address in self._config.listen:
                 scheme, _, rest = address.partition("://")
                 listener = await self._transports[scheme].listen(address if rest else "", self)
@@ -128,7 +151,9 @@ class BlockServer:
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             await listener.close()
-        self.tier.close()
+        await self.mover.close()
+        for tier in self.tiers:
+            tier.close()
 
     # --- for the transports -------------------------------------------------------------
 
@@ -143,10 +168,16 @@ class BlockServer:
 
     def publish(self) -> int:
         """Hand the store's news to the announcers; returns their position in the stream."""
-        changes = self.store.take_changes()
+        changes = self.stack.take_changes()
         for announcer in self._announcers:
             announcer.add(changes)
+        self.mover.wake()
         return len(changes)
+
+    def changed(self) -> None:
+        """The books have changed: the masters must know, and whoever waits for room."""
+        self.publish()
+        self.space_changed()
 
     async def visible(self, deadline: float) -> None:
         """Wait until every master that is there has heard all that was published."""
@@ -177,24 +208,25 @@ class BlockServer:
         self._connections -= 1
 
     def heartbeat(self, now: float) -> wire.Heartbeat:
-        store = self.store
+        top, base = self.stack.top, self.stack.bottom
         return wire.Heartbeat(
             server=self.server,
             epoch=self.epoch,
-            free=store.allocator.free,
-            used=store.allocator.allocated,
-            blocks=store.stored,
-            pins=store.pins,
-            reservations=store.reservations,
+            free=base.allocator.free,
+            used=base.allocator.allocated,
+            blocks=self.stack.stored,
+            pins=top.pins,
+            reservations=top.reservations,
             rss=self.host.resident(),
-            victim_age_s=store.policy.victim_age(now),
+            victim_age_s=base.policy.victim_age(now),
             counters={
                 **self.counters,
                 "connections": self._connections,
-                "evicted_blocks": store.evicted,
-                "evicted_bytes": store.evicted_bytes,
-                "quarantined": store.quarantined,
+                "evicted_blocks": self.stack.evicted,
+                "evicted_bytes": self.stack.evicted_bytes,
+                "quarantined": top.quarantined,
             },
+            tiers=self.mover.usage(now),
         )
 
 
@@ -203,7 +235,7 @@ class _Connection:
 
     def __init__(self, server: BlockServer, owner: int) -> None:
         self._server = server
-        self._store = server.store
+        self._stack = server.stack
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._open = True
@@ -221,14 +253,14 @@ class _Connection:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         patience = now + (deadline - now) / 2
-        answers = self._store.reserve(self._owner, namespace, part, digests, parents, sizes, now)
+        answers = self._stack.reserve(self._owner, namespace, part, digests, parents, sizes, now)
         while True:
             self._server.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
             if not full or self._loop.time() >= patience or not self._open:
                 break
             await self._server.space(patience)
-            retried = self._store.reserve(
+            retried = self._stack.reserve(
                 self._owner,
                 namespace,
                 part,
@@ -253,25 +285,46 @@ class _Connection:
     ) -> list[WriteStatus]:
         now = self._loop.time()
         statuses = [
-            self._store.seal(self._owner, id, sum_, now)
+            self._stack.seal(self._owner, id, sum_, now)
             for id, sum_ in zip(ids, checksums, strict=True)
         ]
-        self._store.cancel_rest(self._owner)
+        self._stack.top.cancel_rest(self._owner)
         self._server.counters["written_blocks"] += len(statuses)
-        self._changed()
+        self._server.changed()
         if visible:
             await self._server.visible(deadline)
         return statuses
 
-    def pin(
+    async def pin(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
     ) -> list[Pin]:
-        pins = self._store.pin(self._owner, namespace, part, digests, self._loop.time(), room)
+        pins = self._pin(namespace, part, digests, room)
+        later = [
+            digest
+            for digest, pin in zip(digests, pins, strict=True)
+            if pin.status is ReadStatus.NOT_YET
+        ]
+        mover = self._server.mover
+        if later and any(pin.extent is not None for pin in pins):
+            mover.begin(namespace, part, later)  # while the reader is busy with the others
+        elif later:
+            await mover.stage(namespace, part, later, self._loop.time() + _STAGE_S)
+            if self._open:
+                pins = self._pin(namespace, part, digests, room)
+        return pins
+
+    def _pin(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+    ) -> list[Pin]:
+        """What is in reach now. Between this and the answer nothing is awaited."""
+        pins = self._stack.pin(self._owner, namespace, part, digests, self._loop.time(), room)
         hits = [pin.extent.size for pin in pins if pin.extent is not None]
-        self._server.counters["read_blocks"] += len(hits)
-        self._server.counters["read_bytes"] += sum(hits)
+        counters = self._server.counters
+        counters["read_blocks"] += len(hits)
+        counters["read_bytes"] += sum(hits)
         if len(hits) < len(pins):
-            self._server.counters["missed_blocks"] += len(pins) - len(hits)
+            later = sum(pin.status is ReadStatus.NOT_YET for pin in pins)
+            counters["missed_blocks"] += len(pins) - len(hits) - later
             self._server.publish()
         return pins
 
@@ -279,19 +332,20 @@ class _Connection:
         if self._open:
             for pin in pins:
                 if pin.status is ReadStatus.HIT:
-                    self._store.unpin(self._owner, pin.id)
+                    self._stack.top.unpin(self._owner, pin.id)
             self._server.space_changed()
 
     async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
-        removed = self._store.remove(namespace, digests)
-        self._changed()
+        removed = self._stack.remove(namespace, digests)
+        self._server.changed()
+        await self._server.mover.forget()  # it must not be back after a restart
         await self._server.visible(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
 
     async def suspect(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
-        pins = self.pin(namespace, part, digests, [1 << 62] * len(digests))
+        pins = self._pin(namespace, part, digests, [1 << 62] * len(digests))
         half = namespace_seed(namespace, part)
         rotten = [False] * len(digests)
         try:
@@ -305,8 +359,9 @@ class _Connection:
         if bad:
             log.error("blocks are corrupt", server=self._server.server, blocks=len(bad))
             self._server.counters["corrupt_blocks"] += len(bad)
-            self._store.remove(namespace, bad, ReadStatus.CORRUPT, part)
-            self._changed()
+            # In this memory only: what another tier has is checked when it is read from there.
+            self._stack.top.remove(namespace, bad, ReadStatus.CORRUPT, part)
+            self._server.changed()
             await self._server.visible(self._loop.time() + _REMOVE_VISIBLE_S)
         return rotten
 
@@ -319,16 +374,12 @@ class _Connection:
         if self._open:
             self._open = False
             self._server.disconnected()
-            self._store.drop_owner(self._owner, may_still_write=may_still_write)
-            self._changed()
+            self._stack.top.drop_owner(self._owner, may_still_write=may_still_write)
+            self._server.changed()
 
     def writer_gone(self) -> None:
-        self._store.writer_gone(self._owner)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._server.publish()
-        self._server.space_changed()
+        self._stack.top.writer_gone(self._owner)
+        self._server.changed()
 
 
 class _Announcer:
@@ -417,8 +468,8 @@ class _Announcer:
                 server.epoch,
                 server.host.id,
                 server.addresses,
-                [server.tier.name],
-                server.store.allocator.capacity,
+                [tier.name for tier in server.tiers],
+                server.stack.bottom.allocator.capacity,
             ),
             wire.Registered,
         )
@@ -434,16 +485,17 @@ class _Announcer:
         self._added = self._heard = 0
         self.synced = True
         self._sequence += 1
-        entries: list[Entry | Change] = [*self._server.store.inventory()]
+        stack = self._server.stack
+        entries: list[Entry | Change] = [*stack.inventory()]
         # And why others are gone: the master may still have them from before it lost touch.
-        entries += self._server.store.departures()
+        entries += stack.departures()
         step = wire.ANNOUNCED_BLOCKS_MAX
         starts = range(0, max(1, len(entries)), step)
         for piece, start in enumerate(starts):
             changes = [
                 change
                 for entry in entries[start : start + step]
-                if (change := _as_change(entry)) is not None
+                if (change := _as_change(stack, entry)) is not None
             ]
             last = start == starts[-1]
             applied = await self._ask(
@@ -527,13 +579,14 @@ async def _hashed(data: memoryview, seed: int) -> int:
     return digest.intdigest()
 
 
-def _as_change(entry: Entry | Change) -> Change | None:
+def _as_change(stack: Stack, entry: Entry | Change) -> Change | None:
     """How an inventory tells of a block; not at all if it has left since the inventory began."""
     if isinstance(entry, Change):
         return entry
-    if entry.state is not State.STORED:
+    tier = stack.place(entry)
+    if tier is None:
         return None
-    return Change(entry.index.namespace, entry.index.part, entry.digest, ReadStatus.HIT)
+    return Change(entry.index.namespace, entry.index.part, entry.digest, ReadStatus.HIT, tier)
 
 
 def _grouped(changes: Sequence[Change]) -> list[wire.BlockChanges]:
@@ -547,14 +600,17 @@ def _grouped(changes: Sequence[Change]) -> list[wire.BlockChanges]:
             if (
                 change.status is head.status
                 and change.part == head.part
+                and change.tier == head.tier
                 and change.namespace == head.namespace
                 and len(change.digest) == len(head.digest)
             ):
                 continue
         packed = b"".join([change.digest for change in changes[first:position]])
-        namespace, part, digest, status = head
+        namespace, part, digest, status, tier = head
         groups.append(
-            wire.BlockChanges(namespace.name, namespace.parts, len(digest), packed, part, 0, status)
+            wire.BlockChanges(
+                namespace.name, namespace.parts, len(digest), packed, part, tier, status
+            )
         )
         first = position
     return groups
@@ -567,3 +623,21 @@ def check_scheme(address: str, transports: Mapping[str, Transport]) -> None:
         raise ConfigError(
             f"address {address!r}: expected one of {', '.join(f'{s}://' for s in transports)}"
         )
+
+
+def _reached(tiers: Sequence[Tier]) -> int:
+    """Which tier clients write into and read out of: the first whose memory can be looked at."""
+    for number, tier in enumerate(tiers):
+        if isinstance(tier, Addressable):
+            return number
+    raise ConfigError(
+        f"tiers {', '.join(tier.name for tier in tiers)}: clients can reach none of them; "
+        "put dram there, such as dram:1GiB"
+    )
+
+
+def _books(tiers: Sequence[Tier], alignment: int, policy: Policy[Entry] | None) -> list[Store]:
+    """A store for each tier, their extents rounded alike; the lowest follows the policy."""
+    alignment = max(alignment, *(tier.alignment for tier in tiers))
+    stores = [Store(tier.capacity, alignment=alignment) for tier in tiers[:-1]]
+    return [*stores, Store(tiers[-1].capacity, alignment=alignment, policy=policy)]

@@ -89,7 +89,7 @@ class ReadStatus(enum.IntEnum):
     BUFFER_TOO_SMALL = 11
     #: The server has it, and is bringing it from a slow tier: ask again. Never a final answer.
     NOT_YET = 12
-    #: The tier that it lay in has failed and is out of service.
+    #: It could not be read from the tier that it lay in, or that tier is out of service.
     TIER_LOST = 13
 
     @property
@@ -211,6 +211,30 @@ class Match(NamedTuple):
     stopped: ReadStatus
 
 
+class TierUsage(NamedTuple):
+    """One tier of a server: how full it is, and what goes in and out.
+
+    Sizes in bytes; `read_s` and `write_s` are the seconds in which any of that moved, rates are
+    bytes per second lately. `hits` are reads that it served; `note` says how it is accessed.
+    """
+
+    name: str
+    note: str
+    lost: bool
+    capacity: int
+    used: int
+    blocks: int
+    hits: int
+    read_bytes: int
+    read_s: float
+    read_rate: float
+    written_bytes: int
+    write_s: float
+    write_rate: float
+    failures: int
+    corrupt: int
+
+
 class Member(NamedTuple):
     """A block server as a master sees it. Sizes in bytes, ages in seconds."""
 
@@ -229,6 +253,7 @@ class Member(NamedTuple):
     rss: int
     victim_age_s: float
     counters: dict[str, int]
+    usage: tuple[TierUsage, ...]
 
 
 class Explanation(NamedTuple):

@@ -305,7 +305,7 @@ async def test_refused_writes_leave_no_waiters(watched: dev.Dev) -> None:
     (server,) = watched.servers
     loop = asyncio.get_running_loop()
     connection = server.connect(Peer("raw"))
-    connection.pin(NAMESPACE, 0, CHAIN, [1 << 20] * 3)
+    await connection.pin(NAMESPACE, 0, CHAIN, [1 << 20] * 3)
     room = server.store.allocator.free
     await connection.reserve(NAMESPACE, 0, [key("all")], [b""], [room], deadline=loop.time())
     for number in range(20):

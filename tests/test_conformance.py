@@ -315,8 +315,8 @@ def unpin_early(connection: Any) -> None:
     """Gives the pins back before the bytes were taken."""
     pin = connection.pin
 
-    def pin_and_unpin(*arguments: Any) -> list[Pin]:
-        pins: list[Pin] = pin(*arguments)
+    async def pin_and_unpin(*arguments: Any) -> list[Pin]:
+        pins: list[Pin] = await pin(*arguments)
         connection.unpin(pins)
         return pins
 

@@ -30,6 +30,7 @@ from kvpool.types import (
     ReadStatus,
     Replica,
     Run,
+    TierUsage,
 )
 
 
@@ -43,6 +44,7 @@ class Report(NamedTuple):
     reservations: int = 0
     rss: int = 0
     victim_age_s: float = 0.0
+    usage: tuple[TierUsage, ...] = ()
 
 
 class View:
@@ -229,6 +231,7 @@ class Directory:
                 rss=known.report.rss,
                 victim_age_s=known.report.victim_age_s,
                 counters=known.counters,
+                usage=known.report.usage,
             )
             for known in self._servers.values()
         ]

@@ -67,7 +67,7 @@ class Stack:
         self.journal = self.top.journal
         if len(self.stores) > 1:
             for tier, store in enumerate(self.stores):
-                store.tier = tier
+                store.rank = tier
                 store.journal = self.journal
                 store.is_lost = self._is_lost
             self.top.unsettled_first = self.reached != self.base
@@ -266,13 +266,10 @@ class Stack:
                 self._to_copy.append(entry)  # once more; after `retire` it is settled
         source.unpin(MOVER, copy.pin)
 
-    def rotten(self, copy: Copy) -> None:
-        """What was read for a copy is not what was written: the source drops it."""
-        entry = copy.entry
-        index = entry.index
-        self.stores[copy.source].remove(
-            index.namespace, [entry.digest], ReadStatus.CORRUPT, index.part
-        )
+    def spoilt(self, copy: Copy, reason: ReadStatus) -> None:
+        """What was read for a copy is wrong, or cannot be read: the source drops it."""
+        index = copy.entry.index
+        self.stores[copy.source].remove(index.namespace, [copy.entry.digest], reason, index.part)
 
     def retire(self, tier: int) -> list[Entry]:
         """A tier is out of service; what was in it is for `bury`, some at a time.
@@ -301,10 +298,10 @@ class Stack:
 
     # --- starting -----------------------------------------------------------------------------
 
-    def restore(self, records: Sequence[Record], now: float) -> Iterator[int]:
-        """What the base was found to hold, entered in steps; yields how many could not be.
+    def restore(self, records: Sequence[Record], now: float) -> Iterator[None]:
+        """What the base was found to hold, entered in steps; what cannot be is for `take_freed`.
 
-        Those are for `take_freed`. Between two steps the books are whole but the blocks entered
+        Between two steps the books are whole but the blocks entered
         so far cannot be evicted.
         """
         store = self.bottom
@@ -316,10 +313,10 @@ class Stack:
             else:
                 entries.append(entry)
             if number % 1024 == 1023:
-                yield len(self._freed)
+                yield
         entries.sort(key=lambda entry: entry.generation)
         store.adopt(entries, now)
-        yield len(self._freed)
+        yield
 
     # --- looking --------------------------------------------------------------------------------
 
@@ -369,6 +366,15 @@ class Stack:
     def stored(self) -> int:
         """Sealed blocks, about: those that have yet to be copied may be counted twice or not."""
         return self.bottom.stored + self.waiting
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that the pool has lost for want of room."""
+        return sum(store.evicted for store in self.stores)
+
+    @property
+    def evicted_bytes(self) -> int:
+        return sum(store.evicted_bytes for store in self.stores)
 
     def check(self) -> None:
         """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
@@ -451,7 +457,7 @@ class Stack:
         others = [
             store
             for store in self._alive()
-            if store.tier != tier and store.peek(namespace, part, entry.digest) is not None
+            if store.rank != tier and store.peek(namespace, part, entry.digest) is not None
         ]
         if tier == self.base and event is Event.EVICT:
             self._silent = True

@@ -148,7 +148,7 @@ class Store:
         self.policy: Policy[Entry] = policy or LRU()
         self.journal = Journal(history_limit)
         #: Which tier of its server this is, counted from the top.
-        self.tier = 0
+        self.rank = 0
         #: Blocks sealed here are to be copied to another tier before they may go.
         self.unsettled_first = False
         #: Asked when a sealed block leaves: has the pool lost it, or does another tier have it?
@@ -192,7 +192,7 @@ class Store:
         """
         index = self._indexes.get((namespace, part))
         if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
+            index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
         reservations = self._owner(owner).reservations
         answers: list[Reservation] = []
         refusal: Reservation | None = None
@@ -237,7 +237,7 @@ class Store:
         self.stored_bytes += entry.size
         if not a_copy:
             self.history.came_back(entry.index.namespace, entry.digest)
-            self.journal.tell(entry, ReadStatus.HIT, self.tier)
+            self.journal.tell(entry, ReadStatus.HIT, self.rank)
         self._offer(entry)
         return WriteStatus.STORED
 
@@ -400,7 +400,7 @@ class Store:
         if not self.allocator.claim(offset, size):
             return None
         if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
+            index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
         self._next_id = max(self._next_id, generation)
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
@@ -612,7 +612,7 @@ class Store:
         self.stored -= 1
         self.stored_bytes -= entry.size
         if self.is_lost is None or self.is_lost(entry, event):
-            self.journal.left(entry, reason, self.tier)
+            self.journal.left(entry, reason, self.rank)
             if event is Event.EVICT:
                 self.evicted += 1
                 self.evicted_bytes += entry.size

@@ -292,10 +292,10 @@ class _Watched:
         self._give_back()
         return statuses
 
-    def pin(
+    async def pin(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
     ) -> list[Pin]:
-        pins = self._inner.pin(namespace, part, digests, room)
+        pins = await self._inner.pin(namespace, part, digests, room)
         for key, pin in zip(digests, pins, strict=True):
             if pin.extent is not None:
                 self._pinned[pin.id] = (namespace, part, key, pin.extent)
@@ -528,7 +528,7 @@ async def staged(check: str, make: Callable[[], Transport], address: str) -> Asy
     tier = registry.tier("dram")(CAPACITY, prefault=False)
     config = ServerConfig(id="conformance", masters=[], listen=[])
     network = ZmqNetwork(CLUSTER)
-    server = BlockServer(config, cluster=CLUSTER, network=network, transports={}, tier=tier)
+    server = BlockServer(config, cluster=CLUSTER, network=network, transports={}, tiers=[tier])
     stage = Stage(check, make(), make(), server, address)
     try:
         await stage.listen()

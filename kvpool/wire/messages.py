@@ -42,6 +42,8 @@ Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2048)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
 DigestSize = Annotated[int, Meta(ge=DIGEST_SIZE_MIN, le=DIGEST_SIZE_MAX)]
 Packed = Annotated[bytes, Meta(max_length=DIGESTS_MAX * DIGEST_SIZE_MAX)]
 BlockSizes = Annotated[
@@ -186,6 +188,26 @@ class Registered(Message, frozen=True):
     master: Name
 
 
+class TierUsage(Message, frozen=True):
+    """One tier of a server. `read_s` and `write_s`: seconds in which bytes moved; rates: lately."""
+
+    name: Name
+    note: Text
+    lost: bool
+    capacity: Count
+    used: Count
+    blocks: Count
+    hits: Count
+    read_bytes: Total
+    read_s: Seconds
+    read_rate: Rate
+    written_bytes: Total
+    write_s: Seconds
+    write_rate: Rate
+    failures: Count
+    corrupt: Count
+
+
 class Heartbeat(Message, frozen=True):
     server: Name
     epoch: Hash64
@@ -197,6 +219,7 @@ class Heartbeat(Message, frozen=True):
     rss: Count
     victim_age_s: Seconds
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
+    tiers: Annotated[list[TierUsage], Meta(max_length=64)]
 
 
 class Known(Message, frozen=True):
@@ -303,6 +326,7 @@ class MemberInfo(Message, frozen=True):
     rss: Count
     victim_age_s: Seconds
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
+    usage: Annotated[list[TierUsage], Meta(max_length=64)]
 
 
 class MembersAre(Message, frozen=True):

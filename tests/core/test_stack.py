@@ -243,7 +243,7 @@ def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
     server.stage(ONE, 0, chain)
     (copy,) = server.copies
     server.copies.clear()
-    server.stack.rotten(copy)
+    server.stack.spoilt(copy, ReadStatus.CORRUPT)
     server.finish(copy, good=False)
     assert server.read(1, ONE, 0, [digest]) == [ReadStatus.CORRUPT]
 
@@ -305,8 +305,8 @@ def test_what_was_found_on_disk_is_served() -> None:
     for record in records:
         server.memory[1][record.offset] = (ONE, 0, record.digest)
     server.memory[1][9 * PAGE] = (ONE, 0, chain[0])
-    (*_, dropped) = server.stack.restore(records, 0.0)
-    assert dropped == 2
+    list(server.stack.restore(records, 0.0))
+    assert sorted(server.stack.take_freed()) == [9 * PAGE, 64 * PAGE]
     assert {entry.digest for entry in server.stack.inventory()} == set(chain)
     server.map = {(ONE, 0, digest): 1 for digest in chain}
     server.stage(ONE, 0, chain)
@@ -337,7 +337,7 @@ def test_random_histories(seed: int) -> None:
         elif step < 0.85 and server.copies:
             copy = server.copies.pop(rng.randrange(len(server.copies)))
             if rng.random() < 0.1:
-                server.stack.rotten(copy)
+                server.stack.spoilt(copy, ReadStatus.CORRUPT)
                 server.finish(copy, good=False)
             else:
                 server.finish(copy, good=rng.random() < 0.8)

@@ -74,7 +74,7 @@ def seeds() -> list[bytes]:
             messages.Inventory(server, 1, 1, 0, False, [here]),
             messages.Inventory(server, 1, 1, 1, True, []),
             messages.Announce(server, 1, 2, [gone, here]),
-            messages.Heartbeat(server, 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}),
+            messages.Heartbeat(server, 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
             messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
             messages.Explain(**KEYS),
         )

@@ -114,7 +114,7 @@ def server(capacity: int = 64 << 10) -> BlockServer:
         cluster="default",
         network=NoNetwork(),
         transports={},
-        tier=Dram(capacity, prefault=False),
+        tiers=[Dram(capacity, prefault=False)],
         chance=random.Random(1),
     )
 

@@ -30,7 +30,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Removed(b"\x01"),
     messages.Register("s", 1, "h", ["tcp://x:1"], ["dram"], 1 << 30),
     messages.Registered(True, "m"),
-    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}),
+    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
     messages.Known(True),
     messages.Leave("s", 1),
     messages.Announce("s", 1, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),

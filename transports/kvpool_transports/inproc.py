@@ -165,7 +165,7 @@ class _InprocChannel:
         if reading.patience is not None:
             reading.patience.arrived()
         async with self._connection() as connection, self._until(deadline):
-            pins = connection.pin(reading.namespace, reading.part, digests, room)
+            pins = await connection.pin(reading.namespace, reading.part, digests, room)
             results = [ReadResult(pin.status) for pin in pins]
             hits = [i for i, pin in enumerate(pins) if pin.extent is not None]
             seeds: list[int | None] = [None] * len(hits)
@@ -191,7 +191,7 @@ class _InprocChannel:
         async with self._connection() as connection:
             async with self._until(deadline):
                 room = [1 << 62] * len(digests)
-                pins = connection.pin(reading.namespace, reading.part, digests, room)
+                pins = await connection.pin(reading.namespace, reading.part, digests, room)
                 views = [
                     View(pin.status, connection.view(pin.extent).toreadonly())
                     if pin.extent is not None

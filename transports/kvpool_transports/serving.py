@@ -239,7 +239,7 @@ class Session:
         _check_part(namespace, read.part)
         if len(read.room) != len(digests):
             raise BadMessage(f"{len(digests)} digests, {len(read.room)} sizes")
-        pins = connection.pin(namespace, read.part, digests, read.room)
+        pins = await connection.pin(namespace, read.part, digests, read.room)
         try:
             if self._mapped:
                 await self._show(pins)

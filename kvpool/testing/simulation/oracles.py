@@ -212,9 +212,11 @@ class WatchedStore(Store):
         self.look()
         return answers
 
-    def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
+    def seal(
+        self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
+    ) -> WriteStatus:
         entry = self._forget("reservation", owner, id)
-        status = super().seal(owner, id, checksum, now)
+        status = super().seal(owner, id, checksum, now, a_copy=a_copy)
         if entry is not None:
             self.verify(entry, "sealed")
             key = entry.index.namespace, entry.digest, entry.index.part

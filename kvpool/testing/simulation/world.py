@@ -278,8 +278,8 @@ class World:
                 cluster="default",
                 network=SimNetwork(self.net),
                 transports=transports,
-                tier=tier,
-                store=store,
+                tiers=[tier],
+                stores=[store],
                 host=self.host_of(node.process),
                 chance=self.chance[f"server/{life}"],
             )
