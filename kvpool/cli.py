@@ -121,6 +121,12 @@ def server(
     config: ConfigFile = None,
     masters: Masters = None,
     capacity: Annotated[str | None, typer.Option(help="Memory for blocks, like 64GiB.")] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead of a capacity: dram:8GiB, nvme:/path/to/file:100GiB, fastest first."
+        ),
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(help="Which block goes next when memory is full: lru, arc, lease.")
     ] = None,
@@ -141,6 +147,7 @@ def server(
         {
             "server.masters": masters,
             "server.capacity": capacity,
+            "server.tiers": tier,
             "server.policy": policy,
             "server.id": id,
             "server.listen": listen,
@@ -158,18 +165,18 @@ async def _serve(settings: Config) -> None:
     running: BlockServer | None = None
     try:
         transports = registry.transports(schemes)
-        tier = registry.tier("dram")(wanted.capacity, prefault=wanted.prefault)
+        tiers = registry.tiers(wanted)
         running = BlockServer(
             wanted,
             cluster=settings.cluster,
             network=network,
             transports=transports,
-            tiers=[tier],
-            policy=registry.policy(wanted.policy, tier.capacity),
+            tiers=tiers,
+            policy=registry.policy(wanted.policy, tiers[-1].capacity),
         )
         await running.start()
         process.calm_garbage_collector()
-        size = human(running.store.allocator.capacity)
+        size = ", ".join(f"{tier.name} {human(tier.capacity)}" for tier in running.tiers)
         console.print(
             f"server {running.server}, {size}: {', '.join(running.addresses)}",
             soft_wrap=True,

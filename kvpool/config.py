@@ -13,7 +13,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,8 +48,11 @@ class ServerConfig(_Section, frozen=True):
     id: str = ""
     #: Every master; all are told everything.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
-    #: Memory for blocks. Taken once, never exceeded.
+    #: Memory for blocks. Taken once, never exceeded. Short for one tier, dram.
     capacity: Size = 1 << 30
+    #: Several tiers instead, the fastest first: dram:8GiB, nvme:/path/to/file:100GiB. The last
+    #: one's capacity is the server's; those above make it fast.
+    tiers: list[str] = msgspec.field(default_factory=list)
     #: One address for each transport; port 0 takes a free one.
     listen: list[str] = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:0", "shm://"])
     #: How often masters hear from this server.
@@ -110,6 +113,40 @@ def load(
     config: Config = _convert(raw, Config, "")
     _check(config)
     return config
+
+
+class TierSpec(NamedTuple):
+    """One tier as it is written: `name:place:size?setting=value&...`; not every one has a place."""
+
+    name: str
+    place: str
+    capacity: int
+    settings: dict[str, str]
+
+
+def parse_tier(text: str) -> TierSpec:
+    """`dram:8GiB`, `nvme:/data/kvpool:100GiB?queue_depth=32`. Raises ConfigError."""
+    place, _, query = text.partition("?")
+    name, _, rest = place.partition(":")
+    place, _, size = rest.rpartition(":")
+    if not name or not size:
+        raise ConfigError(
+            f"tier {text!r}: expected name:size or name:place:size, "
+            "such as dram:8GiB or nvme:/data/kvpool:100GiB"
+        )
+    try:
+        capacity = parse_size(size)
+    except ConfigError as error:
+        raise ConfigError(f"tier {text!r}: {error}") from None
+    if capacity < 1:
+        raise ConfigError(f"tier {text!r}: a tier of {capacity} bytes holds nothing")
+    settings = {}
+    for setting in query.split("&") if query else ():
+        key, found, value = setting.partition("=")
+        if not key or not found or key in settings:
+            raise ConfigError(f"tier {text!r}: {setting!r}: expected setting=value, each once")
+        settings[key] = value
+    return TierSpec(name, place, capacity, settings)
 
 
 def parse_size(text: str | int | float) -> int:
@@ -233,14 +270,21 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     if isinstance(value, str) and str(hint).startswith("list["):
         return [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, str) and hint is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if value.lower() not in words:
-            raise ConfigError(f"setting {name!r}: {value!r} is neither true nor false")
-        return words[value.lower()]
+        return parse_bool(value, name)
     return value
 
 
+def parse_bool(text: str, name: str) -> bool:
+    """`yes`, `no` and the like. Raises ConfigError, which names the setting."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in words:
+        raise ConfigError(f"setting {name!r}: {text!r} is neither true nor false")
+    return words[text.lower()]
+
+
 def _check(config: Config) -> None:
+    for tier in config.server.tiers:
+        parse_tier(tier)
     if config.server.capacity < config.server.alignment:
         raise ConfigError(
             f"setting 'server.capacity' is {config.server.capacity} bytes, "

@@ -10,7 +10,7 @@ there, too, so that other processes can join.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvpool import registry
@@ -61,10 +61,13 @@ async def serve(
     listen: tuple[str, ...] = ("inproc://", "shm://", "tcp://127.0.0.1:0"),
     transports: Mapping[str, Transport] | None = None,
     prefault: bool = False,
+    tiers: Sequence[str] = (),
 ) -> AsyncIterator[Dev]:
     """A master at `bind` and servers of `capacity` bytes each; all end with the `with`.
 
-    `transports` are by scheme; those of `listen` that are not there must be installed.
+    `transports` are by scheme; those of `listen` that are not there must be installed. With
+    `tiers`, as in a configuration, these instead of `capacity`; `{server}` in one becomes the
+    server's id, because a file serves one server.
     """
     async with AsyncExitStack() as stack:
         network = ZmqNetwork()
@@ -84,10 +87,16 @@ async def serve(
                 capacity=parse_size(capacity),
                 listen=list(listen),
                 prefault=prefault,
+                tiers=[tier.replace("{server}", f"dev-{number}") for tier in tiers],
             )
-            tier = registry.tier("dram")(config.capacity, prefault=prefault)
+            opened = registry.tiers(config)
             server = BlockServer(
-                config, cluster="default", network=network, transports=chosen, tiers=[tier]
+                config,
+                cluster="default",
+                network=network,
+                transports=chosen,
+                tiers=opened,
+                policy=registry.policy(config.policy, opened[-1].capacity),
             )
             stack.push_async_callback(server.close)
             await server.start()

@@ -7,14 +7,16 @@ looked up among them, never imported.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from kvpool.config import ServerConfig, TierSpec, parse_bool, parse_size, parse_tier
 from kvpool.core.eviction import Policy
 from kvpool.core.store import Entry
 from kvpool.errors import ConfigError
-from kvpool.protocols import Transport
+from kvpool.protocols import Tier, Transport
 
 TRANSPORTS = "kvpool.transports"
 TIERS = "kvpool.tiers"
@@ -42,9 +44,71 @@ def transports(schemes: Iterable[str]) -> dict[str, Transport]:
     return found
 
 
-def tier(name: str) -> Callable[..., Any]:
-    """The constructor of a tier. Raises ConfigError."""
-    return _load(TIERS, name, "tier")
+def tiers(config: ServerConfig) -> list[Tier]:
+    """A server's tiers, opened, in their order. Raises ConfigError; then none is left open."""
+    specs = [parse_tier(text) for text in config.tiers] or [
+        TierSpec("dram", "", config.capacity, {})
+    ]
+    opened: list[Tier] = []
+    try:
+        for spec in specs:  # one by one, so that those opened are known
+            opened += [tier(spec, prefault=config.prefault)]
+    except BaseException:
+        for one in opened:
+            one.close()
+        raise
+    return opened
+
+
+def tier(spec: TierSpec, *, prefault: bool = True) -> Tier:
+    """Open one tier. Raises ConfigError.
+
+    Its constructor takes the capacity in bytes, then, if it has one, its place as text, and
+    settings by name, whose defaults say what kind of value each is. One called `prefault` is set
+    from the server's configuration.
+    """
+    make = _load(TIERS, spec.name, "tier")
+    parameters = inspect.signature(make).parameters
+    settings = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and isinstance(parameter.default, bool | int | float | str)
+    }
+    values: dict[str, bool | int | float | str] = {}
+    if "prefault" in settings:
+        values["prefault"] = prefault
+    for name, text in spec.settings.items():
+        if name not in settings:
+            known = ", ".join(settings) or "none"
+            raise ConfigError(f"tier {spec.name!r} has no setting {name!r}; it has: {known}")
+        values[name] = _converted(text, settings[name], f"{spec.name} {name}")
+    places = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    if spec.place and not places:
+        raise ConfigError(f"tier {spec.name!r} lies nowhere in particular: got {spec.place!r}")
+    if not spec.place and places and places[0].default is places[0].empty:
+        raise ConfigError(
+            f"tier {spec.name!r} needs a {places[0].name}: {spec.name}:<{places[0].name}>:<size>"
+        )
+    made: Tier = make(spec.capacity, *([spec.place] if spec.place else []), **values)
+    return made
+
+
+def _converted(text: str, like: bool | int | float | str, name: str) -> bool | int | float | str:
+    """`text` as a value of the type of `like`; whole numbers may be sizes."""
+    if isinstance(like, bool):
+        return parse_bool(text, name)
+    if isinstance(like, int):
+        try:
+            return parse_size(text)
+        except ConfigError as error:
+            raise ConfigError(f"setting {name!r}: {error}") from None
+    if isinstance(like, float):
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"setting {name!r}: {text!r} is no number") from None
+    return text
 
 
 def policy(name: str, capacity: int) -> Policy[Entry]:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from kvpool import registry
 from kvpool.checksum import block_seed, checksum, namespace_seed
-from kvpool.config import ServerConfig
+from kvpool.config import ServerConfig, TierSpec
 from kvpool.errors import KvpoolError
 from kvpool.link import ZmqNetwork
 from kvpool.protocols import (
@@ -525,7 +525,7 @@ class TransportCheck:
 @asynccontextmanager
 async def staged(check: str, make: Callable[[], Transport], address: str) -> AsyncIterator[Stage]:
     """A stage for one check of a transport, and its end."""
-    tier = registry.tier("dram")(CAPACITY, prefault=False)
+    tier = registry.tier(TierSpec("dram", "", CAPACITY, {}), prefault=False)
     config = ServerConfig(id="conformance", masters=[], listen=[])
     network = ZmqNetwork(CLUSTER)
     server = BlockServer(config, cluster=CLUSTER, network=network, transports={}, tiers=[tier])

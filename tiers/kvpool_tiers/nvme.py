@@ -68,8 +68,8 @@ class Nvme:
     def __init__(
         self,
         capacity: int,
-        *,
         path: Path | str,
+        *,
         queue_depth: int = 16,
         direct: bool = True,
         alignment: int = GRAIN_MIN,
@@ -116,6 +116,11 @@ class Nvme:
     def disk_size(capacity: int, alignment: int = GRAIN_MIN) -> int:
         """How many bytes a disk must have for a tier of this capacity."""
         return Geometry(max(capacity - capacity % alignment, alignment), alignment).file_size
+
+    @property
+    def note(self) -> str:
+        """Where it lies and how it is accessed."""
+        return f"{self.path}, {self._disk.mode}"
 
     def describe(self) -> dict[str, str | int | float]:
         """For people: how it is, and what it has done since it was opened.
