@@ -353,7 +353,21 @@ class Servers:
     async def write(
         self, server: str, writing: Writing, blocks: Sequence[Outgoing], deadline: float
     ) -> list[WriteStatus]:
-        """`Channel.write` on the best path that works."""
+        """`Channel.write` on the best path that works, again while the server makes room."""
+        statuses = await self._write_once(server, writing, blocks, deadline)
+        while waiting := [i for i, s in enumerate(statuses) if s is WriteStatus.NOT_YET]:
+            rest = [blocks[i] for i in waiting]
+            try:
+                answer = await self._write_once(server, writing, rest, deadline)
+            except Unavailable:  # what has been stored is stored
+                answer = [WriteStatus.NO_SPACE] * len(rest)
+            for position, status in zip(waiting, answer, strict=True):
+                statuses[position] = status
+        return statuses
+
+    async def _write_once(
+        self, server: str, writing: Writing, blocks: Sequence[Outgoing], deadline: float
+    ) -> list[WriteStatus]:
         return await self.call(
             server, lambda channel: channel.write(writing, blocks, deadline=deadline), deadline
         )

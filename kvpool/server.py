@@ -257,6 +257,11 @@ class _Connection:
         while True:
             self._server.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
+            if full and self._stack.has_room_below and any(a.extent for a in answers):
+                # It waits for itself: what it has reserved must be sealed before it can go down.
+                for position in full:
+                    answers[position] = Reservation(WriteStatus.NOT_YET)
+                break
             if not full or self._loop.time() >= patience or not self._open:
                 break
             await self._server.space(patience)
@@ -630,6 +635,10 @@ def _reached(tiers: Sequence[Tier]) -> int:
     for number, tier in enumerate(tiers):
         if isinstance(tier, Addressable):
             return number
+        if tier.survives_restart:
+            raise ConfigError(
+                f"tier {tier.name} comes before the one that clients reach: put dram first"
+            )
     raise ConfigError(
         f"tiers {', '.join(tier.name for tier in tiers)}: clients can reach none of them; "
         "put dram there, such as dram:1GiB"

@@ -124,6 +124,9 @@ class WriteStatus(enum.IntEnum):
     TOO_LARGE = 8
     #: The server is full of blocks that its policy thinks more of; it did not wait, nor need you.
     BYPASSED = 9
+    #: There will be room as soon as what this write has reserved is sealed and moved on to another
+    #: tier: ask again for this block then. Never a final answer.
+    NOT_YET = 10
 
     @property
     def present(self) -> bool:

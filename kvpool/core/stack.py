@@ -363,6 +363,11 @@ class Stack:
         ]
 
     @property
+    def has_room_below(self) -> bool:
+        """What is sealed in the reached tier can be copied down and make room there."""
+        return self.base != self.reached
+
+    @property
     def stored(self) -> int:
         """Sealed blocks, about: those that have yet to be copied may be counted twice or not."""
         return self.bottom.stored + self.waiting
