@@ -99,6 +99,17 @@ async def test_tier(name: str, check: str, tmp_path: Path) -> None:
         pytest.skip(str(why))
 
 
+@pytest.mark.parametrize("check", TIER_CHECKS)
+def test_nvme_under_uvloop(check: str, tmp_path: Path) -> None:
+    """What servers run on: its futures and threads meet differently."""
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(TIER_CHECKS[check](lambda capacity: Nvme(capacity, path=tmp_path / "tier")))
+        except NotDeclared as why:
+            pytest.skip(str(why))
+
+
 async def test_the_kit_names_what_is_wrong() -> None:
     """The whole kit stops at the first broken promise and says which, what and instead of what."""
     with pytest.raises(ConformanceError, match=r"expected .*; got") as caught:
