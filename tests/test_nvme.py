@@ -464,6 +464,21 @@ async def test_more_namespaces_than_fit_are_served_and_not_remembered(path: Path
         assert set(await tier.recover()) == wanted - set(records[:2]) | {records[-2]}
 
 
+async def test_a_namespace_that_is_being_replaced_is_not_referred_to() -> None:
+    capacity = (NAMESPACES + 2) * PAGE
+    disk = MemoryDisk(Nvme.disk_size(capacity))
+    tier = Nvme(capacity, path="memory", disk=disk)
+    await tier.recover()
+    records = [record(n * PAGE, 100, n + 1, Namespace(f"m/{n}")) for n in range(NAMESPACES + 1)]
+    await tier.remember(records[:NAMESPACES])
+    await tier.forget([0])
+    await asyncio.gather(tier.remember(records[-1:]), tier.remember(records[:1]))
+    assert tier.describe()["not_remembered"] == 1
+    tier = Nvme(capacity, path="memory", disk=disk)
+    assert await tier.recover() == records[1:]
+    assert "dropped_unnamed" not in tier.describe()
+
+
 async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
     disk = MemoryDisk(Nvme.disk_size(CAPACITY))
     one = Nvme(CAPACITY, path="memory", disk=disk)

@@ -36,7 +36,7 @@ from kvpool.errors import Closed, ConfigError, Unavailable
 #: The unit of direct I/O: memory, offset and size are multiples of it.
 PAGE: Final = 4096
 #: Small calls made together cross to a thread together, up to so many bytes and calls: crossing
-#: costs as much as reading 64 KiB.
+#: costs more than reading a small block.
 _SHARE_BYTES: Final = 256 << 10
 _SHARE_CALLS: Final = 16
 #: One per thread, made when a caller's memory is not aligned.
