@@ -37,6 +37,7 @@ from kvpool.testing import (
 )
 from kvpool.types import Namespace, Outgoing, Pin, ReadResult, ReadStatus, Wanted, WriteStatus
 from kvpool_tiers.dram import Dram
+from kvpool_tiers.hbm import Hbm
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
@@ -75,13 +76,18 @@ def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", TIER_CHECKS)
-@pytest.mark.parametrize("name", ["dram", "file"])
+@pytest.mark.parametrize("name", ["dram", "file", "hbm"])
 async def test_tier(name: str, check: str, tmp_path: Path) -> None:
-    def make(capacity: int) -> Tier:
-        return dram(capacity) if name == "dram" else FileTier(tmp_path / "tier", capacity)
+    if name == "hbm":
+        pytest.importorskip("torch", reason="the HBM tier needs torch")
+    tiers: dict[str, Callable[[int], Tier]] = {
+        "dram": dram,
+        "file": lambda capacity: FileTier(tmp_path / "tier", capacity),
+        "hbm": lambda capacity: Hbm(capacity, device="cpu"),
+    }
 
     try:
-        await TIER_CHECKS[check](make)
+        await TIER_CHECKS[check](tiers[name])
     except NotDeclared as why:
         pytest.skip(str(why))
 
