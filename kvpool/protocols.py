@@ -21,6 +21,7 @@ from kvpool.types import (
     Pin,
     ReadResult,
     ReadStatus,
+    Record,
     Reservation,
     Wanted,
     WriteStatus,
@@ -330,6 +331,39 @@ class Mappable(Protocol):
     @property
     def fd(self) -> int:
         """A sealed memfd of `capacity` bytes; the tier keeps owning it."""
+
+
+@runtime_checkable
+class Durable(Protocol):
+    """A tier whose bytes survive its process, and what they mean, too.
+
+    It stores what it is told and draws no conclusions: whether two records are one block, whether
+    a parent is there, and what may be thrown out is up to the server. Calls for different extents
+    may run at once. For one extent the order is: write its bytes, `remember` it, and `forget` it
+    before its bytes are written over. A record that outlived its bytes for lack of that `forget`
+    does no harm but a miss: whoever reads an extent compares the checksum (G1).
+    """
+
+    async def remember(self, records: Sequence[Record]) -> None:
+        """Found again by `recover` after kill -9, once it has returned; in any order until then.
+
+        Called when the bytes have been written. Raises Unavailable when the medium fails: then any
+        of `records` may be found again or not. UsageError for an extent that it cannot hold.
+        """
+
+    async def forget(self, offsets: Sequence[int]) -> None:
+        """Not found again: the extents that start there. Where none does, nothing happens.
+
+        Raises Unavailable when the medium fails: then any of them may still be found.
+        """
+
+    async def recover(self) -> Sequence[Record]:
+        """What was remembered and still verifies, no two overlapping; the rest is dropped.
+
+        Called once, before anything is written. Whatever the medium contains, it never raises for
+        that, and never returns a record that was not remembered so. Where extents overlap, the
+        highest generation wins. Raises Unavailable when the medium fails as a whole.
+        """
 
 
 # --- control plane -------------------------------------------------------------------------

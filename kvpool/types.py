@@ -144,6 +144,23 @@ class Extent(NamedTuple):
     generation: int
 
 
+class Record(NamedTuple):
+    """What a durable tier remembers of one sealed extent: all that a restarted server must know.
+
+    `size` bytes at `offset` are one part of a block and have this `checksum`, which covers the key
+    as well. Of two records that claim one byte, the one of the higher `generation` is right.
+    """
+
+    namespace: Namespace
+    part: int
+    digest: bytes
+    parent: bytes
+    offset: int
+    size: int
+    checksum: int
+    generation: int
+
+
 class Reservation(NamedTuple):
     """The server's answer for one block of a write; the extent is yours until seal or cancel."""
 
