@@ -348,7 +348,9 @@ class Durable(Protocol):
         """Found again by `recover` after kill -9, once it has returned; in any order until then.
 
         Called when the bytes have been written. Raises Unavailable when the medium fails: then any
-        of `records` may be found again or not. UsageError for an extent that it cannot hold.
+        of `records` may be found again or not. UsageError for an extent that it cannot hold, and
+        then none is. A tier may have room for only so many namespaces: what it cannot remember
+        for that reason it counts, and says nothing.
         """
 
     async def forget(self, offsets: Sequence[int]) -> None:
@@ -362,7 +364,8 @@ class Durable(Protocol):
 
         Called once, before anything is written. Whatever the medium contains, it never raises for
         that, and never returns a record that was not remembered so. Where extents overlap, the
-        highest generation wins. Raises Unavailable when the medium fails as a whole.
+        highest generation wins; what was dropped does not come back later. Raises Unavailable when
+        the medium fails as a whole, ConfigError when it is none of this tier's.
         """
 
 

@@ -35,9 +35,20 @@ from kvpool.testing import (
     check_tier,
     check_transport,
 )
-from kvpool.types import Namespace, Outgoing, Pin, ReadResult, ReadStatus, Wanted, WriteStatus
+from kvpool.types import (
+    ROOT,
+    Namespace,
+    Outgoing,
+    Pin,
+    ReadResult,
+    ReadStatus,
+    Record,
+    Wanted,
+    WriteStatus,
+)
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.hbm import Hbm
+from kvpool_tiers.nvme import Nvme
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
@@ -76,13 +87,16 @@ def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", TIER_CHECKS)
-@pytest.mark.parametrize("name", ["dram", "file", "hbm"])
+@pytest.mark.parametrize("name", ["dram", "file", "nvme", "nvme-buffered", "hbm"])
 async def test_tier(name: str, check: str, tmp_path: Path) -> None:
     if name == "hbm":
         pytest.importorskip("torch", reason="the HBM tier needs torch")
+    path = tmp_path / "tier"
     tiers: dict[str, Callable[[int], Tier]] = {
         "dram": dram,
-        "file": lambda capacity: FileTier(tmp_path / "tier", capacity),
+        "file": lambda capacity: FileTier(path, capacity),
+        "nvme": lambda capacity: Nvme(capacity, path=path),
+        "nvme-buffered": lambda capacity: Nvme(capacity, path=path, direct=False),
         "hbm": lambda capacity: Hbm(capacity, device="cpu"),
     }
 
@@ -90,6 +104,17 @@ async def test_tier(name: str, check: str, tmp_path: Path) -> None:
         await TIER_CHECKS[check](tiers[name])
     except NotDeclared as why:
         pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("check", TIER_CHECKS)
+def test_nvme_under_uvloop(check: str, tmp_path: Path) -> None:
+    """What servers run on: its futures and threads meet differently."""
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(TIER_CHECKS[check](lambda capacity: Nvme(capacity, path=tmp_path / "tier")))
+        except NotDeclared as why:
+            pytest.skip(str(why))
 
 
 async def test_the_kit_names_what_is_wrong() -> None:
@@ -469,6 +494,51 @@ class Copying(Dram):
         return memoryview(bytearray(super().view(offset, size)))
 
 
+class Amnesiac(Nvme):
+    """Remembers nothing."""
+
+    async def remember(self, records: Sequence[Record]) -> None:
+        pass
+
+
+class Vague(Nvme):
+    """Does not keep where a block belongs."""
+
+    async def recover(self) -> Sequence[Record]:
+        return [record._replace(parent=ROOT) for record in await super().recover()]
+
+
+class Resentful(Nvme):
+    """Never forgets."""
+
+    async def forget(self, offsets: Sequence[int]) -> None:
+        pass
+
+
+class Backward(Nvme):
+    """Believes the oldest."""
+
+    async def remember(self, records: Sequence[Record]) -> None:
+        await super().remember(self._turned(records))
+
+    async def recover(self) -> Sequence[Record]:
+        return self._turned(await super().recover())
+
+    @staticmethod
+    def _turned(records: Sequence[Record]) -> list[Record]:
+        top = (1 << 64) - 1
+        return [record._replace(generation=top - record.generation) for record in records]
+
+
+class Lax(Nvme):
+    """Remembers what it can, and says nothing of the rest."""
+
+    async def remember(self, records: Sequence[Record]) -> None:
+        for record in records:
+            with suppress(UsageError):
+                await super().remember([record])
+
+
 class Greedy(Dram):
     """Rounds up."""
 
@@ -493,6 +563,11 @@ def unsealed(capacity: int) -> Tier:
         ("a_view_is_the_memory_itself", Copying),
         ("capacity_is_what_was_asked_for", Greedy),
         ("nobody_can_resize_it", unsealed),
+        ("what_was_remembered_is_found_again", Amnesiac),
+        ("what_was_remembered_is_found_again", Vague),
+        ("what_was_forgotten_stays_forgotten", Resentful),
+        ("of_overlapping_extents_the_newest_wins", Backward),
+        ("what_cannot_be_an_extent_is_refused", Lax),
     ],
 )
 async def test_a_broken_tier_is_noticed(
@@ -501,6 +576,8 @@ async def test_a_broken_tier_is_noticed(
     def make(capacity: int) -> Tier:
         if isinstance(tier, type) and issubclass(tier, FileTier):
             return tier(tmp_path / "tier", capacity)
+        if isinstance(tier, type) and issubclass(tier, Nvme):
+            return tier(capacity, path=tmp_path / "tier")
         return tier(capacity)
 
     with pytest.raises(ConformanceError, match=check):

@@ -62,7 +62,7 @@ async def check_transport(make: Callable[[], Transport], *, address: str = "") -
 
 
 async def check_tier(make: Callable[[int], Tier]) -> None:
-    """Everything that `Tier`, `Addressable` and `Mappable` promise.
+    """Everything that `Tier`, `Addressable`, `Mappable` and `Durable` promise.
 
     `make` gets a capacity. For a tier that survives a restart it opens the same storage each time.
     Raises ConformanceError at the first check that fails.

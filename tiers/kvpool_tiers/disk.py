@@ -157,10 +157,10 @@ class FileDisk:
             asyncio.get_running_loop().call_soon(self._dispatch)
         self._waiting.append(job)
         try:
-            await asyncio.shield(job.done)
+            await job.done
         except asyncio.CancelledError:
             if not job.claim():
-                await _until(job.done)
+                await job.ended()
             raise
         finally:
             job.buffer = _NOTHING
@@ -263,7 +263,7 @@ _NOTHING: Final = memoryview(b"")
 class _Job:
     """One call. Either a thread claims it and performs it, or the loop, and then nobody does."""
 
-    __slots__ = ("_claimed", "buffer", "done", "error", "offset", "perform")
+    __slots__ = ("_claimed", "_over", "buffer", "done", "error", "offset", "perform")
 
     def __init__(
         self, perform: Callable[[int, memoryview], None], offset: int, buffer: memoryview
@@ -274,14 +274,24 @@ class _Job:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: Exception | None = None
         self._claimed = threading.Lock()
+        self._over = False
 
     def claim(self) -> bool:
         """True for the first who asks."""
         return self._claimed.acquire(blocking=False)
 
     def end(self) -> None:
+        """In the loop, when no thread looks at the buffer any more."""
+        self._over = True
         if not self.done.done():
             self.done.set_result(None)
+
+    async def ended(self) -> None:
+        """Wait for that, however often whoever waits is cancelled."""
+        while not self._over:
+            self.done = self.done.get_loop().create_future()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.done
 
 
 class _Share:
@@ -329,13 +339,6 @@ class _Threads(Executor):
             del item, future, task  # while it waits for the next, it keeps nothing alive
 
 
-async def _until(done: asyncio.Future[None]) -> None:
-    """Wait, however often this is cancelled."""
-    while not done.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(done)
-
-
 # --- one system call after the other --------------------------------------------------------
 
 
@@ -360,7 +363,9 @@ def _copy(source: memoryview, target: memoryview) -> None:
 
 
 def _is_aligned(buffer: memoryview) -> bool:
-    address: int = np.frombuffer(buffer, np.uint8).ctypes.data if len(buffer) else 0
+    if not len(buffer):
+        return True
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address % PAGE == 0
 
 

@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from kvpool.checksum import namespace_seed
 from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
 from kvpool.types import Namespace, Record
 from kvpool_tiers.disk import Disk, FileDisk
@@ -36,8 +37,8 @@ from kvpool_tiers.nvme_format import (
     Geometry,
     Named,
     Region,
+    Survivors,
     check_superblock,
-    disentangle,
     is_storable,
     pack_header,
     pack_namespace,
@@ -154,16 +155,26 @@ class Nvme:
         write into the buffer. Whoever must go on lets it run in a task of its own.
         """
         self._check(offset, len(buffer))
-        with self._reading.counted(len(buffer)):
+        self._reading.begins()
+        done = 0
+        try:
             for position, start, stop in self._geometry.pieces(offset, len(buffer)):
                 await self._disk.read(position, buffer[start:stop])
+                done = stop
+        finally:
+            self._reading.ends(done)
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
         """Store `buffer`, in whole pages. What was said of a stuck disk holds here, too."""
         self._check(offset, len(buffer))
-        with self._writing.counted(len(buffer)):
+        self._writing.begins()
+        done = 0
+        try:
             for position, start, stop in self._geometry.pieces(offset, len(buffer)):
                 await self._write_pages(position, buffer[start:stop])
+                done = stop
+        finally:
+            self._writing.ends(done)
 
     async def _write_pages(self, position: int, buffer: memoryview) -> None:
         whole = len(buffer) - len(buffer) % PAGE
@@ -186,13 +197,19 @@ class Nvme:
                 raise UsageError(f"{record} cannot be remembered in {self!r}")
         newest = {record.offset: record for record in sorted(records, key=_generation)}
         headers: list[tuple[Record, bytes]] = []
-        for _, record in sorted(newest.items()):
-            index = await self._name(record.namespace)
-            if index is None:
+        seeds: dict[tuple[Namespace, int], int] = {}
+        for number, (offset, record) in enumerate(sorted(newest.items())):
+            if number % _STEP == _STEP - 1:
+                await asyncio.sleep(0)
+            name = await self._name(record.namespace)
+            if name is None:
                 self._skipped += 1
-            else:
-                self._hold(record.offset, index)
-                headers.append((record, pack_header(record, index)))
+                continue
+            self._hold(offset, name)
+            key = record.namespace, record.part
+            if (seed := seeds.get(key)) is None:
+                seed = seeds[key] = namespace_seed(*key)
+            headers.append((record, pack_header(record, name, seed)))
         await _all(self._disk.write(at, memoryview(run)) for at, run in self._runs(headers))
 
     async def forget(self, offsets: Sequence[int]) -> None:
@@ -217,7 +234,7 @@ class Nvme:
         self._check_open()
         await self._recover_superblock()
         names = await self._recover_names()
-        found: list[Found] = []
+        survivors = Survivors()
         bad: list[Bad] = []
         regions = self._geometry.regions()
         problem: BaseException | None = None
@@ -230,15 +247,13 @@ class Nvme:
                     self._dropped["unreadable"] += 1
                 else:
                     read_any = True
-                    await self._look_through(region, headers, names, found, bad)
+                    await self._look_through(region, headers, names, survivors, bad)
         if problem is not None and not (read_any and isinstance(problem, Unavailable)):
             raise problem
-        kept, overlapped = disentangle(found)
-        await self._drop(bad + overlapped)
-        for record, index in kept:
-            self._hold(record.offset, index)
-        self._recovered = len(kept)
-        return [record for record, _ in kept]
+        survivors.finish()
+        await self._drop(bad + survivors.beaten)
+        self._recovered = len(survivors.kept)
+        return survivors.kept
 
     # --- recovery, step by step --------------------------------------------------------------
 
@@ -273,7 +288,7 @@ class Nvme:
         region: Region,
         headers: memoryview,
         names: Sequence[Named | None],
-        found: list[Found],
+        survivors: Survivors,
         bad: list[Bad],
     ) -> None:
         for number, place in enumerate(used_places(headers)):
@@ -282,7 +297,8 @@ class Nvme:
             offset = region.offset + place * self.alignment
             header = unpack_header(headers, place, offset, self.capacity, names)
             if isinstance(header, Found):
-                found.append(header)
+                self._hold(offset, header.name)
+                survivors.add(header.record)
             else:
                 bad.append(header)
 
@@ -342,9 +358,11 @@ class Nvme:
         return index
 
     def _hold(self, offset: int, index: int) -> None:
-        self._names.use(self._held.get(offset), -1)
-        self._names.use(index, +1)
-        self._held[offset] = index
+        before = self._held.get(offset)
+        if before != index:
+            self._names.use(before, -1)
+            self._names.use(index, +1)
+            self._held[offset] = index
 
     def _check(self, offset: int, size: int) -> None:
         self._check_open()
@@ -408,20 +426,16 @@ class _Traffic:
         self._running = 0
         self._since = 0.0
 
-    @contextlib.contextmanager
-    def counted(self, size: int) -> Iterator[None]:
-        """One call. Its bytes count when it has succeeded."""
-        loop = asyncio.get_running_loop()
+    def begins(self) -> None:
         if not self._running:
-            self._since = loop.time()
+            self._since = asyncio.get_running_loop().time()
         self._running += 1
-        try:
-            yield
-            self.bytes += size
-        finally:
-            self._running -= 1
-            if not self._running:
-                self.seconds += loop.time() - self._since
+
+    def ends(self, size: int) -> None:
+        self.bytes += size
+        self._running -= 1
+        if not self._running:
+            self.seconds += asyncio.get_running_loop().time() - self._since
 
 
 def _generation(record: Record) -> int:

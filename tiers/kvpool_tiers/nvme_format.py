@@ -70,38 +70,36 @@ class Region(NamedTuple):
     offset: int
 
 
-class Geometry(NamedTuple):
+class Geometry:
     """Where things are in a file for `capacity` bytes of payload."""
 
-    capacity: int
-    grain: int
+    __slots__ = ("_group_size", "_headers_size", "capacity", "file_size", "grain")
 
-    @property
-    def file_size(self) -> int:
-        """Bytes; about 1/32 more than the capacity with the smallest grain."""
-        groups = -(-self.capacity // GROUP_SIZE)
-        return _HEAD_SIZE + groups * self._headers_size + self.capacity
+    def __init__(self, capacity: int, grain: int) -> None:
+        self.capacity = capacity
+        self.grain = grain
+        self._headers_size = GROUP_SIZE // grain * HEADER_SIZE
+        self._group_size = self._headers_size + GROUP_SIZE
+        groups = -(-capacity // GROUP_SIZE)
+        #: About 1/32 more than the capacity with the smallest grain.
+        self.file_size = _HEAD_SIZE + groups * self._headers_size + capacity
 
-    @property
-    def _headers_size(self) -> int:
-        return GROUP_SIZE // self.grain * HEADER_SIZE
-
-    def _group(self, number: int) -> int:
-        return _HEAD_SIZE + number * (self._headers_size + GROUP_SIZE)
-
-    def pieces(self, offset: int, size: int) -> Iterator[Piece]:
+    def pieces(self, offset: int, size: int) -> list[Piece]:
         """The extent's bytes: one piece, or one for each group that it reaches into."""
+        pieces = []
         start = 0
         while start < size:
             number, inside = divmod(offset + start, GROUP_SIZE)
             stop = min(size, start + GROUP_SIZE - inside)
-            yield Piece(self._group(number) + self._headers_size + inside, start, stop)
+            position = _HEAD_SIZE + number * self._group_size + self._headers_size + inside
+            pieces.append(Piece(position, start, stop))
             start = stop
+        return pieces
 
     def header(self, offset: int) -> int:
         """The position of the header of an extent that starts at `offset`."""
         number, inside = divmod(offset, GROUP_SIZE)
-        return self._group(number) + inside // self.grain * HEADER_SIZE
+        return _HEAD_SIZE + number * self._group_size + inside // self.grain * HEADER_SIZE
 
     def regions(self) -> Iterator[Region]:
         """All headers, in the order of their offsets."""
@@ -185,21 +183,21 @@ def _is_intact(page: bytes) -> bool:
 # --- headers -----------------------------------------------------------------------------
 
 
-def pack_header(record: Record, index: int) -> bytes:
-    """The header of an extent whose namespace has the number `index`."""
+def pack_header(record: Record, name: int, seed: int) -> bytes:
+    """The header of an extent whose namespace has the number `name`, and its part this `seed`."""
     body = _HEADER.pack(
         _HEADER_MAGIC,
         record.digest,
         record.parent,
         len(record.digest),
         len(record.parent),
-        index,
+        name,
         record.part,
         record.offset,
         record.size,
         record.checksum,
         record.generation,
-        namespace_seed(record.namespace, record.part),
+        seed,
     )
     return body + _SUM.pack(checksum(body, 0))
 
@@ -262,21 +260,44 @@ def unpack_header(
     )
 
 
-def disentangle(found: Sequence[Found]) -> tuple[list[Found], list[Bad]]:
-    """Those that no newer extent lies over, and the others. In the order of their offsets.
+class Survivors:
+    """Of extents that come in the order of their offsets, those that no newer one lies over.
 
-    A newer one has overwritten an older one also where it was overwritten itself since.
+    A newer one has overwritten an older one also where it was overwritten itself since, so all of
+    them are compared. `kept` is complete after `finish`.
     """
-    beaten: set[int] = set()
-    open_: list[Record] = []  # those that reach to where we are, nearly always one
-    for record, _ in found:
-        open_ = [other for other in open_ if other.offset + other.size > record.offset]
-        for other in open_:
-            loser = other if other.generation < record.generation else record
-            beaten.add(loser.offset)
-        open_.append(record)
-    kept = [one for one in found if one.record.offset not in beaten]
-    return kept, [Bad(offset, "overlapped") for offset in sorted(beaten)]
+
+    def __init__(self) -> None:
+        self.kept: list[Record] = []
+        self.beaten: list[Bad] = []
+        self._open: list[Record] = []  # reaching to where we are: nearly always one
+        self._losers: set[int] = set()  # their offsets
+
+    def add(self, record: Record) -> None:
+        """The next one."""
+        still = []
+        for other in self._open:
+            if other.offset + other.size <= record.offset:
+                self._settle(other)
+            else:
+                older = other if other.generation < record.generation else record
+                self._losers.add(older.offset)
+                still.append(other)
+        still.append(record)
+        self._open = still
+
+    def finish(self) -> None:
+        """There are no more."""
+        for record in self._open:
+            self._settle(record)
+        self._open = []
+
+    def _settle(self, record: Record) -> None:
+        if record.offset in self._losers:
+            self._losers.discard(record.offset)
+            self.beaten.append(Bad(record.offset, "overlapped"))
+        else:
+            self.kept.append(record)
 
 
 def is_storable(record: Record, geometry: Geometry) -> bool:
