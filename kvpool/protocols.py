@@ -308,6 +308,29 @@ class Addressable(Protocol):
         """`size` bytes at `offset`, no copy, writable."""
 
 
+class DeviceMemory(Protocol):
+    """Bytes that lie on a device, as array libraries exchange them without a copy: DLPack.
+
+    A `torch.Tensor`, a `cupy.ndarray`. One in CUDA memory offers `__cuda_array_interface__`, too.
+    """
+
+    def __dlpack__(self, *, stream: int | None = None) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+@runtime_checkable
+class DeviceAddressable(Protocol):
+    """A tier whose memory lies on a device, for transports that move bytes from and to there."""
+
+    def device_view(self, offset: int, size: int) -> DeviceMemory:
+        """`size` bytes at `offset` as one row of bytes, no copy, writable.
+
+        What `write_from` has stored is there for work on any of the device's streams. Who writes
+        into it waits for the device before he says so.
+        """
+
+
 @runtime_checkable
 class Described(Protocol):
     """A tier with something to say that an operator wants to know."""

@@ -47,6 +47,7 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool_tiers.dram import Dram
+from kvpool_tiers.hbm import Hbm
 from kvpool_tiers.nvme import Nvme
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
@@ -86,15 +87,21 @@ def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", TIER_CHECKS)
-@pytest.mark.parametrize("name", ["dram", "file", "nvme", "nvme-buffered"])
+@pytest.mark.parametrize("name", ["dram", "file", "nvme", "nvme-buffered", "hbm"])
 async def test_tier(name: str, check: str, tmp_path: Path) -> None:
-    def make(capacity: int) -> Tier:
-        if name.startswith("nvme"):
-            return Nvme(capacity, path=tmp_path / "tier", direct=name == "nvme")
-        return dram(capacity) if name == "dram" else FileTier(tmp_path / "tier", capacity)
+    if name == "hbm":
+        pytest.importorskip("torch", reason="the HBM tier needs torch")
+    path = tmp_path / "tier"
+    tiers: dict[str, Callable[[int], Tier]] = {
+        "dram": dram,
+        "file": lambda capacity: FileTier(path, capacity),
+        "nvme": lambda capacity: Nvme(capacity, path=path),
+        "nvme-buffered": lambda capacity: Nvme(capacity, path=path, direct=False),
+        "hbm": lambda capacity: Hbm(capacity, device="cpu"),
+    }
 
     try:
-        await TIER_CHECKS[check](make)
+        await TIER_CHECKS[check](tiers[name])
     except NotDeclared as why:
         pytest.skip(str(why))
 

@@ -37,7 +37,7 @@ class Dram:
         With `prefault` a thread touches every page in the background: the first write to fresh
         memory is several times slower than later ones.
         """
-        available = _memory_available()
+        available = memory_available()
         if capacity > available:
             raise ConfigError(
                 f"capacity is {capacity} bytes, the machine has {available} available: "
@@ -106,7 +106,7 @@ class Dram:
                 return
 
 
-def _memory_available() -> int:
+def memory_available() -> int:
     """Bytes that can be had without swapping, within the cgroup's limit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
