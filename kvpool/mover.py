@@ -32,6 +32,8 @@ WAVE_BYTES: Final = 8 << 20
 _FAILURES_MAX: Final = 8
 #: One read or write that takes longer means that the device is stuck.
 _STUCK_S: Final = 30.0
+#: A process that was stopped hears of its timers before it hears of what has ended meanwhile.
+_SECOND_LOOK_S: Final = 1.0
 #: `close` waits this long for the last read or write.
 _CLOSE_S: Final = 5.0
 #: While readers wait for a slow tier, the next batch down waits for them, at most this long.
@@ -312,11 +314,8 @@ class Mover:
         flow = traffic.read if up else traffic.written
         size = stack.top.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
         memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
-        alarm = asyncio.get_running_loop().call_later(
-            _STUCK_S, self._retire, other, f"stuck for {_STUCK_S:g} s"
-        )
         try:
-            with flow.under_way():
+            with flow.under_way(), self._alarmed(other):
                 if up:
                     await tier.read_into(entry.offset, memory)
                 else:
@@ -326,8 +325,6 @@ class Mover:
             if up:  # the rest of the tier may be well; this block would fail again
                 stack.spoilt(copy, ReadStatus.TIER_LOST)
             return False
-        finally:
-            alarm.cancel()
         flow.size += entry.size
         traffic.failures_in_a_row = 0
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
@@ -344,6 +341,22 @@ class Mover:
         return await asyncio.get_running_loop().run_in_executor(None, checksum, data, seed)
 
     # --- failures -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _alarmed(self, tier: int) -> Iterator[None]:
+        """A tier that takes too long for what is done inside is out of service."""
+        loop = asyncio.get_running_loop()
+
+        def late() -> None:
+            why = f"stuck for {_STUCK_S:g} s"
+            alarms.append(loop.call_later(_SECOND_LOOK_S, self._retire, tier, why))
+
+        alarms = [loop.call_later(_STUCK_S, late)]
+        try:
+            yield
+        finally:
+            for alarm in alarms:
+                alarm.cancel()
 
     def _failed(self, tier: int, error: Unavailable) -> None:
         traffic = self._traffic[tier]

@@ -261,16 +261,18 @@ class World:
         for node in self.servers:
             memory = node.memory.obj if node.server is not None else None
             checks += [
-                partial(self._lands, node, copy.target, brake)
+                partial(self._lands, node.store, node.memory, copy.target, brake)
                 for copy in (share if isinstance(share, list) else ())
                 if copy.target is not None and copy.target.obj is memory
             ]
         return checks
 
-    def _lands(self, node: ServerNode, target: memoryview, brake: Any) -> None:
+    def _lands(
+        self, store: WatchedStore, memory: memoryview, target: memoryview, brake: Any
+    ) -> None:
         if brake.pulled:
             return  # nothing will be written, and the view may be released
-        store, offset = node.store, offset_in(node.memory, target)
+        offset = offset_in(memory, target)
         if not store.may_land(offset, len(target)):
             self.loop.fail(f"G4: bytes land at {offset} of {store.life}, which nobody has reserved")
 
