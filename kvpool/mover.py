@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.core.lifecycle import State
 from kvpool.core.stack import Copy, Stack
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, Described, Durable, Tier
@@ -265,22 +266,43 @@ class Mover:
 
     async def forget(self) -> None:
         """Return when the base has no record any more of what has left the books so far."""
-        tier = self._tiers[self._stack.base]
+        if not isinstance(self._tiers[self._stack.base], Durable):
+            self._stack.take_freed()
+        elif self._stack.freed or self._records.locked():
+            # Whoever asks may be cancelled; what has left the books must be forgotten all the same.
+            await asyncio.shield(self._spawn(self._forget()))
+
+    async def _forget(self) -> None:
+        base = self._stack.base
+        tier = self._tiers[base]
         async with self._records:
             freed = self._stack.take_freed()
             if freed and isinstance(tier, Durable):
                 try:
-                    await tier.forget(freed)
+                    with self._alarmed(base):
+                        await tier.forget(freed)
                 except Unavailable as error:  # a record too many is a miss at worst
-                    self._failed(self._stack.base, error)
+                    self._failed(base, error)
 
     async def _remember(self, good: dict[Copy, bool]) -> None:
-        """Without a record a block would not be found after a restart: it counts as not copied."""
+        """Without a record a block would not be found after a restart: it counts as not copied.
+
+        Who removes a block while its record is written waits in `forget`, and has it erased again.
+        """
         base = self._stack.base
+        async with self._records:
+            copies = [
+                copy
+                for copy, is_good in good.items()
+                if is_good and copy.target == base and copy.entry.state is State.STORED
+            ]
+            if not await self._record(base, copies):
+                good.update(dict.fromkeys(copies, False))
+
+    async def _record(self, base: int, copies: Sequence[Copy]) -> bool:
         tier = self._tiers[base]
-        copies = [copy for copy, is_good in good.items() if is_good and copy.target == base]
         if not isinstance(tier, Durable) or not copies:
-            return
+            return True
         records = []
         for copy in copies:
             entry, extent = copy.entry, copy.extent
@@ -298,10 +320,12 @@ class Mover:
                 )
             )
         try:
-            await tier.remember(records)
+            with self._alarmed(base):
+                await tier.remember(records)
         except Unavailable as error:
             self._failed(base, error)
-            good.update(dict.fromkeys(copies, False))
+            return False
+        return True
 
     # --- one block ------------------------------------------------------------------------------
 
@@ -377,10 +401,11 @@ class Mover:
             self._changed()
             await asyncio.sleep(0)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _now() -> float:
