@@ -121,15 +121,22 @@ class Truth:
             story.removed[life.partition("#")[0]] = self.now()
         self._living[life].discard(key)
 
-    def erased(self, namespace: Namespace, digest: bytes, began: float) -> None:
-        """A call that began then has returned, and said that it removed the block somewhere."""
+    def erased(self, namespace: Namespace, digest: bytes, began: float) -> set[str]:
+        """A call that began then has returned, and said that it removed the block somewhere.
+
+        The server where, or none if nobody can tell.
+        """
         stories = [self.story(namespace, digest, part) for part in range(namespace.parts)]
+        if not any(ReadStatus.REMOVED in story.ends for story in stories):
+            self.fail(f"G5: {digest.hex()[:12]} was removed, says the pool, and no server lost it")
         servers = {
             server for story in stories for server, when in story.removed.items() if when >= began
         }
-        if len(servers) == 1:  # else nobody can tell which of them has answered
-            for story in stories:
-                story.erased |= servers & story.removed.keys()
+        if len(servers) != 1:  # any of them may have answered
+            return set()
+        for story in stories:
+            story.erased |= servers & story.removed.keys()
+        return servers
 
     def held_by(self, life: str) -> set[BlockPart]:
         return self._living.get(life, set())
@@ -181,10 +188,12 @@ class WatchedJournal(Journal):
         self._life = life
         self._truth = truth
         self.true_reason: ReadStatus | None = None  # whatever the pool says
+        self.leaving: Callable[[BlockPart, ReadStatus, int], None] = lambda *_: None
 
     def left(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         super().left(entry, reason, tier)
         key = entry.index.namespace, entry.digest, entry.index.part
+        self.leaving(key, reason, tier)
         self._truth.gone(self._life, key, self.true_reason or reason)
 
 

@@ -432,9 +432,14 @@ class Client:
         removed = await self._timed(
             self.pool.remove(namespace, chain[first:], timeout=self._timeout_s), "remove"
         )
+        servers: set[str] = set()
         for digest, was_there in zip(chain[first:], removed, strict=True):
             if was_there:
-                self._world.truth.erased(namespace, digest, began)
+                servers |= self._world.truth.erased(namespace, digest, began)
+        plan = self._world.plan
+        may_kill = plan.disk and "kill server" in plan.faults
+        if may_kill and servers and self._chance.random() < 0.5:  # it must not come back
+            self._world.nemesis.strike("kill server", sorted(servers))
 
     async def _explain(self) -> None:
         namespace, chain = self._chain()
