@@ -79,8 +79,8 @@ class Story:
     changed_at: float = 0.0
     ends: set[ReadStatus] = field(default_factory=set)  # every way in which a copy went
     rotten: int = 0  # copies that were spoilt on purpose
-    removed: dict[str, float] = field(default_factory=dict)  # server -> when it was, if it still is
-    erased: set[str] = field(default_factory=set)  # servers where the call that did so has returned
+    removed: dict[str, float] = field(default_factory=dict)  # server -> when it was there last
+    erased: set[str] = field(default_factory=set)  # where it must not come back to by itself
 
 
 class Truth:
@@ -106,9 +106,7 @@ class Truth:
         story.holders.add(life)
         story.lives.add(life)
         story.changed_at = self.now()
-        server = life.partition("#")[0]
-        story.removed.pop(server, None)
-        story.erased.discard(server)
+        story.erased.discard(life.partition("#")[0])
         self._living[life].add(key)
 
     def gone(self, life: str, key: BlockPart, status: ReadStatus) -> None:
@@ -135,7 +133,8 @@ class Truth:
         if len(servers) != 1:  # any of them may have answered
             return set()
         for story in stories:
-            story.erased |= servers & story.removed.keys()
+            written_again = {life.partition("#")[0] for life in story.holders}
+            story.erased |= (servers & story.removed.keys()) - written_again
         return servers
 
     def held_by(self, life: str) -> set[BlockPart]:

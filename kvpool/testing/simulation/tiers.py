@@ -143,7 +143,10 @@ class WatchedBase(WatchedStore):
             key = record.namespace, record.digest, record.part
             server = self.life.partition("#")[0]
             excused = self._is_new or self.memory.is_damaged(entry.offset, entry.size)
-            if server in self.truth.story(*key).erased and not excused:
+            story = self.truth.story(*key)
+            if not story.lives:
+                self.truth.fail(f"G8: {entry!r} is found on the disk, and nobody has written it")
+            if server in story.erased and not excused:
                 self.truth.fail(f"G8: {entry!r} was removed, and is back after a restart")
             self.truth.sealed(self.life, key)
             self.verify(entry, "found on the disk")
