@@ -81,6 +81,7 @@ class Platter:
         self.unsynced_s = chance.choice([0.05, 1.0, 5.0])
         self.spoilt: set[int] = set()  # sectors
         self.damaged: list[Damage] = []  # until it is written over
+        self.scars: list[Damage] = []  # all that ever was
         self.counts: Counter[str] = Counter()  # of what has gone wrong
         self.owner: SimDisk | None = None
         #: Asked when a piece of a call moves, while its process lives: does it write, to or from
@@ -124,6 +125,7 @@ class Platter:
         """The sectors there cannot be read, until they are written to: disks replace them then."""
         self.spoilt.update(range(start // self.sector, -(-stop // self.sector)))
         self.counts["spoilt"] += 1
+        self.scars.append(Damage("spoilt", start, stop))
 
     def rot(self, start: int, stop: int, bits: int = 1) -> None:
         """Flip some bits there. Only checksums can tell."""
@@ -158,6 +160,12 @@ class Platter:
             self.spoilt and self._sectors(start, stop) & self.spoilt
         )
 
+    @property
+    def hung_s(self) -> float:
+        """For how long a call of a living process has been hanging."""
+        waiting = [transfer.began for transfer in self._hanging if not transfer.dropped]
+        return self.loop.now - min(waiting, default=self.loop.now)
+
     def place(self, size: int) -> int:
         """The start of some sectors, often where something lies."""
         worth = self.worth()
@@ -171,6 +179,7 @@ class Platter:
     def _damage(self, what: str, start: int, size: int) -> None:
         self.counts[what] += 1
         self.damaged.append(Damage(what, start, start + size))
+        self.scars.append(self.damaged[-1])
 
     def _mend(self, start: int, stop: int) -> None:
         """These bytes are what was written last, again."""
@@ -187,6 +196,7 @@ class Platter:
     def begin(self, transfer: _Transfer) -> None:
         """Draw when which piece of it moves, and what becomes of it."""
         chance, size = self.chance, len(transfer.buffer)
+        transfer.began = self.loop.now
         takes_s = chance.expovariate(1 / self.latency_s) + size / self.bytes_per_s
         end = self.loop.now + takes_s * self.wear.slowness
         edges = range(self.sector - transfer.offset % self.sector, size, self.sector)
@@ -423,6 +433,7 @@ class _Transfer:
         self.writes = writes
         self.target: int | None = offset  # None: nowhere
         self.fails = False
+        self.began = 0.0
         self.steps: deque[_Step] = deque()
         self.error: KvpoolError | None = None
         self.dropped = False

@@ -482,6 +482,13 @@ BUGS: Sequence[Bug] = (
         "        alarms = [loop.call_later(_STUCK_S, self._retire, tier, 'stuck')]\n",
     ),
     Bug(
+        "hanging-disk-is-waited-for",
+        "G6",
+        _MOVER,
+        "                    with self._alarmed(base):\n                        await tier.forget",
+        "                    if True:\n                        await tier.forget",
+    ),
+    Bug(
         "not-yet-is-final",
         "G5",
         _CLIENT,
