@@ -166,14 +166,17 @@ class Platter:
         waiting = [transfer.began for transfer in self._hanging if not transfer.dropped]
         return self.loop.now - min(waiting, default=self.loop.now)
 
-    def place(self, size: int) -> int:
-        """The start of some sectors, often where something lies."""
+    def spot(self) -> tuple[int, int]:
+        """Some bytes, often those of something that lies there."""
         worth = self.worth()
         if worth and self.chance.random() < 0.8:
-            start, stop = self.chance.choice(worth)
-            at = self.chance.randrange(start, stop)
-        else:
-            at = self.chance.randrange(self.size)
+            return self.chance.choice(worth)
+        start = self.chance.randrange(self.size // self.sector) * self.sector
+        return start, start + self.sector
+
+    def place(self, size: int) -> int:
+        """The start of some sectors, often where something lies."""
+        at = self.chance.randrange(*self.spot())
         return min(at, self.size - size) // self.sector * self.sector
 
     def _damage(self, what: str, start: int, size: int) -> None:
@@ -472,7 +475,7 @@ DISK_FAULTS: Final = (
     DiskFault("full disk", lambda p: p.fill()),
     DiskFault("failing disk", lambda p: p.fail(p.chance.choice([0.02, 0.3, 1.0]))),
     DiskFault("spoilt sectors", lambda p: p.spoil(*_range(p))),
-    DiskFault("rot on disk", lambda p: p.rot(*_range(p), bits=p.chance.choice([1, 8])), True),
+    DiskFault("rot on disk", lambda p: p.rot(*p.spot(), bits=p.chance.choice([1, 8])), True),
     DiskFault("lost writes", lambda p: p.lose(p.chance.choice([0.02, 0.3])), True),
     DiskFault("misdirected writes", lambda p: p.misdirect(p.chance.choice([0.02, 0.3])), True),
 )

@@ -485,8 +485,8 @@ BUGS: Sequence[Bug] = (
         "hanging-disk-is-waited-for",
         "G6",
         _MOVER,
-        "                    with self._alarmed(base):\n                        await tier.forget",
-        "                    if True:\n                        await tier.forget",
+        "                    with self._alarmed(base):\n                        await self._du",
+        "                    if True:\n                        await self._du",
     ),
     Bug(
         "not-yet-is-final",
@@ -494,13 +494,6 @@ BUGS: Sequence[Bug] = (
         _CLIENT,
         "still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]",
         "still = [i for i in waiting if fetch.results[i].status is None]",
-    ),
-    Bug(
-        "overlapping-records-are-believed",
-        "G8",
-        _FORMAT,
-        "            if other.offset + other.size <= record.offset:\n",
-        "            if other.offset <= record.offset:\n",
     ),
     Bug(
         "any-header-is-believed",

@@ -245,7 +245,7 @@ class Tiers:
         self._due = False
         base.above = top
         top.journal.leaving = base.journal.leaving = self._leaving
-        top.stirred = base.stirred = self.stirred
+        top.inspect = base.inspect = self.inspect
         platter = base.memory.platter
         platter.watch = self._moves
         platter.worth = self._worth
@@ -255,7 +255,8 @@ class Tiers:
         """The disk tier is not given up."""
         return not self.server.stack.lost_tiers
 
-    def stirred(self) -> None:
+    def inspect(self) -> None:
+        """Both, as soon as the books of both are whole."""
         if not self._due:
             self._due = True
             self._soon(self.check)
@@ -322,11 +323,11 @@ class Tiers:
         return f"headers on the disk at {sorted(wrong)} are wrong" if wrong else None
 
     def _worth(self) -> list[tuple[int, int]]:
-        """What a fault should hit: mostly extents, sometimes what they mean."""
+        """What a fault should hit: extents, and what they mean."""
         memory = self.base.memory
         found = [(0, 1), (8192, 8192 + 4096)]
         for entry in self.base.inventory():
-            found += [memory.extent(entry.offset, entry.size)] * 3 + [memory.header(entry.offset)]
+            found += [memory.extent(entry.offset, entry.size), memory.header(entry.offset)]
         return found
 
     def _moves(self, writes: bool, position: int, data: memoryview) -> None:
