@@ -181,7 +181,9 @@ class Nemesis:
             process.thaw()
 
     async def _freeze_server(self) -> None:
-        await self._freeze(self._chance.choice(self._world.servers).process, "freeze server")
+        node = self._chance.choice(self._world.servers)
+        await self._in_mid_write(node)
+        await self._freeze(node.process, "freeze server")
 
     async def _freeze_master(self) -> None:
         await self._freeze(self._chance.choice(self._world.masters).process, "freeze master")
