@@ -26,6 +26,7 @@ from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.server import BlockServer
+from kvpool.tables import as_json_object, human, members_table, tiers_table
 from kvpool.types import Explanation, Member, Namespace, check_digests
 
 app = typer.Typer(
@@ -225,9 +226,11 @@ def status(
 
     members = _run(main())
     if as_json:
-        print(json.dumps([member._asdict() for member in members]))
+        print(json.dumps([as_json_object(member) for member in members]))
     else:
         console.print(members_table(members))
+        console.print()
+        console.print(tiers_table(members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)
 
 
@@ -387,43 +390,6 @@ def bench(
 
 
 # --- inside ----------------------------------------------------------------------------
-
-
-def members_table(members: list[Member]) -> Table:
-    """The servers of a pool, one line each."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("server", "state", "tier"):
-        table.add_column(name)
-    for name in ("capacity", "used", "blocks", "evicted", "pins", "clients", "victim age", "RSS"):
-        table.add_column(name, justify="right")
-    for m in sorted(members):
-        state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
-        share = m.used / m.capacity if m.capacity else 0
-        table.add_row(
-            escape(m.server),
-            state,
-            escape(", ".join(m.tiers)),
-            human(m.capacity),
-            f"{human(m.used)} ({share:.0%})",
-            f"{m.blocks:,}",
-            f"{m.counters.get('evicted_blocks', 0):,}",
-            f"{m.pins:,}",
-            f"{m.counters.get('connections', 0):,}",
-            f"{m.victim_age_s:.0f} s",
-            human(m.rss),
-        )
-    if not members:
-        table.add_row("no server has registered", *[""] * 10)
-    return table
-
-
-def human(size: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def _settings(config: Path | None, flags: dict[str, object]) -> Config:

@@ -26,6 +26,7 @@ from kvpool import registry, workload
 from kvpool.children import Child, process_of, servers_up
 from kvpool.config import ServerConfig, parse_size
 from kvpool.errors import ConfigError
+from kvpool.tables import as_json_object
 from kvpool.types import Member
 
 _REFRESH_S = 0.5
@@ -98,7 +99,7 @@ class Report:
         for name in ("match_s", "read_s", "write_s"):
             found[name] = dict(zip(("p50", "p99"), quantiles(getattr(self, name)), strict=True))
         found["hit_rate"] = self.hit_rate
-        found["members"] = [member._asdict() for member in self.members]
+        found["members"] = [as_json_object(member) for member in self.members]
         return found
 
 

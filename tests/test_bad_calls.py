@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
-from kvpool.cli import app, console, members_table
+from kvpool.cli import app, console
 from kvpool.errors import Closed
+from kvpool.tables import members_table
 from kvpool.types import Member
 from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
 
