@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.eviction import LRU, Policy, Verdict
+from kvpool.core.hints import Hints, Session
 from kvpool.core.history import History
 from kvpool.core.lifecycle import Event, State, after
 from kvpool.errors import BadMessage, InvariantViolated
@@ -25,6 +26,7 @@ from kvpool.types import (
     Pin,
     ReadStatus,
     Reservation,
+    Tag,
     WriteStatus,
 )
 
@@ -47,6 +49,7 @@ class Entry:
     __slots__ = (
         "checksum",
         "children",
+        "dead",
         "digest",
         "generation",
         "heat",
@@ -55,6 +58,7 @@ class Entry:
         "parent",
         "pins",
         "queued",
+        "session",
         "size",
         "stamp",
         "state",
@@ -76,6 +80,8 @@ class Entry:
         self.stamp = 0
         self.queued = False
         self.heat = 0
+        self.session: Session | None = None  # the only one that uses it, as far as is known
+        self.dead = 0  # its stamp when its branch was superseded; a later use revives it
 
     def __lt__(self, other: Entry) -> bool:
         """Breaks ties in the policy's heap, where parts of one block share a stamp."""
@@ -115,10 +121,12 @@ class Store:
         *,
         alignment: int = 4096,
         policy: Policy[Entry] | None = None,
+        hint_budget: float = 0.8,
         history_limit: int = 65_536,
     ) -> None:
         self.allocator = Allocator(capacity, alignment)
-        self.policy: Policy[Entry] = policy or LRU()
+        budget = int(self.allocator.capacity * hint_budget)
+        self.policy = Hints(policy or LRU(), budget)
         self.history = History(history_limit)
         self.stored = 0  # visible blocks (parts count singly)
         self.stored_bytes = 0
@@ -146,6 +154,7 @@ class Store:
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         """Room for each block that is not here yet, evicting what may go.
 
@@ -157,18 +166,21 @@ class Store:
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part)
         reservations = self._owner(owner).reservations
+        session = self.policy.open(tag, now) if tag is not None else None
+        granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
         for digest, parent, size in zip(digests, parents, sizes, strict=True):
             known = index.blocks.get(digest)
             if known is not None:
-                answers.append(self._already_here(known, now))
+                answers.append(self._already_here(known, session, now))
             elif size > self.allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
             elif refusal is not None:
                 answers.append(refusal)
             else:
                 entry = Entry(index, digest, parent, 0, size, self._new_id())
+                entry.session = session
                 offset = self._make_room(entry, now)
                 if isinstance(offset, WriteStatus):
                     refusal = Reservation(offset)
@@ -179,9 +191,12 @@ class Store:
                 entry.offset = offset
                 self.policy.touch(entry, now)
                 self._link(entry)
+                granted.append(entry)
                 reservations[entry.generation] = entry
                 answers.append(Reservation(WriteStatus.RESERVED, entry.generation, entry.extent))
         self._drop_if_empty(index)
+        if session is not None and granted:
+            self.policy.grew(session, granted[0], granted[-1])
         return answers
 
     def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
@@ -364,6 +379,7 @@ class Store:
         """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
         self.allocator.check()
         held: dict[int, Entry] = {}
+        self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
         for (namespace, part), index in self._indexes.items():
             if (index.namespace, index.part) != (namespace, part):
                 raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
@@ -381,7 +397,7 @@ class Store:
             for digest, entry in index.blocks.items():
                 if entry.children != children.pop(digest, 0):
                     raise InvariantViolated(f"{entry!r} has a wrong count of children")
-                if self._evictable(entry) and not entry.queued:
+                if self._evictable(entry) and not self.policy.holds(entry):
                     raise InvariantViolated(f"{entry!r} could go but is not offered: a leak")
             if children != index.orphans:
                 raise InvariantViolated("the count of children of absent parents is wrong")
@@ -435,7 +451,9 @@ class Store:
             raise BadMessage(f"reservation {id} does not belong to this connection")
         return entry
 
-    def _already_here(self, entry: Entry, now: float) -> Reservation:
+    def _already_here(self, entry: Entry, session: Session | None, now: float) -> Reservation:
+        if entry.session is not session:
+            self.policy.shared(entry)
         if entry.state is State.RESERVED:
             return Reservation(WriteStatus.IN_PROGRESS)
         self.policy.touch(entry, now)
@@ -515,6 +533,7 @@ class Store:
         """Enter the index and count as a child, also of a parent that is not here (yet)."""
         index = entry.index
         index.blocks[entry.digest] = entry
+        self.policy.joined(entry)
         if index.orphans:
             entry.children = index.orphans.pop(entry.digest, 0)
         if entry.parent != ROOT:
