@@ -77,9 +77,9 @@ def _play_one(
             if answer.status is WriteStatus.RESERVED:
                 store.seal(_OWNER, answer.id, 0, now)
     elif tag is not None and tag.resume_in is not None:
-        store.policy.resume(tag.session, tag.resume_in, now)
+        store.resume(tag.session, tag.resume_in, now)
     if tag is not None and tag.resume_in is None:
-        store.policy.end(tag.session, now)
+        store.end(tag.session, now)
     for pin in pins:
         store.unpin(_OWNER, pin.id)
     store.take_changes()

@@ -22,6 +22,7 @@ from kvpool.errors import BadMessage, InvariantViolated
 from kvpool.types import (
     ROOT,
     Extent,
+    HintStatus,
     Namespace,
     Pin,
     ReadStatus,
@@ -325,6 +326,27 @@ class Store:
         for entry in self._quarantine.pop(owner, ()):
             entry.state = after(entry.state, Event.WRITER_GONE)
             self.allocator.release(entry.offset)
+
+    # --- sessions --------------------------------------------------------------------
+
+    def end(self, session: str, now: float) -> HintStatus:
+        """The session is over: its blocks that no other uses go first."""
+        return self.policy.end(session, now)
+
+    def resume(
+        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        """Said `age_s` ago: the session resumes in `resume_in` seconds. Until then it stays."""
+        return self.policy.resume(session, resume_in, now, age_s=age_s)
+
+    @property
+    def hint_counters(self) -> dict[str, int]:
+        """Hints by what became of them, and how much is known."""
+        return {
+            **self.policy.counters,
+            "sessions": self.policy.sessions,
+            "announced_bytes": self.policy.announced_bytes,
+        }
 
     # --- looking ---------------------------------------------------------------------
 
