@@ -25,7 +25,17 @@ from typing import Final
 from kvpool.core.lifecycle import Event, State
 from kvpool.core.store import Change, Entry, Store
 from kvpool.errors import InvariantViolated
-from kvpool.types import Extent, Namespace, Pin, ReadStatus, Record, Reservation, WriteStatus
+from kvpool.types import (
+    Extent,
+    HintStatus,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Record,
+    Reservation,
+    Tag,
+    WriteStatus,
+)
 
 #: Owns what is held for copies between tiers; connections count from 1.
 MOVER: Final = 0
@@ -96,14 +106,15 @@ class Stack:
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         """As `Store.reserve`: room in the reached tier for what no tier has yet."""
         top = self.top
         if len(self.stores) == 1:
-            return top.reserve(owner, namespace, part, digests, parents, sizes, now)
+            return top.reserve(owner, namespace, part, digests, parents, sizes, now, tag)
         below = [self._only_elsewhere(namespace, part, digest) for digest in digests]
         if not any(below):
-            answers = top.reserve(owner, namespace, part, digests, parents, sizes, now)
+            answers = top.reserve(owner, namespace, part, digests, parents, sizes, now, tag)
         else:
             new = [position for position, entry in enumerate(below) if entry is None]
             granted = iter(
@@ -115,6 +126,7 @@ class Stack:
                     [parents[i] for i in new],
                     [sizes[i] for i in new],
                     now,
+                    tag,
                 )
             )
             here = Reservation(WriteStatus.ALREADY_STORED)
@@ -187,6 +199,17 @@ class Stack:
             for position, was_here in enumerate(store.remove(namespace, digests, reason, part)):
                 removed[position] |= was_here
         return removed
+
+    def end(self, session: str, now: float) -> HintStatus:
+        """As `Store.end`, in every tier."""
+        return [store.end(session, now) for store in self.stores][self.base]
+
+    def resume(
+        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        """As `Store.resume`, in every tier."""
+        answers = [store.resume(session, resume_in, now, age_s=age_s) for store in self.stores]
+        return answers[self.base]
 
     # --- for whoever moves the bytes --------------------------------------------------------
 
@@ -442,9 +465,18 @@ class Stack:
         """Hold both ends of a copy, if the target has room."""
         index = entry.index
         store = self.stores[target]
+        session = entry.session
+        tag = Tag(session.name) if session is not None and not session.ended else None
         pin = self.stores[source].hold(MOVER, entry)  # first: making room must not evict it
         (answer,) = store.reserve(
-            MOVER, index.namespace, index.part, [entry.digest], [entry.parent], [entry.size], now
+            MOVER,
+            index.namespace,
+            index.part,
+            [entry.digest],
+            [entry.parent],
+            [entry.size],
+            now,
+            tag,
         )
         if answer.extent is None:
             self.stores[source].unpin(MOVER, pin)
