@@ -311,6 +311,20 @@ async def test_it_tells_what_it_has_done(path: Path) -> None:
     assert (told["path"], told["queue_depth"]) == (str(path), 16)
 
 
+async def test_a_buffer_that_is_none_fails_its_own_call_only(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0))
+        buffer = bytearray(PAGE)
+        outcomes = await asyncio.gather(
+            tier.read_into(0, memoryview(bytes(PAGE))),
+            tier.read_into(0, memoryview(bytearray(2 * PAGE))[::2]),
+            tier.read_into(0, memoryview(buffer)),
+            return_exceptions=True,
+        )
+        assert [isinstance(outcome, Exception) for outcome in outcomes] == [True, True, False]
+        assert buffer == value(record(0).digest, PAGE)
+
+
 # --- disks that fail -----------------------------------------------------------------------------
 
 
@@ -421,6 +435,25 @@ async def test_closing_does_not_wait_for_a_stuck_disk(path: Path, stuck: threadi
     await eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_loop_that_ends_in_the_middle_leaves_nothing_open(path: Path, turns: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    disk = FileDisk(path, 64 * PAGE)
+
+    async def leave() -> None:
+        for _ in range(40):
+            asyncio.ensure_future(disk.write(0, memoryview(bytes(PAGE))))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    buffer = bytearray(PAGE)
+    asyncio.run(disk.read(0, memoryview(buffer)))
+    disk.close()
+    loops_own = 3
+    asyncio.run(eventually(lambda: len(os.listdir("/proc/self/fd")) == before + loops_own))
+
+
 def test_a_stuck_disk_does_not_keep_a_process_from_exiting(path: Path) -> None:
     script = """
 import asyncio, sys, threading
@@ -462,6 +495,21 @@ async def test_more_namespaces_than_fit_are_served_and_not_remembered(path: Path
         await tier.remember(records[-2:-1])
     with tier_at(path, capacity) as tier:
         assert set(await tier.recover()) == wanted - set(records[:2]) | {records[-2]}
+
+
+async def test_a_namespace_that_is_being_replaced_is_not_referred_to() -> None:
+    capacity = (NAMESPACES + 2) * PAGE
+    disk = MemoryDisk(Nvme.disk_size(capacity))
+    tier = Nvme(capacity, path="memory", disk=disk)
+    await tier.recover()
+    records = [record(n * PAGE, 100, n + 1, Namespace(f"m/{n}")) for n in range(NAMESPACES + 1)]
+    await tier.remember(records[:NAMESPACES])
+    await tier.forget([0])
+    await asyncio.gather(tier.remember(records[-1:]), tier.remember(records[:1]))
+    assert tier.describe()["not_remembered"] == 1
+    tier = Nvme(capacity, path="memory", disk=disk)
+    assert await tier.recover() == records[1:]
+    assert "dropped_unnamed" not in tier.describe()
 
 
 async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:

@@ -36,7 +36,7 @@ from kvpool.errors import Closed, ConfigError, Unavailable
 #: The unit of direct I/O: memory, offset and size are multiples of it.
 PAGE: Final = 4096
 #: Small calls made together cross to a thread together, up to so many bytes and calls: crossing
-#: costs as much as reading 64 KiB.
+#: costs more than reading a small block.
 _SHARE_BYTES: Final = 256 << 10
 _SHARE_CALLS: Final = 16
 #: One per thread, made when a caller's memory is not aligned.
@@ -110,6 +110,7 @@ class FileDisk:
             os.close(self._fd)
             raise
         self._direct = _open_direct(self._fd) if direct else -1
+        self.mode = "O_DIRECT" if self._direct >= 0 else "buffered"
         self._threads = _Threads(queue_depth)
         self._perform_in_thread = wrap(self._perform)
         self._bounces = threading.local()
@@ -117,13 +118,11 @@ class FileDisk:
         self._shares: set[_Share] = set()
         self._crossings: set[asyncio.Future[None]] = set()
         self._closed = False
+        self._working = 0  # threads that may be using the descriptors
+        self._files = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<FileDisk {self.path}, {self.size} bytes, {self.mode}>"
-
-    @property
-    def mode(self) -> str:
-        return "O_DIRECT" if self._direct >= 0 else "buffered"
 
     async def read(self, offset: int, buffer: memoryview) -> None:
         await self._call(_Job(self._read, offset, buffer))
@@ -145,7 +144,7 @@ class FileDisk:
                 job.error = Closed("the disk is closed")
                 job.end()
         self._threads.close()
-        self._close_files()
+        self._use_files(0)
 
     # --- from the loop to a thread and back ----------------------------------------------
 
@@ -173,6 +172,8 @@ class FileDisk:
         jobs: list[_Job] = []
         size = 0
         for job in waiting:
+            if job.is_claimed:  # cancelled meanwhile
+                continue
             jobs.append(job)
             size += len(job.buffer)
             if size >= _SHARE_BYTES or len(jobs) >= _SHARE_CALLS:
@@ -192,13 +193,17 @@ class FileDisk:
 
     def _perform(self, share: _Share) -> None:
         """In a thread: what nobody has cancelled meanwhile."""
+        self._use_files(+1)
         for job in share.jobs:
             if job.claim():
                 try:
                     job.perform(job.offset, job.buffer)
                 except OSError as error:
                     job.error = Unavailable(f"{self.path}: {_said(error)}")
+                except Exception as error:  # this buffer is none; the other calls can go on
+                    job.error = error
                 job.buffer = _NOTHING
+        self._use_files(-1)
         # Not left to the task that waits for this thread: when a loop shuts down, it cancels its
         # tasks, and whoever waits for a buffer must still hear when the thread is through.
         with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
@@ -208,16 +213,20 @@ class FileDisk:
         self._shares.discard(share)
         for job in share.jobs:
             job.end()
-        if self._closed:
-            self._close_files()
 
-    def _close_files(self) -> None:
-        """Unless a thread is at work on them: a number that is closed may be another file's."""
-        if not self._shares:
-            for fd in (self._fd, self._direct):
-                if fd >= 0:
-                    os.close(fd)
-            self._fd = self._direct = -1
+    def _use_files(self, change: int) -> None:
+        """Close them after `close`, when no thread is at work on them.
+
+        Not before: a descriptor that is closed may be another file's a moment later. Once closed,
+        nobody uses them: `close` has claimed every call that no thread had.
+        """
+        with self._files:
+            self._working += change
+            if self._closed and not self._working:
+                for fd in (self._fd, self._direct):
+                    if fd >= 0:
+                        os.close(fd)
+                self._fd = self._direct = -1
 
     # --- in a thread -----------------------------------------------------------------------
 
@@ -279,6 +288,10 @@ class _Job:
     def claim(self) -> bool:
         """True for the first who asks."""
         return self._claimed.acquire(blocking=False)
+
+    @property
+    def is_claimed(self) -> bool:
+        return self._claimed.locked()
 
     def end(self) -> None:
         """In the loop, when no thread looks at the buffer any more."""

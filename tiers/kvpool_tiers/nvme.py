@@ -55,7 +55,7 @@ _GAP_MAX: Final = 4096
 #: Regions of headers that are read at once by `recover`: 8 MiB.
 _READ_AHEAD: Final = 4
 #: Headers that are looked at before others have their turn: about a millisecond.
-_STEP: Final = 256
+_STEP: Final = 128
 #: Headers that are erased at once.
 _ERASED_MAX: Final = 1024
 
