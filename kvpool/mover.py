@@ -117,6 +117,8 @@ class Mover:
         self._staging_bytes = 0
         self._nobody_waits = asyncio.Event()
         self._nobody_waits.set()
+        self._base_lost = asyncio.Event()
+        self._durable = isinstance(tiers[stack.base], Durable)
         self._records = asyncio.Lock()  # `forget` and `remember` for one extent keep their order
         top = tiers[stack.reached]
         assert isinstance(top, Addressable)
@@ -247,30 +249,50 @@ class Mover:
                         await self._nobody_waits.wait()
 
     async def _copy_down(self, copies: list[Copy]) -> None:
+        """One batch; given up when the base is lost meanwhile.
+
+        A device that is stuck may then still read from our memory, which harms nobody: what it
+        writes has no record. (What it may still write into our memory stays reserved.)
+        """
         good: dict[Copy, bool] = dict.fromkeys(copies, False)
+        writing = self._spawn(self._write_down(good))
+        lost = asyncio.ensure_future(self._base_lost.wait())
         try:
-            await self.forget()  # before their old extents are written over
-            moved = await asyncio.gather(*map(self._move, copies))
-            good.update(zip(copies, moved, strict=True))
-            await self._remember(good)
+            await asyncio.wait([writing, lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            lost.cancel()
             now = _now()
             for copy, is_good in good.items():
                 self._stack.copied(copy, good=is_good, now=now)
             self._changed()
 
+    async def _write_down(self, good: dict[Copy, bool]) -> None:
+        """Write the bytes, then the records, and note which copies are good."""
+        await self.forget()  # before their old extents are written over
+        moved = await asyncio.gather(*map(self._move, good))
+        done = dict(zip(good, moved, strict=True))
+        await self._remember(done)
+        good.update(done)
+
     # --- what a durable base remembers -----------------------------------------------------------
 
+    async def forgotten(self, within_s: float) -> None:
+        """Wait until what has left the books so far would not be found after a restart."""
+        if self._durable:
+            await asyncio.wait([self._spawn(self.forget())], timeout=within_s)
+
     async def forget(self) -> None:
-        """Return when the base has no record any more of what has left the books so far."""
-        tier = self._tiers[self._stack.base]
+        """Erase the records of what has left the books. Never ends where a device is stuck."""
+        base = self._stack.base
+        tier = self._tiers[base]
         async with self._records:
             freed = self._stack.take_freed()
             if freed and isinstance(tier, Durable):
                 try:
-                    await tier.forget(freed)
+                    with self._watched(base):
+                        await tier.forget(freed)
                 except Unavailable as error:  # a record too many is a miss at worst
-                    self._failed(self._stack.base, error)
+                    self._failed(base, error)
 
     async def _remember(self, good: dict[Copy, bool]) -> None:
         """Without a record a block would not be found after a restart: it counts as not copied."""
@@ -296,7 +318,8 @@ class Mover:
                 )
             )
         try:
-            await tier.remember(records)
+            with self._watched(base):
+                await tier.remember(records)
         except Unavailable as error:
             self._failed(base, error)
             good.update(dict.fromkeys(copies, False))
@@ -312,11 +335,8 @@ class Mover:
         flow = traffic.read if up else traffic.written
         size = stack.top.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
         memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
-        alarm = asyncio.get_running_loop().call_later(
-            _STUCK_S, self._retire, other, f"stuck for {_STUCK_S:g} s"
-        )
         try:
-            with flow.under_way():
+            with flow.under_way(), self._watched(other):
                 if up:
                     await tier.read_into(entry.offset, memory)
                 else:
@@ -326,8 +346,6 @@ class Mover:
             if up:  # the rest of the tier may be well; this block would fail again
                 stack.spoilt(copy, ReadStatus.TIER_LOST)
             return False
-        finally:
-            alarm.cancel()
         flow.size += entry.size
         traffic.failures_in_a_row = 0
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
@@ -345,6 +363,17 @@ class Mover:
 
     # --- failures -------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _watched(self, tier: int) -> Iterator[None]:
+        """What takes too long inside means that the device is stuck."""
+        alarm = asyncio.get_running_loop().call_later(
+            _STUCK_S, self._retire, tier, f"stuck for {_STUCK_S:g} s"
+        )
+        try:
+            yield
+        finally:
+            alarm.cancel()
+
     def _failed(self, tier: int, error: Unavailable) -> None:
         traffic = self._traffic[tier]
         traffic.failures += 1
@@ -355,6 +384,8 @@ class Mover:
     def _retire(self, tier: int, why: str) -> None:
         if tier not in self._stack.lost_tiers and tier != self._stack.reached:
             log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
+            if tier == self._stack.base:
+                self._base_lost.set()
             self._spawn(self._bury(self._stack.retire(tier)))
             self._changed()
 
@@ -364,10 +395,11 @@ class Mover:
             self._changed()
             await asyncio.sleep(0)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _now() -> float:
