@@ -34,6 +34,8 @@ PINNED = {
 }
 #: The same, of histories of 40 operations.
 PINNED_SHORT = {
+    22923: "the judge: where a first word takes longer than the hedge, the healthy are left, too",
+    28456: "the judge: what arrives in small pieces is slow without any fault",
     30742: "a block that was being written again when a master asked was no longer known as gone",
 }
 
