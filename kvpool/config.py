@@ -81,6 +81,7 @@ class ClientConfig(_Section, frozen=True):
     #: A server or master that has been silent for this long is given up; the call ends in a miss.
     attempt_s: Seconds = 1.0
     #: After this long without a word from it, another replica, or another master, is asked.
+    #: Well above what a healthy server takes for its first word, or healthy ones are left, too.
     hedge_s: Seconds = 0.1
     #: Check the checksum of every block that is read.
     verify: bool = True

@@ -471,16 +471,13 @@ class Store:
     def departures(self) -> list[Change]:
         """What became of blocks that are not here any more, as far as it is remembered.
 
-        Of a block that has only lost a part nothing is said: its other parts are here.
+        Of a block that has only lost a part nothing is said: its other parts are here. One that is
+        being written again is still gone, and stays so if its writer dies (seed 30742).
         """
         return [
             Change(namespace, 0, digest, status)
             for namespace, digest, status in self.history
-            if not any(
-                digest in index.blocks
-                for part in range(namespace.parts)
-                if (index := self._indexes.get((namespace, part))) is not None
-            )
+            if not any(self.peek(namespace, part, digest) for part in range(namespace.parts))
         ]
 
     def inventory(self) -> list[Entry]:
