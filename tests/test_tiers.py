@@ -244,7 +244,8 @@ async def test_a_server_that_was_killed_comes_back_warm(file: Path) -> None:
     arguments = ("--bind", "127.0.0.1:0", "--log-level", "error")
     async with process_of("kvpool", "master", *arguments) as running:
         master = (await running.line()).removeprefix("master at ")
-        async with await connect(master) as pool:
+        patient = ClientConfig(masters=[master], timeout_s=20, attempt_s=10)
+        async with await connect(config=patient) as pool:
             async with server_of(master, file) as server:
                 await servers_up(master, 1)
                 await write(pool, chain + removed)
