@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,6 +28,10 @@ from kvpool.master import Master
 from kvpool.server import BlockServer
 from kvpool.tables import as_json_object, human, members_table, tiers_table
 from kvpool.types import Explanation, Member, Namespace, check_digests
+
+if TYPE_CHECKING:
+    from kvpool.replay import Options as ReplayOptions
+    from kvpool.workload import Request
 
 app = typer.Typer(
     name="kvpool",
@@ -330,13 +334,35 @@ def replay(
     ] = "shm,tcp",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
     seed: Annotated[int, typer.Option()] = 1,
-    picture: Annotated[Path | None, typer.Option(help="Draw the result as SVG.")] = None,
+    policy: Annotated[str, typer.Option(help="Which block goes next; --dry: several.")] = "lru",
+    dry: Annotated[
+        bool, typer.Option("--dry", help="The real store without bytes, beside the exact bound.")
+    ] = False,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="--dry: with sessions that end and resume, too.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", "--plot", help="Draw the result as SVG.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a workload through a pool of real processes and check every byte."""
+    """Play a workload through a pool of real processes and check every byte.
+
+    A capacity is a size, or a number of blocks: 5000blocks. With --dry, several, comma-separated.
+    """
     from kvpool import replay as replays
 
+    if dry:
+        try:
+            name, requests = replays.requests_of(trace, workload, sessions, concurrent, seed)
+            blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size)
+        except KvpoolError as error:
+            _fail(error)
+        _dry(name, requests[:limit], policy, blocks, hints, seed, picture, as_json)
+        return
     try:
+        if hints:
+            raise ConfigError("--hints needs --dry: only there does time pass as in the trace")
         options = replays.options(
             trace=trace,
             workload=workload,
@@ -350,9 +376,16 @@ def replay(
             transports=[name.strip() for name in transports.split(",") if name.strip()],
             limit=limit,
             seed=seed,
+            policy=policy,
         )
     except KvpoolError as error:
         _fail(error)
+    _play(options, picture, as_json)
+
+
+def _play(options: ReplayOptions, picture: Path | None, as_json: bool) -> None:
+    from kvpool import replay as replays
+
     report = _run(replays.replay(options, complaints if as_json else console))
     if picture is not None:
         from kvpool.picture import draw
@@ -366,6 +399,41 @@ def replay(
         if picture is not None:
             console.print(f"picture: {picture.resolve()}")
     raise typer.Exit(0 if report.wrong_bytes == 0 else 1)
+
+
+def _dry(
+    name: str,
+    requests: list[Request],
+    policies: str,
+    capacities: list[int],
+    hints: bool,
+    seed: int,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    from kvpool import dry as dries
+
+    try:
+        options = dries.options(
+            name=name,
+            requests=requests,
+            policies=policies,
+            capacities=capacities,
+            hints=hints,
+            seed=seed,
+        )
+    except KvpoolError as error:
+        _fail(error)
+    process.calm_garbage_collector()  # it would look at millions of block ids again and again
+    done = dries.study(options, lambda line: complaints.print(line, highlight=False))
+    if picture is not None:
+        from kvpool.picture import curves
+
+        picture.write_text(curves(done))
+    if as_json:
+        print(json.dumps(done.as_dict()))
+    else:
+        console.print(dries.table(done))
 
 
 @app.command()

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from kvpool import registry, workload
+from kvpool import dry, registry, workload
 from kvpool.children import Child, process_of, servers_up
 from kvpool.config import ServerConfig, parse_size
 from kvpool.errors import ConfigError
@@ -45,6 +45,7 @@ class Options:
     in_flight: int
     transports: list[str]
     seed: int
+    policy: str = "lru"
 
     @property
     def capacity_blocks(self) -> int:
@@ -78,6 +79,7 @@ class Report:
     blocks: int = 0
     hits: int = 0
     wrong_bytes: int = 0
+    offline_policy: float = 0.0
     offline_lru: float = 0.0
     offline_isolated: float = 0.0
     offline_ideal: float = 0.0
@@ -129,15 +131,14 @@ def options(
     transports: list[str],
     limit: int | None,
     seed: int,
+    policy: str = "lru",
 ) -> Options:
     """From what a user says to what is played. Raises ConfigError."""
-    if trace is not None:
-        requests, name, defaults = _trace(trace), trace.name, _TRACE
-    elif workload == "codex":
-        requests = _codex(sessions, concurrent, seed)
-        name, defaults = f"codex, {concurrent} of {sessions} sessions at a time", _CODEX
-    else:
-        raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
+    name, requests = requests_of(trace, workload, sessions, concurrent, seed)
+    defaults = _TRACE if trace is not None else _CODEX
+    if policy not in registry.installed(registry.POLICIES):
+        have = sorted(registry.installed(registry.POLICIES))
+        raise ConfigError(f"no policy {policy!r} is installed: have {have}")
     if not transports:
         raise ConfigError("transports: expected at least one, such as shm")
     known = registry.installed(registry.TRANSPORTS)
@@ -145,7 +146,7 @@ def options(
         if transport not in known:
             raise ConfigError(f"no transport {transport!r} is installed: have {sorted(known)}")
     size = parse_size(block_size or defaults.block_size)
-    total = parse_size(capacity or defaults.capacity)
+    total = _bytes(capacity or defaults.capacity, size)
     if total // servers < size:
         raise ConfigError(f"capacity {total} over {servers} servers holds no block of {size}")
     return Options(
@@ -158,7 +159,47 @@ def options(
         in_flight=in_flight or (1 if trace is not None else clients),
         transports=transports,
         seed=seed,
+        policy=policy,
     )
+
+
+def requests_of(
+    trace: Path | None, workload: str, sessions: int, concurrent: int, seed: int
+) -> tuple[str, list[workload.Request]]:
+    """A workload and its name. Raises ConfigError."""
+    if trace is not None:
+        return trace.name, _trace(trace)
+    if workload == "codex":
+        name = f"codex, {concurrent} of {sessions} sessions at a time"
+        return name, _codex(sessions, concurrent, seed)
+    raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
+
+
+def capacities_in_blocks(text: str, block_size: str | None) -> list[int]:
+    """`5000blocks,25000blocks`, or sizes and the size of a block. Raises ConfigError."""
+    found = []
+    for one in text.split(","):
+        if not one.strip().endswith(_BLOCKS) and block_size is None:
+            raise ConfigError(f"capacity {one!r}: expected 5000blocks, or also --block-size")
+        size = parse_size(block_size) if block_size is not None else 1
+        found.append(_bytes(one, size) // size if size else 0)
+        if found[-1] < 1:
+            raise ConfigError(f"capacity {one!r} holds no block")
+    return found
+
+
+_BLOCKS = "blocks"
+
+
+def _bytes(capacity: str, block_size: int) -> int:
+    """A capacity as users say it: a size like 176MiB, or a number of blocks like 5000blocks."""
+    text = capacity.strip()
+    if not text.endswith(_BLOCKS):
+        return parse_size(text)
+    count = text.removesuffix(_BLOCKS).strip()
+    if not count.isdecimal() or len(count) > 15:
+        raise ConfigError(f"capacity {capacity!r}: expected a number of blocks, like 5000blocks")
+    return int(count) * block_size
 
 
 def _trace(path: Path) -> list[workload.Request]:
@@ -276,7 +317,9 @@ def _add(report: Report, options: Options, transport: str, answer: dict[str, Any
 
 def _add_bounds(options: Options, report: Report) -> None:
     requests, capacity = options.requests, options.capacity_blocks
-    report.offline_lru = workload.lru(requests, capacity)
+    report.offline_lru = report.offline_policy = workload.lru(requests, capacity)
+    if options.policy != "lru":
+        report.offline_policy = dry.hit_rate(requests, options.policy, capacity)
     report.offline_isolated = workload.isolated(requests, capacity, options.clients)
     report.offline_ideal = workload.ideal(requests)
 
@@ -296,6 +339,8 @@ def _server(
         f"server-{number}",
         "--capacity",
         str(options.capacity // options.servers),
+        "--policy",
+        options.policy,
         "--log-level",
         "error",
         # An hour of traffic takes a minute here, so news must travel as much faster: with one
@@ -403,9 +448,9 @@ def _hit_table(report: Report) -> Table:
     table = Table(title=f"{report.name}: {report.requests:,} requests, {where}, {memory}")
     table.add_column("hit rate")
     table.add_column("", justify="right")
-    pool, lru = report.hit_rate, report.offline_lru
+    pool, offline = report.hit_rate, report.offline_policy
     table.add_row("[bold]the pool[/]", f"[bold green]{pool:.2%}[/]")
-    table.add_row(f"same policy, offline ({100 * (pool - lru):+.2f} points)", f"{lru:.2%}")
+    table.add_row(f"same policy, offline ({100 * (pool - offline):+.2f} points)", f"{offline:.2%}")
     isolated = f"same memory as {report.clients} isolated caches"
     table.add_row(isolated, f"{report.offline_isolated:.2%}")
     table.add_row("ideal: memory without end", f"{report.offline_ideal:.2%}")

@@ -184,22 +184,20 @@ class Hints:
             if parent is not None:
                 self.shared(parent)
             return
+        was_tip = session.tips.get(entry.index) is entry
         self._part(session, entry)
-        inherits = parent is not None and parent.session is session
-        if session.tips.get(entry.index) is entry:
-            if parent is not None and inherits:
-                session.tips[entry.index] = parent
-            else:
-                del session.tips[entry.index]
+        if parent is None:
+            pass
+        elif parent.session is not session:
+            if not session.ended:
+                self.shared(parent)
+        elif was_tip:
+            session.tips[entry.index] = parent
         elif (
-            parent is not None
-            and inherits
-            and entry.dead >= max(entry.stamp, parent.stamp)
+            entry.dead >= max(entry.stamp, parent.stamp)
             and session.tips.get(entry.index) is not parent
         ):
             parent.dead = parent.stamp
-        if parent is not None and not inherits and not session.ended:
-            self.shared(parent)
         if not session.bytes and self._sessions.get(session.name) is session:
             self._withdraw(session)
             del self._sessions[session.name]
@@ -300,6 +298,8 @@ class Hints:
     def _part(self, session: Session, entry: Entry) -> None:
         """A block is no more its session's own."""
         session.leaves.pop(entry, None)
+        if session.tips.get(entry.index) is entry:
+            del session.tips[entry.index]
         session.bytes -= entry.size
         if session.due is not None:
             self.announced_bytes -= entry.size

@@ -38,7 +38,7 @@ class ARC(Generic[B]):
         self._again: LRU[B] = LRU()
         self._once_bytes = 0
         self._again_bytes = 0
-        self._share = 0.0  # bytes that blocks used once should have
+        self.once_share = 0.0  # bytes that blocks used once should have
         self._once_gone = _Ghosts()
         self._again_gone = _Ghosts()
         self._leaving = b""  # the last victim; its other parts follow it
@@ -74,8 +74,8 @@ class ARC(Generic[B]):
         block.heat = 0
 
     def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
-        once_first = self._once_bytes > self._share or (
-            self._once_bytes == self._share and newcomer.digest in self._again_gone
+        once_first = self._once_bytes > self.once_share or (
+            self._once_bytes == self.once_share and newcomer.digest in self._again_gone
         )
         block = self._from_once(newcomer, evictable, now) if once_first else None
         if block is None:
@@ -88,6 +88,11 @@ class ARC(Generic[B]):
 
     def victim_age(self, now: float) -> float:
         return max(self._once.victim_age(now), self._again.victim_age(now))
+
+    @property
+    def ghosts(self) -> int:
+        """Blocks that have left and are remembered."""
+        return len(self._once_gone) + len(self._again_gone)
 
     def _from_once(
         self, newcomer: B, evictable: Callable[[B], bool], now: float
@@ -107,12 +112,12 @@ class ARC(Generic[B]):
         once, again = self._once_gone, self._again_gone
         if block.digest in once:
             step = block.size * max(1.0, again.bytes / max(1, once.bytes))
-            self._share = min(float(self._capacity), self._share + step)
+            self.once_share = min(float(self._capacity), self.once_share + step)
             once.take(block.digest, block.size)
             block.heat = _AGAIN_NEW
         elif block.digest in again:
             step = block.size * max(1.0, once.bytes / max(1, again.bytes))
-            self._share = max(0.0, self._share - step)
+            self.once_share = max(0.0, self.once_share - step)
             again.take(block.digest, block.size)
             block.heat = _AGAIN_NEW
         else:
@@ -121,6 +126,7 @@ class ARC(Generic[B]):
             self._once_bytes += block.size
         else:
             self._again_bytes += block.size
+        self._trim()
 
     def _trim(self) -> None:
         """Blocks used once and their ghosts: one capacity; all blocks and all ghosts: two."""
