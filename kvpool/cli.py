@@ -335,6 +335,18 @@ def replay(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
     seed: Annotated[int, typer.Option()] = 1,
     policy: Annotated[str, typer.Option(help="Which block goes next; --dry: several.")] = "lru",
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of each server, instead of a capacity: dram:1GiB, nvme:/d/{server}:9GiB."
+        ),
+    ] = None,
+    kill_at: Annotated[
+        float | None,
+        typer.Option(
+            help="Kill -9 all servers after this share of the requests; start them again."
+        ),
+    ] = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="The real store without bytes, beside the exact bound.")
     ] = False,
@@ -377,6 +389,8 @@ def replay(
             limit=limit,
             seed=seed,
             policy=policy,
+            tiers=tier or (),
+            kill_at=kill_at,
         )
     except KvpoolError as error:
         _fail(error)
