@@ -337,15 +337,11 @@ def replay(
     policy: Annotated[str, typer.Option(help="Which block goes next; --dry: several.")] = "lru",
     tier: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Of each server, instead of a capacity: dram:1GiB, nvme:/d/{server}:9GiB."
-        ),
+        typer.Option(help="Of each server: dram:1GiB, nvme:/data/{server}:9GiB; no capacity then."),
     ] = None,
     kill_at: Annotated[
         float | None,
-        typer.Option(
-            help="Kill -9 all servers after this share of the requests; start them again."
-        ),
+        typer.Option(help="Kill -9 all servers after this share of the requests, and restart."),
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="The real store without bytes, beside the exact bound.")

@@ -234,7 +234,7 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     rss: Count
     victim_age_s: Seconds
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
-    tiers: Annotated[list[TierUsage], Meta(max_length=64)]
+    tiers: Annotated[list[TierUsage], Meta(max_length=64)] = []
     hints_heard: Count = 0
 
 
@@ -331,7 +331,7 @@ class Members(Message, frozen=True):
     after: Name = ""
 
 
-class MemberInfo(Message, frozen=True):
+class MemberInfo(Message, frozen=True, omit_defaults=True):
     server: Name
     epoch: Hash64
     host: Name
@@ -347,7 +347,7 @@ class MemberInfo(Message, frozen=True):
     rss: Count
     victim_age_s: Seconds
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
-    usage: Annotated[list[TierUsage], Meta(max_length=64)]
+    usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
 
 
 class MembersAre(Message, frozen=True):
