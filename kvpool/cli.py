@@ -310,6 +310,22 @@ def doctor(
 # --- measuring -------------------------------------------------------------------------
 
 
+ReplayTiers = Annotated[
+    list[str] | None,
+    typer.Option(help="Of each server: dram:1GiB, nvme:/data/{server}:9GiB; no capacity then."),
+]
+KillAt = Annotated[
+    float | None,
+    typer.Option(help="Kill -9 all servers after this share of the requests, and restart."),
+]
+Picture = Annotated[
+    Path | None, typer.Option("--picture", "--plot", help="Draw the result as SVG.")
+]
+InFlight = Annotated[
+    int | None, typer.Option(help="Requests at a time; default 1 for a file, else clients.")
+]
+
+
 @app.command()
 def replay(
     trace: Annotated[
@@ -326,32 +342,22 @@ def replay(
     ] = None,
     sessions: Annotated[int, typer.Option(min=1, help="codex: sessions in all.")] = 200,
     concurrent: Annotated[int, typer.Option(min=1, help="codex: sessions at a time.")] = 24,
-    in_flight: Annotated[
-        int | None, typer.Option(help="Requests at a time; default 1 for a file, else clients.")
-    ] = None,
+    in_flight: InFlight = None,
     transports: Annotated[
         str, typer.Option(help="Taken in turn by the clients, comma-separated.")
     ] = "shm,tcp",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
     seed: Annotated[int, typer.Option()] = 1,
     policy: Annotated[str, typer.Option(help="Which block goes next; --dry: several.")] = "lru",
-    tier: Annotated[
-        list[str] | None,
-        typer.Option(help="Of each server: dram:1GiB, nvme:/data/{server}:9GiB; no capacity then."),
-    ] = None,
-    kill_at: Annotated[
-        float | None,
-        typer.Option(help="Kill -9 all servers after this share of the requests, and restart."),
-    ] = None,
+    tier: ReplayTiers = None,
+    kill_at: KillAt = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="The real store without bytes, beside the exact bound.")
     ] = False,
     hints: Annotated[
         bool, typer.Option("--hints", help="--dry: with sessions that end and resume, too.")
     ] = False,
-    picture: Annotated[
-        Path | None, typer.Option("--picture", "--plot", help="Draw the result as SVG.")
-    ] = None,
+    picture: Picture = None,
     as_json: Json = False,
 ) -> None:
     """Play a workload through a pool of real processes and check every byte.
