@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.core.lifecycle import State
 from kvpool.core.stack import Copy, Stack
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, Described, Durable, Tier
@@ -32,6 +33,8 @@ WAVE_BYTES: Final = 8 << 20
 _FAILURES_MAX: Final = 8
 #: One read or write that takes longer means that the device is stuck.
 _STUCK_S: Final = 30.0
+#: A process that was stopped hears of its timers before it hears of what has ended meanwhile.
+_SECOND_LOOK_S: Final = 1.0
 #: `close` waits this long for the last read or write.
 _CLOSE_S: Final = 5.0
 #: While readers wait for a slow tier, the next batch down waits for them, at most this long.
@@ -118,7 +121,6 @@ class Mover:
         self._nobody_waits = asyncio.Event()
         self._nobody_waits.set()
         self._base_lost = asyncio.Event()
-        self._durable = isinstance(tiers[stack.base], Durable)
         self._records = asyncio.Lock()  # `forget` and `remember` for one extent keep their order
         top = tiers[stack.reached]
         assert isinstance(top, Addressable)
@@ -277,30 +279,50 @@ class Mover:
     # --- what a durable base remembers -----------------------------------------------------------
 
     async def forgotten(self, within_s: float) -> None:
-        """Wait until what has left the books so far would not be found after a restart."""
-        if self._durable:
-            await asyncio.wait([self._spawn(self.forget())], timeout=within_s)
+        """`forget`, but a stuck device holds up nobody for longer than that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.forget()
 
     async def forget(self) -> None:
-        """Erase the records of what has left the books. Never ends where a device is stuck."""
+        """Return when the base has no record any more of what has left the books so far."""
+        if not isinstance(self._tiers[self._stack.base], Durable):
+            self._stack.take_freed()
+        elif self._stack.freed or self._records.locked():
+            # Whoever asks may be cancelled; what has left the books must be forgotten all the same.
+            await asyncio.shield(self._spawn(self._forget()))
+
+    async def _forget(self) -> None:
         base = self._stack.base
         tier = self._tiers[base]
         async with self._records:
             freed = self._stack.take_freed()
             if freed and isinstance(tier, Durable):
                 try:
-                    with self._watched(base):
+                    with self._alarmed(base):
                         await tier.forget(freed)
                 except Unavailable as error:  # a record too many is a miss at worst
                     self._failed(base, error)
 
     async def _remember(self, good: dict[Copy, bool]) -> None:
-        """Without a record a block would not be found after a restart: it counts as not copied."""
+        """Without a record a block would not be found after a restart: it counts as not copied.
+
+        Who removes a block while its record is written waits in `forget`, and has it erased again.
+        """
         base = self._stack.base
+        async with self._records:
+            copies = [
+                copy
+                for copy, is_good in good.items()
+                if is_good and copy.target == base and copy.entry.state is State.STORED
+            ]
+            if not await self._record(base, copies):
+                good.update(dict.fromkeys(copies, False))
+
+    async def _record(self, base: int, copies: Sequence[Copy]) -> bool:
         tier = self._tiers[base]
-        copies = [copy for copy, is_good in good.items() if is_good and copy.target == base]
         if not isinstance(tier, Durable) or not copies:
-            return
+            return True
         records = []
         for copy in copies:
             entry, extent = copy.entry, copy.extent
@@ -318,11 +340,12 @@ class Mover:
                 )
             )
         try:
-            with self._watched(base):
+            with self._alarmed(base):
                 await tier.remember(records)
         except Unavailable as error:
             self._failed(base, error)
-            good.update(dict.fromkeys(copies, False))
+            return False
+        return True
 
     # --- one block ------------------------------------------------------------------------------
 
@@ -336,7 +359,7 @@ class Mover:
         size = stack.top.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
         memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
         try:
-            with flow.under_way(), self._watched(other):
+            with flow.under_way(), self._alarmed(other):
                 if up:
                     await tier.read_into(entry.offset, memory)
                 else:
@@ -364,15 +387,20 @@ class Mover:
     # --- failures -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _watched(self, tier: int) -> Iterator[None]:
-        """What takes too long inside means that the device is stuck."""
-        alarm = asyncio.get_running_loop().call_later(
-            _STUCK_S, self._retire, tier, f"stuck for {_STUCK_S:g} s"
-        )
+    def _alarmed(self, tier: int) -> Iterator[None]:
+        """A tier that takes too long for what is done inside is out of service."""
+        loop = asyncio.get_running_loop()
+
+        def late() -> None:
+            why = f"stuck for {_STUCK_S:g} s"
+            alarms.append(loop.call_later(_SECOND_LOOK_S, self._retire, tier, why))
+
+        alarms = [loop.call_later(_STUCK_S, late)]
         try:
             yield
         finally:
-            alarm.cancel()
+            for alarm in alarms:
+                alarm.cancel()
 
     def _failed(self, tier: int, error: Unavailable) -> None:
         traffic = self._traffic[tier]

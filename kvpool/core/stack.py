@@ -285,6 +285,8 @@ class Stack:
                 self.top.settle(entry)
         else:
             target.cancel(MOVER, copy.id)
+            if copy.target == self.base != self.reached:
+                self._freed.append(copy.extent.offset)  # it may have been remembered already
             if copy.target == self.base and entry.state is State.STORED and not entry.settled:
                 self._to_copy.append(entry)  # once more; after `retire` it is settled
         source.unpin(MOVER, copy.pin)
@@ -313,6 +315,11 @@ class Stack:
         for entry in entries:
             if entry.state is State.STORED and self._elsewhere(entry) is None:
                 self.journal.left(entry, ReadStatus.TIER_LOST, entry.index.tier)
+
+    @property
+    def freed(self) -> int:
+        """How many offsets `take_freed` would return."""
+        return len(self._freed)
 
     def take_freed(self) -> list[int]:
         """Offsets in the base that hold nothing any more since the last call."""

@@ -22,10 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.testing.simulation import planted, run
-from kvpool.testing.simulation.nemesis import FAULTS
+from kvpool.testing.simulation.nemesis import FAULTS, FAULTS_OF_DISKS
 from kvpool.testing.simulation.oracles import PROBES
 from kvpool.testing.simulation.world import Report
 
+#: What `--without` may name: kinds of fault, and disks themselves.
+_PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, "disk")
 _CHUNK: Final = 20
 #: Each planted bug must be found within this many seeds.
 _BUG_SEEDS: Final = 200
@@ -49,9 +51,9 @@ def main(
     """Play histories of a whole cluster under faults; exit code 1 if one fails."""
     console = Console()
     excluded = frozenset(filter(None, without.split(",")))
-    unknown = excluded - set(FAULTS)
+    unknown = excluded - set(_PARTS)
     if unknown:
-        raise typer.BadParameter(f"no such fault: {', '.join(sorted(unknown))}; know {FAULTS}")
+        raise typer.BadParameter(f"no such fault: {', '.join(sorted(unknown))}; know {_PARTS}")
     workers = jobs or os.cpu_count() or 1
     if seed is not None:
         report = run(seed, ops=ops, without=excluded, trace=trace)
@@ -178,13 +180,13 @@ def _reduce(console: Console, seed: int, ops: int) -> int:
     if failure is None:
         console.print(f"seed {seed} does not fail with {ops} operations")
         return 0
-    for kind in FAULTS:
+    for kind in _PARTS:
         smaller = run(seed, ops=ops, without=without | {kind})
         if smaller.failure is not None:
             without, failure = without | {kind}, smaller.failure
     while ops > 1 and (found := run(seed, ops=ops // 2, without=without).failure) is not None:
         ops, failure = ops // 2, found
-    left = sorted(set(FAULTS) - without)
+    left = sorted(set(_PARTS) - without)
     console.print(f"seed {seed}: {failure}", markup=False, highlight=False)
     console.print(f"  needs {ops} operations and, at most, these faults: {', '.join(left)}")
     console.print(

@@ -30,7 +30,7 @@ import errno
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -54,7 +54,7 @@ class Wear:
 
 
 class Damage(NamedTuple):
-    """Bytes that are not what was written there last, and what did that."""
+    """Bytes that need not be what was written there last, and what did that."""
 
     what: str
     start: int
@@ -89,9 +89,14 @@ class Platter:
         #: Writes younger than this are not safe from a power cut.
         self.unsynced_s = chance.choice([0.05, 1.0, 5.0])
         self.spoilt: set[int] = set()  # sectors
-        self.damaged: list[Damage] = []
+        self.damaged: list[Damage] = []  # until it is written over
         self.counts: Counter[str] = Counter()  # of what has gone wrong
         self.owner: SimDisk | None = None
+        #: Asked when a piece of a call moves, while its process lives: does it write, to or from
+        #: which position, and from or into which memory.
+        self.watch: Callable[[bool, int, memoryview], None] = lambda *_: None
+        #: Where something lies that is worth spoiling; anywhere if it is empty.
+        self.worth: Callable[[], Sequence[tuple[int, int]]] = list
         self._unsynced: deque[tuple[float, int, bytes]] = deque()  # what was there before
         self._hanging: list[_Transfer] = []
 
@@ -156,9 +161,35 @@ class Platter:
                     self.memory[piece.start : stop] = piece.data
                     self._damage("power cut", piece.start, len(piece.data))
 
+    def is_damaged(self, start: int, stop: int) -> bool:
+        """What is read there may be something else than what was written, or nothing."""
+        return any(one.start < stop and start < one.stop for one in self.damaged) or bool(
+            self.spoilt and self._sectors(start, stop) & self.spoilt
+        )
+
+    def place(self, size: int) -> int:
+        """The start of some sectors, often where something lies."""
+        worth = self.worth()
+        if worth and self.chance.random() < 0.8:
+            start, stop = self.chance.choice(worth)
+            at = self.chance.randrange(start, stop)
+        else:
+            at = self.chance.randrange(self.size)
+        return min(at, self.size - size) // self.sector * self.sector
+
     def _damage(self, what: str, start: int, size: int) -> None:
         self.counts[what] += 1
         self.damaged.append(Damage(what, start, start + size))
+
+    def _mend(self, start: int, stop: int) -> None:
+        """These bytes are what was written last, again."""
+        kept = []
+        for what, first, last in self.damaged:
+            if first < min(start, last):
+                kept.append(Damage(what, first, min(start, last)))
+            if max(stop, first) < last:
+                kept.append(Damage(what, max(stop, first), last))
+        self.damaged = kept
 
     # --- what the handle asks for -----------------------------------------------------------
 
@@ -186,7 +217,8 @@ class Platter:
             self._damage("lost", transfer.offset, size)
         elif self.chance.random() < self.wear.misdirected:
             places = range(transfer.offset % self.sector, self.size - size + 1, self.sector)
-            transfer.target = self.chance.choice(places)
+            near = self.place(size) + transfer.offset % self.sector
+            transfer.target = near if near in places else self.chance.choice(places)
             self._damage("misdirected", transfer.offset, size)
             self._damage("misdirected", transfer.target, size)
 
@@ -207,6 +239,8 @@ class Platter:
                 self.counts[errno.errorcode[number]] += 1
                 said = f"{errno.errorcode[number]}: {os.strerror(number)}"
                 transfer.error = Unavailable(f"{self.name}: {said}")
+                if transfer.writes:
+                    self._damage("refused", transfer.offset, len(transfer.buffer))
         if transfer.steps:
             self._wait(transfer)
         else:
@@ -214,6 +248,7 @@ class Platter:
 
     def _move(self, transfer: _Transfer, start: int, stop: int) -> int:
         """One piece; the number of the error, or 0."""
+        self.watch(transfer.writes, transfer.offset + start, transfer.buffer[start:stop])
         if transfer.fails:
             return errno.EIO
         if transfer.writes:
@@ -236,6 +271,10 @@ class Platter:
         self.memory[at : at + len(data)] = data
         if self.spoilt:
             self.spoilt -= self._sectors(at, at + len(data))
+        if transfer.target != transfer.offset:
+            self._damage("misdirected", at, len(data))
+        elif self.damaged:
+            self._mend(at, at + len(data))
 
     def drop(self, transfer: _Transfer) -> None:
         """Its process has died: any sectors of what it had not written yet are written, or not."""
@@ -354,6 +393,11 @@ class SimDisk:
         if self._closed:
             self._release()
 
+    @property
+    def is_writing(self) -> bool:
+        """The disk is at work on a write."""
+        return any(transfer.writes for transfer in self._running)
+
     def _died(self) -> None:
         self._closed = True
         self._queue.clear()
@@ -415,7 +459,7 @@ class DiskFault(NamedTuple):
 
     name: str
     begin: Callable[[Platter], None]
-    #: It is silent: worlds without checksums must do without it.
+    #: It is silent: nothing but a checksum could tell.
     silent: bool = False
 
 
@@ -434,5 +478,6 @@ DISK_FAULTS: Final = (
 
 def _range(platter: Platter) -> tuple[int, int]:
     """Some sectors near each other."""
-    start = platter.chance.randrange(platter.size)
-    return start, min(platter.size, start + platter.chance.choice([1, 8]) * platter.sector)
+    size = platter.chance.choice([1, 8]) * platter.sector
+    start = platter.place(size)
+    return start, start + size

@@ -160,6 +160,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._ready: deque[SimHandle] = deque()
         self._timers: list[tuple[float, int, SimHandle]] = []
         self._order = itertools.count()
+        self._after: list[Callable[[], None]] = []
 
     # --- what the world does with it ------------------------------------------------------
 
@@ -189,6 +190,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Call outside of any process, at a true time: kernels and networks live here."""
         heappush(self._timers, (when, next(self._order), SimHandle(callback, args, _NOBODY, when)))
 
+    def after_this(self, callback: Callable[[], None]) -> None:
+        """Call outside of any process when the callback that runs now is through."""
+        self._after.append(callback)
+
     def resume(self, handles: list[SimHandle]) -> None:
         self._ready.extend(handles)
 
@@ -215,6 +220,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             handle.context.run(handle.callback, *handle.args)
         except Exception as error:
             self.call_exception_handler({"message": "a callback raised", "exception": error})
+        while self._after:
+            self._after.pop()()
 
     # --- what asyncio asks of a loop ------------------------------------------------------
 

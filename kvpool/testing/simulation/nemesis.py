@@ -10,7 +10,10 @@ import asyncio
 import contextvars
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
+
+from kvpool.testing.simulation.disk import DISK_FAULTS, DiskFault
 
 if TYPE_CHECKING:
     from kvpool.testing.simulation.loop import Process
@@ -36,6 +39,8 @@ FAULTS: Final = (
     "storm",
     "hurry",
 )
+#: The same, in worlds whose servers have disks.
+FAULTS_OF_DISKS: Final = (*(fault.name for fault in DISK_FAULTS), "power cut")
 
 
 class Nemesis:
@@ -66,6 +71,10 @@ class Nemesis:
             )
             if name in faults
         ]
+        if world.plan.disk:
+            disk_faults = [fault for fault in DISK_FAULTS if fault.name in faults]
+            self._kinds += [partial(self._spoil_disk, fault) for fault in disk_faults]
+            self._kinds += [self._cut_power] * ("power cut" in faults)
         if "chop" in faults:
             self._net.weather.piece_max = chance.choice([61, 251, 1021])
         self._net.weather.delay_s = chance.choice([0.0003, 0.0005, 0.01])
@@ -106,19 +115,36 @@ class Nemesis:
         while self._strikes:
             await self._strikes.pop()
         self._net.heal()
+        for node in world.servers:
+            if node.platter is not None:
+                node.platter.heal()
         self._net.weather.loss = self._net.weather.double = self._net.weather.tail = 0.0
         world.note("healed")
 
     # --- kinds ------------------------------------------------------------------------------
 
     async def _kill_server(self) -> None:
-        await self._kill(self._chance.choice(self._world.servers))
+        node = self._chance.choice(self._world.servers)
+        await self._in_mid_write(node)
+        await self._kill(node)
 
-    async def _kill(self, node: ServerNode) -> None:
+    async def _cut_power(self) -> None:
+        """Of a server's machine; its clients and masters are elsewhere."""
+        node = self._chance.choice(self._world.servers)
+        await self._in_mid_write(node)
+        await self._kill(node, power_cut=True)
+
+    async def _kill(self, node: ServerNode, *, power_cut: bool = False) -> None:
         if node.process.alive and not node.falling:
             node.falling = True  # nobody else may kill its successor before that has started
             with self._world.trouble("kill server", node.name):
+                if node.is_writing:
+                    self._world.truth.notes.add("a server was killed while its disk wrote")
                 node.process.kill()
+                if power_cut and node.platter is not None:
+                    self._world.report.faults["power cut"] += 1
+                    self._world.truth.notes.add("the power was cut")
+                    node.platter.power_cut()
                 await asyncio.sleep(self._chance.choice([0.05, 1, 5, 12]))
                 await self._world.start_server(node)
             node.falling = False
@@ -172,6 +198,25 @@ class Nemesis:
                 if process.writing:
                     return
                 await asyncio.sleep(0.007)
+
+    async def _in_mid_write(self, node: ServerNode) -> None:
+        """The same for a server's disk: often, a write to it has begun."""
+        if node.platter is not None and self._chance.random() < 0.8:
+            for _ in range(200):
+                if node.is_writing:
+                    return
+                await asyncio.sleep(0.007)
+
+    async def _spoil_disk(self, fault: DiskFault) -> None:
+        node = self._chance.choice(self._world.servers)
+        platter = node.platter
+        assert platter is not None
+        with self._world.trouble(fault.name, node.name):
+            fault.begin(platter)
+            if fault.name == "slow disk":
+                platter.counts["crawled"] += 1
+            await asyncio.sleep(self._chance.choice([0.05, 0.5, 5, 20, 40]))
+            platter.heal()
 
     async def _partition(self) -> None:
         world = self._world
@@ -229,4 +274,4 @@ class Nemesis:
                 self._world.truth.story(*key).rotten += 1
                 node.store.rotten.add((entry.offset, entry.generation))
                 position = entry.offset + self._chance.randrange(entry.size)
-                node.store.tier.memory[position] ^= 1 << self._chance.randrange(8)
+                node.memory[position] ^= 1 << self._chance.randrange(8)

@@ -11,14 +11,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.directory import Directory
+from kvpool.core.eviction import Policy
 from kvpool.core.lifecycle import Event, State
-from kvpool.core.store import Entry, Store
+from kvpool.core.stack import MOVER
+from kvpool.core.store import Entry, Journal, Store
 from kvpool.errors import InvariantViolated
-from kvpool.testing.simulation.memory import SimTier
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
 
 #: Rare events that a batch of seeds must reach, or its worlds are too tame.
@@ -39,16 +40,33 @@ PROBES: Final = (
     "an announcement came twice",
     "an announcement came out of order",
     "a piece of an inventory came twice",
+    "a block was copied down",
+    "a block came up from the disk",
+    "a block left while it was on its way",
+    "the base evicted what was in reach",
+    "a disk tier came back warm",
+    "a server was killed while its disk wrote",
+    "the power was cut",
+    "a block on disk was found to be spoilt",
+    "a block on disk could not be read",
+    "a tier was taken out of service",
+    "a disk had to be replaced",
 )
 
 BlockPart = tuple[Namespace, bytes, int]
 
 
-@lru_cache(maxsize=65_536)
+#: What keys of large blocks end with.
+LARGE: Final = b"more than one page"
+
+
+@lru_cache(maxsize=16_384)
 def value(namespace: Namespace, digest: bytes, part: int) -> bytes:
-    """The bytes of one part of a block: 40 to 600 of them."""
+    """The bytes of one part of a block: 40 to 600 of them, or two to three pages."""
     seed = hashlib.blake2b(digest, key=f"{namespace.name}/{part}".encode()[:64]).digest()
     size = 40 + int.from_bytes(digest[:4], "little") % 561
+    if digest.endswith(LARGE):
+        size = 4097 + size * 13
     return (seed * (size // len(seed) + 1))[:size]
 
 
@@ -61,6 +79,8 @@ class Story:
     changed_at: float = 0.0
     ends: set[ReadStatus] = field(default_factory=set)  # every way in which a copy went
     rotten: int = 0  # copies that were spoilt on purpose
+    removed: dict[str, float] = field(default_factory=dict)  # server -> when it was, if it still is
+    erased: set[str] = field(default_factory=set)  # servers where the call that did so has returned
 
 
 class Truth:
@@ -71,7 +91,7 @@ class Truth:
         self.now = now
         self.fail = fail
         self.notes: set[str] = set()  # names of rare events that have happened
-        self._living: set[str] = set()
+        self._living: dict[str, set[BlockPart]] = {}  # and what each holds
 
     def story(self, namespace: Namespace, digest: bytes, part: int) -> Story:
         key = namespace, digest, part
@@ -81,19 +101,41 @@ class Truth:
         return story
 
     def sealed(self, life: str, key: BlockPart) -> None:
+        """A server has the block: it was written there, or found on its disk."""
         story = self.story(*key)
         story.holders.add(life)
         story.lives.add(life)
         story.changed_at = self.now()
+        server = life.partition("#")[0]
+        story.removed.pop(server, None)
+        story.erased.discard(server)
+        self._living[life].add(key)
 
     def gone(self, life: str, key: BlockPart, status: ReadStatus) -> None:
+        """A server does not have it any more, in none of its tiers."""
         story = self.story(*key)
         story.holders.discard(life)
         story.ends.add(status)
         story.changed_at = self.now()
+        if status is ReadStatus.REMOVED:
+            story.removed[life.partition("#")[0]] = self.now()
+        self._living[life].discard(key)
+
+    def erased(self, namespace: Namespace, digest: bytes, began: float) -> None:
+        """A call that began then has returned, and said that it removed the block somewhere."""
+        stories = [self.story(namespace, digest, part) for part in range(namespace.parts)]
+        servers = {
+            server for story in stories for server, when in story.removed.items() if when >= began
+        }
+        if len(servers) == 1:  # else nobody can tell which of them has answered
+            for story in stories:
+                story.erased |= servers & story.removed.keys()
+
+    def held_by(self, life: str) -> set[BlockPart]:
+        return self._living.get(life, set())
 
     def life_began(self, life: str) -> None:
-        self._living.add(life)
+        self._living[life] = set()
 
     def is_living(self, life: str) -> bool:
         return life in self._living
@@ -103,12 +145,11 @@ class Truth:
 
     def life_ended(self, life: str) -> None:
         """A server has died, with all that it held."""
-        self._living.discard(life)
-        for story in self.stories.values():
-            if life in story.holders:
-                story.holders.discard(life)
-                story.ends.add(ReadStatus.SERVER_LOST)
-                story.changed_at = self.now()
+        for key in self._living.pop(life, ()):
+            story = self.stories[key]
+            story.holders.discard(life)
+            story.ends.add(ReadStatus.SERVER_LOST)
+            story.changed_at = self.now()
 
 
 class WatchedAllocator(Allocator):
@@ -132,14 +173,54 @@ class WatchedAllocator(Allocator):
         return super().release(offset)
 
 
+class WatchedJournal(Journal):
+    """Tells the truth what a server has lost. A tier that drops a copy loses nothing."""
+
+    def __init__(self, life: str, truth: Truth) -> None:
+        super().__init__()
+        self._life = life
+        self._truth = truth
+        self.true_reason: ReadStatus | None = None  # whatever the pool says
+
+    def left(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
+        super().left(entry, reason, tier)
+        key = entry.index.namespace, entry.digest, entry.index.part
+        self._truth.gone(self._life, key, self.true_reason or reason)
+
+
+class Memory(Protocol):
+    """The bytes of a tier, as the oracles see them."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def alignment(self) -> int: ...
+
+    def view(self, offset: int, size: int) -> memoryview: ...
+
+
 class WatchedStore(Store):
     """The real books, with a second book-keeper who trusts nothing of them."""
 
-    def __init__(self, life: str, tier: SimTier, truth: Truth, *, every: int = 1) -> None:
-        super().__init__(tier.capacity, alignment=tier.alignment)
+    journal: WatchedJournal
+
+    def __init__(
+        self,
+        life: str,
+        memory: Memory,
+        truth: Truth,
+        *,
+        every: int = 1,
+        policy: Policy[Entry] | None = None,
+    ) -> None:
+        super().__init__(memory.capacity, alignment=memory.alignment, policy=policy)
+        self.journal = WatchedJournal(life, truth)
         self.life = life
-        self.tier = tier
+        self.memory = memory
         self.truth = truth
+        #: Told that something has happened to these books, so that all tiers may be looked at.
+        self.stirred: Callable[[], None] = lambda: None
         self.rotten: set[tuple[int, int]] = set()  # (offset, generation) spoilt on purpose
         #: (kind, owner, id) -> (offset, size): pins, reservations, and extents in quarantine.
         self.held: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -149,7 +230,7 @@ class WatchedStore(Store):
         self._evicted_now: list[Entry] = []
         self._every = every
         self._calls = 0
-        allocator = WatchedAllocator(tier.capacity, tier.alignment)
+        allocator = WatchedAllocator(memory.capacity, memory.alignment)
         allocator.held, allocator.fail = self.held, truth.fail
         self.allocator = allocator
 
@@ -158,15 +239,26 @@ class WatchedStore(Store):
         if (entry.offset, entry.generation) in self.rotten:
             return
         expected = value(entry.index.namespace, entry.digest, entry.index.part)
-        if entry.size != len(expected) or self.tier.view(entry.offset, entry.size) != expected:
+        if entry.size != len(expected) or self.memory.view(entry.offset, entry.size) != expected:
             self.truth.fail(f"G1: {entry!r} of {self.life} holds wrong bytes when {when}")
 
     def may_land(self, offset: int, size: int) -> bool:
         """Bytes from outside may arrive there: somebody has it reserved, or it is in quarantine."""
         return any(
-            kind != "pin" and start <= offset and offset + size <= start + length
-            for (kind, _, _), (start, length) in self.held.items()
+            kind != "pin" and self._covers(extent, offset, size)
+            for (kind, _, _), extent in self.held.items()
         )
+
+    def may_be_taken(self, offset: int, size: int) -> bool:
+        """Bytes may be copied from there: somebody has it pinned."""
+        return any(
+            kind == "pin" and self._covers(extent, offset, size)
+            for (kind, _, _), extent in self.held.items()
+        )
+
+    def _covers(self, extent: tuple[int, int], offset: int, size: int) -> bool:
+        start, length = extent
+        return start <= offset and offset + size <= start + self.allocator.rounded(length)
 
     def verify_all(self, when: str) -> None:
         for entry in self.inventory():
@@ -176,6 +268,7 @@ class WatchedStore(Store):
         """Every invariant, after each call (or every n-th)."""
         self._calls += 1
         if self._calls % self._every == 0:
+            self.stirred()
             try:
                 self.check()
             except InvariantViolated as error:
@@ -221,14 +314,18 @@ class WatchedStore(Store):
         if entry is not None:
             self.verify(entry, "sealed")
             key = entry.index.namespace, entry.digest, entry.index.part
-            self.truth.sealed(self.life, key)
+            if not a_copy:
+                self.truth.sealed(self.life, key)
+            elif not self.rank:
+                self.truth.notes.add("a block came up from the disk")
         self.look()
         return status
 
     def cancel(self, owner: int, id: int) -> None:
         self._forget("reservation", owner, id)
         super().cancel(owner, id)
-        self.truth.notes.add("a reservation was given back")
+        if owner != MOVER:
+            self.truth.notes.add("a reservation was given back")
         self.look()
 
     def pin(
@@ -255,11 +352,19 @@ class WatchedStore(Store):
         self.look()
         return pins
 
+    def hold(self, owner: int, entry: Entry) -> int:
+        id = super().hold(owner, entry)
+        self.held["pin", owner, id] = (entry.offset, entry.size)
+        self._entries["pin", owner, id] = entry
+        if entry.state is not State.STORED:
+            self.truth.fail(f"G1: {entry!r} is copied before it is sealed")
+        return id
+
     def unpin(self, owner: int, id: int) -> None:
         entry = self._forget("pin", owner, id)
         if entry is not None:
             self.verify(entry, "unpinned")
-            if entry.state is State.DOOMED:
+            if entry.state is State.DOOMED and owner != MOVER:
                 self.truth.notes.add("removed while it was read")
             last = entry.pins == 1  # else another reader's pin holds what that one is sent
             for offset, size in self.unsent() if last else ():
@@ -311,9 +416,9 @@ class WatchedStore(Store):
                 self.truth.fail(f"G4: {entry!r} was evicted under {entry.pins} pins")
             if entry.children:
                 self.truth.fail(f"{entry!r} was evicted before its {entry.children} children")
+        before, self.journal.true_reason = self.journal.true_reason, reason
         super()._leave(entry, event, reason)
-        key = entry.index.namespace, entry.digest, entry.index.part
-        self.truth.gone(self.life, key, reason)
+        self.journal.true_reason = before
 
 
 class WatchedDirectory(Directory):

@@ -49,15 +49,29 @@ BUGS: Sequence[Bug] = (
         "evict-pinned",
         "G4",
         _STORE,
-        "return entry.state is State.STORED and not entry.pins and not entry.children",
-        "return entry.state is State.STORED and not entry.children",
+        """\
+                and not entry.pins
+                and not entry.children
+            )
+        parts =""",
+        """\
+                and not entry.children
+            )
+        parts =""",
     ),
     Bug(
         "head-before-tail",
         "chains",
         _STORE,
-        "return entry.state is State.STORED and not entry.pins and not entry.children",
-        "return entry.state is State.STORED and not entry.pins",
+        """\
+                and not entry.pins
+                and not entry.children
+            )
+        parts =""",
+        """\
+                and not entry.pins
+            )
+        parts =""",
     ),
     Bug(
         "part-evicted-alone",
@@ -84,8 +98,8 @@ BUGS: Sequence[Bug] = (
         "double-free",
         "G3",
         _STORE,
-        "        else:\n            self.allocator.release(entry.offset)\n\n    def _announce",
-        "        self.allocator.release(entry.offset)\n\n    def _announce",
+        "        else:\n            self.allocator.release(entry.offset)\n\n    def _link",
+        "        self.allocator.release(entry.offset)\n\n    def _link",
     ),
     Bug(
         "pin-outlives-its-read",
@@ -105,7 +119,7 @@ BUGS: Sequence[Bug] = (
         "quarantine-never-ends",
         "liveness",
         _SERVER,
-        "        self._store.writer_gone(self._owner)\n",
+        "        self._stack.top.writer_gone(self._owner)\n",
         "",
     ),
     # --- writing
@@ -237,8 +251,8 @@ BUGS: Sequence[Bug] = (
         "no-failover",
         "G6",
         _CLIENT,
-        "        await self._fetch(fetch, positions)\n\n    async def _write_batch",
-        "\n    async def _write_batch",
+        "        await self._fetch(fetch, positions)\n\n    async def _ask(",
+        "\n    async def _ask(",
     ),
     Bug(
         "no-hedge",
@@ -258,8 +272,8 @@ BUGS: Sequence[Bug] = (
         "wrong-reason",
         "G5",
         _STORE,
-        "        self._announce(entry, reason)\n",
-        "        self._announce(entry, ReadStatus.EVICTED)\n",
+        "            self.journal.left(entry, reason, self.rank)\n",
+        "            self.journal.left(entry, ReadStatus.EVICTED, self.rank)\n",
     ),
     Bug(
         "skip-checksum",

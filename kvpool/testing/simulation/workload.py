@@ -19,7 +19,7 @@ from kvpool.errors import Unavailable
 from kvpool.protocols import View
 from kvpool.testing.simulation.loop import Violation
 from kvpool.testing.simulation.network import SimNetwork
-from kvpool.testing.simulation.oracles import Story, value
+from kvpool.testing.simulation.oracles import LARGE, Story, value
 from kvpool.types import (
     ROOT,
     Match,
@@ -57,8 +57,10 @@ _TIMEOUT_S: Final = 5.0
 class Library:
     """The prompts of the workload: chains that share prefixes, as conversations do."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, large: bool = False) -> None:
+        """With `large`, every third block or so is larger than a page."""
         chance = random.Random(f"{seed}/library")
+        sizes = random.Random(f"{seed}/sizes")
         self.chains: list[list[bytes]] = []
         for number in range(chance.randint(8, 16)):
             prefix: list[bytes] = []
@@ -69,6 +71,11 @@ class Library:
                 hashlib.blake2b(f"{seed}/{number}/{i}".encode(), digest_size=32).digest()
                 for i in range(chance.randint(2, 14))
             ]
+            if large:
+                fresh = [
+                    digest[: -len(LARGE)] + LARGE if sizes.random() < 0.3 else digest
+                    for digest in fresh
+                ]
             self.chains.append(prefix + fresh)
         self.hot: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
         self.extra: list[bytes] = []  # what storms and last proofs write
@@ -290,6 +297,8 @@ class Client:
         """read_view: the pool's memory itself, looked at for a while."""
         namespace, chain = self._chain()
         part = self._chance.randrange(namespace.parts)
+        # Whoever looks at all of the memory keeps others from what must be brought into it.
+        chain = chain[: self._world.plan.viewed_max]
         began = self._world.loop.now
         async with self.pool.read_view(
             namespace, chain, part=part, timeout=self._timeout_s
@@ -404,7 +413,7 @@ class Client:
         world = self._world
         world.report.faults["storm"] += 1
         total = int(world.plan.capacity * self._chance.uniform(1, 3))
-        chains = [world.library.fresh(8) for _ in range(total // (8 * 384) + 1)]
+        chains = [world.library.fresh(8) for _ in range(total // (8 * world.plan.usual_extent) + 1)]
         await self._side_by_side([self._write_now(ONE, chain) for chain in chains])
 
     async def _side_by_side(self, calls: Sequence[Coroutine[None, None, object]]) -> None:
@@ -422,9 +431,13 @@ class Client:
     async def _remove(self) -> None:
         namespace, chain = self._chain()
         first = self._chance.randrange(len(chain))
-        await self._timed(
+        began = self._world.loop.now
+        removed = await self._timed(
             self.pool.remove(namespace, chain[first:], timeout=self._timeout_s), "remove"
         )
+        for digest, was_there in zip(chain[first:], removed, strict=True):
+            if was_there:
+                self._world.truth.erased(namespace, digest, began)
 
     async def _explain(self) -> None:
         namespace, chain = self._chain()
@@ -511,6 +524,10 @@ class Judge:
             self._fail(f"G1: {digest.hex()[:12]} is said to be corrupt, and nobody spoilt it")
         if status is ReadStatus.EVICTED and not self._ever(namespace, digest, status):
             self._fail("G5: evicted, says the pool; it never was")
+        if status is ReadStatus.NOT_YET:
+            self._fail("G5: not yet, says the pool, and leaves it at that")
+        if status is ReadStatus.TIER_LOST and not self._ever(namespace, digest, status):
+            self._fail("G5: its tier is lost, says the pool; it never was")
         if status is ReadStatus.REMOVED and not self._ever(namespace, digest, status):
             self._fail("G5: removed, says the pool; it never was")
         masters = len(world.masters)
@@ -542,6 +559,8 @@ class Judge:
         copies: int,
     ) -> None:
         for digest, status in zip(chain, statuses, strict=True):
+            if status in (WriteStatus.NOT_YET, WriteStatus.RESERVED):
+                self._fail(f"G5: {status.label}, says the pool of a write, and leaves it at that")
             lives = self._world.truth.story(namespace, digest, part).lives
             if status.present and len(lives) < copies:
                 self._fail(f"G5: {status.label}: {copies} copies asked for, {len(lives)} made")
@@ -592,6 +611,7 @@ class Judge:
         words = _WORDS_SIZE * len(results)
         whole_s = weather.slow_s(words + sum(result.size for result in results))
         allowed_s = _HEDGED_S + 10 * self._world.plan.copy_s + whole_s
+        allowed_s += self._world.disk_s(len(chain))
         if weather.slow_s(words) > _CLIENT.hedge_s:
             # Seed 22923: on such a network a healthy server may be silent for so long, too. Then
             # all are left once, and the lost one may be the first to be given `attempt_s`.

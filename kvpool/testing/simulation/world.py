@@ -15,26 +15,31 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import xxhash
 
+from kvpool import registry
 from kvpool.config import ClientConfig, MasterConfig, ServerConfig
+from kvpool.errors import ConfigError, Unavailable
 from kvpool.hosts import Host
 from kvpool.master import Master
-from kvpool.protocols import Transport
+from kvpool.protocols import Tier, Transport
 from kvpool.server import BlockServer
 from kvpool.testing.simulation.chance import Chance
+from kvpool.testing.simulation.disk import PAGE, Platter, SimDisk
 from kvpool.testing.simulation.fence import fence
 from kvpool.testing.simulation.loop import Process, SimLoop, Violation
 from kvpool.testing.simulation.memory import SimShm, SimTier
-from kvpool.testing.simulation.nemesis import FAULTS, Nemesis
+from kvpool.testing.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, Nemesis
 from kvpool.testing.simulation.network import Net, SimNetwork
-from kvpool.testing.simulation.oracles import Truth, WatchedDirectory, WatchedStore
+from kvpool.testing.simulation.oracles import BlockPart, Truth, WatchedDirectory, WatchedStore
+from kvpool.testing.simulation.tiers import DiskMemory, Tiers, WatchedBase, offset_in
 from kvpool.testing.simulation.workload import Client, Library
+from kvpool_tiers.nvme import Nvme
+from kvpool_tiers.nvme_format import pack_superblock
 from kvpool_transports.tcp import TcpTransport
 
 HEARTBEAT_S: Final = 1.0
@@ -42,6 +47,8 @@ SILENT_AFTER_S: Final = 3.0
 #: After the last fault healed, the cluster has this long to be well again.
 RECOVERY_S: Final = 60.0
 ALIGNMENT: Final = 64
+#: What the lowest tier of a server follows; each world with disks draws one.
+POLICIES: Final = ("lru",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,23 @@ class Plan:
     faults: frozenset[str]
     check_every: int
     copy_s: float
+    disk: int = 0  # bytes below each server's memory; 0: there is none
+    large: bool = False  # some blocks are larger than a page
+    policy: str = "lru"
+
+    @property
+    def alignment(self) -> int:
+        return PAGE if self.disk else ALIGNMENT
+
+    @property
+    def usual_extent(self) -> int:
+        """What a block takes, about."""
+        return PAGE if self.disk else 384
+
+    @property
+    def viewed_max(self) -> int:
+        """Blocks that one client looks at in place."""
+        return max(1, self.capacity // PAGE // 12) if self.disk else 1_000_000
 
     @classmethod
     def draw(cls, seed: int, ops: int, without: frozenset[str]) -> Plan:
@@ -69,7 +93,7 @@ class Plan:
         faults = {name for name in FAULTS if chance.random() < 0.45}
         if not verify:
             faults.discard("rot")  # then only a checksum could tell
-        return cls(
+        plan = cls(
             seed=seed,
             masters=chance.choice([1, 1, 2, 3]),
             servers=chance.choice([1, 2, 2, 3, 3]),
@@ -83,6 +107,21 @@ class Plan:
             faults=frozenset(faults - without),
             copy_s=chance.choice([0.0005, 0.02, 0.1]),
             check_every=chance.choice([1, 12, 12, 12]),
+        )
+        chance = random.Random(f"{seed}/disk")  # so that worlds without one stay as they were
+        if chance.random() < 0.5 or "disk" in without:
+            return plan
+        extents = chance.randint(6, 24)
+        share = chance.choice([0.5, 1.0, 1.0, 1.5, 2.0, 4.0])
+        own = {name for name in FAULTS_OF_DISKS if chance.random() < 0.35}
+        slow_net = {"chop", "narrow"} & plan.faults
+        return replace(
+            plan,
+            capacity=PAGE * extents,
+            disk=PAGE * round(extents * share),
+            large=chance.random() < 0.6 and not slow_net,
+            policy=chance.choice(POLICIES),
+            faults=plan.faults | (own - without),
         )
 
 
@@ -117,6 +156,16 @@ class ServerNode:
     process: Process
     server: BlockServer | None = None
     falling: bool = False  # killed, and not started again yet
+    #: The disk outlives its servers; `survivors` is what must still be there, and where.
+    platter: Platter | None = None
+    survivors: dict[BlockPart, int] | None = None
+    tiers: Tiers | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """A write to its disk is under way."""
+        platter = self.platter
+        return platter is not None and platter.owner is not None and platter.owner.is_writing
 
     @property
     def store(self) -> WatchedStore:
@@ -124,6 +173,12 @@ class ServerNode:
         store = self.server.store
         assert isinstance(store, WatchedStore)
         return store
+
+    @property
+    def memory(self) -> memoryview:
+        tier = self.store.memory
+        assert isinstance(tier, SimTier)
+        return tier.memory
 
 
 @dataclass(slots=True)
@@ -148,7 +203,7 @@ class World:
         self.loop.writes_to_pool = self._landings
         self.net.note = self.note
         self.truth = Truth(lambda: self.loop.now, self.loop.fail)
-        self.library = Library(plan.seed)
+        self.library = Library(plan.seed, large=plan.large)
         self.masters: list[MasterNode] = []
         self.servers: list[ServerNode] = []
         self.clients: list[Client] = []
@@ -205,21 +260,30 @@ class World:
         share, brake = job if len(job) == 2 else ((), None)
         checks: list[Callable[[], None]] = []
         for node in self.servers:
-            memory = node.store.tier.memory.obj if node.server is not None else None
+            memory = node.memory.obj if node.server is not None else None
             checks += [
-                partial(self._lands, node.store, copy.target, brake)
+                partial(self._lands, node.store, node.memory, copy.target, brake)
                 for copy in (share if isinstance(share, list) else ())
                 if copy.target is not None and copy.target.obj is memory
             ]
         return checks
 
-    def _lands(self, store: WatchedStore, target: memoryview, brake: Any) -> None:
+    def _lands(
+        self, store: WatchedStore, memory: memoryview, target: memoryview, brake: Any
+    ) -> None:
         if brake.pulled:
             return  # nothing will be written, and the view may be released
-        base = np.frombuffer(store.tier.memory, np.uint8).ctypes.data
-        offset = np.frombuffer(target, np.uint8).ctypes.data - base
+        offset = offset_in(memory, target)
         if not store.may_land(offset, len(target)):
             self.loop.fail(f"G4: bytes land at {offset} of {store.life}, which nobody has reserved")
+
+    def disk_s(self, blocks: int) -> float:
+        """How long it may take, without any fault, to bring so many blocks up from a disk."""
+        if not self.plan.disk:
+            return 0.0
+        slowest = max(node.platter.latency_s for node in self.servers if node.platter is not None)
+        under_way = blocks + self.plan.capacity // PAGE  # what is copied down is in the queue, too
+        return 5 * under_way * slowest
 
     def process(self, name: str, host: str) -> Process:
         self._lives += 1
@@ -258,37 +322,77 @@ class World:
         await node.process.spawn(run())
 
     async def start_server(self, node: ServerNode) -> None:
-        async def run() -> None:
-            # The seam for disks: a tier that survives restarts is the node's, not the process's.
-            tier = SimTier(self.plan.capacity, ALIGNMENT)
-            life = f"{node.name}#{self._lives}"
-            store = WatchedStore(life, tier, self.truth, every=self.plan.check_every)
-            store.unsent = lambda: self.net.unsent(node.process, tier.memory)
-            transports = self.transports()
-            config = ServerConfig(
-                id=node.name,
-                masters=self.master_addresses,
-                capacity=tier.capacity,
-                listen=[f"{scheme}://127.0.0.1:0" for scheme in transports],
-                heartbeat_s=HEARTBEAT_S,
-                alignment=ALIGNMENT,
-            )
-            node.server = BlockServer(
-                config,
-                cluster="default",
-                network=SimNetwork(self.net),
-                transports=transports,
-                tiers=[tier],
-                stores=[store],
-                host=self.host_of(node.process),
-                chance=self.chance[f"server/{life}"],
-            )
-            self.truth.life_began(life)
-            node.process.on_death.append(lambda: self.truth.life_ended(life))
-            await node.server.start()
+        """Start a process there; as long as its disk cannot be read, again and again."""
+        while True:
+            node.process = self.process(node.name, node.host)
+            try:
+                await node.process.spawn(self._serve(node, f"{node.name}#{self._lives}"))
+            except (Unavailable, ConfigError) as error:
+                self.note(f"{node.name} cannot start: {error}")
+                node.process.kill()
+                await asyncio.sleep(1)
+                platter = node.platter
+                if platter is not None and not platter.wear.failing and not platter.wear.full:
+                    self.truth.notes.add("a disk had to be replaced")
+                    node.platter, node.survivors = self._new_disk(node.name), None
+            else:
+                return
 
-        node.process = self.process(node.name, node.host)
-        await node.process.spawn(run())
+    async def _serve(self, node: ServerNode, life: str) -> None:
+        plan, truth = self.plan, self.truth
+        tier = SimTier(plan.capacity, plan.alignment)
+        store = WatchedStore(life, tier, truth, every=plan.check_every)
+        store.unsent = lambda: self.net.unsent(node.process, tier.memory)
+        transports = self.transports()
+        config = ServerConfig(
+            id=node.name,
+            masters=self.master_addresses,
+            capacity=tier.capacity,
+            listen=[f"{scheme}://127.0.0.1:0" for scheme in transports],
+            heartbeat_s=HEARTBEAT_S,
+            alignment=plan.alignment,
+        )
+        tiers: list[Tier] = [tier]
+        stores = [store]
+        if node.platter is not None:
+            tiers.append(Nvme(plan.disk, node.platter.name, disk=SimDisk(node.platter)))
+            stores.append(self._base(node, life, node.platter))
+        server = node.server = BlockServer(
+            config,
+            cluster="default",
+            network=SimNetwork(self.net),
+            transports=transports,
+            tiers=tiers,
+            stores=stores,
+            host=self.host_of(node.process),
+            chance=self.chance[f"server/{life}"],
+        )
+        truth.life_began(life)
+        base = stores[-1]
+        if isinstance(base, WatchedBase):
+            both = node.tiers = Tiers(server, store, base, truth, self.loop.after_this)
+            node.process.on_death.append(lambda: self._leaves_behind(node, base, both))
+        node.process.on_death.append(lambda: truth.life_ended(life))
+        await server.start()
+
+    def _new_disk(self, name: str) -> Platter:
+        size = Nvme.disk_size(self.plan.disk)
+        chance = self.chance[f"disk/{name}"]
+        head = pack_superblock(self.plan.alignment)
+        return Platter(self.loop, size, chance, name=f"disk of {name}", head=head)
+
+    def _base(self, node: ServerNode, life: str, platter: Platter) -> WatchedBase:
+        return WatchedBase(
+            life,
+            DiskMemory(platter, self.plan.disk, self.plan.alignment),
+            self.truth,
+            node.survivors,
+            every=self.plan.check_every,
+            policy=registry.policy(self.plan.policy, self.plan.disk),
+        )
+
+    def _leaves_behind(self, node: ServerNode, base: WatchedBase, tiers: Tiers) -> None:
+        node.survivors = base.legacy(in_service=tiers.in_service)
 
     def client_config(self) -> ClientConfig:
         masters = self.master_addresses
@@ -322,8 +426,12 @@ class World:
         for number in range(plan.servers):
             host = f"host-{number % plan.hosts}"
             process = self.process(f"server-{number}", host)
-            self.servers.append(ServerNode(process.name, host, process))
-            await self.start_server(self.servers[-1])
+            node_of_server = ServerNode(process.name, host, process)
+            if plan.disk:
+                node_of_server.platter = self._new_disk(process.name)
+                node_of_server.survivors = {}
+            self.servers.append(node_of_server)
+            await self.start_server(node_of_server)
         for number in range(plan.clients):
             self.clients.append(Client(self, f"client-{number}", f"host-{number % plan.hosts}"))
             await self.clients[-1].start()
@@ -345,6 +453,9 @@ class World:
         await asyncio.sleep(3)
         for node in self.servers:
             node.store.verify_all("everything is well again")
+            if node.tiers is not None:
+                node.tiers.check()
+                node.tiers.base.verify_all("everything is well again")
         for number, client in enumerate(self.clients):
             await client.prove_well(self.library.chains[number :: len(self.clients)])
 
@@ -353,6 +464,8 @@ class World:
         for node in self.servers:
             if node.store.pins or node.store.reservations:
                 return f"{node.store.pins} pins, {node.store.reservations} reservations remain"
+            if node.tiers is not None and (problem := node.tiers.ailing()) is not None:
+                return f"{node.name}: {problem}"
         for master in self.masters:
             assert master.master is not None
             directory = master.master.directory
@@ -370,15 +483,18 @@ class World:
     def _missing(self, master: MasterNode, node: ServerNode) -> str | None:
         """How a master's map differs from what a server really has."""
         assert master.master is not None
+        assert node.server is not None
+        stack = node.server.stack
         here = {
-            (entry.index.namespace, entry.digest, entry.index.part)
-            for entry in node.store.inventory()
+            (entry.index.namespace, entry.digest, entry.index.part, stack.place(entry))
+            for entry in stack.inventory()
         }
+        ranks = {tier.name: rank for rank, tier in enumerate(node.server.tiers)}
         known = set()
         for namespace, digest in self.library.every_key():
             for replica in master.master.directory.explain(namespace, [digest])[0].replicas:
                 if replica.server == node.name:
-                    known.add((namespace, digest, replica.part))
+                    known.add((namespace, digest, replica.part, ranks[replica.tier]))
         if here != known:
             return (
                 f"{master.name} knows {len(known)} blocks of {node.name}, it has {len(here)}: "
