@@ -289,6 +289,8 @@ class Tiers:
         assert isinstance(memory, SimTier)
         if offset is None:
             return
+        if writes and not self.in_service:
+            return  # what was on its way is given up, and what arrives there has no record
         if writes and not self.base.may_land(offset, len(data)):
             self._truth.fail(f"G3: {len(data)} bytes are written to {offset}, reserved by nobody")
         if data.obj is not memory.memory.obj:
