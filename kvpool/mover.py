@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.core.lifecycle import State
-from kvpool.core.stack import Copy, Stack
+from kvpool.core.stack import MOVER, Copy, Stack
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, Described, Durable, Tier
 from kvpool.types import Namespace, ReadStatus, Record
@@ -35,6 +35,9 @@ _FAILURES_MAX: Final = 8
 _STUCK_S: Final = 30.0
 #: A process that was stopped hears of its timers before it hears of what has ended meanwhile.
 _SECOND_LOOK_S: Final = 1.0
+#: `close` gives blocks this long to get from memory to where they will be found again; a process
+#: that is told to stop has a second.
+_DRAIN_S: Final = 0.5
 #: `close` waits this long for the last read or write.
 _CLOSE_S: Final = 5.0
 #: While readers wait for a slow tier, the next batch down waits for them, at most this long.
@@ -152,10 +155,14 @@ class Mover:
                 self._spawn(self._carry_down())
 
     async def close(self) -> None:
-        """Stop. What has not been copied down is lost with the memory that it is in.
+        """Stop, when what has yet to be copied down is there, or after half a second.
 
         Waits for what a device is doing, but not for ever: one that is stuck is left behind.
         """
+        for _ in range(50):
+            if not self._stack.waiting and not self._stack.top.pinned_by(MOVER):
+                break
+            await asyncio.sleep(_DRAIN_S / 50)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -245,7 +252,7 @@ class Mover:
                 self._wake.clear()
                 await self.forget()
                 await self._wake.wait()
-            if self._stack.top.allocator.free:  # nobody waits for the room that we make
+            if not self._stack.is_pressed:  # readers first
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GIVE_WAY_S):
                         await self._nobody_waits.wait()

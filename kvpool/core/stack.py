@@ -72,6 +72,7 @@ class Stack:
         self._sides = [t for t in range(self.base) if t != reached]
         self._freed: list[int] = []
         self._to_copy: deque[Entry] = deque()
+        self._waiting_bytes = 0
         self._to_promote: deque[Entry] = deque()
         self._silent = False  # what leaves now is announced by whoever makes it leave
         self.journal = self.top.journal
@@ -145,7 +146,7 @@ class Stack:
         entry = self.top.reserved(owner, id)
         status = self.top.seal(owner, id, checksum, now)
         if not entry.settled:
-            self._to_copy.append(entry)
+            self._queue(entry)
         return status
 
     def pin(
@@ -230,11 +231,12 @@ class Stack:
             if taken >= size_max:
                 return copies
             entry = self._to_copy.popleft()
+            self._waiting_bytes -= entry.size
             if entry.state is not State.STORED or entry.settled:
                 continue
             answer = self._start(copies, entry, self.reached, self.base, now)
             if answer is WriteStatus.IN_PROGRESS:  # what is under way there will be given up
-                self._to_copy.append(entry)
+                self._queue(entry)
             elif answer is not WriteStatus.RESERVED:
                 self.top.settle(entry)
             taken += entry.size
@@ -288,7 +290,7 @@ class Stack:
             if copy.target == self.base != self.reached:
                 self._freed.append(copy.extent.offset)  # it may have been remembered already
             if copy.target == self.base and entry.state is State.STORED and not entry.settled:
-                self._to_copy.append(entry)  # once more; after `retire` it is settled
+                self._queue(entry)  # once more; after `retire` it is settled
         source.unpin(MOVER, copy.pin)
 
     def spoilt(self, copy: Copy, reason: ReadStatus) -> None:
@@ -308,6 +310,7 @@ class Stack:
             for entry in self.top.inventory():
                 self.top.settle(entry)
             self._to_copy.clear()
+            self._waiting_bytes = 0
         return self.stores[tier].inventory()
 
     def bury(self, entries: Sequence[Entry]) -> None:
@@ -411,6 +414,12 @@ class Stack:
     def evicted_bytes(self) -> int:
         return sum(store.evicted_bytes for store in self.stores)
 
+    @property
+    def is_pressed(self) -> bool:
+        """Much of the reached tier has yet to be copied down: writers will soon wait for it."""
+        top = self.top
+        return self._waiting_bytes * 4 > top.allocator.capacity
+
     def check(self) -> None:
         """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
         for tier, store in enumerate(self.stores):
@@ -425,6 +434,11 @@ class Stack:
                 raise InvariantViolated(f"{entry!r} is never going to be copied: a leak")
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _queue(self, entry: Entry) -> None:
+        """It is to be copied to the base, after all that came before it."""
+        self._to_copy.append(entry)
+        self._waiting_bytes += entry.size
 
     def _alive(self) -> list[Store]:
         return [store for tier, store in enumerate(self.stores) if tier not in self.lost_tiers]
@@ -517,5 +531,5 @@ class Stack:
             self.journal.tell(found, ReadStatus.HIT, place)
         if tier == self.base and place == self.reached:  # it was rotten there: copy it again
             found.settled = False
-            self._to_copy.append(found)
+            self._queue(found)
         return False
