@@ -425,8 +425,6 @@ class Stack:
         for tier, store in enumerate(self.stores):
             if tier not in self.lost_tiers:
                 store.check()
-        if self.base == self.reached:
-            return
         waiting = set(map(id, self._to_copy))
         moving = {id(entry) for entry in self.top.pinned_by(MOVER)}
         for entry in self.top.inventory():

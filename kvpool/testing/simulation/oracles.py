@@ -79,8 +79,8 @@ class Story:
     changed_at: float = 0.0
     ends: set[ReadStatus] = field(default_factory=set)  # every way in which a copy went
     rotten: int = 0  # copies that were spoilt on purpose
-    removed: dict[str, float] = field(default_factory=dict)  # server -> when it was, if it still is
-    erased: set[str] = field(default_factory=set)  # servers where the call that did so has returned
+    removed: dict[str, float] = field(default_factory=dict)  # server -> when it was there last
+    erased: set[str] = field(default_factory=set)  # where it must not come back to by itself
 
 
 class Truth:
@@ -106,9 +106,7 @@ class Truth:
         story.holders.add(life)
         story.lives.add(life)
         story.changed_at = self.now()
-        server = life.partition("#")[0]
-        story.removed.pop(server, None)
-        story.erased.discard(server)
+        story.erased.discard(life.partition("#")[0])
         self._living[life].add(key)
 
     def gone(self, life: str, key: BlockPart, status: ReadStatus) -> None:
@@ -121,15 +119,23 @@ class Truth:
             story.removed[life.partition("#")[0]] = self.now()
         self._living[life].discard(key)
 
-    def erased(self, namespace: Namespace, digest: bytes, began: float) -> None:
-        """A call that began then has returned, and said that it removed the block somewhere."""
+    def erased(self, namespace: Namespace, digest: bytes, began: float) -> set[str]:
+        """A call that began then has returned, and said that it removed the block somewhere.
+
+        The server where, or none if nobody can tell.
+        """
         stories = [self.story(namespace, digest, part) for part in range(namespace.parts)]
+        if not any(ReadStatus.REMOVED in story.ends for story in stories):
+            self.fail(f"G5: {digest.hex()[:12]} was removed, says the pool, and no server lost it")
         servers = {
             server for story in stories for server, when in story.removed.items() if when >= began
         }
-        if len(servers) == 1:  # else nobody can tell which of them has answered
-            for story in stories:
-                story.erased |= servers & story.removed.keys()
+        if len(servers) != 1:  # any of them may have answered
+            return set()
+        for story in stories:
+            written_again = {life.partition("#")[0] for life in story.holders}
+            story.erased |= (servers & story.removed.keys()) - written_again
+        return servers
 
     def held_by(self, life: str) -> set[BlockPart]:
         return self._living.get(life, set())
@@ -181,10 +187,12 @@ class WatchedJournal(Journal):
         self._life = life
         self._truth = truth
         self.true_reason: ReadStatus | None = None  # whatever the pool says
+        self.leaving: Callable[[BlockPart, ReadStatus, int], None] = lambda *_: None
 
     def left(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         super().left(entry, reason, tier)
         key = entry.index.namespace, entry.digest, entry.index.part
+        self.leaving(key, reason, tier)
         self._truth.gone(self._life, key, self.true_reason or reason)
 
 

@@ -42,6 +42,9 @@ _SERVER = "kvpool.server"
 _STREAMS = "kvpool_transports.streams"
 _SERVING = "kvpool_transports.serving"
 _MAPPED = "kvpool_transports.mapped"
+_STACK = "kvpool.core.stack"
+_MOVER = "kvpool.mover"
+_FORMAT = "kvpool_tiers.nvme_format"
 
 BUGS: Sequence[Bug] = (
     # --- the server's memory
@@ -346,6 +349,158 @@ BUGS: Sequence[Bug] = (
         _REACH,
         "        if known.epoch == epoch:\n            known.retry_at",
         "        if True:\n            known.retry_at",
+    ),
+    # --- tiers
+    Bug(
+        "staged-without-a-look",
+        "G1",
+        _MOVER,
+        "if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:",
+        "if False:",
+    ),
+    Bug(
+        "rotten-block-stays-on-disk",
+        "G5",
+        _MOVER,
+        "            stack.spoilt(copy, ReadStatus.CORRUPT)\n",
+        "",
+    ),
+    Bug(
+        "record-before-payload",
+        "G8",
+        _MOVER,
+        """\
+            moved = await asyncio.gather(*map(self._move, copies))
+            good.update(zip(copies, moved, strict=True))
+            await self._remember(good)
+""",
+        """\
+            good.update(dict.fromkeys(copies, True))
+            await self._remember(good)
+            moved = await asyncio.gather(*map(self._move, copies))
+            good.update(zip(copies, moved, strict=True))
+""",
+    ),
+    Bug(
+        "copied-without-a-record",
+        "G8",
+        _MOVER,
+        "            await self._remember(good)\n",
+        "",
+    ),
+    Bug(
+        "old-records-stay",
+        "G8",
+        _MOVER,
+        "            await self.forget()  # before their old extents are written over\n",
+        "",
+    ),
+    Bug(
+        "removal-does-not-wait-for-the-disk",
+        "G8",
+        _SERVER,
+        "        await self._server.mover.forget()  # it must not be back after a restart\n",
+        "",
+    ),
+    Bug(
+        "record-of-a-removed-block",
+        "G8",
+        _MOVER,
+        "if is_good and copy.target == base and copy.entry.state is State.STORED\n",
+        "if is_good and copy.target == base\n",
+    ),
+    Bug(
+        "given-up-copy-is-not-forgotten",
+        "G8",
+        _STACK,
+        "                self._freed.append(copy.extent.offset)  # it may",
+        "                pass  # it may",
+    ),
+    Bug(
+        "removed-block-is-sealed-below",
+        "G5",
+        _STACK,
+        "        if good and entry.state is State.STORED:\n",
+        "        if good:\n",
+    ),
+    Bug(
+        "removed-from-one-tier",
+        "G5",
+        _STACK,
+        "        for store in self._alive():\n            for position, was_here",
+        "        for store in [self.top]:\n            for position, was_here",
+    ),
+    Bug(
+        "dropped-before-it-is-down",
+        "G5",
+        _STACK,
+        "            elif answer is not WriteStatus.RESERVED:\n                self.top.settle",
+        "            else:\n                self.top.settle",
+    ),
+    Bug(
+        "base-evicts-alone",
+        "G5",
+        _STACK,
+        "                store.remove(namespace, [entry.digest], ReadStatus.EVICTED, part)\n",
+        "                pass\n",
+    ),
+    Bug(
+        "source-of-a-copy-is-let-go",
+        "G4",
+        _STACK,
+        "        if answer.extent is None:\n            self.stores[source].unpin(MOVER, pin)\n"
+        "        else:\n",
+        "        self.stores[source].unpin(MOVER, pin)\n        if answer.extent is not None:\n",
+    ),
+    Bug(
+        "staging-leaks",
+        "liveness",
+        _MOVER,
+        "            self._stack.copied(copy, good=good, now=_now())\n            self._staging",
+        "            if good:\n                self._stack.copied(copy, good=good, now=_now())\n"
+        "            self._staging",
+    ),
+    Bug(
+        "failed-copy-is-not-tried-again",
+        "liveness",
+        _STACK,
+        "                self._to_copy.append(entry)  # once more",
+        "                pass  # once more",
+    ),
+    Bug(
+        "lost-tier-fills-the-other",
+        "liveness",
+        _STACK,
+        "            for entry in self.top.inventory():\n                self.top.settle(entry)\n",
+        "",
+    ),
+    Bug(
+        "stopped-server-blames-its-disk",
+        "liveness",
+        _MOVER,
+        "        alarms = [loop.call_later(_STUCK_S, late)]\n",
+        "        alarms = [loop.call_later(_STUCK_S, self._retire, tier, 'stuck')]\n",
+    ),
+    Bug(
+        "not-yet-is-final",
+        "G5",
+        _CLIENT,
+        "still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]",
+        "still = [i for i in waiting if fetch.results[i].status is None]",
+    ),
+    Bug(
+        "overlapping-records-are-believed",
+        "G8",
+        _FORMAT,
+        "            if other.offset + other.size <= record.offset:\n",
+        "            if other.offset <= record.offset:\n",
+    ),
+    Bug(
+        "any-header-is-believed",
+        "G8",
+        _FORMAT,
+        "if _SUM.unpack_from(headers, end)[0] != checksum(headers[start:end], 0):",
+        "if not any(headers[start:end]):",
     ),
     # --- the world outside
     Bug(

@@ -18,7 +18,7 @@ from kvpool.core.store import Entry
 from kvpool.errors import InvariantViolated
 from kvpool.testing.simulation.memory import SimTier
 from kvpool.testing.simulation.oracles import BlockPart, Truth, WatchedStore
-from kvpool.types import Namespace, ReadStatus, Record, WriteStatus
+from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme_format import GROUP_SIZE, HEADER_SIZE, Geometry, used_places
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class WatchedBase(WatchedStore):
         """`survivors` is what the disk must still have, where; None when nobody can say."""
         super().__init__(life, memory, truth, every=every, policy=policy)
         self.above: WatchedStore | None = None
+        self.refused: set[BlockPart] = set()  # there was no room for them here
         self.survivors = survivors
         self._is_new = survivors is None
         self._restored = False
@@ -110,6 +111,24 @@ class WatchedBase(WatchedStore):
         if self.truth.story(*key).rotten or self.memory.is_damaged(entry.offset, entry.size):
             return
         super().verify(entry, when)
+
+    def reserve(
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        sizes: Sequence[int],
+        now: float,
+    ) -> list[Reservation]:
+        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now)
+        for digest, answer in zip(digests, answers, strict=True):
+            if answer.extent is None:
+                self.refused.add((namespace, digest, part))
+            else:
+                self.refused.discard((namespace, digest, part))
+        return answers
 
     def seal(
         self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
@@ -124,7 +143,10 @@ class WatchedBase(WatchedStore):
             key = record.namespace, record.digest, record.part
             server = self.life.partition("#")[0]
             excused = self._is_new or self.memory.is_damaged(entry.offset, entry.size)
-            if server in self.truth.story(*key).erased and not excused:
+            story = self.truth.story(*key)
+            if not story.lives:
+                self.truth.fail(f"G8: {entry!r} is found on the disk, and nobody has written it")
+            if server in story.erased and not excused:
                 self.truth.fail(f"G8: {entry!r} was removed, and is back after a restart")
             self.truth.sealed(self.life, key)
             self.verify(entry, "found on the disk")
@@ -209,6 +231,7 @@ class Tiers:
         self._soon = soon
         self._due = False
         base.above = top
+        top.journal.leaving = base.journal.leaving = self._leaving
         top.stirred = base.stirred = self.stirred
         platter = base.memory.platter
         platter.watch = self._moves
@@ -223,6 +246,12 @@ class Tiers:
         if not self._due:
             self._due = True
             self._soon(self.check)
+
+    def _leaving(self, key: BlockPart, reason: ReadStatus, tier: int) -> None:
+        """The pool loses a block; for want of room only if the disk had none."""
+        evicted_above = reason is ReadStatus.EVICTED and tier == self.server.stack.reached
+        if evicted_above and self.in_service and key not in self.base.refused:
+            self._truth.fail(f"G5: {key[1].hex()[:12]} is evicted, and is not on the disk yet")
 
     def check(self) -> None:
         """The stack's own invariants; and what it has is what the truth has heard of (G5)."""

@@ -333,6 +333,8 @@ class Client:
         await self._write_now(namespace, chain, part, copies=copies, visible=visible)
         if namespace.parts > 1 and self._chance.random() < 0.7:
             await self._write_now(namespace, chain, 1 - part, visible=visible)
+        if self._world.plan.disk and self._chance.random() < 0.15:
+            await self._remove_now(namespace, chain)  # it is on its way down
 
     async def _write_now(
         self,
@@ -430,14 +432,21 @@ class Client:
 
     async def _remove(self) -> None:
         namespace, chain = self._chain()
-        first = self._chance.randrange(len(chain))
+        await self._remove_now(namespace, chain[self._chance.randrange(len(chain)) :])
+
+    async def _remove_now(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
         began = self._world.loop.now
         removed = await self._timed(
-            self.pool.remove(namespace, chain[first:], timeout=self._timeout_s), "remove"
+            self.pool.remove(namespace, chain, timeout=self._timeout_s), "remove"
         )
-        for digest, was_there in zip(chain[first:], removed, strict=True):
+        servers: set[str] = set()
+        for digest, was_there in zip(chain, removed, strict=True):
             if was_there:
-                self._world.truth.erased(namespace, digest, began)
+                servers |= self._world.truth.erased(namespace, digest, began)
+        plan = self._world.plan
+        may_kill = plan.disk and "kill server" in plan.faults
+        if may_kill and servers and self._chance.random() < 0.5:  # it must not come back
+            self._world.nemesis.strike("kill server", sorted(servers))
 
     async def _explain(self) -> None:
         namespace, chain = self._chain()
