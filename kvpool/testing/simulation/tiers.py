@@ -18,7 +18,7 @@ from kvpool.core.store import Entry
 from kvpool.errors import InvariantViolated
 from kvpool.testing.simulation.memory import SimTier
 from kvpool.testing.simulation.oracles import BlockPart, Truth, WatchedStore
-from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
+from kvpool.types import Namespace, ReadStatus, Record, Reservation, Tag, WriteStatus
 from kvpool_tiers.nvme_format import GROUP_SIZE, HEADER_SIZE, Geometry, used_places
 
 if TYPE_CHECKING:
@@ -121,8 +121,9 @@ class WatchedBase(WatchedStore):
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
-        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now)
+        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now, tag)
         for digest, answer in zip(digests, answers, strict=True):
             if answer.extent is None:
                 self.refused.add((namespace, digest, part))
