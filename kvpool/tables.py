@@ -9,13 +9,27 @@ from rich.table import Table
 
 from kvpool.types import Member
 
+#: In this order in the table of servers.
+_HINTS = ("accepted", "clipped", "refused")
+
 
 def members_table(members: list[Member]) -> Table:
-    """The servers of a pool, one line each."""
+    """The servers of a pool, one line each. Hints: accepted, clipped, refused."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("server", "state", "tier"):
         table.add_column(name)
-    for name in ("capacity", "used", "blocks", "evicted", "pins", "clients", "victim age", "RSS"):
+    numbers = (
+        "capacity",
+        "used",
+        "blocks",
+        "evicted",
+        "pins",
+        "clients",
+        "victim age",
+        "hints",
+        "RSS",
+    )
+    for name in numbers:
         table.add_column(name, justify="right")
     for m in sorted(members):
         state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
@@ -31,10 +45,11 @@ def members_table(members: list[Member]) -> Table:
             f"{m.pins:,}",
             f"{m.counters.get('connections', 0):,}",
             f"{m.victim_age_s:.0f} s",
+            "/".join(str(m.counters.get(f"hints_{what}", 0)) for what in _HINTS),
             human(m.rss),
         )
     if not members:
-        table.add_row("no server has registered", *[""] * 10)
+        table.add_row("no server has registered", *[""] * 11)
     return table
 
 
