@@ -116,6 +116,7 @@ class Mover:
         self._stack = stack
         self._tiers = tiers
         self._changed = changed
+        self._durable = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, Durable)}
         self._traffic = [_Traffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,17 +134,17 @@ class Mover:
 
     async def recover(self) -> None:
         """Enter into the books what the base still holds from an earlier life."""
-        tier = self._tiers[self._stack.base]
-        if not isinstance(tier, Durable):
+        durable = self._durable.get(self._stack.base)
+        if durable is None:
             return
-        records = await tier.recover()
+        records = await durable.recover()
         for _ in self._stack.restore(records, _now()):
             await asyncio.sleep(0)
         await self.forget()
         found = self._stack.bottom
         log.info(
             "tier is warm",
-            tier=tier.name,
+            tier=self._tiers[self._stack.base].name,
             blocks=found.stored,
             bytes=found.stored_bytes,
             dropped=len(records) - found.stored,
@@ -293,7 +294,7 @@ class Mover:
 
     async def forget(self) -> None:
         """Return when the base has no record any more of what has left the books so far."""
-        if not isinstance(self._tiers[self._stack.base], Durable):
+        if self._stack.base not in self._durable:
             self._stack.take_freed()
         elif self._stack.freed or self._records.locked():
             # Whoever asks may be cancelled; what has left the books must be forgotten all the same.
@@ -301,13 +302,12 @@ class Mover:
 
     async def _forget(self) -> None:
         base = self._stack.base
-        tier = self._tiers[base]
         async with self._records:
             freed = self._stack.take_freed()
-            if freed and isinstance(tier, Durable):
+            if freed and base in self._durable:
                 try:
                     with self._alarmed(base):
-                        await tier.forget(freed)
+                        await self._durable[base].forget(freed)
                 except Unavailable as error:  # a record too many is a miss at worst
                     self._failed(base, error)
 
@@ -327,8 +327,8 @@ class Mover:
                 good.update(dict.fromkeys(copies, False))
 
     async def _record(self, base: int, copies: Sequence[Copy]) -> bool:
-        tier = self._tiers[base]
-        if not isinstance(tier, Durable) or not copies:
+        durable = self._durable.get(base)
+        if durable is None or not copies:
             return True
         records = []
         for copy in copies:
@@ -348,7 +348,7 @@ class Mover:
             )
         try:
             with self._alarmed(base):
-                await tier.remember(records)
+                await durable.remember(records)
         except Unavailable as error:
             self._failed(base, error)
             return False

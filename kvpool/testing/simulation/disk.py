@@ -90,6 +90,7 @@ class Platter:
         self.unsynced_s = chance.choice([0.05, 1.0, 5.0])
         self.spoilt: set[int] = set()  # sectors
         self.damaged: list[Damage] = []  # until it is written over
+        self.scars: list[Damage] = []  # all that ever was
         self.counts: Counter[str] = Counter()  # of what has gone wrong
         self.owner: SimDisk | None = None
         #: Asked when a piece of a call moves, while its process lives: does it write, to or from
@@ -133,6 +134,7 @@ class Platter:
         """The sectors there cannot be read, until they are written to: disks replace them then."""
         self.spoilt.update(range(start // self.sector, -(-stop // self.sector)))
         self.counts["spoilt"] += 1
+        self.scars.append(Damage("spoilt", start, stop))
 
     def rot(self, start: int, stop: int, bits: int = 1) -> None:
         """Flip some bits there. Only checksums can tell."""
@@ -167,19 +169,29 @@ class Platter:
             self.spoilt and self._sectors(start, stop) & self.spoilt
         )
 
-    def place(self, size: int) -> int:
-        """The start of some sectors, often where something lies."""
+    @property
+    def hung_s(self) -> float:
+        """For how long a call of a living process has been hanging."""
+        waiting = [transfer.began for transfer in self._hanging if not transfer.dropped]
+        return self.loop.now - min(waiting, default=self.loop.now)
+
+    def spot(self) -> tuple[int, int]:
+        """Some bytes, often those of something that lies there."""
         worth = self.worth()
         if worth and self.chance.random() < 0.8:
-            start, stop = self.chance.choice(worth)
-            at = self.chance.randrange(start, stop)
-        else:
-            at = self.chance.randrange(self.size)
+            return self.chance.choice(worth)
+        start = self.chance.randrange(self.size // self.sector) * self.sector
+        return start, start + self.sector
+
+    def place(self, size: int) -> int:
+        """The start of some sectors, often where something lies."""
+        at = self.chance.randrange(*self.spot())
         return min(at, self.size - size) // self.sector * self.sector
 
     def _damage(self, what: str, start: int, size: int) -> None:
         self.counts[what] += 1
         self.damaged.append(Damage(what, start, start + size))
+        self.scars.append(self.damaged[-1])
 
     def _mend(self, start: int, stop: int) -> None:
         """These bytes are what was written last, again."""
@@ -196,6 +208,7 @@ class Platter:
     def begin(self, transfer: _Transfer) -> None:
         """Draw when which piece of it moves, and what becomes of it."""
         chance, size = self.chance, len(transfer.buffer)
+        transfer.began = self.loop.now
         takes_s = chance.expovariate(1 / self.latency_s) + size / self.bytes_per_s
         end = self.loop.now + takes_s * self.wear.slowness
         edges = range(self.sector - transfer.offset % self.sector, size, self.sector)
@@ -432,6 +445,7 @@ class _Transfer:
         self.writes = writes
         self.target: int | None = offset  # None: nowhere
         self.fails = False
+        self.began = 0.0
         self.steps: deque[_Step] = deque()
         self.error: KvpoolError | None = None
         self.dropped = False
@@ -470,7 +484,7 @@ DISK_FAULTS: Final = (
     DiskFault("full disk", lambda p: p.fill()),
     DiskFault("failing disk", lambda p: p.fail(p.chance.choice([0.02, 0.3, 1.0]))),
     DiskFault("spoilt sectors", lambda p: p.spoil(*_range(p))),
-    DiskFault("rot on disk", lambda p: p.rot(*_range(p), bits=p.chance.choice([1, 8])), True),
+    DiskFault("rot on disk", lambda p: p.rot(*p.spot(), bits=p.chance.choice([1, 8])), True),
     DiskFault("lost writes", lambda p: p.lose(p.chance.choice([0.02, 0.3])), True),
     DiskFault("misdirected writes", lambda p: p.misdirect(p.chance.choice([0.02, 0.3])), True),
 )

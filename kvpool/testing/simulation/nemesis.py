@@ -215,7 +215,11 @@ class Nemesis:
             fault.begin(platter)
             if fault.name == "slow disk":
                 platter.counts["crawled"] += 1
+            process, frozen_s = node.process, node.process.frozen_s
             await asyncio.sleep(self._chance.choice([0.05, 0.5, 5, 20, 40]))
+            ran = process.alive and not process.frozen and process.frozen_s == frozen_s
+            if ran and node.tiers is not None:
+                node.tiers.check_patience(platter.hung_s)
             platter.heal()
 
     async def _partition(self) -> None:

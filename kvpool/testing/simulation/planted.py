@@ -481,18 +481,18 @@ BUGS: Sequence[Bug] = (
         "        alarms = [loop.call_later(_STUCK_S, self._retire, tier, 'stuck')]\n",
     ),
     Bug(
+        "hanging-disk-is-waited-for",
+        "G6",
+        _MOVER,
+        "                    with self._alarmed(base):\n                        await self._du",
+        "                    if True:\n                        await self._du",
+    ),
+    Bug(
         "not-yet-is-final",
         "G5",
         _CLIENT,
         "still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]",
         "still = [i for i in waiting if fetch.results[i].status is None]",
-    ),
-    Bug(
-        "overlapping-records-are-believed",
-        "G8",
-        _FORMAT,
-        "            if other.offset + other.size <= record.offset:\n",
-        "            if other.offset <= record.offset:\n",
     ),
     Bug(
         "any-header-is-believed",

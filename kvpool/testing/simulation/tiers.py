@@ -8,7 +8,7 @@ whatever is not on that list must be there, and right.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: After these a tier may be out of service for good reason.
 _BAD_ENOUGH: Final = ("EIO", "ENOSPC", "hung", "crawled")
+#: After so long at least a tier must be.
+_PATIENCE_S: Final = 33.0
 
 
 def offset_in(memory: memoryview, part: memoryview) -> int:
@@ -82,6 +84,13 @@ class DiskMemory:
         return found
 
 
+class Legacy(NamedTuple):
+    """What a server must find on its disk when it starts."""
+
+    blocks: dict[BlockPart, int]  # and the offset of each
+    scars: int  # what the disk had suffered until then
+
+
 class WatchedBase(WatchedStore):
     """The books of the disk tier, compared with the platter."""
 
@@ -92,18 +101,17 @@ class WatchedBase(WatchedStore):
         life: str,
         memory: DiskMemory,
         truth: Truth,
-        survivors: dict[BlockPart, int] | None,
+        legacy: Legacy | None,
         *,
         every: int = 1,
         policy: Policy[Entry] | None = None,
     ) -> None:
-        """`survivors` is what the disk must still have, where; None when nobody can say."""
+        """Without a `legacy` nobody can say what is on the disk."""
         super().__init__(life, memory, truth, every=every, policy=policy)
         self.above: WatchedStore | None = None
         self.refused: set[BlockPart] = set()  # there was no room for them here
-        self.survivors = survivors
-        self._is_new = survivors is None
-        self._restored = False
+        self._legacy = legacy
+        self.restored = False
 
     def verify(self, entry: Entry, when: str) -> None:
         """The platter holds the block's bytes, unless it is known to be damaged there."""
@@ -143,7 +151,7 @@ class WatchedBase(WatchedStore):
         if entry is not None:
             key = record.namespace, record.digest, record.part
             server = self.life.partition("#")[0]
-            excused = self._is_new or self.memory.is_damaged(entry.offset, entry.size)
+            excused = self._legacy is None or self.memory.is_damaged(entry.offset, entry.size)
             story = self.truth.story(*key)
             if not story.lives:
                 self.truth.fail(f"G8: {entry!r} is found on the disk, and nobody has written it")
@@ -155,15 +163,17 @@ class WatchedBase(WatchedStore):
 
     def adopt(self, entries: Sequence[Entry], now: float) -> None:
         super().adopt(entries, now)
-        self._restored = True
+        self.restored = True
         if entries:
             self.truth.notes.add("a disk tier came back warm")
-        if self.survivors is None or self.memory.platter.is_damaged(*self.memory.head):
+        if self._legacy is None:
             return
-        for (namespace, digest, part), offset in self.survivors.items():
+        scars = self.memory.platter.scars[self._legacy.scars :]
+        for (namespace, digest, part), offset in self._legacy.blocks.items():
             if self.peek(namespace, part, digest) is None:
-                lost = self.memory.platter.is_damaged(*self.memory.header(offset))
-                if not lost:
+                places = (self.memory.head, self.memory.header(offset))
+                hit = [(a, b) for _, a, b in scars for c, d in places if a < d and c < b]
+                if not hit:
                     self.truth.fail(f"G8: {digest.hex()[:12]} at {offset} is not on the disk")
 
     def remove(
@@ -201,16 +211,19 @@ class WatchedBase(WatchedStore):
             self.truth.notes.add("the base evicted what was in reach")
         super()._leave(entry, event, reason)
 
-    def legacy(self, *, in_service: bool) -> dict[BlockPart, int] | None:
+    def legacy(self, *, in_service: bool) -> Legacy | None:
         """What must be found on the disk when this life has ended."""
-        if not self._restored:
-            return self.survivors  # it has not come so far as to change anything
-        if not in_service:
+        if not self.restored:
+            return self._legacy  # it has not come so far as to change anything
+        platter, memory = self.memory.platter, self.memory
+        if not in_service or platter.is_damaged(*memory.head):
             return None
-        return {
+        blocks = {
             (entry.index.namespace, entry.digest, entry.index.part): entry.offset
             for entry in self.inventory()
+            if not platter.is_damaged(*memory.header(entry.offset))
         }
+        return Legacy(blocks, len(platter.scars))
 
 
 class Tiers:
@@ -233,7 +246,7 @@ class Tiers:
         self._due = False
         base.above = top
         top.journal.leaving = base.journal.leaving = self._leaving
-        top.stirred = base.stirred = self.stirred
+        top.inspect = base.inspect = self.inspect
         platter = base.memory.platter
         platter.watch = self._moves
         platter.worth = self._worth
@@ -243,7 +256,8 @@ class Tiers:
         """The disk tier is not given up."""
         return not self.server.stack.lost_tiers
 
-    def stirred(self) -> None:
+    def inspect(self) -> None:
+        """Both, as soon as the books of both are whole."""
         if not self._due:
             self._due = True
             self._soon(self.check)
@@ -277,6 +291,11 @@ class Tiers:
                 f"which were given up; {len(silent)} have left without a word"
             )
 
+    def check_patience(self, hung_s: float) -> None:
+        """Nobody waits for ever for a disk that hangs: its tier is given up, and life goes on."""
+        if hung_s > _PATIENCE_S and self.in_service and self.base.restored:
+            self._truth.fail(f"G6: its disk has hung for {hung_s:.0f} s and is still waited for")
+
     def ailing(self) -> str | None:
         """What is still on its way when nothing is wrong any more; None when all is done."""
         stack, platter = self.server.stack, self.base.memory.platter
@@ -305,11 +324,11 @@ class Tiers:
         return f"headers on the disk at {sorted(wrong)} are wrong" if wrong else None
 
     def _worth(self) -> list[tuple[int, int]]:
-        """What a fault should hit: mostly extents, sometimes what they mean."""
+        """What a fault should hit: extents, and what they mean."""
         memory = self.base.memory
         found = [(0, 1), (8192, 8192 + 4096)]
         for entry in self.base.inventory():
-            found += [memory.extent(entry.offset, entry.size)] * 3 + [memory.header(entry.offset)]
+            found += [memory.extent(entry.offset, entry.size), memory.header(entry.offset)]
         return found
 
     def _moves(self, writes: bool, position: int, data: memoryview) -> None:

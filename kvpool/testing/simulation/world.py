@@ -35,8 +35,8 @@ from kvpool.testing.simulation.loop import Process, SimLoop, Violation
 from kvpool.testing.simulation.memory import SimShm, SimTier
 from kvpool.testing.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, Nemesis
 from kvpool.testing.simulation.network import Net, SimNetwork
-from kvpool.testing.simulation.oracles import BlockPart, Truth, WatchedDirectory, WatchedStore
-from kvpool.testing.simulation.tiers import DiskMemory, Tiers, WatchedBase, offset_in
+from kvpool.testing.simulation.oracles import Truth, WatchedDirectory, WatchedStore
+from kvpool.testing.simulation.tiers import DiskMemory, Legacy, Tiers, WatchedBase, offset_in
 from kvpool.testing.simulation.workload import Client, Library
 from kvpool_tiers.nvme import Nvme
 from kvpool_tiers.nvme_format import pack_superblock
@@ -156,9 +156,9 @@ class ServerNode:
     process: Process
     server: BlockServer | None = None
     falling: bool = False  # killed, and not started again yet
-    #: The disk outlives its servers; `survivors` is what must still be there, and where.
+    #: The disk outlives its servers; `legacy` is what the next one must find there.
     platter: Platter | None = None
-    survivors: dict[BlockPart, int] | None = None
+    legacy: Legacy | None = None
     tiers: Tiers | None = None
 
     @property
@@ -334,7 +334,7 @@ class World:
                 platter = node.platter
                 if platter is not None and not platter.wear.failing and not platter.wear.full:
                     self.truth.notes.add("a disk had to be replaced")
-                    node.platter, node.survivors = self._new_disk(node.name), None
+                    node.platter, node.legacy = self._new_disk(node.name), None
             else:
                 return
 
@@ -386,13 +386,13 @@ class World:
             life,
             DiskMemory(platter, self.plan.disk, self.plan.alignment),
             self.truth,
-            node.survivors,
+            node.legacy,
             every=self.plan.check_every,
             policy=registry.policy(self.plan.policy, self.plan.disk),
         )
 
     def _leaves_behind(self, node: ServerNode, base: WatchedBase, tiers: Tiers) -> None:
-        node.survivors = base.legacy(in_service=tiers.in_service)
+        node.legacy = base.legacy(in_service=tiers.in_service)
 
     def client_config(self) -> ClientConfig:
         masters = self.master_addresses
@@ -429,7 +429,6 @@ class World:
             node_of_server = ServerNode(process.name, host, process)
             if plan.disk:
                 node_of_server.platter = self._new_disk(process.name)
-                node_of_server.survivors = {}
             self.servers.append(node_of_server)
             await self.start_server(node_of_server)
         for number in range(plan.clients):
