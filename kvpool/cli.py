@@ -44,6 +44,8 @@ console = Console(width=None if sys.stdout.isatty() else 200)
 complaints = Console(stderr=True)
 T = TypeVar("T")
 
+#: Hints in the table of servers, in this order.
+_HINTS = ("accepted", "clipped", "refused")
 #: A command that only asks gives up after this long.
 _ASK_S = 1.5
 
@@ -126,7 +128,7 @@ def server(
     masters: Masters = None,
     capacity: Annotated[str | None, typer.Option(help="Memory for blocks, like 64GiB.")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Which block goes next when memory is full: lru, arc, lease.")
+        str | None, typer.Option(help="Which block goes next when memory is full.")
     ] = None,
     id: Annotated[str | None, typer.Option(help="Unique in the cluster.")] = None,
     listen: Annotated[
@@ -455,7 +457,17 @@ def members_table(members: list[Member]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("server", "state", "tier"):
         table.add_column(name)
-    for name in ("capacity", "used", "blocks", "evicted", "pins", "clients", "victim age", "RSS"):
+    for name in (
+        "capacity",
+        "used",
+        "blocks",
+        "evicted",
+        "pins",
+        "clients",
+        "victim age",
+        "hints",
+        "RSS",
+    ):
         table.add_column(name, justify="right")
     for m in sorted(members):
         state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
@@ -471,6 +483,7 @@ def members_table(members: list[Member]) -> Table:
             f"{m.pins:,}",
             f"{m.counters.get('connections', 0):,}",
             f"{m.victim_age_s:.0f} s",
+            "/".join(str(m.counters.get(f"hints_{what}", 0)) for what in _HINTS),
             human(m.rss),
         )
     if not members:

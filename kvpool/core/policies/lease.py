@@ -16,8 +16,8 @@ from typing import Final, Generic
 from kvpool.core.eviction import LRU, B, Verdict
 
 #: The lease in median times between two uses of a block. That time contains the model's answer:
-#: 1.8 of it are about four median pauses after the answer.
-_MEDIANS: Final = 1.8
+#: 2.2 of it are about four median pauses after the answer.
+_MEDIANS: Final = 2.2
 #: Never for longer: a block that is used every few minutes is no reason to refuse others.
 _LEASE_S_MAX: Final = 30.0
 #: A newcomer is reserved and sealed before its first use again.
