@@ -133,7 +133,7 @@ def server(
         ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Which block goes next when memory is full: lru, arc, lease.")
+        str | None, typer.Option(help="Which block goes next when memory is full.")
     ] = None,
     id: Annotated[str | None, typer.Option(help="Unique in the cluster.")] = None,
     listen: Annotated[

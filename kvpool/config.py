@@ -59,7 +59,7 @@ class ServerConfig(_Section, frozen=True):
     heartbeat_s: Seconds = 1.0
     #: Extents start at multiples of this: a page, so that they can be mapped and sent directly.
     alignment: Size = 4096
-    #: Which block goes next when memory is full: lru, arc, lease, or what else is installed.
+    #: Which block goes next when memory is full: lru, arc, lease, density, or one that you wrote.
     policy: str = "lru"
     #: Connections at once; beyond it new ones are refused.
     connections_max: int = 1024

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.core.eviction import LRU, Policy
 from kvpool.core.policies.arc import ARC
+from kvpool.core.policies.density import Density, Lives
 from kvpool.core.policies.lease import Gaps, Lease
 from kvpool.core.store import Entry, Store
 from kvpool.errors import BadMessage
@@ -18,7 +19,12 @@ from tests.conftest import keys
 PAGE = 4096
 ONE = Namespace("one")
 TWO = Namespace("two", parts=2)
-POLICIES: dict[str, Callable[[int], Policy[Entry]]] = {"lru": LRU, "arc": ARC, "lease": Lease}
+POLICIES: dict[str, Callable[[int], Policy[Entry]]] = {
+    "lru": LRU,
+    "arc": ARC,
+    "lease": Lease,
+    "density": Density,
+}
 
 
 def books(policy: str, pages: int) -> Store:
@@ -115,7 +121,7 @@ def trained(pages: int, gap_s: float = 5.0) -> tuple[Store, Lease[Entry], float]
 
 def test_a_lease_is_learned_from_how_soon_blocks_are_used_again() -> None:
     _, policy, _ = trained(10)
-    assert 8.0 < policy.lease_s < 10.5
+    assert 9.5 < policy.lease_s < 13.0
     _, policy, _ = trained(10, gap_s=600.0)
     assert policy.lease_s == 30.0
 
@@ -148,6 +154,80 @@ def test_the_median_follows_the_traffic() -> None:
     assert 42.0 < gaps.median_s < 60.0
     gaps.add(0.0)
     gaps.add(float("1e12"))
+
+
+# --- density -----------------------------------------------------------------------------
+
+
+def test_density_is_hits_for_the_time_that_they_take() -> None:
+    """Half of the blocks are used again after 10 s, the others never are: one in 20 block-seconds.
+
+    After 20 s nothing is to be expected any more.
+    """
+    lives = Lives()
+    assert lives.density(1.0) == 0.0
+    lives.began = 2000.0
+    for _ in range(1000):
+        lives.ended(10.0)
+    lives.learn()
+    assert lives.density(0.0) == pytest.approx(1 / 20, rel=0.2)
+    assert lives.density(7.0) > 2 * lives.density(0.0)
+    assert lives.density(20.0) == 0.0
+    assert lives.rank(7.0) > lives.rank(0.0) > lives.rank(20.0)
+
+
+def cycle(pages: int, count: int, rounds: int) -> tuple[int, int]:
+    """Hits of LRU and of density when `count` blocks take turns in a store for `pages`."""
+    hits = {"lru": 0, "density": 0}
+    names = keys("turn", count)
+    for policy in hits:
+        store = books(policy, pages)
+        for now in range(rounds * count):
+            digest = names[now % count]
+            if store.peek(ONE, 0, digest) is None:
+                answers = store.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], float(now))
+                if answers[0].extent is not None:
+                    store.seal(1, answers[0].id, 0, float(now))
+            elif now > rounds * count // 2:
+                hits[policy] += 1
+                read(store, [digest], float(now))
+            else:
+                read(store, [digest], float(now))
+    return hits["lru"], hits["density"]
+
+
+def test_density_learns_not_to_let_in_what_would_push_out_what_is_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thirty blocks take turns in a store for twenty: LRU never hits."""
+    monkeypatch.setattr("kvpool.core.policies.density._LESSON", 300)
+    monkeypatch.setattr("kvpool.core.policies.density._SAMPLE", 1)
+    lru, density = cycle(20, 30, 40)
+    assert lru == 0
+    assert density > 0.5 * 30 * 20
+
+
+def test_density_lets_newcomers_in_when_what_was_dear_is_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever it has learned, ten minutes without a use end it (G9)."""
+    monkeypatch.setattr("kvpool.core.policies.density._LESSON", 100)
+    store = books("density", 10)
+    loved = keys("loved", 10)
+    write(store, loved, 0.0)
+    for now in range(1, 200):
+        read(store, loved, now * 400.0)
+    assert write(store, keys("new", 3), 199 * 400.0 + 601.0) == [WriteStatus.RESERVED] * 3
+
+
+def test_density_remembers_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.core.policies.density._GHOSTS_MIN", 8)
+    monkeypatch.setattr("kvpool.core.policies.density._SAMPLE", 1)
+    policy: Density[Entry] = Density(0)
+    store = Store(16 * PAGE, policy=policy)
+    for number in range(300):
+        write(store, keys(f"scan/{number}", 3), float(number))
+        assert policy.ghosts <= 32
 
 
 # --- all ---------------------------------------------------------------------------------
