@@ -653,17 +653,7 @@ def check_scheme(address: str, transports: Mapping[str, Transport]) -> None:
 
 def _reached(tiers: Sequence[Tier]) -> int:
     """Which tier clients write into and read out of: the first whose memory can be looked at."""
-    for number, tier in enumerate(tiers):
-        if isinstance(tier, Addressable):
-            return number
-        if tier.survives_restart:
-            raise ConfigError(
-                f"tier {tier.name} comes before the one that clients reach: put dram first"
-            )
-    raise ConfigError(
-        f"tiers {', '.join(tier.name for tier in tiers)}: clients can reach none of them; "
-        "put dram there, such as dram:1GiB"
-    )
+    return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
 
 
 def _books(tiers: Sequence[Tier], alignment: int, policy: Policy[Entry] | None) -> list[Store]:
