@@ -40,8 +40,12 @@ PINNED_SHORT = {
 }
 #: The same, in worlds whose servers have a disk below their memory.
 PINNED_WITH_DISKS = {
+    2: "a block was removed on its way down, and its record was written nevertheless",
     52: "a server that had been stopped for 40 s took its disk for stuck, and retired it",
+    124: "a disk that was stuck while it erased headers was waited for without end",
+    160: "(an oracle:) a header that had rotted was erased by recovery, as it should be",
     453: "a block was removed on its way down, and what the disk remembered of it stayed",
+    1436: "(an oracle:) whose answer to a removal it was cannot always be known",
 }
 #: Worlds in which servers have memory only are what they were before there were disks.
 NO_DISK = frozenset({"disk"})

@@ -409,13 +409,6 @@ BUGS: Sequence[Bug] = (
         "if is_good and copy.target == base\n",
     ),
     Bug(
-        "given-up-copy-is-not-forgotten",
-        "G8",
-        _STACK,
-        "                self._freed.append(copy.extent.offset)  # it may",
-        "                pass  # it may",
-    ),
-    Bug(
         "removed-block-is-sealed-below",
         "G5",
         _STACK,
