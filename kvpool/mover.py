@@ -286,12 +286,6 @@ class Mover:
 
     # --- what a durable base remembers -----------------------------------------------------------
 
-    async def forgotten(self, within_s: float) -> None:
-        """`forget`, but a stuck device holds up nobody for longer than that."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self.forget()
-
     async def forget(self) -> None:
         """Return when the base has no record any more of what has left the books so far."""
         if self._stack.base not in self._durable:

@@ -358,7 +358,7 @@ class _Connection:
     async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
         removed = self._stack.remove(namespace, digests)
         self._server.changed()
-        await self._server.mover.forgotten(_REMOVE_VISIBLE_S)  # it must not be back after a restart
+        await self._server.mover.forget()  # it must not be back after a restart
         await self._server.visible(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
 

@@ -398,7 +398,7 @@ BUGS: Sequence[Bug] = (
         "removal-does-not-wait-for-the-disk",
         "G8",
         _SERVER,
-        "await self._server.mover.forgotten(_REMOVE_VISIBLE_S)",
+        "await self._server.mover.forget()",
         "await asyncio.sleep(0)",
     ),
     Bug(
