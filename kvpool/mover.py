@@ -264,25 +264,34 @@ class Mover:
         A device that is stuck may then still read from our memory, which harms nobody: what it
         writes has no record. (What it may still write into our memory stays reserved.)
         """
-        good: dict[Copy, bool] = dict.fromkeys(copies, False)
-        writing = self._spawn(self._write_down(good))
+        waiting = dict.fromkeys(copies, False)
+        writing = self._spawn(self._write_down(waiting))
         lost = asyncio.ensure_future(self._base_lost.wait())
         try:
             await asyncio.wait([writing, lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
-            now = _now()
-            for copy, is_good in good.items():
-                self._stack.copied(copy, good=is_good, now=now)
-            self._changed()
+            self._report(waiting, waiting)
 
-    async def _write_down(self, good: dict[Copy, bool]) -> None:
-        """Write the bytes, then the records, and note which copies are good."""
+    async def _write_down(self, waiting: dict[Copy, bool]) -> None:
+        """Write the bytes, then the records, and report at once, unless the batch was given up.
+
+        Whoever removes a block meanwhile must find its copy either not recorded or in the books.
+        """
+        copies = list(waiting)
         await self.forget()  # before their old extents are written over
-        moved = await asyncio.gather(*map(self._move, good))
-        done = dict(zip(good, moved, strict=True))
+        moved = await asyncio.gather(*map(self._move, copies))
+        done = dict(zip(copies, moved, strict=True))
         await self._remember(done)
-        good.update(done)
+        self._report(waiting, done)
+
+    def _report(self, waiting: dict[Copy, bool], good: dict[Copy, bool]) -> None:
+        """What became of the copies that wait to be reported."""
+        now = _now()
+        for copy in waiting:
+            self._stack.copied(copy, good=good[copy], now=now)
+        waiting.clear()
+        self._changed()
 
     # --- what a durable base remembers -----------------------------------------------------------
 
@@ -295,8 +304,8 @@ class Mover:
             await asyncio.shield(self._spawn(self._forget()))
 
     async def _forget(self) -> None:
-        base = self._stack.base
         async with self._records:
+            base = self._stack.base  # which may have changed: then there is nothing to forget
             freed = self._stack.take_freed()
             if freed and base in self._durable:
                 try:

@@ -370,14 +370,14 @@ BUGS: Sequence[Bug] = (
         "G8",
         _MOVER,
         """\
-        moved = await asyncio.gather(*map(self._move, good))
-        done = dict(zip(good, moved, strict=True))
+        moved = await asyncio.gather(*map(self._move, copies))
+        done = dict(zip(copies, moved, strict=True))
         await self._remember(done)
 """,
         """\
-        await self._remember(dict.fromkeys(good, True))
-        moved = await asyncio.gather(*map(self._move, good))
-        done = dict(zip(good, moved, strict=True))
+        await self._remember(dict.fromkeys(copies, True))
+        moved = await asyncio.gather(*map(self._move, copies))
+        done = dict(zip(copies, moved, strict=True))
 """,
     ),
     Bug(
