@@ -46,7 +46,6 @@ PINNED_WITH_DISKS = {
     160: "(an oracle:) a header that had rotted was erased by recovery, as it should be",
     453: "a block was removed on its way down, and what the disk remembered of it stayed",
     1436: "(an oracle:) whose answer to a removal it was cannot always be known",
-    124: "what was freed in memory, after the disk had been given up, was to be erased on it",
     577: "a block was removed after its record was written and before the books knew of the copy",
 }
 #: Worlds in which servers have memory only are what they were before there were disks.
