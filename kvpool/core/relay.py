@@ -50,6 +50,6 @@ class Relay:
 
         A number that this master has not given out yet is another master's: it counts as all.
         """
-        first = max(heard, self.last - len(self._ring))
+        first = max(min(heard, self.last), self.last - len(self._ring))
         last = min(self.last, first + count)
-        return [self._ring[number % self._kept] for number in range(first, last)], max(first, last)
+        return [self._ring[number % self._kept] for number in range(first, last)], last

@@ -36,6 +36,8 @@ _POORER: Final = 0.93
 #: What was not used for so long keeps no newcomer out, whatever was learned (G9).
 _BYPASS_S_MAX: Final = 600.0
 
+#: Refused, and let in after all because an announced session made room: one use, not two.
+_SAME_USE_S: Final = 0.001
 #: The rank of what is not expected to be used at all.
 _POOREST: Final = -10_000
 
@@ -146,7 +148,10 @@ class Density(Generic[B]):
             self._lives[0].began += 1
             return 1
         uses = known & _USES
-        self._used_again(uses, now - (known // (_USES + 1)) / 1e6)
+        age_s = now - (known // (_USES + 1)) / 1e6
+        if age_s < _SAME_USE_S:
+            return uses
+        self._used_again(uses, age_s)
         return min(uses + 1, _CLASSES)
 
     def _used_again(self, uses: int, age_s: float) -> None:
