@@ -21,6 +21,7 @@ from rich.console import Console
 
 from kvpool import process
 from kvpool.bench import Row, table
+from kvpool.errors import ConfigError
 from kvpool_tiers.hbm import Hbm
 
 #: Size and number of the blocks that are copied at a time.
@@ -121,8 +122,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)  # on `cpu` torch would copy with all cores, and wake them each time
+    try:
+        bench = Bench(options.device, options.rounds)
+    except ConfigError as error:
+        sys.exit(str(error))
     name = torch.cuda.get_device_name(options.device) if "cuda" in options.device else "cpu"
-    rows = process.run(Bench(options.device, options.rounds).rows())
+    rows = process.run(bench.rows())
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(f"{name}, torch {torch.__version__}, the limit is a plain pinned copy_")
     console.print(table(rows))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import core
+from benchmarks import core, policies
 from kvpool import process
 from kvpool.bench import Options, bench, table
 
@@ -22,6 +22,7 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     report = process.run(bench(Options(rounds=3 if quick else 15), console))
     report.rows += core.measure(100_000 if quick else 400_000)
+    report.rows += policies.measure(10_000 if quick else 30_000)
     console.print(table(report.rows))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / time.strftime("%Y%m%d-%H%M%S.json")

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -26,7 +26,12 @@ from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.server import BlockServer
+from kvpool.tables import as_json_object, human, members_table, tiers_table
 from kvpool.types import Explanation, Member, Namespace, check_digests
+
+if TYPE_CHECKING:
+    from kvpool.replay import Options as ReplayOptions
+    from kvpool.workload import Request
 
 app = typer.Typer(
     name="kvpool",
@@ -128,7 +133,7 @@ def server(
         ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Which block goes next when memory is full: lru, arc, lease.")
+        str | None, typer.Option(help="Which block goes next when memory is full.")
     ] = None,
     id: Annotated[str | None, typer.Option(help="Unique in the cluster.")] = None,
     listen: Annotated[
@@ -225,9 +230,11 @@ def status(
 
     members = _run(main())
     if as_json:
-        print(json.dumps([member._asdict() for member in members]))
+        print(json.dumps([as_json_object(member) for member in members]))
     else:
         console.print(members_table(members))
+        console.print()
+        console.print(tiers_table(members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)
 
 
@@ -303,6 +310,22 @@ def doctor(
 # --- measuring -------------------------------------------------------------------------
 
 
+ReplayTiers = Annotated[
+    list[str] | None,
+    typer.Option(help="Of each server: dram:1GiB, nvme:/data/{server}:9GiB; no capacity then."),
+]
+KillAt = Annotated[
+    float | None,
+    typer.Option(help="Kill -9 all servers after this share of the requests, and restart."),
+]
+Picture = Annotated[
+    Path | None, typer.Option("--picture", "--plot", help="Draw the result as SVG.")
+]
+InFlight = Annotated[
+    int | None, typer.Option(help="Requests at a time; default 1 for a file, else clients.")
+]
+
+
 @app.command()
 def replay(
     trace: Annotated[
@@ -319,21 +342,41 @@ def replay(
     ] = None,
     sessions: Annotated[int, typer.Option(min=1, help="codex: sessions in all.")] = 200,
     concurrent: Annotated[int, typer.Option(min=1, help="codex: sessions at a time.")] = 24,
-    in_flight: Annotated[
-        int | None, typer.Option(help="Requests at a time; default 1 for a file, else clients.")
-    ] = None,
+    in_flight: InFlight = None,
     transports: Annotated[
         str, typer.Option(help="Taken in turn by the clients, comma-separated.")
     ] = "shm,tcp",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
     seed: Annotated[int, typer.Option()] = 1,
-    picture: Annotated[Path | None, typer.Option(help="Draw the result as SVG.")] = None,
+    policy: Annotated[str, typer.Option(help="Which block goes next; --dry: several.")] = "lru",
+    tier: ReplayTiers = None,
+    kill_at: KillAt = None,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="The real store without bytes, beside the exact bound.")
+    ] = False,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="--dry: with sessions that end and resume, too.")
+    ] = False,
+    picture: Picture = None,
     as_json: Json = False,
 ) -> None:
-    """Play a workload through a pool of real processes and check every byte."""
+    """Play a workload through a pool of real processes and check every byte.
+
+    A capacity is a size, or a number of blocks: 5000blocks. With --dry, several, comma-separated.
+    """
     from kvpool import replay as replays
 
+    if dry:
+        try:
+            name, requests = replays.requests_of(trace, workload, sessions, concurrent, seed)
+            blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size)
+        except KvpoolError as error:
+            _fail(error)
+        _dry(name, requests[:limit], policy, blocks, hints, seed, picture, as_json)
+        return
     try:
+        if hints:
+            raise ConfigError("--hints needs --dry: only there does time pass as in the trace")
         options = replays.options(
             trace=trace,
             workload=workload,
@@ -347,9 +390,18 @@ def replay(
             transports=[name.strip() for name in transports.split(",") if name.strip()],
             limit=limit,
             seed=seed,
+            policy=policy,
+            tiers=tier or (),
+            kill_at=kill_at,
         )
     except KvpoolError as error:
         _fail(error)
+    _play(options, picture, as_json)
+
+
+def _play(options: ReplayOptions, picture: Path | None, as_json: bool) -> None:
+    from kvpool import replay as replays
+
     report = _run(replays.replay(options, complaints if as_json else console))
     if picture is not None:
         from kvpool.picture import draw
@@ -363,6 +415,41 @@ def replay(
         if picture is not None:
             console.print(f"picture: {picture.resolve()}")
     raise typer.Exit(0 if report.wrong_bytes == 0 else 1)
+
+
+def _dry(
+    name: str,
+    requests: list[Request],
+    policies: str,
+    capacities: list[int],
+    hints: bool,
+    seed: int,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    from kvpool import dry as dries
+
+    try:
+        options = dries.options(
+            name=name,
+            requests=requests,
+            policies=policies,
+            capacities=capacities,
+            hints=hints,
+            seed=seed,
+        )
+    except KvpoolError as error:
+        _fail(error)
+    process.calm_garbage_collector()  # it would look at millions of block ids again and again
+    done = dries.study(options, lambda line: complaints.print(line, highlight=False))
+    if picture is not None:
+        from kvpool.picture import curves
+
+        picture.write_text(curves(done))
+    if as_json:
+        print(json.dumps(done.as_dict()))
+    else:
+        console.print(dries.table(done))
 
 
 @app.command()
@@ -387,43 +474,6 @@ def bench(
 
 
 # --- inside ----------------------------------------------------------------------------
-
-
-def members_table(members: list[Member]) -> Table:
-    """The servers of a pool, one line each."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("server", "state", "tier"):
-        table.add_column(name)
-    for name in ("capacity", "used", "blocks", "evicted", "pins", "clients", "victim age", "RSS"):
-        table.add_column(name, justify="right")
-    for m in sorted(members):
-        state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
-        share = m.used / m.capacity if m.capacity else 0
-        table.add_row(
-            escape(m.server),
-            state,
-            escape(", ".join(m.tiers)),
-            human(m.capacity),
-            f"{human(m.used)} ({share:.0%})",
-            f"{m.blocks:,}",
-            f"{m.counters.get('evicted_blocks', 0):,}",
-            f"{m.pins:,}",
-            f"{m.counters.get('connections', 0):,}",
-            f"{m.victim_age_s:.0f} s",
-            human(m.rss),
-        )
-    if not members:
-        table.add_row("no server has registered", *[""] * 10)
-    return table
-
-
-def human(size: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def _settings(config: Path | None, flags: dict[str, object]) -> Config:

@@ -53,6 +53,7 @@ from kvpool.types import (
     BlockKey,
     Buffer,
     Explanation,
+    HintStatus,
     Match,
     Member,
     Namespace,
@@ -61,10 +62,13 @@ from kvpool.types import (
     ReadStatus,
     Replica,
     Run,
+    Tag,
     Wanted,
     WriteStatus,
     check_digest_size,
     check_digests,
+    check_resume_in,
+    check_session,
 )
 from kvpool.wire import messages as wire
 
@@ -315,6 +319,8 @@ class Pool:
         part: int = 0,
         copies: int = 1,
         visible: bool = True,
+        session: str = "",
+        resume_in: float | None = None,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
         """Store blocks; one status per block.
@@ -325,10 +331,15 @@ class Pool:
         `counters["copies_missing"]` tells; a block with one copy is stored. With `visible`
         the call returns when every living master can be asked for the blocks. The buffers are
         the caller's again when it returns or raises.
+
+        With a `session`, the blocks are part of what that conversation says: when it ends, or
+        goes on from an earlier point, those that nobody else uses go first. `resume_in` says in
+        how many seconds its next prompt is expected, as `hint` does, but in time for this write.
         """
         deadline = self._begin(timeout)
         size = check_digests(digests)
         _check_part(namespace, part)
+        tag = _tag(session, resume_in)
         if not 1 <= copies <= COPIES_MAX:
             raise UsageError(f"copies is {copies}, expected 1 to {COPIES_MAX}")
         if len(buffers) != len(digests):
@@ -342,7 +353,7 @@ class Pool:
                 zip(digests, parents, buffers, strict=True)
             )
         ]
-        writing = Writing(namespace, part, visible)
+        writing = Writing(namespace, part, visible, tag)
         statuses = [WriteStatus.NO_MASTER] * len(blocks)
         for group in _batches(range(len(blocks)), [len(block.buffer) for block in blocks]):
             written = await self._write_batch(writing, [blocks[i] for i in group], copies, deadline)
@@ -380,6 +391,36 @@ class Pool:
         (status,) = await self._servers.write(
             server, Writing(namespace, 0, True), [block], deadline
         )
+        return status
+
+    async def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
+        """This conversation is over: of its blocks those that no other uses go first.
+
+        Advice, as `hint` is: it travels over one master to every server within a heartbeat, and
+        never raises for what the pool cannot do.
+        """
+        check_session(session)
+        return await self._hint(wire.Hint(session, None), timeout)
+
+    async def hint(
+        self, session: str, *, resume_in: float, timeout: float | None = None
+    ) -> HintStatus:
+        """In `resume_in` seconds this conversation is expected to go on; until then it stays.
+
+        Of all that are expected the furthest goes first. One that does not come lapses. The
+        status is the master's; what the servers made of it is in their counters.
+        """
+        check_session(session)
+        check_resume_in(resume_in)
+        return await self._hint(wire.Hint(session, resume_in), timeout)
+
+    async def _hint(self, hint: wire.Hint, timeout: float | None) -> HintStatus:
+        try:
+            hinted = await self._masters.ask(hint, wire.Hinted, self._begin(timeout))
+            status = HintStatus(hinted.status)
+        except (Unavailable, ValueError):
+            status = HintStatus.REFUSED
+        self.counters[f"hint_{status.name.lower()}"] += 1
         return status
 
     async def remove(
@@ -722,6 +763,15 @@ def _miss(value: int) -> ReadStatus:
     """The reason of a miss; a master that calls it a hit knows none."""
     status = _read_status(value)
     return ReadStatus.NEVER_WRITTEN if status.hit else status
+
+
+def _tag(session: str, resume_in: float | None) -> Tag | None:
+    if resume_in is not None:
+        check_resume_in(resume_in)
+    if session or resume_in is not None:
+        check_session(session)
+        return Tag(session, resume_in)
+    return None
 
 
 def _check_part(namespace: Namespace, part: int) -> None:

@@ -59,7 +59,7 @@ class ServerConfig(_Section, frozen=True):
     heartbeat_s: Seconds = 1.0
     #: Extents start at multiples of this: a page, so that they can be mapped and sent directly.
     alignment: Size = 4096
-    #: Which block goes next when memory is full: lru, arc, lease, or what else is installed.
+    #: Which block goes next when memory is full: lru, arc, lease, density, or one that you wrote.
     policy: str = "lru"
     #: Connections at once; beyond it new ones are refused.
     connections_max: int = 1024
@@ -81,6 +81,7 @@ class ClientConfig(_Section, frozen=True):
     #: A server or master that has been silent for this long is given up; the call ends in a miss.
     attempt_s: Seconds = 1.0
     #: After this long without a word from it, another replica, or another master, is asked.
+    #: Well above what a healthy server takes for its first word, or healthy ones are left, too.
     hedge_s: Seconds = 0.1
     #: Check the checksum of every block that is read.
     verify: bool = True

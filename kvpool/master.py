@@ -15,6 +15,7 @@ import msgspec
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.core.directory import Directory, Report
+from kvpool.core.relay import Relay
 from kvpool.errors import BadMessage
 from kvpool.protocols import Listener, Network
 from kvpool.types import Namespace, ReadStatus, Replica, TierUsage
@@ -39,6 +40,7 @@ class Master:
         if directory is None:
             directory = Directory(timeout_s=config.timeout_s, forget_s=config.forget_s)
         self.directory = directory
+        self._hints = Relay()
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
@@ -52,6 +54,7 @@ class Master:
         self._handle(wire.Place, self._place)
         self._handle(wire.Members, self._members)
         self._handle(wire.Explain, self._explain)
+        self._handle(wire.Hint, self._hint)
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"
@@ -108,7 +111,7 @@ class Master:
             m.server, m.epoch, m.host, m.addresses, m.tiers, m.capacity, self._now()
         )
         log.info("server registered" if accepted else "server id is taken", server=m.server)
-        return wire.Registered(accepted, self.address)
+        return wire.Registered(accepted, self.address, self._hints.last)
 
     def _heartbeat(self, m: wire.Heartbeat) -> wire.Known:
         report = Report(
@@ -121,9 +124,12 @@ class Master:
             m.victim_age_s,
             tuple(TierUsage(*msgspec.structs.astuple(tier)) for tier in m.tiers),
         )
-        return wire.Known(
-            self.directory.heartbeat(m.server, m.epoch, report, m.counters, self._now())
-        )
+        now = self._now()
+        if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now):
+            return wire.Known(False)
+        hints, heard = self._hints.since(m.hints_heard, wire.HINTS_MAX)
+        told = [(hint.session, max(0.0, now - hint.given), hint.resume_in) for hint in hints]
+        return wire.Known(True, told, heard)
 
     def _leave(self, m: wire.Leave) -> wire.Known:
         self.directory.leave(m.server, m.epoch)
@@ -200,6 +206,11 @@ class Master:
             page.append(info)
         uptime_s = max(0.0, now - self._started)
         return wire.MembersAre(self.address, uptime_s, len(self.directory), page, more)
+
+    def _hint(self, m: wire.Hint) -> wire.Hinted:
+        if not m.session.isprintable():
+            raise BadMessage(f"session {m.session[:40]!r} is not printable")
+        return wire.Hinted(self._hints.add(m.session, m.resume_s, self._now()))
 
     def _explain(self, m: wire.Explain) -> wire.Explained:
         namespace, digests = wire.unpack_keys(m)

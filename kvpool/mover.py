@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.core.lifecycle import State
-from kvpool.core.stack import Copy, Stack
+from kvpool.core.stack import MOVER, Copy, Stack
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, Described, Durable, Tier
 from kvpool.types import Namespace, ReadStatus, Record
@@ -35,6 +35,9 @@ _FAILURES_MAX: Final = 8
 _STUCK_S: Final = 30.0
 #: A process that was stopped hears of its timers before it hears of what has ended meanwhile.
 _SECOND_LOOK_S: Final = 1.0
+#: `close` gives blocks this long to get from memory to where they will be found again; a process
+#: that is told to stop has a second.
+_DRAIN_S: Final = 0.5
 #: `close` waits this long for the last read or write.
 _CLOSE_S: Final = 5.0
 #: While readers wait for a slow tier, the next batch down waits for them, at most this long.
@@ -121,6 +124,7 @@ class Mover:
         self._staging_bytes = 0
         self._nobody_waits = asyncio.Event()
         self._nobody_waits.set()
+        self._base_lost = asyncio.Event()
         self._records = asyncio.Lock()  # `forget` and `remember` for one extent keep their order
         top = tiers[stack.reached]
         assert isinstance(top, Addressable)
@@ -152,10 +156,14 @@ class Mover:
                 self._spawn(self._carry_down())
 
     async def close(self) -> None:
-        """Stop. What has not been copied down is lost with the memory that it is in.
+        """Stop, when what has yet to be copied down is there, or after half a second.
 
         Waits for what a device is doing, but not for ever: one that is stuck is left behind.
         """
+        for _ in range(50):
+            if not self._stack.waiting and not self._stack.top.pinned_by(MOVER):
+                break
+            await asyncio.sleep(_DRAIN_S / 50)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -245,23 +253,45 @@ class Mover:
                 self._wake.clear()
                 await self.forget()
                 await self._wake.wait()
-            if self._stack.top.allocator.free:  # nobody waits for the room that we make
+            if not self._stack.is_pressed:  # readers first
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GIVE_WAY_S):
                         await self._nobody_waits.wait()
 
     async def _copy_down(self, copies: list[Copy]) -> None:
-        good: dict[Copy, bool] = dict.fromkeys(copies, False)
+        """One batch; given up when the base is lost meanwhile.
+
+        A device that is stuck may then still read from our memory, which harms nobody: what it
+        writes has no record. (What it may still write into our memory stays reserved.)
+        """
+        waiting = dict.fromkeys(copies, False)
+        writing = self._spawn(self._write_down(waiting))
+        lost = asyncio.ensure_future(self._base_lost.wait())
         try:
-            await self.forget()  # before their old extents are written over
-            moved = await asyncio.gather(*map(self._move, copies))
-            good.update(zip(copies, moved, strict=True))
-            await self._remember(good)
+            await asyncio.wait([writing, lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            now = _now()
-            for copy, is_good in good.items():
-                self._stack.copied(copy, good=is_good, now=now)
-            self._changed()
+            lost.cancel()
+            self._report(waiting, waiting)
+
+    async def _write_down(self, waiting: dict[Copy, bool]) -> None:
+        """Write the bytes, then the records, and report at once, unless the batch was given up.
+
+        Whoever removes a block meanwhile must find its copy either not recorded or in the books.
+        """
+        copies = list(waiting)
+        await self.forget()  # before their old extents are written over
+        moved = await asyncio.gather(*map(self._move, copies))
+        done = dict(zip(copies, moved, strict=True))
+        await self._remember(done)
+        self._report(waiting, done)
+
+    def _report(self, waiting: dict[Copy, bool], good: dict[Copy, bool]) -> None:
+        """What became of the copies that wait to be reported."""
+        now = _now()
+        for copy in waiting:
+            self._stack.copied(copy, good=good[copy], now=now)
+        waiting.clear()
+        self._changed()
 
     # --- what a durable base remembers -----------------------------------------------------------
 
@@ -274,8 +304,8 @@ class Mover:
             await asyncio.shield(self._spawn(self._forget()))
 
     async def _forget(self) -> None:
-        base = self._stack.base
         async with self._records:
+            base = self._stack.base  # which may have changed: then there is nothing to forget
             freed = self._stack.take_freed()
             if freed and base in self._durable:
                 try:
@@ -392,6 +422,8 @@ class Mover:
     def _retire(self, tier: int, why: str) -> None:
         if tier not in self._stack.lost_tiers and tier != self._stack.reached:
             log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
+            if tier == self._stack.base:
+                self._base_lost.set()
             self._spawn(self._bury(self._stack.retire(tier)))
             self._changed()
 

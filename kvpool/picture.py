@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
+from kvpool.dry import MIN, Study
 from kvpool.replay import Report, quantiles
 
 _WIDTH, _HEIGHT = 960, 560
 _INK, _QUIET, _GRID = "#1b2733", "#62707d", "#e3e8ed"
+_LINES = ("#9db4c7", "#d98c5f", "#12805c", "#7a5aa8", "#c2a83e", "#b0457b", "#3d7fb5")
 _POOL, _OTHER, _WEAK = "#12805c", "#9db4c7", "#d98c5f"
 
 
@@ -27,10 +30,63 @@ def draw(report: Report) -> str:
     return "\n".join(parts)
 
 
+def curves(study: Study) -> str:
+    """A dry replay: hit rate over capacity, a line for each policy."""
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 480" '
+        'font-family="Helvetica, Arial, sans-serif">',
+        '<rect width="640" height="480" fill="#ffffff"/>',
+        _text(60, 36, "blocks found, by capacity in blocks", 18, _INK, weight="bold"),
+        _text(60, 58, study.name, 13, _QUIET),
+        *_panel(study, 60, 80, 430, 350),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[str]:
+    capacities = sorted({row.capacity for row in study.rows})
+    low, high = math.log(capacities[0]), math.log(capacities[-1])
+    highest = max(row.hit_rate for row in study.rows) or 1.0
+    ceiling = math.ceil(highest * 10) / 10
+
+    def x(capacity: int) -> float:
+        return left + width * ((math.log(capacity) - low) / (high - low) if high > low else 0.5)
+
+    parts = []
+    for step in range(5):
+        y = top + height * (1 - step / 4)
+        parts += [
+            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{_GRID}"/>',
+            _text(left - 6, y + 4, f"{ceiling * step / 4:.0%}", 11, _QUIET, "end"),
+        ]
+    for capacity in capacities:
+        parts.append(_text(x(capacity), top + height + 18, f"{capacity:,}", 11, _QUIET, "middle"))
+    policies = list(dict.fromkeys(row.policy for row in study.rows))
+    for number, policy in enumerate(policies):
+        colour = _LINES[number % len(_LINES)] if policy != MIN else _INK
+        points = [
+            (x(capacity), top + height * (1 - study.rate(policy, capacity) / ceiling))
+            for capacity in capacities
+        ]
+        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+        dashes = ' stroke-dasharray="6 4"' if policy == MIN else ""
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"{dashes}/>'
+        )
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in points]
+        key = top + 20 + 20 * number
+        parts.append(
+            f'<rect x="{left + width + 16}" y="{key - 6}" width="14" height="4" fill="{colour}"/>'
+        )
+        parts.append(_text(left + width + 36, key, policy, 12, colour))
+    return parts
+
+
 def _bars(report: Report) -> list[str]:
     rows = [
         ("the pool", report.hit_rate, _POOL),
-        ("same policy, offline", report.offline_lru, _OTHER),
+        ("same policy, offline", report.offline_policy, _OTHER),
         (f"{report.clients} isolated caches, same memory", report.offline_isolated, _WEAK),
         ("ideal, memory without end", report.offline_ideal, _OTHER),
     ]

@@ -23,6 +23,7 @@ from kvpool.types import (
     ReadStatus,
     Record,
     Reservation,
+    Tag,
     Wanted,
     WriteStatus,
 )
@@ -49,11 +50,12 @@ class Connection(Protocol):
         sizes: Sequence[int],
         *,
         deadline: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         """Room for each block; waits for space until `deadline`, then says NO_SPACE.
 
         BYPASSED, without waiting, where the server keeps what it has instead. A status other
-        than RESERVED asks for no bytes.
+        than RESERVED asks for no bytes. A `tag` says whose chain the blocks are part of.
         """
 
     async def seal(
@@ -141,6 +143,7 @@ class Writing(NamedTuple):
     namespace: Namespace
     part: int
     visible: bool
+    tag: Tag | None = None
 
 
 class Patience(Protocol):

@@ -49,6 +49,14 @@ def tiers(config: ServerConfig) -> list[Tier]:
     specs = [parse_tier(text) for text in config.tiers] or [
         TierSpec("dram", "", config.capacity, {})
     ]
+    makers = [_load(TIERS, spec.name, "tier") for spec in specs]
+    if any(getattr(make, "survives_restart", False) for make in makers[:-1]):
+        raise ConfigError("a tier that survives restarts holds the pool: put it last")
+    if not any(hasattr(make, "view") for make in makers):
+        raise ConfigError(
+            f"tiers {', '.join(spec.name for spec in specs)}: clients can reach none of them; "
+            "put dram first, such as dram:1GiB"
+        )
     opened: list[Tier] = []
     try:
         for spec in specs:  # one by one, so that those opened are known

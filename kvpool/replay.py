@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -22,13 +23,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from kvpool import registry, workload
+from kvpool import dry, registry, workload
 from kvpool.children import Child, process_of, servers_up
-from kvpool.config import ServerConfig, parse_size
+from kvpool.config import ServerConfig, parse_size, parse_tier
 from kvpool.errors import ConfigError
+from kvpool.tables import as_json_object
 from kvpool.types import Member
 
 _REFRESH_S = 0.5
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ class Options:
     in_flight: int
     transports: list[str]
     seed: int
+    policy: str = "lru"
+    #: Of each server, instead of memory only; `{server}` in one stands for its id.
+    tiers: tuple[str, ...] = ()
+    #: Kill every server with -9 after this share of the requests, and start it again.
+    kill_at: float | None = None
 
     @property
     def capacity_blocks(self) -> int:
@@ -77,11 +85,13 @@ class Report:
     blocks: int = 0
     hits: int = 0
     wrong_bytes: int = 0
+    offline_policy: float = 0.0
     offline_lru: float = 0.0
     offline_isolated: float = 0.0
     offline_ideal: float = 0.0
     transports: dict[str, Traffic] = field(default_factory=dict)
     statuses: dict[str, int] = field(default_factory=dict)
+    killed_after: tuple[int, int] | None = None  # hits and blocks until then
     match_s: list[float] = field(default_factory=list)
     read_s: list[float] = field(default_factory=list)
     write_s: list[float] = field(default_factory=list)
@@ -92,13 +102,22 @@ class Report:
     def hit_rate(self) -> float:
         return self.hits / self.blocks if self.blocks else 0.0
 
+    @property
+    def hit_rates_round_kill(self) -> tuple[float, float] | None:
+        """Before the servers were killed, and since."""
+        if self.killed_after is None:
+            return None
+        hits, blocks = self.killed_after
+        return hits / max(1, blocks), (self.hits - hits) / max(1, self.blocks - blocks)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; latencies as quantiles."""
         found = asdict(self)
         for name in ("match_s", "read_s", "write_s"):
             found[name] = dict(zip(("p50", "p99"), quantiles(getattr(self, name)), strict=True))
         found["hit_rate"] = self.hit_rate
-        found["members"] = [member._asdict() for member in self.members]
+        found["hit_rates_round_kill"] = self.hit_rates_round_kill
+        found["members"] = [as_json_object(member) for member in self.members]
         return found
 
 
@@ -128,15 +147,16 @@ def options(
     transports: list[str],
     limit: int | None,
     seed: int,
+    policy: str = "lru",
+    tiers: Sequence[str] = (),
+    kill_at: float | None = None,
 ) -> Options:
     """From what a user says to what is played. Raises ConfigError."""
-    if trace is not None:
-        requests, name, defaults = _trace(trace), trace.name, _TRACE
-    elif workload == "codex":
-        requests = _codex(sessions, concurrent, seed)
-        name, defaults = f"codex, {concurrent} of {sessions} sessions at a time", _CODEX
-    else:
-        raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
+    name, requests = requests_of(trace, workload, sessions, concurrent, seed)
+    defaults = _TRACE if trace is not None else _CODEX
+    if policy not in registry.installed(registry.POLICIES):
+        have = sorted(registry.installed(registry.POLICIES))
+        raise ConfigError(f"no policy {policy!r} is installed: have {have}")
     if not transports:
         raise ConfigError("transports: expected at least one, such as shm")
     known = registry.installed(registry.TRANSPORTS)
@@ -144,7 +164,15 @@ def options(
         if transport not in known:
             raise ConfigError(f"no transport {transport!r} is installed: have {sorted(known)}")
     size = parse_size(block_size or defaults.block_size)
-    total = parse_size(capacity or defaults.capacity)
+    total = _bytes(capacity or defaults.capacity, size)
+    if tiers:
+        if capacity is not None:
+            raise ConfigError("--capacity and --tier: expected one of them")
+        if servers > 1 and any(parse_tier(t).place and "{server}" not in t for t in tiers):
+            raise ConfigError("a file serves one server: put {server} into its path")
+        total = parse_tier(tiers[-1]).capacity * servers
+    if kill_at is not None and not 0 < kill_at < 1:
+        raise ConfigError(f"--kill-at {kill_at:g}: expected a share between 0 and 1")
     if total // servers < size:
         raise ConfigError(f"capacity {total} over {servers} servers holds no block of {size}")
     return Options(
@@ -157,7 +185,49 @@ def options(
         in_flight=in_flight or (1 if trace is not None else clients),
         transports=transports,
         seed=seed,
+        policy=policy,
+        tiers=tuple(tiers),
+        kill_at=kill_at,
     )
+
+
+def requests_of(
+    trace: Path | None, workload: str, sessions: int, concurrent: int, seed: int
+) -> tuple[str, list[workload.Request]]:
+    """A workload and its name. Raises ConfigError."""
+    if trace is not None:
+        return trace.name, _trace(trace)
+    if workload == "codex":
+        name = f"codex, {concurrent} of {sessions} sessions at a time"
+        return name, _codex(sessions, concurrent, seed)
+    raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
+
+
+def capacities_in_blocks(text: str, block_size: str | None) -> list[int]:
+    """`5000blocks,25000blocks`, or sizes and the size of a block. Raises ConfigError."""
+    found = []
+    for one in text.split(","):
+        if not one.strip().endswith(_BLOCKS) and block_size is None:
+            raise ConfigError(f"capacity {one!r}: expected 5000blocks, or also --block-size")
+        size = parse_size(block_size) if block_size is not None else 1
+        found.append(_bytes(one, size) // size if size else 0)
+        if found[-1] < 1:
+            raise ConfigError(f"capacity {one!r} holds no block")
+    return found
+
+
+_BLOCKS = "blocks"
+
+
+def _bytes(capacity: str, block_size: int) -> int:
+    """A capacity as users say it: a size like 176MiB, or a number of blocks like 5000blocks."""
+    text = capacity.strip()
+    if not text.endswith(_BLOCKS):
+        return parse_size(text)
+    count = text.removesuffix(_BLOCKS).strip()
+    if not count.isdecimal() or len(count) > 15:
+        raise ConfigError(f"capacity {capacity!r}: expected a number of blocks, like 5000blocks")
+    return int(count) * block_size
 
 
 def _trace(path: Path) -> list[workload.Request]:
@@ -187,17 +257,15 @@ async def replay(options: Options, console: Console) -> Report:
             process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
         )
         address = (await master.line()).removeprefix("master at ")
-        for number in range(options.servers):
-            server = await stack.enter_async_context(_server(options, number, address))
-            await server.line()
-        await servers_up(address, options.servers)
+        pool = _Servers(options, address, stack)
+        await pool.start()
         engines = [
             await stack.enter_async_context(_engine(options, number, address))
             for number in range(options.clients)
         ]
         with _progress(console, report) as show:
             started = time.monotonic()
-            await _while_alive(master, _play(options, engines, report, show, started))
+            await _while_alive(master, _play(options, engines, report, show, started, pool))
             report.seconds = time.monotonic() - started
         # A server that died on the way is a result, too: none of them is waited for.
         report.members = await servers_up(address, 0)
@@ -229,6 +297,7 @@ async def _play(
     report: Report,
     show: Any,
     started: float,
+    pool: _Servers,
 ) -> None:
     """Requests in order and in turn; a session's next one waits for its last."""
     places = asyncio.Semaphore(options.in_flight)
@@ -243,8 +312,13 @@ async def _play(
         finally:
             places.release()
 
+    kill_at = int(len(options.requests) * options.kill_at) if options.kill_at else None
     async with asyncio.TaskGroup() as group:
         for number, request in enumerate(options.requests):
+            if number == kill_at:
+                await asyncio.gather(*last.values())
+                report.killed_after = report.hits, report.blocks
+                await pool.kill_and_start()
             await places.acquire()
             engine = engines[number % len(engines)]
             before = last.get(request.session)
@@ -275,7 +349,9 @@ def _add(report: Report, options: Options, transport: str, answer: dict[str, Any
 
 def _add_bounds(options: Options, report: Report) -> None:
     requests, capacity = options.requests, options.capacity_blocks
-    report.offline_lru = workload.lru(requests, capacity)
+    report.offline_lru = report.offline_policy = workload.lru(requests, capacity)
+    if options.policy != "lru":
+        report.offline_policy = dry.hit_rate(requests, options.policy, capacity)
     report.offline_isolated = workload.isolated(requests, capacity, options.clients)
     report.offline_ideal = workload.ideal(requests)
 
@@ -283,18 +359,59 @@ def _add_bounds(options: Options, report: Report) -> None:
 # --- processes -------------------------------------------------------------------------
 
 
+class _Servers:
+    """The block servers of a replay; they end with `stack`."""
+
+    def __init__(self, options: Options, master: str, stack: AsyncExitStack) -> None:
+        self._options = options
+        self._master = master
+        self._stack = stack
+        self._running: list[Child] = []
+        self._epochs: set[int] = set()
+
+    async def start(self) -> None:
+        """Start all of them, and wait until the master knows them as they are now."""
+        for number in range(self._options.servers):
+            process = _server(self._options, number, self._master)
+            self._running.append(await self._stack.enter_async_context(process))
+        for server in self._running:
+            await server.line()
+        while True:
+            members = await servers_up(self._master, self._options.servers)
+            epochs = {member.epoch for member in members}
+            if not epochs & self._epochs:
+                self._epochs = epochs
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def kill_and_start(self) -> None:
+        """Kill -9, all at once."""
+        for server in self._running:
+            server.signal(signal.SIGKILL)
+        for server in self._running:
+            await server.ended()
+        self._running.clear()
+        await self.start()
+
+
 def _server(
     options: Options, number: int, master: str
 ) -> contextlib.AbstractAsyncContextManager[Child]:
+    name = f"server-{number}"
+    if options.tiers:
+        memory = [word for t in options.tiers for word in ("--tier", t.replace("{server}", name))]
+    else:
+        memory = ["--capacity", str(options.capacity // options.servers)]
     return process_of(
         "kvpool",
         "server",
         "--masters",
         master,
         "--id",
-        f"server-{number}",
-        "--capacity",
-        str(options.capacity // options.servers),
+        name,
+        *memory,
+        "--policy",
+        options.policy,
         "--log-level",
         "error",
         # An hour of traffic takes a minute here, so news must travel as much faster: with one
@@ -402,9 +519,12 @@ def _hit_table(report: Report) -> Table:
     table = Table(title=f"{report.name}: {report.requests:,} requests, {where}, {memory}")
     table.add_column("hit rate")
     table.add_column("", justify="right")
-    pool, lru = report.hit_rate, report.offline_lru
+    pool, offline = report.hit_rate, report.offline_policy
     table.add_row("[bold]the pool[/]", f"[bold green]{pool:.2%}[/]")
-    table.add_row(f"same policy, offline ({100 * (pool - lru):+.2f} points)", f"{lru:.2%}")
+    table.add_row(f"same policy, offline ({100 * (pool - offline):+.2f} points)", f"{offline:.2%}")
+    if report.hit_rates_round_kill is not None:
+        before, since = report.hit_rates_round_kill
+        table.add_row("before every server was killed, and since", f"{before:.2%}, {since:.2%}")
     isolated = f"same memory as {report.clients} isolated caches"
     table.add_row(isolated, f"{report.offline_isolated:.2%}")
     table.add_row("ideal: memory without end", f"{report.offline_ideal:.2%}")

@@ -31,7 +31,7 @@ from kvpool.protocols import (
     Tier,
     Transport,
 )
-from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -204,10 +204,19 @@ class BlockServer:
         if future in self._space:  # nobody told us in time
             self._space.remove(future)
 
+    def hinted(self, hints: Sequence[wire.WireHint]) -> None:
+        """What clients say of their sessions."""
+        now = asyncio.get_running_loop().time()
+        for session, age_s, resume_in in hints:
+            if resume_in is None:
+                self.stack.end(session, now)
+            else:
+                self.stack.resume(session, resume_in, now, age_s=age_s)
+
     def disconnected(self) -> None:
         self._connections -= 1
 
-    def heartbeat(self, now: float) -> wire.Heartbeat:
+    def heartbeat(self, now: float, hints_heard: int = 0) -> wire.Heartbeat:
         top, base = self.stack.top, self.stack.bottom
         return wire.Heartbeat(
             server=self.server,
@@ -225,8 +234,10 @@ class BlockServer:
                 "evicted_blocks": self.stack.evicted,
                 "evicted_bytes": self.stack.evicted_bytes,
                 "quarantined": top.quarantined,
+                **base.hint_counters,
             },
             tiers=self.mover.usage(now),
+            hints_heard=hints_heard,
         )
 
 
@@ -249,11 +260,14 @@ class _Connection:
         sizes: Sequence[int],
         *,
         deadline: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         patience = now + (deadline - now) / 2
-        answers = self._stack.reserve(self._owner, namespace, part, digests, parents, sizes, now)
+        answers = self._stack.reserve(
+            self._owner, namespace, part, digests, parents, sizes, now, tag
+        )
         while True:
             self._server.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
@@ -273,6 +287,7 @@ class _Connection:
                 [parents[i] for i in full],
                 [sizes[i] for i in full],
                 self._loop.time(),
+                tag,
             )
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
@@ -406,6 +421,7 @@ class _Announcer:
         self._heard = 0  # of these, how many the master has acknowledged
         self._sequence = 0
         self._next_heartbeat = 0.0
+        self._hints_heard = 0
         self.synced = False
         self.problem: KvpoolError | None = None
         self.task: asyncio.Task[None] | None = None
@@ -483,6 +499,7 @@ class _Announcer:
                 f"server id {server.server!r} belongs to another living server; "
                 "choose another with --id"
             )
+        self._hints_heard = registered.hints_heard
 
     async def _send_inventory(self) -> None:
         """All there is, in pieces; what changes meanwhile follows as news."""
@@ -542,9 +559,13 @@ class _Announcer:
     async def _send_heartbeat(self) -> None:
         now = self._loop.time()
         self._next_heartbeat = now + self._config.heartbeat_s
-        known = await self._ask(self._server.heartbeat(now), wire.Known)
+        known = await self._ask(self._server.heartbeat(now, self._hints_heard), wire.Known)
         if not known.known:
             raise Unavailable("the master has restarted")
+        self._hints_heard = known.hints_heard
+        self._server.hinted(known.hints)
+        if len(known.hints) == wire.HINTS_MAX:  # there may be more
+            self._next_heartbeat = now
 
     async def _wait(self) -> None:
         """Until there is news or a heartbeat is due."""
@@ -632,17 +653,7 @@ def check_scheme(address: str, transports: Mapping[str, Transport]) -> None:
 
 def _reached(tiers: Sequence[Tier]) -> int:
     """Which tier clients write into and read out of: the first whose memory can be looked at."""
-    for number, tier in enumerate(tiers):
-        if isinstance(tier, Addressable):
-            return number
-        if tier.survives_restart:
-            raise ConfigError(
-                f"tier {tier.name} comes before the one that clients reach: put dram first"
-            )
-    raise ConfigError(
-        f"tiers {', '.join(tier.name for tier in tiers)}: clients can reach none of them; "
-        "put dram there, such as dram:1GiB"
-    )
+    return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
 
 
 def _books(tiers: Sequence[Tier], alignment: int, policy: Policy[Entry] | None) -> list[Store]:

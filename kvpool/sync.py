@@ -25,6 +25,7 @@ from kvpool.types import (
     ROOT,
     Buffer,
     Explanation,
+    HintStatus,
     Match,
     Member,
     Namespace,
@@ -104,6 +105,8 @@ class Pool:
         part: int = 0,
         copies: int = 1,
         visible: bool = True,
+        session: str = "",
+        resume_in: float | None = None,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
         return self._run(
@@ -116,10 +119,19 @@ class Pool:
                 part=part,
                 copies=copies,
                 visible=visible,
+                session=session,
+                resume_in=resume_in,
                 timeout=timeout,
             ),
             timeout,
         )
+
+    def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
+        return self._run(self._pool.end(session, timeout=timeout), timeout)
+
+    def hint(self, session: str, *, resume_in: float, timeout: float | None = None) -> HintStatus:
+        hint = self._pool.hint(session, resume_in=resume_in, timeout=timeout)
+        return self._run(hint, timeout)
 
     @contextmanager
     def read_view(

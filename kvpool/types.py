@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from kvpool.errors import BadKey
+from kvpool.errors import BadKey, UsageError
 
 #: Anything that exposes its memory: bytes, bytearray, memoryview, numpy array, CPU tensor.
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -26,6 +26,8 @@ DIGEST_SIZE_MAX: Final = 32
 BATCH_BLOCKS_MAX: Final = 1024
 #: Servers that one block may be written to by one call.
 COPIES_MAX: Final = 16
+#: Characters of a session's name.
+SESSION_NAME_MAX: Final = 128
 #: One block. Far above any engine's; it bounds what a length from the wire may claim.
 BLOCK_SIZE_MAX: Final = 1 << 32
 
@@ -136,6 +138,30 @@ class WriteStatus(enum.IntEnum):
     @property
     def label(self) -> str:
         return self.name.lower().replace("_", " ")
+
+
+class HintStatus(enum.IntEnum):
+    """What became of a hint. It is advice: nothing that a caller gets depends on it."""
+
+    #: It is followed.
+    ACCEPTED = 0
+    #: It is followed in part: the time is too far off, or the budget for hints is used up.
+    CLIPPED = 1
+    #: It came too late, or there are too many hints, or too many branches in that session.
+    REFUSED = 2
+    #: No block of that session is here.
+    UNKNOWN = 3
+
+
+class Tag(NamedTuple):
+    """Who writes: a session, and perhaps in how many seconds its next prompt is expected.
+
+    A session is one conversation. Two that go on side by side from one history are two sessions:
+    of one that branches, the branch that is left behind goes first.
+    """
+
+    session: str
+    resume_in: float | None = None
 
 
 class ReadResult(NamedTuple):
@@ -281,6 +307,20 @@ class Wanted(NamedTuple):
 
     digest: bytes
     buffer: memoryview
+
+
+def check_session(session: str) -> None:
+    """Raises UsageError for what is no name of a session."""
+    if not 1 <= len(session) <= SESSION_NAME_MAX or not session.isprintable():
+        raise UsageError(
+            f"session {session[:40]!r}: expected 1 to {SESSION_NAME_MAX} printable characters"
+        )
+
+
+def check_resume_in(resume_in: float) -> None:
+    """Raises UsageError for what is no time to wait."""
+    if not 0 <= resume_in <= 1e9:
+        raise UsageError(f"resume_in is {resume_in}, expected seconds, 0 or more")
 
 
 def check_digest_size(digests: Sequence[bytes]) -> int:

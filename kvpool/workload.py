@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,9 @@ class Request(NamedTuple):
 
     session: int
     chain: tuple[int, ...]
+    time_s: float = 0.0
+    #: Seconds until the session's next prompt; None: this is its last one.
+    resumes_s: float | None = None
 
 
 class _Turn(NamedTuple):
@@ -62,8 +66,11 @@ def codex(
         for position, turn in enumerate(session):
             ids = ids[: min(turn.prefix // block, len(ids)) if position else len(system)]
             ids = ids + [fresh() for _ in range(-(-turn.length // block) - len(ids))]
-            timed.append((int(now * 1000), Request(number, tuple(ids))))
-            now += 0.5 + 0.0137 * turn.output + turn.gap_s
+            lasts_s = 0.5 + 0.0137 * turn.output + turn.gap_s
+            resumes_s = lasts_s if position + 1 < len(session) else None
+            at_ms = int(now * 1000)
+            timed.append((at_ms, Request(number, tuple(ids), at_ms / 1000, resumes_s)))
+            now += lasts_s
         lanes[lane] = now
     timed.sort(key=lambda entry: entry[0])
     return [request for _, request in timed]
@@ -140,7 +147,7 @@ def _parse(line: str, where: str) -> tuple[float, Request]:
         raise ConfigError(f"{where}: hash_ids is {str(ids)[:60]!r}, expected a list of integers")
     if len(set(ids)) != len(ids):
         raise ConfigError(f"{where}: an id is twice in hash_ids")
-    return timestamp, Request(0, tuple(ids))
+    return timestamp, Request(0, tuple(ids), timestamp / 1000)
 
 
 # --- offline bounds ---------------------------------------------------------------------
@@ -176,6 +183,39 @@ class LruCache:
 def lru(requests: Sequence[Request], capacity: int) -> float:
     """Block hit rate of one cache of `capacity` blocks."""
     return isolated(requests, capacity, 1)
+
+
+def belady(requests: Sequence[Request], capacity: int) -> float:
+    """Block hit rate that no policy can exceed, exactly: MIN, free to refuse what comes.
+
+    It keeps what is used soonest. A parent is never used later than its child, so with the
+    deepest going first on ties what is kept is always prefixes: the bound is attained.
+    """
+    ends: list[list[int]] = []  # for each request, when each of its blocks is used next
+    seen: dict[int, int] = {}
+    for number in range(len(requests) - 1, -1, -1):
+        chain = requests[number].chain
+        ends.append([seen.get(id, _NEVER) for id in chain])
+        seen.update(dict.fromkeys(chain, number))
+    kept: dict[int, int] = {}
+    furthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for request, following in zip(requests, reversed(ends), strict=True):
+        hits += next((n for n, id in enumerate(request.chain) if id not in kept), len(following))
+        for depth, (id, end) in enumerate(zip(request.chain, following, strict=True)):
+            if end != _NEVER:
+                kept[id] = end
+                heappush(furthest, (-end, -depth, id))
+            else:
+                kept.pop(id, None)
+        while len(kept) > capacity:
+            end, _, id = heappop(furthest)
+            if kept.get(id) == -end:
+                del kept[id]
+    return hits / blocks(requests)
+
+
+_NEVER = 1 << 60
 
 
 def isolated(requests: Sequence[Request], capacity: int, count: int) -> float:

@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
-from kvpool.cli import app, console, members_table
+from kvpool.cli import app, console
 from kvpool.errors import Closed
+from kvpool.tables import members_table
 from kvpool.types import Member
 from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
 
@@ -129,7 +130,7 @@ def test_commands(name: str) -> None:
 
 async def test_names_of_servers_are_no_markup() -> None:
     """What a peer is called does not break the table that shows it."""
-    member = Member("[/red]", 1, "h", (), ("[bold]",), True, 0, 1, 0, 0, 0, 0, 0, 0, {})
+    member = Member("[/red]", 1, "h", (), ("[bold]",), True, 0, 1, 0, 0, 0, 0, 0, 0, {}, ())
     with console.capture() as capture:
         console.print(members_table([member]))
     assert "[/red]" in capture.get()

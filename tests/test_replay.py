@@ -38,6 +38,22 @@ def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<svg")
 
 
+def test_a_replay_goes_on_warm_when_every_server_was_killed(tmp_path: Path) -> None:
+    """More than fits in memory, and after kill -9 the file has what the pool had (G8)."""
+    done = replay(
+        *("--sessions", "6", "--concurrent", "3", "--clients", "2", "--servers", "2"),
+        *("--in-flight", "1", "--block-size", "4KiB", "--limit", "80", "--kill-at", "0.5"),
+        *("--tier", "dram:800KiB", "--tier", f"nvme:{tmp_path}/{{server}}:16MiB", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["wrong_bytes"] == 0
+    # Nothing is ever evicted, so what is missing was on its way to the file.
+    assert report["offline_ideal"] - report["hit_rate"] < 0.1
+    usage = [tier for member in report["members"] for tier in member["usage"]]
+    assert sum(tier["hits"] for tier in usage if tier["name"] == "nvme") > 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_replay_takes_its_processes_with_it(number: int) -> None:
     parent = subprocess.Popen(

@@ -55,7 +55,7 @@ def test_a_trace_is_read_in_order(tmp_path: Path) -> None:
         '{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": [1, 3]}\n'
         '\n{"timestamp": 5, "hash_ids": [1, 2]}\n'
     )
-    assert mooncake(trace) == [Request(0, (1, 2)), Request(1, (1, 3))]
+    assert mooncake(trace) == [Request(0, (1, 2), 0.005), Request(1, (1, 3), 0.009)]
 
 
 @pytest.mark.parametrize(

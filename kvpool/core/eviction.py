@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, Protocol, TypeVar
 
 
@@ -101,20 +101,32 @@ class LRU(Generic[B]):
                 self._stale = 0
 
     def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+        while (block := self.oldest()) is not None:
+            stamp = block.stamp
+            self.take()
+            if evictable(block):
+                return block
+            if block.stamp != stamp:  # `evictable` learned of a later use of another part
+                self.offer(block)
+        return None
+
+    def oldest(self) -> B | None:
+        """The next in line, which stays there; whether it may go is not looked at."""
         heap = self._heap
         while heap:
-            stamp, block = heappop(heap)
+            stamp, block = heap[0]
             if not block.queued:
+                heappop(heap)
                 self._stale -= 1
             elif block.stamp != stamp:
-                heappush(heap, (block.stamp, block))
+                heapreplace(heap, (block.stamp, block))
             else:
-                block.queued = False
-                if evictable(block):
-                    return block
-                if block.stamp != stamp:  # `evictable` learned of a later use of another part
-                    self.offer(block)
+                return block
         return None
+
+    def take(self) -> None:
+        """Take what `oldest` has just shown out of the line."""
+        heappop(self._heap)[1].queued = False
 
     def victim_age(self, now: float) -> float:
         return max(0.0, now - self._heap[0][0] / 1e6) if self._heap else 0.0

@@ -25,7 +25,17 @@ from typing import Final
 from kvpool.core.lifecycle import Event, State
 from kvpool.core.store import Change, Entry, Store
 from kvpool.errors import InvariantViolated
-from kvpool.types import Extent, Namespace, Pin, ReadStatus, Record, Reservation, WriteStatus
+from kvpool.types import (
+    Extent,
+    HintStatus,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Record,
+    Reservation,
+    Tag,
+    WriteStatus,
+)
 
 #: Owns what is held for copies between tiers; connections count from 1.
 MOVER: Final = 0
@@ -62,6 +72,7 @@ class Stack:
         self._sides = [t for t in range(self.base) if t != reached]
         self._freed: list[int] = []
         self._to_copy: deque[Entry] = deque()
+        self._waiting_bytes = 0
         self._to_promote: deque[Entry] = deque()
         self._silent = False  # what leaves now is announced by whoever makes it leave
         self.journal = self.top.journal
@@ -96,14 +107,15 @@ class Stack:
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         """As `Store.reserve`: room in the reached tier for what no tier has yet."""
         top = self.top
         if len(self.stores) == 1:
-            return top.reserve(owner, namespace, part, digests, parents, sizes, now)
+            return top.reserve(owner, namespace, part, digests, parents, sizes, now, tag)
         below = [self._only_elsewhere(namespace, part, digest) for digest in digests]
         if not any(below):
-            answers = top.reserve(owner, namespace, part, digests, parents, sizes, now)
+            answers = top.reserve(owner, namespace, part, digests, parents, sizes, now, tag)
         else:
             new = [position for position, entry in enumerate(below) if entry is None]
             granted = iter(
@@ -115,6 +127,7 @@ class Stack:
                     [parents[i] for i in new],
                     [sizes[i] for i in new],
                     now,
+                    tag,
                 )
             )
             here = Reservation(WriteStatus.ALREADY_STORED)
@@ -133,7 +146,7 @@ class Stack:
         entry = self.top.reserved(owner, id)
         status = self.top.seal(owner, id, checksum, now)
         if not entry.settled:
-            self._to_copy.append(entry)
+            self._queue(entry)
         return status
 
     def pin(
@@ -188,6 +201,17 @@ class Stack:
                 removed[position] |= was_here
         return removed
 
+    def end(self, session: str, now: float) -> HintStatus:
+        """As `Store.end`, in every tier."""
+        return [store.end(session, now) for store in self.stores][self.base]
+
+    def resume(
+        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        """As `Store.resume`, in every tier."""
+        answers = [store.resume(session, resume_in, now, age_s=age_s) for store in self.stores]
+        return answers[self.base]
+
     # --- for whoever moves the bytes --------------------------------------------------------
 
     @property
@@ -207,11 +231,12 @@ class Stack:
             if taken >= size_max:
                 return copies
             entry = self._to_copy.popleft()
+            self._waiting_bytes -= entry.size
             if entry.state is not State.STORED or entry.settled:
                 continue
             answer = self._start(copies, entry, self.reached, self.base, now)
             if answer is WriteStatus.IN_PROGRESS:  # what is under way there will be given up
-                self._to_copy.append(entry)
+                self._queue(entry)
             elif answer is not WriteStatus.RESERVED:
                 self.top.settle(entry)
             taken += entry.size
@@ -265,7 +290,7 @@ class Stack:
             if copy.target == self.base != self.reached:
                 self._freed.append(copy.extent.offset)  # it may have been remembered already
             if copy.target == self.base and entry.state is State.STORED and not entry.settled:
-                self._to_copy.append(entry)  # once more; after `retire` it is settled
+                self._queue(entry)  # once more; after `retire` it is settled
         source.unpin(MOVER, copy.pin)
 
     def spoilt(self, copy: Copy, reason: ReadStatus) -> None:
@@ -285,6 +310,7 @@ class Stack:
             for entry in self.top.inventory():
                 self.top.settle(entry)
             self._to_copy.clear()
+            self._waiting_bytes = 0
         return self.stores[tier].inventory()
 
     def bury(self, entries: Sequence[Entry]) -> None:
@@ -388,6 +414,12 @@ class Stack:
     def evicted_bytes(self) -> int:
         return sum(store.evicted_bytes for store in self.stores)
 
+    @property
+    def is_pressed(self) -> bool:
+        """Much of the reached tier has yet to be copied down: writers will soon wait for it."""
+        top = self.top
+        return self._waiting_bytes * 4 > top.allocator.capacity
+
     def check(self) -> None:
         """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
         for tier, store in enumerate(self.stores):
@@ -400,6 +432,11 @@ class Stack:
                 raise InvariantViolated(f"{entry!r} is never going to be copied: a leak")
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _queue(self, entry: Entry) -> None:
+        """It is to be copied to the base, after all that came before it."""
+        self._to_copy.append(entry)
+        self._waiting_bytes += entry.size
 
     def _alive(self) -> list[Store]:
         return [store for tier, store in enumerate(self.stores) if tier not in self.lost_tiers]
@@ -447,9 +484,18 @@ class Stack:
         """Hold both ends of a copy, if the target has room."""
         index = entry.index
         store = self.stores[target]
+        session = entry.session
+        tag = Tag(session.name) if session is not None and not session.ended else None
         pin = self.stores[source].hold(MOVER, entry)  # first: making room must not evict it
         (answer,) = store.reserve(
-            MOVER, index.namespace, index.part, [entry.digest], [entry.parent], [entry.size], now
+            MOVER,
+            index.namespace,
+            index.part,
+            [entry.digest],
+            [entry.parent],
+            [entry.size],
+            now,
+            tag,
         )
         if answer.extent is None:
             self.stores[source].unpin(MOVER, pin)
@@ -483,5 +529,5 @@ class Stack:
             self.journal.tell(found, ReadStatus.HIT, place)
         if tier == self.base and place == self.reached:  # it was rotten there: copy it again
             found.settled = False
-            self._to_copy.append(found)
+            self._queue(found)
         return False

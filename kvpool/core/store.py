@@ -17,17 +17,20 @@ from typing import NamedTuple
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.eviction import LRU, Policy, Verdict
+from kvpool.core.hints import Hints, Session
 from kvpool.core.history import History
 from kvpool.core.lifecycle import Event, State, after
 from kvpool.errors import BadMessage, InvariantViolated
 from kvpool.types import (
     ROOT,
     Extent,
+    HintStatus,
     Namespace,
     Pin,
     ReadStatus,
     Record,
     Reservation,
+    Tag,
     WriteStatus,
 )
 
@@ -51,6 +54,7 @@ class Entry:
     __slots__ = (
         "checksum",
         "children",
+        "dead",
         "digest",
         "generation",
         "heat",
@@ -60,6 +64,7 @@ class Entry:
         "pins",
         "queued",
         "reads",
+        "session",
         "settled",
         "size",
         "stamp",
@@ -82,6 +87,8 @@ class Entry:
         self.stamp = 0
         self.queued = False
         self.heat = 0
+        self.session: Session | None = None  # the only one that uses it, as far as is known
+        self.dead = 0  # its stamp when its branch was superseded; a later use revives it
         self.settled = True  # nothing has to be saved from here before it may go
         self.reads = 0
 
@@ -142,10 +149,12 @@ class Store:
         *,
         alignment: int = 4096,
         policy: Policy[Entry] | None = None,
+        hint_budget: float = 0.8,
         history_limit: int = 65_536,
     ) -> None:
         self.allocator = Allocator(capacity, alignment)
-        self.policy: Policy[Entry] = policy or LRU()
+        budget = int(self.allocator.capacity * hint_budget)
+        self.policy = Hints(policy or LRU(), budget)
         self.journal = Journal(history_limit)
         #: Which tier of its server this is, counted from the top.
         self.rank = 0
@@ -183,6 +192,7 @@ class Store:
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         """Room for each block that is not here yet, evicting what may go.
 
@@ -194,18 +204,21 @@ class Store:
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
         reservations = self._owner(owner).reservations
+        session = self.policy.open(tag, now) if tag is not None else None
+        granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
         for digest, parent, size in zip(digests, parents, sizes, strict=True):
             known = index.blocks.get(digest)
             if known is not None:
-                answers.append(self._already_here(known, now))
+                answers.append(self._already_here(known, session, now))
             elif size > self.allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
             elif refusal is not None:
                 answers.append(refusal)
             else:
                 entry = Entry(index, digest, parent, 0, size, self._new_id())
+                entry.session = session
                 offset = self._make_room(entry, now)
                 if isinstance(offset, WriteStatus):
                     refusal = Reservation(offset)
@@ -216,9 +229,12 @@ class Store:
                 entry.offset = offset
                 self.policy.touch(entry, now)
                 self._link(entry)
+                granted.append(entry)
                 reservations[entry.generation] = entry
                 answers.append(Reservation(WriteStatus.RESERVED, entry.generation, entry.extent))
         self._drop_if_empty(index)
+        if session is not None and granted:
+            self.policy.grew(session, granted[0], granted[-1])
         return answers
 
     def seal(
@@ -417,6 +433,27 @@ class Store:
         for entry in entries:
             self._offer(entry)
 
+    # --- sessions --------------------------------------------------------------------
+
+    def end(self, session: str, now: float) -> HintStatus:
+        """The session is over: its blocks that no other uses go first."""
+        return self.policy.end(session, now)
+
+    def resume(
+        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        """Said `age_s` ago: the session resumes in `resume_in` seconds. Until then it stays."""
+        return self.policy.resume(session, resume_in, now, age_s=age_s)
+
+    @property
+    def hint_counters(self) -> dict[str, int]:
+        """Hints by what became of them, and how much is known."""
+        return {
+            **self.policy.counters,
+            "sessions": self.policy.sessions,
+            "announced_bytes": self.policy.announced_bytes,
+        }
+
     # --- looking ---------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
@@ -434,16 +471,13 @@ class Store:
     def departures(self) -> list[Change]:
         """What became of blocks that are not here any more, as far as it is remembered.
 
-        Of a block that has only lost a part nothing is said: its other parts are here.
+        Of a block that has only lost a part nothing is said: its other parts are here. One that is
+        being written again is still gone, and stays so if its writer dies (seed 30742).
         """
         return [
             Change(namespace, 0, digest, status)
             for namespace, digest, status in self.history
-            if not any(
-                digest in index.blocks
-                for part in range(namespace.parts)
-                if (index := self._indexes.get((namespace, part))) is not None
-            )
+            if not any(self.peek(namespace, part, digest) for part in range(namespace.parts))
         ]
 
     def inventory(self) -> list[Entry]:
@@ -471,6 +505,7 @@ class Store:
         """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
         self.allocator.check()
         held: dict[int, Entry] = {}
+        self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
         for (namespace, part), index in self._indexes.items():
             if (index.namespace, index.part) != (namespace, part):
                 raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
@@ -488,7 +523,7 @@ class Store:
             for digest, entry in index.blocks.items():
                 if entry.children != children.pop(digest, 0):
                     raise InvariantViolated(f"{entry!r} has a wrong count of children")
-                if self._evictable(entry) and not entry.queued:
+                if self._evictable(entry) and not self.policy.holds(entry):
                     raise InvariantViolated(f"{entry!r} could go but is not offered: a leak")
             if children != index.orphans:
                 raise InvariantViolated("the count of children of absent parents is wrong")
@@ -542,7 +577,9 @@ class Store:
             raise BadMessage(f"reservation {id} does not belong to this connection")
         return entry
 
-    def _already_here(self, entry: Entry, now: float) -> Reservation:
+    def _already_here(self, entry: Entry, session: Session | None, now: float) -> Reservation:
+        if entry.session is not session:
+            self.policy.shared(entry)
         if entry.state is State.RESERVED:
             return Reservation(WriteStatus.IN_PROGRESS)
         self.policy.touch(entry, now)
@@ -625,6 +662,7 @@ class Store:
         """Enter the index and count as a child, also of a parent that is not here (yet)."""
         index = entry.index
         index.blocks[entry.digest] = entry
+        self.policy.joined(entry)
         if index.orphans:
             entry.children = index.orphans.pop(entry.digest, 0)
         if entry.parent != ROOT:

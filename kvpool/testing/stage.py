@@ -41,6 +41,7 @@ from kvpool.types import (
     ReadResult,
     ReadStatus,
     Reservation,
+    Tag,
     Wanted,
     WriteStatus,
 )
@@ -159,6 +160,7 @@ class Asked(NamedTuple):
     parents: list[bytes]
     sizes: list[int]
     deadline: float
+    tag: Tag | None
 
 
 class Recorder:
@@ -261,14 +263,15 @@ class _Watched:
         sizes: Sequence[int],
         *,
         deadline: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         self._recorder.asked.append(
-            Asked(namespace, part, list(digests), list(parents), list(sizes), deadline)
+            Asked(namespace, part, list(digests), list(parents), list(sizes), deadline, tag)
         )
         if self._recorder.refuse_writes is not None:
             raise self._recorder.refuse_writes
         answers = await self._inner.reserve(
-            namespace, part, digests, parents, sizes, deadline=deadline
+            namespace, part, digests, parents, sizes, deadline=deadline, tag=tag
         )
         half = namespace_seed(namespace, part)
         for key, answer in zip(digests, answers, strict=True):

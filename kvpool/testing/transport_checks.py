@@ -29,6 +29,7 @@ from kvpool.types import (
     Namespace,
     Outgoing,
     ReadStatus,
+    Tag,
     WriteStatus,
 )
 
@@ -149,7 +150,7 @@ async def blocks_are_sealed_when_their_bytes_are_there(stage: Stage) -> None:
 
 @TransportCheck
 async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
-    """Parents, sizes, part, visibility, deadline and the client's name arrive as given."""
+    """Parents, sizes, part, tag, visibility, deadline and the client's name arrive as given."""
     channel = await stage.connect(client="the caller")
     namespace = Namespace("conformance/Überlänge", parts=3)
     keys = [digest(f"chain/{number}") for number in range(3)]
@@ -159,11 +160,13 @@ async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
         for number, (key, parent) in enumerate(zip(keys, parents, strict=True))
     ]
     deadline = stage.within()
-    await channel.write(Writing(namespace, 2, False), chain, deadline=deadline)
+    tag = Tag("agent 7/Überlänge", 2.5)
+    await channel.write(Writing(namespace, 2, False, tag), chain, deadline=deadline)
     stage.expect(len(stage.recorder.asked) == 1, "one `reserve`", stage.recorder.asked)
     asked = stage.recorder.asked[0]
     wanted = (namespace, 2, keys, parents, [50, 51, 52])
-    stage.expect(asked[:-1] == wanted, f"{wanted}", told(asked[:-1]))
+    stage.expect(asked[:5] == wanted, f"{wanted}", told(asked[:5]))
+    stage.expect(asked.tag == tag, f"{tag}", asked.tag)
     late_s = asked.deadline - deadline
     stage.expect(-PROMPT_S < late_s < PROMPT_S, "the caller's deadline", f"{late_s:+g} s off")
     stage.expect(stage.recorder.visible == [False], "visible=False", stage.recorder.visible)

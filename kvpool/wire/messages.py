@@ -27,6 +27,7 @@ from kvpool.types import (
     DIGEST_SIZE_MAX,
     DIGEST_SIZE_MIN,
     ROOT,
+    SESSION_NAME_MAX,
     Namespace,
 )
 
@@ -34,6 +35,8 @@ from kvpool.types import (
 DIGESTS_MAX: Final = 16_384
 #: Blocks that one announcement carries, so that applying it never stalls a master's loop.
 ANNOUNCED_BLOCKS_MAX: Final = 1024
+#: Hints in one answer to a heartbeat.
+HINTS_MAX: Final = 1024
 
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 Small = Annotated[int, Meta(ge=0, lt=2**16)]
@@ -44,6 +47,9 @@ Text = Annotated[str, Meta(max_length=2048)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
+SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
+#: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
+WireHint = tuple[SessionName, Seconds, Seconds | None]
 DigestSize = Annotated[int, Meta(ge=DIGEST_SIZE_MIN, le=DIGEST_SIZE_MAX)]
 Packed = Annotated[bytes, Meta(max_length=DIGESTS_MAX * DIGEST_SIZE_MAX)]
 BlockSizes = Annotated[
@@ -86,13 +92,18 @@ class Welcome(Message, frozen=True):
     segment_size: Count = 0
 
 
-class Reserve(Keys, frozen=True):
-    """Room for blocks. `parents` are packed like the digests, zeros standing for ROOT."""
+class Reserve(Keys, frozen=True, omit_defaults=True):
+    """Room for blocks. `parents` are packed like the digests, zeros standing for ROOT.
+
+    With a `session`, these blocks are part of its chain; `resume_s` says when it resumes.
+    """
 
     part: Small
     parents: Packed
     sizes: BlockSizes
     wait_s: Seconds
+    session: SessionName = ""
+    resume_s: Seconds | None = None
 
 
 class Reserved(Message, frozen=True):
@@ -181,11 +192,15 @@ class Register(Message, frozen=True):
     capacity: Annotated[int, Meta(ge=1, lt=2**48)]
 
 
-class Registered(Message, frozen=True):
-    """`accepted` is False when another living server has this id."""
+class Registered(Message, frozen=True, omit_defaults=True):
+    """`accepted` is False when another living server has this id.
+
+    `hints_heard` is the number of the last hint so far: the server hears of those that follow.
+    """
 
     accepted: bool
     master: Name
+    hints_heard: Count = 0
 
 
 class TierUsage(Message, frozen=True):
@@ -208,7 +223,7 @@ class TierUsage(Message, frozen=True):
     corrupt: Count
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(Message, frozen=True, omit_defaults=True):
     server: Name
     epoch: Hash64
     free: Count
@@ -219,13 +234,19 @@ class Heartbeat(Message, frozen=True):
     rss: Count
     victim_age_s: Seconds
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
-    tiers: Annotated[list[TierUsage], Meta(max_length=64)]
+    tiers: Annotated[list[TierUsage], Meta(max_length=64)] = []
+    hints_heard: Count = 0
 
 
-class Known(Message, frozen=True):
-    """False asks the server to register and send its inventory."""
+class Known(Message, frozen=True, omit_defaults=True):
+    """False asks the server to register and send its inventory.
+
+    To a heartbeat: the hints that came after those it has heard of, and the number of the last.
+    """
 
     known: bool
+    hints: Annotated[list[WireHint], Meta(max_length=HINTS_MAX)] = []
+    hints_heard: Count = 0
 
 
 class Leave(Message, frozen=True):
@@ -310,7 +331,7 @@ class Members(Message, frozen=True):
     after: Name = ""
 
 
-class MemberInfo(Message, frozen=True):
+class MemberInfo(Message, frozen=True, omit_defaults=True):
     server: Name
     epoch: Hash64
     host: Name
@@ -326,7 +347,7 @@ class MemberInfo(Message, frozen=True):
     rss: Count
     victim_age_s: Seconds
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
-    usage: Annotated[list[TierUsage], Meta(max_length=64)]
+    usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
 
 
 class MembersAre(Message, frozen=True):
@@ -337,6 +358,19 @@ class MembersAre(Message, frozen=True):
     blocks: Count
     members: Annotated[list[MemberInfo], Meta(max_length=4096)]
     more: bool
+
+
+class Hint(Message, frozen=True):
+    """A session resumes in `resume_s`, or (None) has ended; for every server to know."""
+
+    session: Annotated[SessionName, Meta(min_length=1)]
+    resume_s: Seconds | None
+
+
+class Hinted(Message, frozen=True):
+    """What became of it, as a `HintStatus`."""
+
+    status: Small
 
 
 class Explain(Keys, frozen=True):
@@ -385,6 +419,8 @@ TYPES: Final[dict[type[Message], int]] = {
     MembersAre: 45,
     Explain: 46,
     Explained: 47,
+    Hint: 48,
+    Hinted: 49,
 }
 PAYLOAD: Final = 6
 

@@ -411,3 +411,16 @@ def test_departures_are_of_blocks_that_are_gone_in_every_part() -> None:
     assert books.departures() == []
     books.remove(TWO, [digest], ReadStatus.REMOVED)
     assert [(c.digest, c.status) for c in books.departures()] == [(digest, ReadStatus.REMOVED)]
+
+
+def test_a_block_that_is_being_written_again_is_still_gone() -> None:
+    """Seed 30742: a master that asked meanwhile never heard that it had been evicted."""
+    books = store(4)
+    digest = key("again")
+    (answer,) = books.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], 0.0)
+    books.seal(1, answer.id, 0, 0.0)
+    books.remove(ONE, [digest])
+    (answer,) = books.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], 1.0)
+    assert [(c.digest, c.status) for c in books.departures()] == [(digest, ReadStatus.REMOVED)]
+    books.seal(1, answer.id, 0, 1.0)
+    assert books.departures() == []

@@ -13,11 +13,15 @@ KEYS: Final[dict[str, Any]] = {
     "digest_size": 32,
     "digests": DIGESTS,
 }
+USAGE: Final = messages.TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10)
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
     messages.Hello("default", "client"),
     messages.Welcome("server", 1 << 30),
     messages.Reserve(**KEYS, part=0, parents=bytes(64), sizes=[1, 2], wait_s=0.5),
+    messages.Reserve(
+        **KEYS, part=0, parents=bytes(64), sizes=[1, 2], wait_s=0.5, session="a", resume_s=2.5
+    ),
     messages.Reserved(b"\x04\x01", [7], [4096]),
     messages.Seal([7], [2**64 - 1], True, 1.0),
     messages.Sealed(b"\x00"),
@@ -31,7 +35,10 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Register("s", 1, "h", ["tcp://x:1"], ["dram"], 1 << 30),
     messages.Registered(True, "m"),
     messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
+    messages.Registered(True, "m", 7),
+    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, [USAGE], 8),
     messages.Known(True),
+    messages.Known(True, [("a", 0.5, 2.5), ("b", 0.0, None)], 9),
     messages.Leave("s", 1),
     messages.Announce("s", 1, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),
     messages.Inventory("s", 1, 2, 0, True, []),
@@ -43,5 +50,8 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Members(),
     messages.MembersAre("m", 1.0, 2, [], False),
     messages.Explain(**KEYS),
+    messages.Hint("a", 2.5),
+    messages.Hint("a", None),
+    messages.Hinted(0),
     messages.Explained([(0, "text", [])]),
 ]

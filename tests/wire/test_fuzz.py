@@ -53,6 +53,10 @@ def values(type: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             )
         case msgspec.inspect.BytesType():
             return st.binary(max_size=64)
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.UnionType(types=types):
+            return st.one_of(*map(values, types))
         case msgspec.inspect.ListType(item_type=item):
             return st.lists(values(item), max_size=3)
         case msgspec.inspect.TupleType(item_types=items):

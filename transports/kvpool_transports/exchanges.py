@@ -14,6 +14,7 @@ from kvpool.types import (
     Outgoing,
     ReadResult,
     ReadStatus,
+    Tag,
     Wanted,
     WriteStatus,
 )
@@ -50,6 +51,7 @@ async def reserve(
 ) -> tuple[list[WriteStatus], list[int], Reserved]:
     """Ask for room; statuses, the positions that were granted, and where they lie."""
     digest_size = len(blocks[0].digest)
+    tag = writing.tag or Tag("")
     loop = asyncio.get_running_loop()
     await stream.send(
         Reserve(
@@ -61,6 +63,8 @@ async def reserve(
             parents=pack_parents([block.parent for block in blocks], digest_size),
             sizes=[len(block.buffer) for block in blocks],
             wait_s=max(0.0, deadline - loop.time()),
+            session=tag.session,
+            resume_s=tag.resume_in,
         ),
         deadline=deadline,
     )

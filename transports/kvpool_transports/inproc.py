@@ -135,6 +135,7 @@ class _InprocChannel:
                 [block.parent for block in blocks],
                 [len(block.buffer) for block in blocks],
                 deadline=deadline,
+                tag=writing.tag,
             )
             statuses = [reservation.status for reservation in reservations]
             granted = [i for i, r in enumerate(reservations) if r.extent is not None]

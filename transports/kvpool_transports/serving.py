@@ -18,7 +18,7 @@ from kvpool.errors import (
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
@@ -196,7 +196,13 @@ class Session:
             raise BadMessage("a block names itself as its parent")
         deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
         reservations = await connection.reserve(
-            namespace, reserve.part, digests, parents, reserve.sizes, deadline=deadline
+            namespace,
+            reserve.part,
+            digests,
+            parents,
+            reserve.sizes,
+            deadline=deadline,
+            tag=_tag(reserve),
         )
         granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
         await self._send(
@@ -276,6 +282,17 @@ class Session:
         if extents:
             # No deadline: a pin ends with Unpin or with the connection, never with a clock (G4).
             await self._stream.expect(Unpin, deadline=None)
+
+
+def _tag(reserve: Reserve) -> Tag | None:
+    """Who writes, if they say so. Raises BadMessage."""
+    if not reserve.session:
+        if reserve.resume_s is not None:
+            raise BadMessage("a time to resume without a session")
+        return None
+    if not reserve.session.isprintable():
+        raise BadMessage(f"session {reserve.session[:40]!r} is not printable")
+    return Tag(reserve.session, reserve.resume_s)
 
 
 def _check_part(namespace: Namespace, part: int) -> None:

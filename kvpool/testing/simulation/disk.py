@@ -64,12 +64,21 @@ class Damage(NamedTuple):
 class Platter:
     """The bytes of one disk, and its faults. Everything random comes from `chance`."""
 
-    def __init__(self, loop: SimLoop, size: int, chance: random.Random, name: str = "disk") -> None:
+    def __init__(
+        self,
+        loop: SimLoop,
+        size: int,
+        chance: random.Random,
+        *,
+        name: str = "disk",
+        head: bytes = b"",
+    ) -> None:
+        """All zeros, but for the `head` that a new file begins with."""
         self.loop = loop
         self.size = size
         self.chance = chance
         self.name = name
-        self.memory = bytearray(size)
+        self.memory = bytearray(head.ljust(size, b"\0"))
         self.wear = Wear()
         #: Written whole or not at all.
         self.sector = chance.choice([512, PAGE])

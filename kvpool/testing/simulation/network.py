@@ -42,6 +42,16 @@ class Weather:
     piece_max: int = 1 << 16  # bytes of a stream that arrive at once
     window: int = 1 << 16  # bytes that a kernel takes before the receiver has read any
 
+    def slow_s(self, size: int) -> float:
+        """What an exchange of `size` bytes may take without any fault.
+
+        They go in pieces, one delay after the other: chopped ones have half of `piece_max` on
+        average, and those of a narrow window fall apart at the ends of what is written. The 8 are
+        for dialling and greeting; the 3 is for chance.
+        """
+        piece = min(self.piece_max / 2, self.window / 3)
+        return 3 * (8 + size / piece) * self.delay_s
+
 
 class Net:
     """Everything that connects processes."""

@@ -20,7 +20,7 @@ from kvpool.core.lifecycle import Event, State
 from kvpool.core.stack import MOVER
 from kvpool.core.store import Entry, Journal, Store
 from kvpool.errors import InvariantViolated
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
 
 #: Rare events that a batch of seeds must reach, or its worlds are too tame.
 PROBES: Final = (
@@ -295,9 +295,10 @@ class WatchedStore(Store):
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
         self._evicted_now.clear()
-        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now)
+        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now, tag)
         for answer in answers:
             if answer.extent is not None:
                 hold = ("reservation", owner, answer.id)

@@ -370,37 +370,36 @@ BUGS: Sequence[Bug] = (
         "G8",
         _MOVER,
         """\
-            moved = await asyncio.gather(*map(self._move, copies))
-            good.update(zip(copies, moved, strict=True))
-            await self._remember(good)
+        moved = await asyncio.gather(*map(self._move, copies))
+        done = dict(zip(copies, moved, strict=True))
+        await self._remember(done)
 """,
         """\
-            good.update(dict.fromkeys(copies, True))
-            await self._remember(good)
-            moved = await asyncio.gather(*map(self._move, copies))
-            good.update(zip(copies, moved, strict=True))
+        await self._remember(dict.fromkeys(copies, True))
+        moved = await asyncio.gather(*map(self._move, copies))
+        done = dict(zip(copies, moved, strict=True))
 """,
     ),
     Bug(
         "copied-without-a-record",
         "G8",
         _MOVER,
-        "            await self._remember(good)\n",
+        "        await self._remember(done)\n",
         "",
     ),
     Bug(
         "old-records-stay",
         "G8",
         _MOVER,
-        "            await self.forget()  # before their old extents are written over\n",
+        "        await self.forget()  # before their old extents are written over\n",
         "",
     ),
     Bug(
         "removal-does-not-wait-for-the-disk",
         "G8",
         _SERVER,
-        "        await self._server.mover.forget()  # it must not be back after a restart\n",
-        "",
+        "await self._server.mover.forget()",
+        "await asyncio.sleep(0)",
     ),
     Bug(
         "record-of-a-removed-block",
@@ -457,7 +456,7 @@ BUGS: Sequence[Bug] = (
         "failed-copy-is-not-tried-again",
         "liveness",
         _STACK,
-        "                self._to_copy.append(entry)  # once more",
+        "                self._queue(entry)  # once more",
         "                pass  # once more",
     ),
     Bug(

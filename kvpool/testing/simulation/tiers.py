@@ -18,7 +18,7 @@ from kvpool.core.store import Entry
 from kvpool.errors import InvariantViolated
 from kvpool.testing.simulation.memory import SimTier
 from kvpool.testing.simulation.oracles import BlockPart, Truth, WatchedStore
-from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
+from kvpool.types import Namespace, ReadStatus, Record, Reservation, Tag, WriteStatus
 from kvpool_tiers.nvme_format import GROUP_SIZE, HEADER_SIZE, Geometry, used_places
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ class WatchedBase(WatchedStore):
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
+        tag: Tag | None = None,
     ) -> list[Reservation]:
-        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now)
+        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now, tag)
         for digest, answer in zip(digests, answers, strict=True):
             if answer.extent is None:
                 self.refused.add((namespace, digest, part))
@@ -337,6 +338,8 @@ class Tiers:
         assert isinstance(memory, SimTier)
         if offset is None:
             return
+        if writes and not self.in_service:
+            return  # what was on its way is given up, and what arrives there has no record
         if writes and not self.base.may_land(offset, len(data)):
             self._truth.fail(f"G3: {len(data)} bytes are written to {offset}, reserved by nobody")
         if data.obj is not memory.memory.obj:

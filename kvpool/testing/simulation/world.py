@@ -39,6 +39,7 @@ from kvpool.testing.simulation.oracles import Truth, WatchedDirectory, WatchedSt
 from kvpool.testing.simulation.tiers import DiskMemory, Legacy, Tiers, WatchedBase, offset_in
 from kvpool.testing.simulation.workload import Client, Library
 from kvpool_tiers.nvme import Nvme
+from kvpool_tiers.nvme_format import pack_superblock
 from kvpool_transports.tcp import TcpTransport
 
 HEARTBEAT_S: Final = 1.0
@@ -376,7 +377,9 @@ class World:
 
     def _new_disk(self, name: str) -> Platter:
         size = Nvme.disk_size(self.plan.disk)
-        return Platter(self.loop, size, self.chance[f"disk/{name}"], f"disk of {name}")
+        chance = self.chance[f"disk/{name}"]
+        head = pack_superblock(self.plan.alignment)
+        return Platter(self.loop, size, chance, name=f"disk of {name}", head=head)
 
     def _base(self, node: ServerNode, life: str, platter: Platter) -> WatchedBase:
         return WatchedBase(

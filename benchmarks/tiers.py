@@ -1,0 +1,161 @@
+"""A server with memory over a file, measured through shm, against bare threads on the same file.
+
+    python -m benchmarks.tiers [directory]
+
+Reads are of blocks that lie in the file only: they come up, are checked by the server, copied and
+checked again by the client, and that time counts. Of writes, which nobody waits for, the seconds
+count in which the server moved blocks to the file, while the client wrote on. The limit takes turns
+with the pool and reads or writes the same file in the same mode, with as many threads as the tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from benchmarks.nvme import Bare
+from kvpool import Pool, process
+from kvpool.bench import Row, table
+from kvpool.children import process_of, servers_up
+from kvpool.client import connect
+from kvpool.config import ClientConfig
+from kvpool.types import Namespace, TierUsage
+
+_BLOCK: Final = 2 << 20
+_BATCH: Final = 64
+_MEMORY: Final = 256 << 20
+_FILE: Final = 2 << 30
+_ROUNDS: Final = 9
+_LATENCIES: Final = 400
+_NAMESPACE: Final = Namespace("bench")
+
+
+def keys(what: str, count: int) -> list[bytes]:
+    return [f"{what} {number}".encode().rjust(32, b".") for number in range(count)]
+
+
+async def _disk(pool: Pool) -> TierUsage:
+    (member,) = await pool.members()
+    return member.usage[1]
+
+
+async def _written(pool: Pool, size: int) -> float:
+    """Wait until the tier has been written so many bytes; the seconds in which it was."""
+    while True:
+        disk = await _disk(pool)
+        if disk.written_bytes >= size:
+            return disk.write_s
+        await asyncio.sleep(0.02)
+
+
+async def measure(directory: Path) -> list[Row]:
+    path = directory / f"kvpool-benchmark-{os.getpid()}"
+    arguments = ("--bind", "127.0.0.1:0", "--log-level", "error")
+    try:
+        async with process_of("kvpool", "master", *arguments) as running:
+            master = (await running.line()).removeprefix("master at ")
+            server = process_of(
+                "kvpool",
+                "server",
+                *("--masters", master, "--id", "bench", "--log-level", "error"),
+                *("--tier", f"dram:{_MEMORY}", "--tier", f"nvme:{path}:{_FILE}"),
+                environment={"KVPOOL_SERVER_HEARTBEAT_S": "20ms"},
+            )
+            async with server as child:
+                await child.line()
+                await servers_up(master, 1)
+                config = ClientConfig(masters=[master], transports=["shm"], timeout_s=60)
+                async with await connect(config=config) as pool:
+                    return await _measure(pool, path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _measure(pool: Pool, path: Path) -> list[Row]:
+    mode = (await _disk(pool)).note.rpartition(", ")[2]
+    memory = memoryview(mmap.mmap(-1, _BATCH * _BLOCK))
+    memory[:] = os.urandom(_BLOCK) * _BATCH
+    buffers = [memory[n * _BLOCK : (n + 1) * _BLOCK] for n in range(_BATCH)]
+    bare = Bare(path, mode, buffers)
+    size = _BATCH * _BLOCK
+    batches = [keys(f"batch {number}", _BATCH) for number in range(_FILE // size - 2)]
+    down, bare_down, up, bare_up = [], [], [], []
+    for first in range(0, len(batches), 2):
+        before = (await _disk(pool)).write_s
+        for batch in batches[first : first + 2]:
+            await pool.write(_NAMESPACE, batch, buffers)
+        down.append((await _written(pool, (first + 2) * size) - before) / 2)
+        bare_down.append(bare.seconds(range(_FILE - size, _FILE, _BLOCK), _BLOCK, write=True))
+    for number in range(_ROUNDS):
+        started = time.perf_counter()
+        results = await pool.read(_NAMESPACE, batches[number % len(batches)], buffers)
+        up.append(time.perf_counter() - started)
+        assert all(result.status.hit for result in results)
+        places = range(number * size, (number + 1) * size, _BLOCK)
+        bare_up.append(bare.seconds(places, _BLOCK, write=False))
+    bare.close()
+    rows = []
+    for what, ours, limit in (("down", down, bare_down), ("up, verified", up, bare_up)):
+        rate, most = (size / statistics.median(times) / 1e9 for times in (ours, limit))
+        ratio = rate / most
+        text = f"bare {mode}: {most:.2f} GB/s"
+        name = f"tiers: {what}, 2 MiB x 64"
+        rows.append(Row(name, f"{rate:.2f} GB/s", text, ratio, ">= 0.9", ratio > 0.9))
+    return [*rows, await _foreground(pool, batches)]
+
+
+async def _foreground(pool: Pool, batches: list[list[bytes]]) -> Row:
+    """One block in memory, read again and again, while nothing and while everything goes down."""
+    hot = keys("hot", 1)
+    block = [bytearray(os.urandom(64 << 10))]
+    await pool.write(_NAMESPACE, hot, block)
+    idle = await _latencies(pool, hot, block)
+    writing = asyncio.create_task(_write_for_ever(pool))
+    busy = await _latencies(pool, hot, block)
+    writing.cancel()
+    await asyncio.wait([writing])
+    p99 = [sorted(times)[len(times) * 99 // 100] * 1e3 for times in (idle, busy)]
+    p50 = [statistics.median(times) * 1e3 for times in (idle, busy)]
+    return Row(
+        "tiers: 64 KiB read while blocks go down, p50 / p99",
+        f"{p50[1]:.2f} / {p99[1]:.2f} ms",
+        f"idle: {p50[0]:.2f} / {p99[0]:.2f} ms",
+        p99[1] / p99[0],
+        "<= 2",
+        p99[1] / p99[0] <= 2,
+    )
+
+
+async def _latencies(pool: Pool, chain: list[bytes], buffers: list[bytearray]) -> list[float]:
+    times = []
+    for _ in range(_LATENCIES):
+        started = time.perf_counter()
+        (result,) = await pool.read(_NAMESPACE, chain, buffers)
+        times.append(time.perf_counter() - started)
+        assert result.status.hit
+        await asyncio.sleep(0.002)
+    return times
+
+
+async def _write_for_ever(pool: Pool) -> None:
+    """From a process of its own it would take a core of its own; there are two."""
+    number = 0
+    block = memoryview(os.urandom(_BLOCK))
+    while True:
+        number += 1
+        await pool.write(_NAMESPACE, keys(f"flood {number}", 8), [block] * 8, timeout=10)
+
+
+if __name__ == "__main__":
+    process.calm_garbage_collector()
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table(process.run(measure(target))))

@@ -1,0 +1,1 @@
+"""Policies beside LRU: which block goes next. Each is chosen by its name (`server.policy`)."""

@@ -1,0 +1,113 @@
+"""What a pool looks like, as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from kvpool.types import Member
+
+#: In this order in the table of servers.
+_HINTS = ("accepted", "clipped", "refused")
+
+
+def members_table(members: list[Member]) -> Table:
+    """The servers of a pool, one line each. Hints: accepted, clipped, refused."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("server", "state", "tier"):
+        table.add_column(name)
+    numbers = (
+        "capacity",
+        "used",
+        "blocks",
+        "evicted",
+        "pins",
+        "clients",
+        "victim age",
+        "hints",
+        "RSS",
+    )
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for m in sorted(members):
+        state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
+        share = m.used / m.capacity if m.capacity else 0
+        table.add_row(
+            escape(m.server),
+            state,
+            escape(", ".join(m.tiers)),
+            human(m.capacity),
+            f"{human(m.used)} ({share:.0%})",
+            f"{m.blocks:,}",
+            f"{m.counters.get('evicted_blocks', 0):,}",
+            f"{m.pins:,}",
+            f"{m.counters.get('connections', 0):,}",
+            f"{m.victim_age_s:.0f} s",
+            "/".join(str(m.counters.get(f"hints_{what}", 0)) for what in _HINTS),
+            human(m.rss),
+        )
+    if not members:
+        table.add_row("no server has registered", *[""] * 11)
+    return table
+
+
+def human(size: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def tiers_table(members: list[Member]) -> Table:
+    """The tiers of every server: how full, who serves the reads, what moves.
+
+    A hit is a block that was read, counted where it lay. `down` and `up` are the bytes per second
+    lately into and out of a tier; the bandwidths are of the seconds in which anything moved.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("server", "tier"):
+        table.add_column(name)
+    for name in (
+        "capacity",
+        "used",
+        "blocks",
+        "hits",
+        "down",
+        "up",
+        "writes at",
+        "reads at",
+        "errors",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold")
+    for m in sorted(members):
+        hits = sum(tier.hits for tier in m.usage)
+        for tier in m.usage:
+            table.add_row(
+                escape(m.server),
+                f"[red]{escape(tier.name)}, lost[/]" if tier.lost else escape(tier.name),
+                human(tier.capacity),
+                f"{human(tier.used)} ({tier.used / max(1, tier.capacity):.0%})",
+                f"{tier.blocks:,}",
+                f"{tier.hits:,} ({tier.hits / max(1, hits):.0%})",
+                f"{human(tier.write_rate)}/s",
+                f"{human(tier.read_rate)}/s",
+                _bandwidth(tier.written_bytes, tier.write_s),
+                _bandwidth(tier.read_bytes, tier.read_s),
+                f"{tier.failures + tier.corrupt:,}",
+                escape(tier.note),
+            )
+    return table
+
+
+def _bandwidth(size: int, seconds: float) -> str:
+    return f"{human(size / seconds)}/s" if seconds else "-"
+
+
+def as_json_object(member: Member) -> dict[str, Any]:
+    """A member for JSON, its tiers by name of each field."""
+    return {**member._asdict(), "usage": [tier._asdict() for tier in member.usage]}
