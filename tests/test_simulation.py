@@ -41,6 +41,7 @@ PINNED_SHORT = {
 #: The same, in worlds whose servers have a disk below their memory.
 PINNED_WITH_DISKS = {
     2: "a block was removed on its way down, and its record was written nevertheless",
+    53: "a policy that tells a newcomer by its first two uses saw one of what a disk still held",
     52: "a server that had been stopped for 40 s took its disk for stuck, and retired it",
     124: "a disk that was stuck while it erased headers was waited for without end",
     160: "(an oracle:) a header that had rotted was erased by recovery, as it should be",

@@ -430,6 +430,7 @@ class Store:
         """Restored blocks, all linked, longest unused first: from now on they may be evicted."""
         for entry in entries:
             self.policy.touch(entry, now)
+            self.policy.touch(entry, now)  # as any newcomer: reserved and sealed (seed 53)
         for entry in entries:
             self._offer(entry)
 

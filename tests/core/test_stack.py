@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvpool import registry
 from kvpool.core.stack import MOVER, Copy, Stack
 from kvpool.core.store import Entry, Store
 from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Record, WriteStatus
@@ -314,6 +315,25 @@ def test_what_was_found_on_disk_is_served() -> None:
     server.stage(ONE, 0, chain)
     server.settle()
     assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "lease", "density"])
+def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> None:
+    store = Store(4 * PAGE, alignment=PAGE, policy=registry.policy(policy, 4 * PAGE))
+    records = [
+        Record(ONE, 0, digest, ROOT, number * PAGE, PAGE, 1, number + 1)
+        for number, digest in enumerate(keys("found", 4))
+    ]
+    entries = [entry for record in records if (entry := store.restore(record)) is not None]
+    store.adopt(entries, 1.0)
+    store.check()
+    assert store.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
+    statuses = [
+        store.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], 1e6 + second)[0].status
+        for second, digest in enumerate(keys("new", 4))
+    ]
+    store.check()
+    assert statuses == [WriteStatus.RESERVED] * 4
 
 
 @pytest.mark.parametrize("seed", range(100))

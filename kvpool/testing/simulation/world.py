@@ -48,7 +48,7 @@ SILENT_AFTER_S: Final = 3.0
 RECOVERY_S: Final = 60.0
 ALIGNMENT: Final = 64
 #: What the lowest tier of a server follows; each world with disks draws one.
-POLICIES: Final = ("lru",)
+POLICIES: Final = ("lru", "arc", "lease", "density")
 
 
 @dataclass(frozen=True, slots=True)
