@@ -51,8 +51,8 @@ def _loop() -> Finding:
 def _kernel() -> Finding:
     release = platform.release()
     major, minor = (int(part) for part in release.split(".")[:2])
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return Finding("kernel", "fail", f"{release} has no memfd or pidfd", "use Linux >= 5.3")
+    if not hasattr(os, "memfd_create"):
+        return Finding("kernel", "fail", f"{release} has no memfd", "use Linux >= 3.17")
     if (major, minor) < (5, 14):
         return Finding(
             "kernel", "warn", f"{release} cannot touch pages in advance", "use Linux >= 5.14"

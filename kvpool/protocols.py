@@ -90,14 +90,15 @@ class Connection(Protocol):
     def view(self, extent: Extent) -> memoryview:
         """The memory of an extent that this connection has reserved or pinned."""
 
-    def close(self, *, may_still_write: bool = False) -> None:
+    def close(self, *, may_still_write: bool = False) -> bool:
         """Drop all pins and reservations. Idempotent.
 
-        With `may_still_write` the reserved extents are not reused before `writer_gone`.
+        With `may_still_write` the reserved extents are not reused before `writer_gone`; True when
+        there are any, so when that must be said.
         """
 
     def writer_gone(self) -> None:
-        """The process that might still write has ended."""
+        """The client that might still write has stopped, or its process has ended."""
 
 
 class BlockStore(Protocol):

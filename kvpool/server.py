@@ -390,12 +390,14 @@ class _Connection:
         assert isinstance(tier, Addressable)
         return tier.view(extent.offset, extent.size)
 
-    def close(self, *, may_still_write: bool = False) -> None:
-        if self._open:
-            self._open = False
-            self._server.disconnected()
-            self._stack.top.drop_owner(self._owner, may_still_write=may_still_write)
-            self._server.changed()
+    def close(self, *, may_still_write: bool = False) -> bool:
+        if not self._open:
+            return False
+        self._open = False
+        self._server.disconnected()
+        feared = self._stack.top.drop_owner(self._owner, may_still_write=may_still_write)
+        self._server.changed()
+        return feared
 
     def writer_gone(self) -> None:
         self._stack.top.writer_gone(self._owner)

@@ -347,6 +347,11 @@ WRITER = """
         sock.sendall(encode_frame(PAYLOAD, b"", size) + bytes(size // 2))
     print("reserved", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
+    while sock.recv(4096):
+        pass
+    sock.close()
+    print("closed", flush=True)
+    signal.pause()
 """
 
 
@@ -375,7 +380,10 @@ async def test_a_killed_writers_space_is_back_at_once(cluster: Cluster) -> None:
             assert loop.time() - killed < BUSY_S
 
 
-async def test_a_frozen_writers_space_rests_until_it_is_dead(cluster: Cluster) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
+async def test_a_frozen_writers_space_rests_until_it_is_dead_or_done(
+    cluster: Cluster, end: signal.Signals
+) -> None:
     """G3, G4: we closed its link, but it has the segment mapped and may go on in mid-copy."""
     async with cluster.client("shm") as pool:
         address = await address_of(pool, "server-0", "shm")
@@ -383,7 +391,9 @@ async def test_a_frozen_writers_space_rests_until_it_is_dead(cluster: Cluster) -
             assert await writer.line() == "reserved"
             await until(pool, "server-0", "quarantined", 1, 9)
             assert (await member(pool, "server-0"))["used"] == 1 << 20
-            writer.signal(signal.SIGKILL)
+            writer.signal(end)
+            if end is signal.SIGCONT:
+                assert await writer.line() == "closed"
             await until(pool, "server-0", "used", 0, 3)
             assert (await member(pool, "server-0"))["quarantined"] == 0
 

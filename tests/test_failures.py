@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 
 import pytest
 
@@ -22,6 +23,7 @@ from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.protocols import Peer
 from kvpool.wire.messages import Hello, Reserved, Welcome
+from kvpool_transports.streams import Stream
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, value, values
 from tests.raw import payload, raw, reserve
 
@@ -250,6 +252,22 @@ async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
     server.store.check()
     connection.writer_gone()
     assert server.store.quarantined == 0
+
+
+async def test_hanging_up_waits_for_who_is_at_work() -> None:
+    """G4: the peer of a stream hears its end when the owner has stopped, not when EOF arrives."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    _, stream = await loop.create_connection(Stream, sock=ours)
+    theirs.shutdown(socket.SHUT_WR)
+    await eventually(lambda: stream.lost)
+    await asyncio.sleep(0.05)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+    stream.abort()
+    assert await asyncio.wait_for(loop.sock_recv(theirs, 1), 5) == b""
+    theirs.close()
 
 
 async def test_a_server_may_close_while_somebody_looks(pool_dev: dev.Dev) -> None:

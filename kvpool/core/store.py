@@ -344,15 +344,15 @@ class Store:
                     self._leave(entry, Event.REMOVE_PINNED if entry.pins else Event.REMOVE, reason)
         return removed
 
-    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> None:
+    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> bool:
         """The connection is gone, and with it every pin and reservation.
 
         With `may_still_write` the reserved extents rest in quarantine until `writer_gone`,
-        because a living process still has them mapped.
+        because a living process still has them mapped. True when there are any.
         """
         held = self._owners.get(owner)
         if held is None:
-            return
+            return False
         for id in list(held.pins):
             self.unpin(owner, id)
         for id, entry in list(held.reservations.items()):
@@ -364,9 +364,10 @@ class Store:
             else:
                 self.cancel(owner, id)
         del self._owners[owner]
+        return owner in self._quarantine
 
     def writer_gone(self, owner: int) -> None:
-        """The process behind a quarantined owner has ended: nobody can write there any more."""
+        """A quarantined owner has stopped writing, or its process has ended."""
         for entry in self._quarantine.pop(owner, ()):
             entry.state = after(entry.state, Event.WRITER_GONE)
             self.allocator.release(entry.offset)

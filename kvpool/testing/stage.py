@@ -327,13 +327,14 @@ class _Watched:
             self._recorder.faults.append("memory was looked at that the connection does not hold")
         return self._inner.view(extent)
 
-    def close(self, *, may_still_write: bool = False) -> None:
-        self._inner.close(may_still_write=may_still_write)
+    def close(self, *, may_still_write: bool = False) -> bool:
+        feared = self._inner.close(may_still_write=may_still_write)
         self._recorder.open.discard(self)
         if may_still_write:
             self._unsealed.clear()
         self._give_back()
         self._let_go(list(self._pinned))
+        return feared
 
     def writer_gone(self) -> None:
         self._inner.writer_gone()

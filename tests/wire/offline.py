@@ -81,6 +81,9 @@ class Wire(asyncio.Transport):
             self.closed = True
             asyncio.get_running_loop().call_soon(self._stream.connection_lost, None)
 
+    def write_eof(self) -> None:
+        pass
+
     def write(self, data: Any) -> None:
         self.sent += data
 
@@ -124,7 +127,7 @@ async def converse(serving: BlockServer, chunks: Sequence[bytes], *, mapped: boo
     stream = Stream()
     wire = Wire(stream)
     session = Session(stream, serving, mapped=mapped, scheme="shm" if mapped else "tcp")
-    task = asyncio.create_task(session.run(lambda connection: connection.writer_gone()))
+    task = asyncio.create_task(session.run())
     for chunk in chunks:
         await wire.deliver(chunk)
     await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
 from kvpool import logs
 from kvpool.errors import (
@@ -105,13 +105,24 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
 
-    async def run(self, on_frozen_writer: Callable[[Connection], None] | None = None) -> None:
-        """Serve until the client goes. Never raises; whatever happens ends this link only.
+    async def run(self) -> None:
+        """Serve until the client goes. Whatever happens ends this link only.
 
-        A writer whose link *we* close may still be alive and, with shm, still write: its
-        reservations then go to quarantine and `on_frozen_writer` watches for its end.
+        A writer whose link *we* close may still be alive and, with mapped memory, still write. Its
+        reservations then go to quarantine until it hangs up, which it does when its copies have
+        stopped, and its kernel does when it dies.
         """
-        ours = False
+        try:
+            feared = await self._serve()
+            if feared is not None:
+                await self._stream.part()
+                feared.writer_gone()
+        finally:
+            self._stream.abort()
+
+    async def _serve(self) -> Connection | None:
+        """Until the link ends; the connection, if its client may still write to our memory."""
+        ours = feared = False
         try:
             self._connection = await self._greet()
             while True:
@@ -131,12 +142,12 @@ class Session:
             ours = True
             log.exception("connection failed", transport=self._scheme)
         finally:
-            self._stream.abort()
+            mapped = ours and self._mapped
+            if not mapped:
+                self._stream.abort()  # before the pins go: what is queued must not be sent
             if self._connection is not None:
-                frozen = ours and self._mapped
-                self._connection.close(may_still_write=frozen)
-                if frozen and on_frozen_writer is not None:
-                    on_frozen_writer(self._connection)
+                feared = self._connection.close(may_still_write=mapped)
+        return self._connection if feared else None
 
     async def _greet(self) -> Connection:
         hello = await self._stream.expect(Hello, deadline=self._loop.time() + HELLO_S)

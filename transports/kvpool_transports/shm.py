@@ -7,8 +7,8 @@ nothing is left behind, not even after kill -9.
 
 Pins and reservations belong to the socket. The client closes it only after its own copies have
 stopped, and a dead process has no mapping: so EOF means that nobody writes there any more. When it
-is *our* side that gives up on a writer, its process may be frozen in mid-copy; its extents then
-rest in quarantine until a pidfd says that the process is gone.
+is *our* side that gives up on a writer, its process may be frozen in mid-copy; we then hang up, and
+its extents rest in quarantine until it has done so, too.
 
 A process that may map a segment is trusted with that segment.
 """
@@ -33,7 +33,6 @@ from kvpool.errors import BadMessage, ConfigError, LinkBroken
 from kvpool.protocols import (
     BlockStore,
     Channel,
-    Connection,
     Listener,
     Mappable,
 )
@@ -93,7 +92,6 @@ class _ShmListener:
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._sessions = Sessions(store, mapped=True, scheme="shm")
-        self._watched: set[int] = set()
         self._read_only = -1
         self._address = ""
         self._path = ""
@@ -123,10 +121,6 @@ class _ShmListener:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         await self._sessions.close()
-        for pidfd in self._watched:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        self._watched.clear()
         if self._read_only >= 0:
             os.close(self._read_only)
             self._read_only = -1
@@ -167,28 +161,7 @@ class _ShmListener:
         except BaseException:
             sock.close()
             raise
-        session = Session(stream, self._store, mapped=True, scheme="shm")
-        await session.run(lambda connection: self._watch(pid, connection))
-
-    def _watch(self, pid: int, connection: Connection) -> None:
-        """Tell the books when the process has ended; until then its extents are not reused."""
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            connection.writer_gone()
-            return
-        except OSError as error:  # another pid namespace: we cannot know, so never reuse
-            log.warning("cannot watch a frozen writer", pid=pid, why=str(error))
-            return
-
-        def ended() -> None:
-            self._loop.remove_reader(pidfd)
-            self._watched.discard(pidfd)
-            os.close(pidfd)
-            connection.writer_gone()
-
-        self._watched.add(pidfd)
-        self._loop.add_reader(pidfd, ended)
+        await Session(stream, self._store, mapped=True, scheme="shm").run()
 
 
 # --- client -------------------------------------------------------------------------------

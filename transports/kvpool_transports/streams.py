@@ -120,10 +120,9 @@ def no_payload(frame: Frame) -> Landing:
 class Stream(asyncio.BufferedProtocol):
     """One connection, either end. `receive` and `send` belong to whoever owns the stream."""
 
-    def __init__(self, on_lost: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._on_lost = on_lost
         self._stash = memoryview(bytearray(STASH))  # headers, bodies, what comes with them
         self._filled = 0
         self._frame: Frame | None = None
@@ -131,11 +130,15 @@ class Stream(asyncio.BufferedProtocol):
         self._landing: Landing | None = None
         self._done: asyncio.Future[None] | None = None
         self._flushed: asyncio.Future[None] | None = None
+        self._parted: asyncio.Future[None] | None = None
         self._work: asyncio.Timeout | None = None
         self._write_paused = False
         self._read_paused = False
         self._impatient = False
         self._slow: asyncio.TimerHandle | None = None
+        #: When the peer hangs up, the connection is closed by its owner and not before: what the
+        #: owner still does with the peer's memory must have ended by then.
+        self.owned = True
         self.lost = False
         self._why: KvpoolError | None = None
 
@@ -233,6 +236,18 @@ class Stream(asyncio.BufferedProtocol):
         finally:
             self._work = None
 
+    async def part(self) -> None:
+        """Hang up, and wait, however long it takes, until the peer has done so, too.
+
+        What is queued is still sent, what comes is dropped. Returns at once if the peer has gone.
+        """
+        if not self.lost and self._transport is not None:
+            self._parted = self._loop.create_future()
+            self._filled = 0
+            self._resume()
+            self._transport.write_eof()
+            await self._parted
+
     def abort(self) -> None:
         """Drop the connection at once. Synchronous, idempotent."""
         self._fail(LinkBroken("the connection was aborted"))
@@ -261,6 +276,8 @@ class Stream(asyncio.BufferedProtocol):
             if not landing.missing:
                 self._complete()
             return
+        if self._parted is not None:
+            return
         self._filled += count
         if self._sink is not None:
             self._parse()
@@ -271,12 +288,11 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        return False
+        self._fail(LinkBroken("the peer went away"))
+        return self.owned
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(LinkBroken(f"connection lost: {error}" if error else "the peer went away"))
-        if self._on_lost is not None:
-            self._on_lost()
 
     def pause_writing(self) -> None:
         self._write_paused = True
@@ -366,6 +382,8 @@ class Stream(asyncio.BufferedProtocol):
         for future in (self._done, self._flushed):
             if future is not None and not future.done():
                 future.set_exception(self._why)
+        if self._parted is not None and not self._parted.done():
+            self._parted.set_result(None)
         if self._work is not None and not self._work.expired():
             self._work.reschedule(self._loop.time())
 
@@ -418,6 +436,7 @@ class StreamPool:
             if stream.lost or self._closed or len(self._idle) >= _IDLE_MAX:
                 stream.abort()
             else:
+                stream.owned = False
                 self._idle.append(stream)
         finally:
             self._places.release()
@@ -444,6 +463,7 @@ class StreamPool:
             while self._idle:
                 stream = self._idle.pop()
                 if not stream.lost:
+                    stream.owned = True
                     self._busy[stream] = None
                     return stream
             stream = await self._dial(deadline)

@@ -165,9 +165,13 @@ class Platter:
 
     def is_damaged(self, start: int, stop: int) -> bool:
         """What is read there may be something else than what was written, or nothing."""
-        return any(one.start < stop and start < one.stop for one in self.damaged) or bool(
-            self.spoilt and self._sectors(start, stop) & self.spoilt
+        return bool(
+            self.damages(start, stop) or (self.spoilt and self._sectors(start, stop) & self.spoilt)
         )
+
+    def damages(self, start: int, stop: int) -> set[str]:
+        """What has been done to these bytes since they were written."""
+        return {one.what for one in self.damaged if one.start < stop and start < one.stop}
 
     @property
     def hung_s(self) -> float:
@@ -477,17 +481,10 @@ class DiskFault(NamedTuple):
     silent: bool = False
 
 
-#: What a nemesis can do to a disk while its server runs. A power cut is a kind of kill.
-DISK_FAULTS: Final = (
-    DiskFault("slow disk", lambda p: p.slow(p.chance.choice([10, 100, 1000]))),
-    DiskFault("stuck disk", lambda p: p.stick()),
-    DiskFault("full disk", lambda p: p.fill()),
-    DiskFault("failing disk", lambda p: p.fail(p.chance.choice([0.02, 0.3, 1.0]))),
-    DiskFault("spoilt sectors", lambda p: p.spoil(*_range(p))),
-    DiskFault("rot on disk", lambda p: p.rot(*p.spot(), bits=p.chance.choice([1, 8])), True),
-    DiskFault("lost writes", lambda p: p.lose(p.chance.choice([0.02, 0.3])), True),
-    DiskFault("misdirected writes", lambda p: p.misdirect(p.chance.choice([0.02, 0.3])), True),
-)
+def _rot(platter: Platter) -> None:
+    """Flip a bit in one place or in several."""
+    for _ in range(platter.chance.choice([1, 8])):
+        platter.rot(*platter.spot())
 
 
 def _range(platter: Platter) -> tuple[int, int]:
@@ -495,3 +492,16 @@ def _range(platter: Platter) -> tuple[int, int]:
     size = platter.chance.choice([1, 8]) * platter.sector
     start = platter.place(size)
     return start, start + size
+
+
+#: What a nemesis can do to a disk while its server runs. A power cut is a kind of kill.
+DISK_FAULTS: Final = (
+    DiskFault("slow disk", lambda p: p.slow(p.chance.choice([10, 100, 1000]))),
+    DiskFault("stuck disk", lambda p: p.stick()),
+    DiskFault("full disk", lambda p: p.fill()),
+    DiskFault("failing disk", lambda p: p.fail(p.chance.choice([0.02, 0.3, 1.0]))),
+    DiskFault("spoilt sectors", lambda p: p.spoil(*_range(p))),
+    DiskFault("rot on disk", _rot, True),
+    DiskFault("lost writes", lambda p: p.lose(p.chance.choice([0.02, 0.3])), True),
+    DiskFault("misdirected writes", lambda p: p.misdirect(p.chance.choice([0.02, 0.3])), True),
+)

@@ -289,7 +289,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         writes = self.writes_to_pool(args)
         process.writing += len(writes)
 
+        stopped_s = process.frozen_s
+
         def work() -> None:
+            nonlocal stopped_s
+            if process.frozen_s > stopped_s:  # it has been stopped, and goes on where it was
+                stopped_s = process.frozen_s
+                self.call_later(self._delays.expovariate(1 / self._copy_s), work)
+                return
             process.writing -= len(writes)
             for check in writes:
                 check()

@@ -11,13 +11,12 @@ import asyncio
 from typing import cast
 
 from kvpool.errors import BadMessage, LinkBroken
-from kvpool.protocols import BlockStore, Channel, Connection, Listener
-from kvpool.testing.simulation.loop import Process
+from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.testing.simulation.network import LOCAL, Net
 from kvpool_transports import exchanges
 from kvpool_transports.copier import Copier
 from kvpool_transports.mapped import MappedChannel
-from kvpool_transports.serving import Session, Sessions
+from kvpool_transports.serving import Sessions
 from kvpool_transports.streams import Stream, StreamPool, os_errors
 
 
@@ -95,36 +94,7 @@ class _SimShmListener:
         await self._sessions.close()
 
     def _accept(self) -> Stream:
-        stream = _ServerStream()
-        self._sessions.start(self._serve(stream))
-        return stream
-
-    async def _serve(self, stream: _ServerStream) -> None:
-        def watch(connection: Connection) -> None:
-            """What a pidfd does: tell the books when the writer's process has ended."""
-            context = stream.own.context
-
-            def ended() -> None:
-                self._net.loop.call_soon(connection.writer_gone, context=context)
-
-            if stream.peer.alive:
-                stream.peer.on_death.append(ended)
-            else:
-                connection.writer_gone()
-
-        await Session(stream, self._store, mapped=True, scheme="shm").run(watch)
-
-
-class _ServerStream(Stream):
-    """A stream that knows which process is at the other end (SO_PEERCRED)."""
-
-    own: Process
-    peer: Process
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.own = transport.process  # type: ignore[attr-defined]
-        self.peer = transport.get_extra_info("peer")
+        return self._sessions.accept(Stream())
 
 
 class _SimSegment:

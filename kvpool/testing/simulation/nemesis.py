@@ -196,7 +196,7 @@ class Nemesis:
     async def _in_mid_copy(self, process: Process) -> None:
         """Often, wait a little for the worst moment: its threads are about to write."""
         if self._chance.random() < 0.8:
-            for _ in range(200):
+            for _ in range(1000):
                 if process.writing:
                     return
                 await asyncio.sleep(0.007)
@@ -223,6 +223,8 @@ class Nemesis:
             if ran and node.tiers is not None:
                 node.tiers.check_patience(platter.hung_s)
             platter.heal()
+        if fault.silent and self._chance.random() < 0.5:
+            await self._kill(node)  # its successor reads what the disk has made of it
 
     async def _partition(self) -> None:
         world = self._world

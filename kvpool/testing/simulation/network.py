@@ -249,8 +249,9 @@ class Endpoint(asyncio.Transport):
         self._pumping = False
         self._paused = False
         self._protocol_paused = False
-        self._closing = False  # our side has closed: the peer sees EOF after the last byte
-        self._eof = False  # the peer has closed
+        self._closing = False  # our side has closed
+        self._ended = False  # the peer sees EOF after the last byte
+        self._eof = False  # the peer has closed, or sends no more
         self._lost = False
 
     # --- the protocol's side ---------------------------------------------------------------
@@ -274,6 +275,15 @@ class Endpoint(asyncio.Transport):
         if not self.is_closing() and len(data):
             self.backlog.append(memoryview(data))
             self._push()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """Send no more; what comes is still read."""
+        if not self.is_closing():
+            self._ended = True
+            self._travel()
 
     def pause_reading(self) -> None:
         self._paused = True
@@ -339,7 +349,7 @@ class Endpoint(asyncio.Transport):
                 self.protocol.resume_writing()
 
     def _travel(self) -> None:
-        if not self._travelling and (self._flight or self._closing) and not self._lost:
+        if not self._travelling and (self._flight or self._ended) and not self._lost:
             self._travelling = True
             if self._cut():
                 self._net.stuck.append(self)
@@ -360,7 +370,7 @@ class Endpoint(asyncio.Transport):
                 self._net.faults["chopped"] += 1
             self.peer._receive(data[:count])
             self._travel()
-        elif self._closing:
+        elif self._ended and not self.backlog:
             self.peer._end()
 
     def _cut(self) -> bool:
@@ -378,6 +388,7 @@ class Endpoint(asyncio.Transport):
         self._pump_soon()
 
     def _hang_up(self) -> None:
+        self._ended = True
         self._net.connections.pop(self.number, None)
         self._travel()
 
@@ -399,8 +410,9 @@ class Endpoint(asyncio.Transport):
             self.peer._taken(count)
             self.protocol.buffer_updated(count)
         if self._eof and not self._inbox and self.protocol is not None and not self._lost:
-            self.protocol.eof_received()
-            self.abort()
+            self._eof = False  # it is told once
+            if not self.protocol.eof_received():
+                self.abort()
 
     def _taken(self, count: int) -> None:
         """The peer has read: there is room in the kernels again."""

@@ -394,7 +394,7 @@ class WatchedStore(Store):
         self.look()
         return removed
 
-    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> None:
+    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> bool:
         held = self._owners.get(owner)
         if held is not None and may_still_write:
             for id in held.reservations:
@@ -402,11 +402,12 @@ class WatchedStore(Store):
                 self._entries.pop(("reservation", owner, id))
                 self.held["quarantine", owner, id] = hold
                 self.truth.notes.add("a frozen writer was put in quarantine")
-        super().drop_owner(owner, may_still_write=may_still_write)
+        feared = super().drop_owner(owner, may_still_write=may_still_write)
         for kind, of, id in list(self.held):
             if of == owner and kind != "quarantine":
                 self.truth.fail(f"G4: {kind} {id} outlives its connection")
         self.look()
+        return feared
 
     def writer_gone(self, owner: int) -> None:
         for hold in [hold for hold in self.held if hold[:2] == ("quarantine", owner)]:

@@ -115,7 +115,7 @@ BUGS: Sequence[Bug] = (
         "frozen-writer-is-not-feared",
         "G4",
         _SERVING,
-        "self._connection.close(may_still_write=frozen)",
+        "self._connection.close(may_still_write=mapped)",
         "self._connection.close()",
     ),
     Bug(

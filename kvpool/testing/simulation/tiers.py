@@ -157,6 +157,8 @@ class WatchedBase(WatchedStore):
                 self.truth.fail(f"G8: {entry!r} is found on the disk, and nobody has written it")
             if server in story.erased and not excused:
                 self.truth.fail(f"G8: {entry!r} was removed, and is back after a restart")
+            if self.memory.platter.damages(*self.memory.header(entry.offset)) == {"rot"}:
+                self.truth.fail(f"G8: the header of {entry!r} has rotted, and is believed")
             self.truth.sealed(self.life, key)
             self.verify(entry, "found on the disk")
         return entry
