@@ -77,6 +77,9 @@ class BlockServer:
             reached=_reached(tiers),
             promote_after=config.promote_after,
         )
+        memory = self.tiers[self.stack.reached]
+        assert isinstance(memory, Addressable)
+        self.memory: Addressable = memory  # the same as `tier`, asked once: it is in the hot path
         self.counters: Counter[str] = Counter()
         self._listeners: list[Listener] = []
         self._announcers: list[_Announcer] = []
@@ -386,9 +389,7 @@ class _Connection:
         return rotten
 
     def view(self, extent: Extent) -> memoryview:
-        tier = self._server.tier
-        assert isinstance(tier, Addressable)
-        return tier.view(extent.offset, extent.size)
+        return self._server.memory.view(extent.offset, extent.size)
 
     def close(self, *, may_still_write: bool = False) -> bool:
         if not self._open:

@@ -438,11 +438,6 @@ class World:
 
     async def _recover(self) -> None:
         """Liveness: everything is well again, and stays so."""
-        for client in self.clients:
-            # What a frozen writer had reserved rests until its process ends: so end it.
-            if any(node.store.quarantined for node in self.servers):
-                client.process.kill()
-                await client.start()
         deadline = self.loop.now + RECOVERY_S
         while (problem := self._ailing()) is not None:
             if self.loop.now >= deadline:
@@ -461,8 +456,12 @@ class World:
     def _ailing(self) -> str | None:
         """What is not as it should be when nothing is wrong; None when all is well."""
         for node in self.servers:
-            if node.store.pins or node.store.reservations:
-                return f"{node.store.pins} pins, {node.store.reservations} reservations remain"
+            store = node.store
+            if store.pins or store.reservations or store.quarantined:
+                return (
+                    f"{store.pins} pins, {store.reservations} reservations, "
+                    f"{store.quarantined} extents in quarantine remain"
+                )
             if node.tiers is not None and (problem := node.tiers.ailing()) is not None:
                 return f"{node.name}: {problem}"
         for master in self.masters:
