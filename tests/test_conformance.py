@@ -52,6 +52,7 @@ from kvpool_tiers.nvme import Nvme
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
+from kvpool_transports.ucx import UcxTransport
 
 
 def makers() -> dict[str, Callable[[], Transport]]:
@@ -61,13 +62,21 @@ def makers() -> dict[str, Callable[[], Transport]]:
         "inproc": lambda: inproc,
         "shm": ShmTransport,
         "tcp": TcpTransport,
+        "ucx": UcxTransport,
         "unix": UnixTransport,
     }
 
 
+def needs_ucx() -> None:
+    """Skips where UCX is not installed: it is an extra."""
+    pytest.importorskip("ucxx", reason="the UCX transport needs ucxx: pip install kvpool[ucx]")
+
+
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
-@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp", "unix"])
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp", "ucx", "unix"])
 async def test_transport(scheme: str, check: str) -> None:
+    if scheme == "ucx":
+        needs_ucx()
     try:
         await TRANSPORT_CHECKS[check](makers()[scheme])
     except NotDeclared as why:
@@ -78,9 +87,11 @@ async def test_transport(scheme: str, check: str) -> None:
     "check",
     ["a_full_batch_comes_back", "a_closed_listener_ends_its_calls", "abort_ends_running_calls"],
 )
-@pytest.mark.parametrize("scheme", ["shm", "tcp", "unix"])
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "ucx", "unix"])
 def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
     """uvloop's transports raise where asyncio's keep quiet, once a connection is lost."""
+    if scheme == "ucx":
+        needs_ucx()
     uvloop = pytest.importorskip("uvloop")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(TRANSPORT_CHECKS[check](makers()[scheme]))

@@ -1,6 +1,6 @@
-"""The server's half of tcp and shm: one loop per connection, one exchange at a time.
+"""The server's half of tcp, ucx and shm: one loop per connection, one exchange at a time.
 
-The two differ in one thing only: with tcp the bytes come and go in frames (*carried*), with shm
+They differ in one thing only: with tcp and ucx the stream moves the bytes (*carried*), with shm
 the client moves them itself, in memory that it has mapped (*mapped*).
 """
 
@@ -59,10 +59,18 @@ log = logs.get("kvpool.transport")
 class Sessions:
     """The connections of one listener, each with a task of its own."""
 
-    def __init__(self, store: BlockStore, *, mapped: bool, scheme: str) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        mapped: bool,
+        scheme: str,
+        session: type[Session] | None = None,
+    ) -> None:
         self._store = store
         self._mapped = mapped
         self._scheme = scheme
+        self._session = session or Session
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -72,7 +80,7 @@ class Sessions:
         if self._closed:  # it was accepted before, and comes to us only now
             stream.abort()
             return stream
-        session = Session(stream, self._store, mapped=self._mapped, scheme=self._scheme)
+        session = self._session(stream, self._store, mapped=self._mapped, scheme=self._scheme)
         task = self.start(session.run())
         # Also when it is cancelled before its first step, and so never comes to its `finally`.
         task.add_done_callback(lambda _: stream.abort())
@@ -98,7 +106,7 @@ class Session:
     """One client connection: its stream, its books, and who it is."""
 
     def __init__(self, stream: Stream, store: BlockStore, *, mapped: bool, scheme: str) -> None:
-        self._stream = stream
+        self.stream = stream
         self._store = store
         self._mapped = mapped
         self._scheme = scheme
@@ -115,20 +123,20 @@ class Session:
         try:
             feared = await self._serve()
             if feared is not None:
-                await self._stream.part()
+                await self.stream.part()
                 feared.writer_gone()
         finally:
-            self._stream.abort()
+            self.stream.abort()
 
     async def _serve(self) -> Connection | None:
         """Until the link ends; the connection, if its client may still write to our memory."""
         ours = feared = False
         try:
-            self._connection = await self._greet()
+            self._connection = await self.greet()
             while True:
-                frame = await self._stream.receive(deadline=None)
+                frame = await self.stream.receive(deadline=None)
                 # What the books do for a client that has hung up must not go on without it.
-                async with self._stream.while_open():
+                async with self.stream.while_open():
                     await self._answer(frame, self._connection)
         except LinkBroken:
             pass
@@ -144,13 +152,14 @@ class Session:
         finally:
             mapped = ours and self._mapped
             if not mapped:
-                self._stream.abort()  # before the pins go: what is queued must not be sent
+                self.stream.abort()  # before the pins go: what is queued must not be sent
             if self._connection is not None:
                 feared = self._connection.close(may_still_write=mapped)
         return self._connection if feared else None
 
-    async def _greet(self) -> Connection:
-        hello = await self._stream.expect(Hello, deadline=self._loop.time() + HELLO_S)
+    async def greet(self) -> Connection:
+        """Hear who it is, and open the books."""
+        hello = await self.stream.expect(Hello, deadline=self._loop.time() + HELLO_S)
         if hello.cluster != self._store.cluster:
             raise VersionMismatch(
                 f"client belongs to cluster {hello.cluster!r}, this is {self._store.cluster!r}"
@@ -169,10 +178,10 @@ class Session:
             "connection closed", transport=self._scheme, error=type(error).__name__, why=str(error)
         )
         with contextlib.suppress(KvpoolError):
-            self._stream.send_now(Error(type(error).__name__, str(error)[:2048]))
+            self.stream.send_now(Error(type(error).__name__, str(error)[:2048]))
 
     async def _send(self, message: Message) -> None:
-        await self._stream.send(message, deadline=self._loop.time() + ANSWER_S)
+        await self.stream.send(message, deadline=self._loop.time() + ANSWER_S)
 
     async def _answer(self, frame: Frame, connection: Connection) -> None:
         kind = message_type(frame.type)
@@ -227,7 +236,7 @@ class Session:
             return
         if not self._mapped:
             await self._take_payload(granted, connection, deadline + GRACE_S)
-        seal = await self._stream.expect(Seal, deadline=deadline + GRACE_S)
+        seal = await self.stream.expect(Seal, deadline=deadline + GRACE_S)
         if len(seal.ids) != len(seal.checksums):
             raise BadMessage(f"{len(seal.ids)} ids, {len(seal.checksums)} checksums")
         statuses = await connection.seal(
@@ -248,7 +257,7 @@ class Session:
                 raise BadMessage(f"got type {frame.type}, expected the blocks' bytes")
             return Landing(views)
 
-        await self._stream.receive(sink, deadline=deadline)
+        await self.stream.receive(sink, deadline=deadline)
 
     async def _read(self, read: Read, connection: Connection) -> None:
         """Pin, send (or show), unpin."""
@@ -275,9 +284,9 @@ class Session:
         )
         try:
             # It returns when the kernel has every byte, so unpinning after it is safe.
-            await self._stream.send(answer, payload, deadline=self._loop.time() + ANSWER_S)
+            await self.stream.send(answer, payload, deadline=self._loop.time() + ANSWER_S)
         except BaseException:
-            self._stream.abort()  # before the pins go: what is queued must not be sent from there
+            self.stream.abort()  # before the pins go: what is queued must not be sent from there
             raise
 
     async def _show(self, pins: list[Pin]) -> None:
@@ -292,7 +301,7 @@ class Session:
         )
         if extents:
             # No deadline: a pin ends with Unpin or with the connection, never with a clock (G4).
-            await self._stream.expect(Unpin, deadline=None)
+            await self.stream.expect(Unpin, deadline=None)
 
 
 def _tag(reserve: Reserve) -> Tag | None:

@@ -97,6 +97,21 @@ class Landing:
                 if self._index < len(self._seeds):
                     self._hasher = xxhash.xxh3_64(seed=self._seeds[self._index])
 
+    def pieces(self, size: int) -> list[memoryview]:
+        """All that is missing, in order and cut at `size`, for who fetches it some other way."""
+        return [
+            buffer[start : start + size]
+            for buffer in self._buffers
+            for start in range(0, len(buffer), size)
+        ]
+
+    def filled(self, count: int) -> None:
+        """`count` bytes of one buffer are in place, however they came there."""
+        while count:
+            step = min(count, len(self.next()))
+            self.received(step)
+            count -= step
+
     def put(self, data: memoryview) -> int:
         """Copy bytes that came in one piece with the header; returns how many."""
         taken = 0
@@ -204,7 +219,7 @@ class Stream(asyncio.BufferedProtocol):
             if self._done.done():  # a peer that sends ahead must not keep the loop to itself
                 await asyncio.sleep(0)
             else:
-                await _by(self._done, deadline, "the peer did not answer in time")
+                await by(self._done, deadline, "the peer did not answer in time")
             self._done.result()
             frame = self._frame
             assert frame is not None
@@ -312,7 +327,7 @@ class Stream(asyncio.BufferedProtocol):
     async def _flush(self, deadline: float) -> None:
         self._flushed = self._loop.create_future()
         try:
-            await _by(self._flushed, deadline, "the peer does not read")
+            await by(self._flushed, deadline, "the peer does not read")
         finally:
             self._flushed = None
 
@@ -388,7 +403,7 @@ class Stream(asyncio.BufferedProtocol):
             self._work.reschedule(self._loop.time())
 
 
-async def _by(future: asyncio.Future[None], deadline: float | None, otherwise: str) -> None:
+async def by(future: asyncio.Future[None], deadline: float | None, otherwise: str) -> None:
     """Wait for a future until a deadline, with one timer and no task."""
     if deadline is None:
         await future

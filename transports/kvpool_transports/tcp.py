@@ -1,6 +1,7 @@
 """TCP: the transport that works everywhere. Verified bytes, straight into the caller's buffers.
 
-What it adds to the shared halves (`serving.py`, `carried.py`): how to listen and how to dial.
+What it adds to the shared halves (`serving.py`, `carried.py`): how to listen and how to dial. ucx
+listens the same way.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
@@ -25,26 +27,19 @@ class TcpTransport:
     same_host = False
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
-        host, port = _parse(address or "tcp://127.0.0.1:0")
-        listener = _TcpListener(store)
-        try:
-            await listener.start(host, port)
-        except (OSError, ValueError) as error:  # ValueError: a name that is none, `a..b`
-            why = error.strerror if isinstance(error, OSError) else None
-            raise ConfigError(
-                f"cannot listen on {address}: {why or error}; choose another address"
-            ) from None
+        listener = TcpListener(Sessions(store, mapped=False, scheme="tcp"), "tcp", _ServerStream)
+        await listener.start(address)
         return listener
 
     async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
-        host, port = _parse(address)
+        host, port = parse(address, "tcp")
 
         async def dial(deadline: float) -> Stream:
             loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):
                 async with asyncio.timeout_at(deadline):
                     transport, stream = await loop.create_connection(Stream, host, port)
-            _tune(transport)
+            tune(transport)
             try:
                 await exchanges.greet(
                     stream, cluster=cluster, client=client, server="", deadline=deadline
@@ -60,17 +55,30 @@ class TcpTransport:
         return CarriedChannel(address, streams)
 
 
-class _TcpListener:
-    def __init__(self, store: BlockStore) -> None:
-        self._sessions = Sessions(store, mapped=False, scheme="tcp")
+class TcpListener:
+    """Accepts connections at a TCP port, each for a session of its own."""
+
+    def __init__(self, sessions: Sessions, scheme: str, make: Callable[[], Stream]) -> None:
+        self._sessions = sessions
+        self._scheme = scheme
+        self._make = make
         self._server: asyncio.Server | None = None
         self._address = ""
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, address: str) -> None:
+        """Raises ConfigError."""
+        host, port = parse(address or f"{self._scheme}://127.0.0.1:0", self._scheme)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, host, port)
+        try:
+            self._server = await loop.create_server(self._accept, host, port)
+        except (OSError, ValueError) as error:  # ValueError: a name that is none, `a..b`
+            why = error.strerror if isinstance(error, OSError) else None
+            raise ConfigError(
+                f"cannot listen on {address}: {why or error}; choose another address"
+            ) from None
         host, port = self._server.sockets[0].getsockname()[:2]
-        self._address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        host = f"[{host}]" if ":" in host else host
+        self._address = f"{self._scheme}://{host}:{port}"
 
     @property
     def address(self) -> str:
@@ -81,28 +89,30 @@ class _TcpListener:
             self._server.close()
         await self._sessions.close()
 
-    def _accept(self) -> Stream:
-        return self._sessions.accept(_ServerStream())
+    def _accept(self) -> asyncio.BaseProtocol:
+        return self._sessions.accept(self._make())
 
 
 class _ServerStream(Stream):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        _tune(transport)
+        tune(transport)
 
 
-def _tune(transport: asyncio.BaseTransport) -> None:
+def tune(transport: asyncio.BaseTransport) -> None:
+    """Small frames go at once, and a peer that lost its power is noticed some day."""
     sock = transport.get_extra_info("socket")
     with contextlib.suppress(OSError, AttributeError):  # the loop may have no sockets (simulation)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _parse(address: str) -> tuple[str, int]:
+def parse(address: str, scheme: str) -> tuple[str, int]:
+    """Host and port. Raises ConfigError."""
     try:
         parts = urlsplit(address)
-        if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
+        if parts.scheme == scheme and parts.hostname and parts.port is not None:
             return parts.hostname, parts.port
     except ValueError:
         pass
-    raise ConfigError(f"address {address!r}: expected tcp://host:port")
+    raise ConfigError(f"address {address!r}: expected {scheme}://host:port")

@@ -1,0 +1,380 @@
+"""UCX: blocks go straight between the caller's buffer and the server's segment, on any fabric.
+
+A TCP connection carries the words: requests, answers, and who is still there. UCX carries the
+bytes of all but small payloads, by rendezvous, one tagged message for each piece:
+
+    sender    the frame that announces the payload      (tcp)
+    receiver  posts a receive for every piece, "ready"  (tcp)
+    sender    sends the pieces                          (UCX)
+    sender    "done", when all its sends have completed (tcp)
+
+So no message is ever unexpected, and UCX buffers nothing. "Done" is what makes the bytes good: a
+sender that gave up, whose memory may be another block's by now, never says it. The connection that
+carries the words ends with the process at its other end, on every fabric, so death is noticed at
+once; frozen peers cost a deadline. Each stream has a UCX endpoint of its own, and whatever goes
+wrong in a transfer closes it: that alone is how UCX lets go of buffers (see `ucx_worker`).
+
+UCX believes its peers: who can reach a UCX worker is trusted with its process. On loopback that is
+this host; beyond it, it is the network (the reason why `--insecure` must be said there).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import ipaddress
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+import xxhash
+
+from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
+from kvpool.protocols import BlockStore, Channel, Connection, Listener
+from kvpool.wire.frames import Frame
+from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message, Welcome, decode_answer
+from kvpool_transports import exchanges
+from kvpool_transports.carried import CarriedChannel
+from kvpool_transports.serving import HELLO_S, Session, Sessions
+from kvpool_transports.streams import Landing, Sink, Stream, StreamPool, no_payload, os_errors
+from kvpool_transports.tcp import TcpListener, parse, tune
+from kvpool_transports.ucx_worker import Path, Transfer, Worker
+
+if TYPE_CHECKING:
+    from ucxx._lib.libucxx import UCXContext
+
+#: Payloads up to this size come with their frame: below it a rendezvous costs more than a copy.
+SMALL: Final = 128 << 10
+#: Blocks travel in pieces of this size (of a 1,024th of the payload, if that is more).
+PIECE: Final = 1 << 20
+_PIECES_MAX: Final = 1024
+#: Pieces that a sender has under way.
+WINDOW: Final = 16
+HINT: Final = "UCX is not installed: pip install 'kvpool[ucx]'"
+_INTRODUCTION = struct.Struct("<4sHHHQQ")
+_MAGIC: Final = b"kvux"
+_ADDRESS_SIZE_MAX: Final = 16 << 10
+_FABRICS: Final = ("rc", "dc", "ud", "ib", "cuda", "gdr", "rocm", "ze", "srd", "all")
+
+
+class UcxTransport:
+    """`ucx://host:port`; the port is that of the words. Lanes are chosen by UCX's own `UCX_TLS`.
+
+    Raises ConfigError when ucxx is not installed.
+    """
+
+    scheme = "ucx"
+    same_host = False
+
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        if importlib.util.find_spec("ucxx") is None:
+            raise ConfigError(HINT)
+        self._settings = settings or {}
+        self._contexts: dict[bool, UCXContext] = {}
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        host, _ = parse(address or "ucx://127.0.0.1:0", "ucx")
+        worker = await self._worker(host)
+        sessions = Sessions(store, mapped=False, scheme="ucx", session=_Session)
+        listener = TcpListener(sessions, "ucx", lambda: UcxStream(worker))
+        try:
+            await listener.start(address)
+        except BaseException:
+            worker.close()
+            raise
+        return _UcxListener(listener, worker)
+
+    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+        host, port = parse(address, "ucx")
+        worker = await self._worker(host)
+
+        async def dial(deadline: float) -> Stream:
+            loop = asyncio.get_running_loop()
+            with os_errors(f"server at {address}"):
+                async with asyncio.timeout_at(deadline):
+                    _, stream = await loop.create_connection(lambda: UcxStream(worker), host, port)
+            try:
+                await stream.introduce(deadline)
+                await stream.be_introduced(deadline)
+                await exchanges.greet(
+                    stream, cluster=cluster, client=client, server="", deadline=deadline
+                )
+            except BaseException:
+                stream.abort()
+                raise
+            return stream
+
+        streams = StreamPool(dial)
+        try:
+            async with streams.stream(deadline):
+                pass  # the server is there and speaks our protocol; the stream stays for later
+        except BaseException:
+            worker.close()
+            raise
+        return UcxChannel(address, streams, worker)
+
+    async def _worker(self, host: str) -> Worker:
+        await asyncio.to_thread(importlib.import_module, "ucxx")
+        local = _is_loopback(host)
+        context = self._contexts.get(local)
+        if context is None:
+            context = self._contexts[local] = make_context(local=local, settings=self._settings)
+        return Worker(context)
+
+
+class UcxChannel(CarriedChannel):
+    """A channel over streams whose payloads go by UCX."""
+
+    def __init__(self, address: str, streams: StreamPool, worker: Worker) -> None:
+        super().__init__(address, streams)
+        self._worker = worker
+
+    async def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        super().abort()
+        self._worker.close()
+
+
+class _UcxListener:
+    def __init__(self, listener: TcpListener, worker: Worker) -> None:
+        self._listener = listener
+        self._worker = worker
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    async def close(self) -> None:
+        await self._listener.close()
+        self._worker.close()
+
+
+class _Session(Session):
+    """One that is introduced before it is greeted."""
+
+    async def greet(self) -> Connection:
+        stream = cast(UcxStream, self.stream)
+        deadline = asyncio.get_running_loop().time() + HELLO_S
+        await stream.be_introduced(deadline)
+        await stream.introduce(deadline)
+        return await super().greet()
+
+
+class UcxStream(Stream):
+    """A stream whose larger payloads go by UCX, beside it."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker = worker
+        self._path: Path | None = None
+        self._transfer: Transfer | None = None
+
+    async def introduce(self, deadline: float) -> None:
+        """Tell the peer where our worker is, and the number of our receives."""
+        address, path = self._worker.address, self._met()
+        head = _INTRODUCTION.pack(
+            _MAGIC, *_version(), len(address), path.number, xxhash.xxh3_64_intdigest(address)
+        )
+        await super().send(None, [memoryview(head + address)], deadline=deadline)
+
+    async def be_introduced(self, deadline: float) -> None:
+        """Hear the same of the peer. Raises PeerError."""
+        told = bytearray()
+
+        def sink(frame: Frame) -> Landing:
+            _expect_payload(frame)
+            if not _INTRODUCTION.size < frame.payload_size <= _ADDRESS_SIZE_MAX:
+                raise BadFrame(f"an introduction of {frame.payload_size} bytes")
+            told.extend(bytes(frame.payload_size))
+            return Landing([memoryview(told)])
+
+        await super().receive(sink, deadline=deadline)
+        magic, major, minor, size, number, check = _INTRODUCTION.unpack_from(told)
+        address = bytes(told[_INTRODUCTION.size :])
+        if magic != _MAGIC or size != len(address) or check != xxhash.xxh3_64_intdigest(address):
+            raise BadFrame("that is no introduction")
+        if (major, minor) != _version():
+            ours = ".".join(map(str, _version()))
+            raise VersionMismatch(f"the peer has UCX {major}.{minor}, this is {ours}")
+        self._met().meet(address, number)
+
+    # --- payloads --------------------------------------------------------------------------
+
+    async def send(
+        self,
+        message: Message | None,
+        payload: Sequence[memoryview] = (),
+        *,
+        deadline: float,
+        seeds: Sequence[int] | None = None,
+    ) -> list[int]:
+        """When it returns, or raises, the buffers are the caller's again."""
+        total = sum(map(len, payload))
+        if total <= SMALL:
+            return await super().send(message, payload, deadline=deadline, seeds=seeds)
+        await super().send(message, deadline=deadline)
+        await self._word(deadline)  # ready
+        transfer = self._transfer = self._met().transfer()
+        checksums: list[int] = []
+        try:
+            for index, buffer in enumerate(payload):
+                hasher = xxhash.xxh3_64(seed=seeds[index]) if seeds else None
+                for piece in Landing([buffer]).pieces(_piece_size(total)):
+                    if hasher is not None:
+                        hasher.update(piece)
+                    transfer.send(piece)
+                    await transfer.until(WINDOW - 1, deadline)
+                    await asyncio.sleep(0)  # the loop is everybody's
+                if hasher is not None:
+                    checksums.append(hasher.intdigest())
+            await transfer.until(0, deadline)
+            transfer.end()
+        except BaseException:
+            await self._stop(transfer)
+            raise
+        finally:
+            self._transfer = None
+        await super().send(None, deadline=deadline)  # done
+        return checksums
+
+    async def receive(self, sink: Sink = no_payload, *, deadline: float | None) -> Frame:
+        """When it returns, or raises, the buffers that `sink` named are their owner's again."""
+        apart: Landing | None = None
+
+        def aside(frame: Frame) -> Landing:
+            nonlocal apart
+            landing = sink(frame)
+            if landing.missing <= SMALL or frame.type == TYPES[Error]:
+                return landing
+            apart = landing
+            return Landing(())  # of this, nothing comes with the frame
+
+        frame = await super().receive(aside, deadline=deadline)
+        if apart is not None:
+            await self._fetch(apart, deadline)
+        return frame
+
+    async def _fetch(self, landing: Landing, deadline: float | None) -> None:
+        transfer = self._transfer = self._met().transfer()
+        pieces = landing.pieces(_piece_size(landing.missing))
+        by = deadline if deadline is not None else self._loop.time() + HELLO_S
+        try:
+            for piece in pieces:
+                transfer.receive(piece)
+            await super().send(None, deadline=by)  # ready
+            for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
+                await transfer.until(left, deadline)
+                landing.filled(len(piece))
+            transfer.end()
+        except BaseException:
+            await self._stop(transfer)
+            raise
+        finally:
+            self._transfer = None
+        await self._word(deadline)  # done: what has come was still the sender's to send
+
+    async def _word(self, deadline: float | None) -> None:
+        """The peer says that it is ready, or done: an empty payload frame."""
+        _expect_payload(await super().receive(deadline=deadline))
+
+    async def _stop(self, transfer: Transfer) -> None:
+        super().abort()
+        await transfer.stop()
+
+    # --- ends ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        tune(transport)
+
+    def _met(self) -> Path:
+        if self._path is None:
+            if self.lost:  # a path that was made now would never be closed
+                raise self._why or LinkBroken("the peer closed the connection")
+            self._path = self._worker.path()
+        return self._path
+
+    def _fail(self, error: KvpoolError) -> None:
+        super()._fail(error)
+        if self._transfer is not None:
+            self._transfer.fail(self._why or error)  # its owner closes the path, and waits for it
+        elif self._path is not None:
+            self._path.close()
+
+
+def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:
+    """UCX, set up for whole blocks. What `UCX_...` says in the environment is left as it is.
+
+    Raises ConfigError when its settings leave no lane.
+    """
+    from ucxx._lib.libucxx import Feature, UCXContext
+    from ucxx.exceptions import UCXError
+
+    config = {**defaults(os.environ.get("UCX_TLS", ""), local=local), **settings}
+    config = {name: value for name, value in config.items() if not _said(name)}
+    try:
+        return UCXContext(config, (Feature.TAG, Feature.WAKEUP))
+    except UCXError as error:
+        raise ConfigError(
+            f"UCX cannot start: {error}; UCX_TLS is {os.environ.get('UCX_TLS', config.get('TLS'))}"
+        ) from None
+
+
+def defaults(lanes: str, *, local: bool) -> dict[str, str]:
+    """UCX's settings without their `UCX_`, for these lanes (as in `UCX_TLS`, empty: ours).
+
+    Rendezvous always, because it is what fills no buffer but ours. Who receives is active: a
+    sender that writes into our memory by itself could do so after we gave up on it.
+    """
+    fabric = any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))
+    chosen = {
+        "RNDV_THRESH": "0",
+        "RNDV_SCHEME": "get_zcopy" if fabric else "am",
+        "MAX_RNDV_RAILS": "2",
+        "TCP_TX_SEG_SIZE": "256K",
+        "TCP_RX_SEG_SIZE": "256K",
+        # Without these two UCX leaves shared memory out when it must notice lost peers.
+        "POSIX_ERROR_HANDLING": "y",
+        "SYSV_ERROR_HANDLING": "y",
+    }
+    if not lanes:
+        chosen["TLS"] = "tcp,self"
+    if local:
+        chosen["NET_DEVICES"] = "lo"
+    return chosen
+
+
+#: What the operator set; ucxx sets some of them, too, when it is imported.
+_SAID: Final = frozenset(name for name in os.environ if name.startswith("UCX_"))
+
+
+def _said(name: str) -> bool:
+    return f"UCX_{name}" in _SAID
+
+
+def _version() -> tuple[int, int]:
+    from ucxx._lib.libucxx import get_ucx_version
+
+    major, minor, _ = get_ucx_version()
+    return major, minor
+
+
+def _piece_size(total: int) -> int:
+    """The same on both sides, and never more than about a thousand pieces."""
+    return max(PIECE, -(-total // _PIECES_MAX))
+
+
+def _expect_payload(frame: Frame) -> None:
+    if frame.type != PAYLOAD:
+        decode_answer(Welcome, frame.type, frame.body)  # raises what an Error stands for
+        raise BadFrame(f"got type {frame.type}, expected the peer's word on a payload")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

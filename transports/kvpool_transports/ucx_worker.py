@@ -1,0 +1,332 @@
+"""UCX on an asyncio loop: one worker, asleep on its descriptor, and the transfers it makes.
+
+A UCX worker does nothing by itself: somebody has to call `progress`. Here it is the loop, when the
+worker's epoll descriptor says so (the worker is *armed*) and after each request that is made. An
+idle worker costs nothing, and there is no thread and no lock.
+
+UCX moves bytes whenever it makes progress, so the danger is a buffer that its owner has taken back.
+A `Transfer` therefore ends in one of two ways only: every request has completed, or its endpoint was
+closed by force and every request has completed *then*. Until that is seen, `stop` does not return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from kvpool import logs
+from kvpool.errors import BadMessage, KvpoolError, LinkBroken
+from kvpool_transports.streams import by
+
+if TYPE_CHECKING:
+    from ucxx._lib.libucxx import UCXContext, UCXEndpoint, UCXRequest
+
+#: Steps of progress in a row; then everybody else on the loop has a turn.
+_STEPS = 32
+#: Looks at a closed endpoint before its end is waited for with pauses.
+_LOOKS = 100
+_PAUSE_S: Final = 0.001
+_WARN_S: Final = 1.0
+#: A tag is the receiving side's number and the number of the piece.
+_PIECE_BITS = 24
+
+log = logs.get("kvpool.ucx")
+
+
+class Worker:
+    """One UCX worker, driven by the running loop. Ends when it is closed and its last path is."""
+
+    def __init__(self, context: UCXContext) -> None:
+        from ucxx._lib.libucxx import UCXWorker
+
+        self._loop = asyncio.get_running_loop()
+        self._paths: dict[int, Path] = {}
+        self._moving: dict[Transfer, None] = {}
+        self._scheduled = False
+        self._closed = False
+        with ucx_errors("worker"):
+            self._worker: UCXWorker | None = UCXWorker(context)
+            self._worker.init_blocking_progress_mode()
+            self.address = bytes(memoryview(self._worker.address))
+            self._fd: int = self._worker.epoll_file_descriptor
+        self._loop.add_reader(self._fd, self._drive)
+        self.kick()
+
+    def __repr__(self) -> str:
+        return f"<Worker paths={len(self._paths)} moving={len(self._moving)}>"
+
+    def path(self) -> Path:
+        """A new path to a peer that is still to be named. Raises LinkBroken after `close`."""
+        if self._closed:
+            raise LinkBroken("the channel is closed")
+        number = secrets.randbits(64 - _PIECE_BITS)
+        while number in self._paths:
+            number = secrets.randbits(64 - _PIECE_BITS)
+        path = self._paths[number] = Path(self, number)
+        return path
+
+    def close(self) -> None:
+        """End as soon as the last path has ended. Idempotent."""
+        self._closed = True
+        self._end()
+
+    def kick(self) -> None:
+        """Something is to be done: soon, and not right now, so that requests come in bunches."""
+        if not self._scheduled and self._worker is not None:
+            self._scheduled = True
+            self._loop.call_soon(self._turn)
+
+    # --- for paths and transfers -----------------------------------------------------------
+
+    def endpoint(self, address: bytes) -> UCXEndpoint:
+        from ucxx._lib.libucxx import UCXAddress, UCXEndpoint
+
+        with ucx_errors("endpoint"):
+            theirs = UCXAddress.create_from_buffer(bytearray(address))
+            return UCXEndpoint.create_from_worker_address(self._worker, theirs, True)
+
+    def progress(self) -> None:
+        """Once, until there is nothing to do."""
+        if self._worker is not None:
+            self._worker.progress()
+
+    def purge(self) -> None:
+        """Forget messages that nobody waits for: they were for receives that have been cancelled.
+
+        Receives are posted before the peer may send, so there are no others. UCX would keep them,
+        and ucxx, when the worker ends, would wait for the bytes that they announce, forever.
+        """
+        from ucxx._lib.libucxx import UCXXTag, UCXXTagMask
+
+        anything = UCXXTag(0), UCXXTagMask(0)
+        while self._worker is not None and self._worker.tag_probe(*anything, True).matched:
+            pass
+
+    def watch(self, transfer: Transfer) -> None:
+        self._moving[transfer] = None
+
+    def forget(self, transfer: Transfer) -> None:
+        self._moving.pop(transfer, None)
+
+    def ended(self, number: int) -> None:
+        """A path has closed."""
+        self._paths.pop(number, None)
+        self._end()
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        if self._closed and not self._paths and self._worker is not None:
+            self._loop.remove_reader(self._fd)
+            self._worker.progress()
+            self.purge()
+            self._worker = None  # its descriptors close with it
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        self._drive()
+
+    def _drive(self) -> None:
+        worker = self._worker
+        if worker is None:
+            return
+        for _ in range(_STEPS):
+            if not worker.progress_once():
+                worker.progress()  # cancels the requests of endpoints that have failed, too
+                rest = not worker.arm()
+                break
+        else:
+            rest = True
+        for transfer in tuple(self._moving):
+            transfer.look()
+        if rest:
+            self.kick()
+
+
+class Path:
+    """The UCX side of one stream: an endpoint, made when it is needed, and both sides' tags."""
+
+    def __init__(self, worker: Worker, number: int) -> None:
+        self._worker = worker
+        self._endpoint: UCXEndpoint | None = None
+        self._address = b""
+        self._theirs = 0
+        self._received = itertools.count()
+        self._sent = itertools.count()
+        self.number = number
+        self.closed = False
+
+    def meet(self, address: bytes, theirs: int) -> None:
+        """Who the peer is, and the number that its receives have."""
+        self._address = address
+        self._theirs = theirs
+
+    def endpoint(self) -> UCXEndpoint:
+        """Raises LinkBroken when the path is closed or the peer cannot be reached."""
+        if self.closed:
+            raise LinkBroken("the connection was aborted")
+        if self._endpoint is None:
+            self._endpoint = self._worker.endpoint(self._address)
+        return self._endpoint
+
+    def transfer(self) -> Transfer:
+        return Transfer(self, self._worker)
+
+    def close(self) -> None:
+        """Close by force: what is under way is cancelled, nobody is waited for. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close_blocking()
+            self._worker.progress()
+            self._worker.purge()
+            self._worker.kick()
+        self._worker.ended(self.number)
+
+    def sending_tag(self) -> int:
+        return _tag(self._theirs, self._sent)
+
+    def receiving_tag(self) -> int:
+        return _tag(self.number, self._received)
+
+
+class Transfer:
+    """Requests on one path, waited for in the order in which they were made."""
+
+    def __init__(self, path: Path, worker: Worker) -> None:
+        self._path = path
+        self._worker = worker
+        self._requests: deque[UCXRequest] = deque()
+        self._keep: deque[object] = deque()
+        self._room = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._why: KvpoolError | None = None
+        worker.watch(self)
+
+    def __repr__(self) -> str:
+        return f"<Transfer requests={len(self._requests)}>"
+
+    def send(self, buffer: memoryview) -> None:
+        """It belongs to UCX until the transfer has come to an end, or this far."""
+        from ucxx._lib.arr import Array
+        from ucxx._lib.libucxx import UCXXTag
+
+        array = Array(buffer)
+        with ucx_errors("send"):
+            tag = UCXXTag(self._path.sending_tag())
+            self._requests.append(self._path.endpoint().tag_send(array, tag))
+        self._keep.append(array)
+        self._worker.kick()
+
+    def receive(self, buffer: memoryview) -> None:
+        """The same for a buffer that is to be filled."""
+        from ucxx._lib.arr import Array
+        from ucxx._lib.libucxx import UCXXTag
+
+        array = Array(buffer)
+        with ucx_errors("receive"):
+            tag = UCXXTag(self._path.receiving_tag())
+            self._requests.append(self._path.endpoint().tag_recv(array, tag))
+        self._keep.append(array)
+        self._worker.kick()
+
+    async def until(self, left: int, deadline: float | None) -> None:
+        """Wait until at most `left` requests are under way. Raises LinkBroken, DeadlineExceeded."""
+        self._room = left
+        self.look()
+        if self._why is not None:
+            raise self._why
+        if len(self._requests) <= left:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await by(self._waiter, deadline, "the peer did not move its bytes in time")
+        finally:
+            self._waiter = None
+
+    def look(self) -> None:
+        """Take note of what has completed; an error is the transfer's."""
+        while self._requests and self._requests[0].completed:
+            request = self._requests.popleft()
+            self._keep.popleft()
+            if self._why is None:
+                try:
+                    with ucx_errors("transfer"):
+                        request.check_error()
+                except KvpoolError as error:
+                    self.fail(error)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and len(self._requests) <= self._room:
+            waiter.set_result(None)
+
+    def fail(self, error: KvpoolError) -> None:
+        """Nobody waits for it any more; whoever did must `stop` it."""
+        if self._why is None:
+            self._why = error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(self._why)
+
+    async def stop(self) -> None:
+        """Close the path; when it returns, UCX neither reads nor writes our buffers any more.
+
+        It waits for that however long it takes, cancelled or not: bytes come before deadlines. In
+        fact UCX has cancelled everything by the time the endpoint is closed, which takes a fraction
+        of a millisecond and does not depend on the peer.
+        """
+        self._path.close()
+        for _ in range(_LOOKS):
+            if self._over():
+                return
+            self._worker.progress()
+        loop = asyncio.get_running_loop()
+        late = loop.time() + _WARN_S
+        cancelled: asyncio.CancelledError | None = None
+        while not self._over():
+            try:
+                await asyncio.sleep(_PAUSE_S)
+            except asyncio.CancelledError as error:
+                cancelled = error
+            self._worker.progress()
+            if loop.time() > late:
+                log.error("UCX does not let go of buffers", requests=len(self._requests))
+                late += 60.0
+        if cancelled is not None:
+            raise cancelled
+
+    def end(self) -> None:
+        """Everything has completed."""
+        self._worker.forget(self)
+
+    def _over(self) -> bool:
+        """Whether every request has completed, in whatever order."""
+        left = [r for r in self._requests if not r.completed]
+        if left:
+            return False
+        self._requests.clear()
+        self._keep.clear()
+        self._worker.forget(self)
+        return True
+
+
+@contextlib.contextmanager
+def ucx_errors(what: str) -> Iterator[None]:
+    """Map what UCX raises at the edge: nothing of it may reach a caller."""
+    from ucxx.exceptions import UCXError, UCXInvalidAddrError
+
+    try:
+        yield
+    except UCXInvalidAddrError as error:
+        raise BadMessage(f"UCX {what}: {error}") from None
+    except UCXError as error:
+        raise LinkBroken(f"UCX {what}: {error}") from None
+
+
+def _tag(number: int, pieces: itertools.count[int]) -> int:
+    return number << _PIECE_BITS | next(pieces) & ((1 << _PIECE_BITS) - 1)
