@@ -169,7 +169,7 @@ async def _serve(settings: Config) -> None:
     schemes = [address.partition("://")[0] for address in wanted.listen]
     running: BlockServer | None = None
     try:
-        transports = registry.transports(schemes)
+        transports = registry.transports(schemes, strict=True)
         tiers = registry.tiers(wanted)
         running = BlockServer(
             wanted,

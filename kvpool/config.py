@@ -74,8 +74,8 @@ class ServerConfig(_Section, frozen=True):
 class ClientConfig(_Section, frozen=True):
     #: Any that answers is good.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
-    #: Transports that may be used, best first.
-    transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "tcp"])
+    #: Transports that may be used, best first; those that are not installed are left out.
+    transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "ucx", "tcp"])
     #: For a call that names no deadline.
     timeout_s: Seconds = 5.0
     #: A server or master that has been silent for this long is given up; the call ends in a miss.

@@ -75,7 +75,7 @@ async def serve(
         chosen = dict(transports or {})
         schemes = [address.partition("://")[0] for address in listen]
         if missing := [scheme for scheme in schemes if scheme not in chosen]:
-            chosen |= registry.transports(missing)
+            chosen |= registry.transports(missing, strict=True)
         master = Master(MasterConfig(bind=bind), network)
         await master.start()
         stack.push_async_callback(master.close)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from kvpool import logs
 from kvpool.config import ServerConfig, TierSpec, parse_bool, parse_size, parse_tier
 from kvpool.core.eviction import Policy
 from kvpool.core.store import Entry
@@ -21,6 +22,8 @@ from kvpool.protocols import Tier, Transport
 TRANSPORTS = "kvpool.transports"
 TIERS = "kvpool.tiers"
 POLICIES = "kvpool.policies"
+
+log = logs.get("kvpool.registry")
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
@@ -34,13 +37,30 @@ def transport(scheme: str) -> Transport:
     return made
 
 
-def transports(schemes: Iterable[str]) -> dict[str, Transport]:
-    """Those of `schemes` that are installed, in that order; at least one must be."""
+def transports(schemes: Iterable[str], *, strict: bool = False) -> dict[str, Transport]:
+    """Those of `schemes` that are installed, in that order; at least one must be.
+
+    One that is declared may still lack what it stands on, an extra. It is left out, too: a client
+    has others, and `kvpool doctor` says what is missing. With `strict` that is a ConfigError.
+    """
     known = installed(TRANSPORTS)
     wanted = list(schemes)
-    found = {scheme: transport(scheme) for scheme in wanted if scheme in known}
+    found: dict[str, Transport] = {}
+    missing = []
+    for scheme in wanted:
+        if scheme in known:
+            try:
+                found[scheme] = transport(scheme)
+            except ConfigError as error:
+                if strict:
+                    raise
+                missing.append(str(error))
+                log.debug("transport left out", scheme=scheme, why=str(error))
     if not found:
-        raise ConfigError(f"none of the transports {wanted} is installed: have {sorted(known)}")
+        raise ConfigError(
+            "; ".join(missing)
+            or f"none of the transports {wanted} is installed: have {sorted(known)}"
+        )
     return found
 
 

@@ -115,7 +115,7 @@ class UcxTransport:
         return UcxChannel(address, streams, worker)
 
     async def _worker(self, host: str) -> Worker:
-        await asyncio.to_thread(importlib.import_module, "ucxx")
+        await asyncio.to_thread(_load)
         local = _is_loopback(host)
         context = self._contexts.get(local)
         if context is None:
@@ -303,6 +303,16 @@ class UcxStream(Stream):
             self._transfer.fail(self._why or error)  # its owner closes the path, and waits for it
         elif self._path is not None:
             self._path.close()
+
+
+def _load() -> None:
+    """Import ucxx, which takes a moment, and keep UCX from printing what we raise and log."""
+    for name, value in (("UCX_WARN_UNUSED_ENV_VARS", "n"), ("UCX_LOG_LEVEL", "fatal")):
+        os.environ.setdefault(name, value)
+    try:
+        importlib.import_module("ucxx")
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"ucxx is installed but cannot be loaded: {error}") from None
 
 
 def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:

@@ -4,9 +4,10 @@ A UCX worker does nothing by itself: somebody has to call `progress`. Here it is
 worker's epoll descriptor says so (the worker is *armed*) and after each request that is made. An
 idle worker costs nothing, and there is no thread and no lock.
 
-UCX moves bytes whenever it makes progress, so the danger is a buffer that its owner has taken back.
-A `Transfer` therefore ends in one of two ways only: every request has completed, or its endpoint was
-closed by force and every request has completed *then*. Until that is seen, `stop` does not return.
+UCX moves bytes whenever it makes progress, so the danger is a buffer that its owner has taken
+back. A `Transfer` therefore ends in one of two ways only: every request has completed, or its
+endpoint was closed by force and every request has completed *then*. Until that is seen, `stop`
+does not return.
 """
 
 from __future__ import annotations
