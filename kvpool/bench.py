@@ -25,7 +25,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from kvpool import process
+from kvpool import process, registry
 from kvpool.children import process_of, servers_up
 from kvpool.client import Pool, connect
 from kvpool.config import ClientConfig
@@ -76,6 +76,7 @@ async def bench(options: Options, console: Console) -> Report:
     """Start a master and a server, measure, stop them."""
     report = Report(machine=machine())
     size = options.block_size * options.batch
+    schemes = list(registry.transports(_LISTEN))  # ucx is an extra, and may not be there
     async with AsyncExitStack() as stack:
         master = await stack.enter_async_context(
             process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
@@ -85,6 +86,7 @@ async def bench(options: Options, console: Console) -> Report:
             process_of(
                 *("kvpool", "server", "--masters", address, "--id", "bench"),
                 *("--capacity", str(4 * size), "--log-level", "error"),
+                *("--listen", ",".join(_LISTEN[scheme] for scheme in schemes)),
             )
         )
         await server.line()
@@ -93,11 +95,12 @@ async def bench(options: Options, console: Console) -> Report:
         await work.bulk("shm", work.memcpy, "memcpy")
         await work.views()
         async with _raw_socket(size) as raw:
-            await work.bulk("tcp", raw, "raw socket")
+            for scheme in schemes[1:]:
+                await work.bulk(scheme, raw, "raw socket")
         await work.match()
-        await work.single("shm")
-        await work.single("tcp")
-        await work.loop_stall()
+        for scheme in schemes:
+            await work.single(scheme)
+        await work.loop_stall(schemes)
     return report
 
 
@@ -207,9 +210,9 @@ class _Work:
         what = f"{transport} 128 KiB match + read, p50 / p99"
         self._add(what, _micro(p50, p99), "", None, "aim: 200 / 500 us", None)
 
-    async def loop_stall(self) -> None:
+    async def loop_stall(self, transports: list[str]) -> None:
         """The longest time that this loop could not run a timer while blocks moved."""
-        for transport in ("shm", "tcp"):
+        for transport in transports:
             async with await self._pool(transport, True) as pool:
                 await self._round(pool)
                 watch = asyncio.create_task(_longest_stall())
@@ -275,12 +278,15 @@ class _Work:
         self._console.print(f"  {what}: {measured}", highlight=False)
 
 
+_LISTEN = {"shm": "shm://", "tcp": "tcp://127.0.0.1:0", "ucx": "ucx://127.0.0.1:0"}
 #: (write, read) as a share of the limit, by transport and whether checksums are checked.
 _TARGETS = {
     ("shm", True): (0.6, 0.6),
     ("shm", False): (0.6, 0.85),
     ("tcp", True): (0.6, 0.75),
     ("tcp", False): (0.6, 0.9),
+    ("ucx", True): (0.6, 0.75),
+    ("ucx", False): (0.6, 0.9),
 }
 
 

@@ -337,11 +337,12 @@ class DeviceAddressable(Protocol):
 
 @runtime_checkable
 class Described(Protocol):
-    """A tier with something to say that an operator wants to know."""
+    """A tier or transport with something to say that an operator wants to know."""
 
     @property
     def note(self) -> str:
-        """A few words for `kvpool status`: where it lies, and how it is accessed."""
+        """A few words: where a tier lies and how it is accessed (`kvpool status`), or what a
+        transport finds on this machine (`kvpool doctor`; raises ConfigError when it is no use)."""
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ import ipaddress
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path as Place
 from typing import TYPE_CHECKING, Final, cast
 
 import xxhash
@@ -113,6 +114,18 @@ class UcxTransport:
             worker.close()
             raise
         return UcxChannel(address, streams, worker)
+
+    @property
+    def note(self) -> str:
+        """What UCX finds on this machine, and what that means for the bytes."""
+        _load()
+        context = make_context(local=False, settings=self._settings)
+        said = os.environ.get("UCX_TLS") or context.config["TLS"]
+        scheme = context.config["RNDV_SCHEME"]
+        return (
+            f"UCX {'.'.join(map(str, _version()))}, lanes {said}, rendezvous {scheme}; "
+            f"{_fabric()}; {_devices(context.cuda_support)}"
+        )
 
     async def _worker(self, host: str) -> Worker:
         await asyncio.to_thread(_load)
@@ -359,6 +372,30 @@ def defaults(lanes: str, *, local: bool) -> dict[str, str]:
 
 #: What the operator set; ucxx sets some of them, too, when it is imported.
 _SAID: Final = frozenset(name for name in os.environ if name.startswith("UCX_"))
+
+
+def _fabric() -> str:
+    """RDMA: whether there is a device, and whether this UCX can use one."""
+    devices = sorted(path.name for path in Place("/sys/class/infiniband").glob("*"))
+    if not devices:
+        return "no RDMA device"
+    spec = importlib.util.find_spec("libucx")
+    places = spec.submodule_search_locations or [] if spec is not None else []
+    own = [module for place in places for module in Place(place).glob("lib/ucx/libuct_ib*")]
+    if own or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in os.environ:
+        return f"RDMA devices {', '.join(devices)}"
+    return (
+        f"RDMA devices {', '.join(devices)}, but the UCX of this wheel was built without verbs: "
+        "install UCX on the system and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+    )
+
+
+def _devices(cuda: bool) -> str:
+    """How the memory of a GPU would travel."""
+    if not cuda:
+        return "host memory only (UCX_TLS has no CUDA lane)"
+    peer = Place("/sys/module/nvidia_peermem").exists()
+    return f"CUDA lanes, {'GPUDirect by nvidia-peermem' if peer else 'no nvidia-peermem'}"
 
 
 def _said(name: str) -> bool:

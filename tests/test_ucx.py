@@ -1,0 +1,338 @@
+"""UCX between real processes: what is missing, what dies, what freezes; tcp lanes on loopback.
+
+The conformance kit runs over ucx in test_conformance.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import NamedTuple
+
+import pytest
+
+from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, connect, dev, registry
+from kvpool.children import Child, process_of, servers_up
+from kvpool.errors import ConfigError, LinkBroken, Unavailable
+from kvpool.link import ZmqNetwork
+from kvpool.protocols import Reading
+from kvpool.types import Wanted
+from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
+from kvpool.wire.messages import PAYLOAD, TYPES, Error
+from kvpool_transports import ucx
+from kvpool_transports.tcp import TcpTransport
+from kvpool_transports.ucx import UcxChannel, UcxTransport, defaults
+from kvpool_transports.ucx_worker import Worker
+from tests.conftest import NAMESPACE, buffers, keys, value, values
+
+SIZE = 2 << 20
+
+
+@pytest.fixture
+def installed() -> None:
+    """Skips where UCX is not there."""
+    pytest.importorskip("ucxx", reason="the UCX transport needs ucxx: pip install kvpool[ucx]")
+
+
+class Running(NamedTuple):
+    """A master and a server in processes of their own."""
+
+    master: str
+    server: Child
+
+    @asynccontextmanager
+    async def client(self, *transports: str, **settings: float) -> AsyncIterator[Pool]:
+        config = ClientConfig(masters=[self.master], transports=list(transports), **settings)
+        async with await connect(config=config) as pool:
+            yield pool
+
+
+@pytest.fixture
+async def running(installed: None) -> AsyncIterator[Running]:
+    async with AsyncExitStack() as stack:
+        master = await stack.enter_async_context(
+            process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
+        )
+        address = (await master.line()).removeprefix("master at ")
+        server = await stack.enter_async_context(
+            process_of(
+                *("kvpool", "server", "--masters", address, "--id", "one", "--log-level", "error"),
+                *("--capacity", "128MiB", "--listen", "ucx://127.0.0.1:0,tcp://127.0.0.1:0"),
+            )
+        )
+        await server.line()
+        await servers_up(address, 1)
+        yield Running(address, server)
+
+
+# --- not there, or not to be used ----------------------------------------------------------
+
+
+def test_where_ucx_is_missing_the_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for it by name hears which extra it is; a client just goes without."""
+    monkeypatch.setattr(ucx.importlib.util, "find_spec", lambda name: None)
+    assert list(registry.transports(["inproc", "shm", "ucx", "tcp"])) == ["inproc", "shm", "tcp"]
+    for asking in (
+        lambda: registry.transport("ucx"),
+        lambda: registry.transports(["ucx"]),
+        lambda: registry.transports(["ucx", "tcp"], strict=True),
+    ):
+        with pytest.raises(ConfigError, match=r"pip install 'kvpool\[ucx\]'"):
+            asking()
+
+
+def test_whoever_receives_is_active() -> None:
+    """A sender that wrote into our memory by itself could do so after we gave up on it."""
+    for lanes in ("", "tcp,self", "posix,self"):
+        assert defaults(lanes, local=True)["RNDV_SCHEME"] == "am"
+    for lanes in ("rc,cuda_copy", "tcp,cuda", "all", "^tcp,rc_x"):
+        assert defaults(lanes, local=False)["RNDV_SCHEME"] == "get_zcopy"
+    assert all(defaults(lanes, local=True)["RNDV_THRESH"] == "0" for lanes in ("", "rc"))
+
+
+async def test_lanes_that_ucx_has_not_are_a_config_error(installed: None) -> None:
+    async with dev.serve("16MiB", listen=["tcp://127.0.0.1:0"]) as pool:
+        with pytest.raises(ConfigError, match="UCX_TLS"):
+            await UcxTransport({"TLS": "nonsense"}).listen("", pool.servers[0])
+
+
+async def test_no_common_lane_is_another_path(installed: None) -> None:
+    """The server shares memory only, the client has tcp only: the next transport takes the call."""
+    transports = {"ucx": UcxTransport({"TLS": "posix,self"}), "tcp": TcpTransport()}
+    listen = ["ucx://127.0.0.1:0", "tcp://127.0.0.1:0"]
+    async with dev.serve("64MiB", listen=listen, transports=transports) as running:
+        config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"])
+        client = Pool(
+            config,
+            cluster="default",
+            network=ZmqNetwork(),
+            transports={"ucx": UcxTransport({"TLS": "tcp,self"}), "tcp": TcpTransport()},
+            owns_network=True,
+        )
+        async with client as pool:
+            chain = keys("no common lane", 4)
+            statuses = await pool.write(NAMESPACE, chain, values(chain, SIZE), timeout=5)
+            assert set(statuses) == {WriteStatus.STORED}
+            got = buffers(4, SIZE)
+            results = await pool.read(NAMESPACE, chain, got)
+            assert all(result.status.hit for result in results)
+            assert got == values(chain, SIZE)
+            assert pool.counters["failed_ucx"] == 1
+
+
+# --- garbage -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"x" * 40,
+        struct.pack("<4sHHHQQ", b"kvux", 1, 0, 10, 7, 7) + b"0123456789",
+        struct.pack("<4sHHHQQ", b"kvux", 1, 0, 11, 7, 7) + b"0123456789",
+        bytes(1 << 16),
+    ],
+)
+async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage: bytes) -> None:
+    """UCX never sees an address that did not arrive as it was sent."""
+    async with dev.serve("64MiB", listen=["ucx://127.0.0.1:0"]) as running:
+        host, port = running.servers[0].addresses[0].removeprefix("ucx://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(encode_frame(PAYLOAD, b"", len(garbage)) + garbage)
+        head = await asyncio.wait_for(reader.readexactly(HEADER_SIZE), 5)
+        assert decode_header(head)[0] == TYPES[Error]
+        with suppress(ConnectionResetError):  # what it has not read is thrown away
+            await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        async with running.pool(
+            ClientConfig(masters=[running.address], transports=["ucx"])
+        ) as pool:
+            chain = keys("after garbage", 2)
+            await pool.write(NAMESPACE, chain, values(chain, SIZE))
+            got = buffers(2, SIZE)
+            await pool.read(NAMESPACE, chain, got)
+            assert got == values(chain, SIZE)
+
+
+# --- dead and frozen -----------------------------------------------------------------------
+
+
+async def stored(pool: Pool, name: str, count: int) -> list[bytes]:
+    chain = keys(name, count)
+    statuses = await pool.write(NAMESPACE, chain, values(chain, SIZE))
+    assert set(statuses) == {WriteStatus.STORED}
+    return chain
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.03])
+async def test_a_killed_server_is_a_miss_at_once(running: Running, after_s: float) -> None:
+    """Kill -9 in the middle of a read: no wait for a deadline, no byte after the answer."""
+    async with running.client("ucx", timeout_s=20, attempt_s=10, hedge_s=10) as pool:
+        chain = await stored(pool, "killed", 32)
+        match = await pool.match(NAMESPACE, chain)
+        got = buffers(32, SIZE)
+        loop = asyncio.get_running_loop()
+        loop.call_later(after_s, os.kill, running.server.pid, signal.SIGKILL)
+        began = loop.time()
+        results = await pool.read(NAMESPACE, chain, got, match=match)
+        assert loop.time() - began < 5.0
+        seen = [bytes(buffer) for buffer in got]
+        await asyncio.sleep(0.05)
+        assert got == seen
+        for digest, buffer, result in zip(chain, got, results, strict=True):
+            assert not result.status.hit or buffer == value(digest, SIZE)
+
+
+async def frozen(running: Running, call: asyncio.Task[object], after_s: float) -> None:
+    """Stop the server after a while, until the call has ended."""
+    await asyncio.sleep(after_s)
+    running.server.signal(signal.SIGSTOP)
+    try:
+        await asyncio.wait([call], timeout=10)
+        assert call.done()
+    finally:
+        running.server.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
+async def test_nothing_arrives_after_a_read_was_given_up(running: Running, after_s: float) -> None:
+    """A server that was frozen goes on sending when it wakes: into nobody's memory."""
+    async with running.client("ucx", hedge_s=10, attempt_s=0.3) as pool:
+        chain = await stored(pool, "frozen", 32)
+        match = await pool.match(NAMESPACE, chain)
+        got = buffers(32, SIZE)
+        reading = pool.read(NAMESPACE, chain, got, match=match, timeout=0.5)
+        call = asyncio.ensure_future(reading)
+        await frozen(running, call, after_s)
+        for buffer in got:
+            buffer[:] = b"\xa5" * SIZE
+        await asyncio.sleep(0.3)
+        assert all(buffer == b"\xa5" * SIZE for buffer in got)
+        await servers_up(running.master, 1)
+        await asyncio.sleep(2.0)  # the client keeps away from what was silent for a while
+        results = await pool.read(NAMESPACE, chain, got, timeout=5)
+        assert {result.status for result in results} == {ReadStatus.HIT}
+        assert got == values(chain, SIZE)
+
+
+async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> None:
+    """The server had the extents reserved; when it wakes, it gives them back and stores nothing."""
+    async with running.client("ucx", hedge_s=10, attempt_s=0.3) as pool:
+        chain = keys("given up", 32)
+        sources = [bytearray(data) for data in values(chain, SIZE)]
+        writing = pool.write(NAMESPACE, chain, sources, timeout=0.5)
+        call = asyncio.ensure_future(writing)
+        await frozen(running, call, 0.02)
+        for source in sources:
+            source[:] = bytes(SIZE)  # the memory is the caller's again
+        await servers_up(running.master, 1)
+        async with running.client("tcp") as other:
+            got = buffers(32, SIZE)
+            results = await other.read(NAMESPACE, chain, got)
+            for digest, buffer, result in zip(chain, got, results, strict=True):
+                assert not result.status.hit or buffer == value(digest, SIZE)
+            for _ in range(100):
+                (member,) = await other.members()
+                if not member.reservations:
+                    break
+                await asyncio.sleep(0.1)
+            assert member.reservations == 0
+
+
+# --- many, and idle ------------------------------------------------------------------------
+
+
+async def test_many_clients_and_servers_in_one_process(installed: None) -> None:
+    listen = ["ucx://127.0.0.1:0"]
+    async with dev.serve("64MiB", servers=2, listen=listen) as running, AsyncExitStack() as stack:
+        config = ClientConfig(masters=[running.address], transports=["ucx"], timeout_s=30)
+        pools = [await stack.enter_async_context(running.pool(config)) for _ in range(8)]
+        chains = [keys(f"client {number}", 2) for number in range(8)]
+        await asyncio.gather(
+            *(
+                pool.write(NAMESPACE, chain, values(chain, SIZE))
+                for pool, chain in zip(pools, chains, strict=True)
+            )
+        )
+        got = [buffers(2, SIZE) for _ in chains]
+        await asyncio.gather(
+            *(
+                pool.read(NAMESPACE, chain, into)
+                for pool, chain, into in zip(reversed(pools), chains, got, strict=True)
+            )
+        )
+        assert got == [values(chain, SIZE) for chain in chains]
+
+
+async def test_idle_workers_sleep(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight clients are connected, nothing moves, and so nobody looks."""
+    looks = 0
+    drive: Callable[[Worker], None] = Worker._drive
+
+    def counted(worker: Worker) -> None:
+        nonlocal looks
+        looks += 1
+        drive(worker)
+
+    monkeypatch.setattr(Worker, "_drive", counted)
+    listen = ["ucx://127.0.0.1:0"]
+    async with dev.serve("64MiB", listen=listen) as running, AsyncExitStack() as stack:
+        config = ClientConfig(masters=[running.address], transports=["ucx"])
+        chain = keys("idle", 2)
+        for _ in range(8):
+            pool = await stack.enter_async_context(running.pool(config))
+            await pool.write(NAMESPACE, chain, values(chain, SIZE))
+            await pool.read(NAMESPACE, chain, buffers(2, SIZE))
+        await asyncio.sleep(0.3)
+        before = looks
+        await asyncio.sleep(0.5)
+        assert before > 16
+        assert looks - before < 20
+
+
+async def test_a_reset_in_mid_transfer_ends_that_call_only(installed: None) -> None:
+    """UCX loses an endpoint: the call that used it is Unavailable, the channel goes on."""
+    async with dev.serve("64MiB", listen=["ucx://127.0.0.1:0"]) as running:
+        config = ClientConfig(masters=[running.address], transports=["ucx"])
+        async with running.pool(config) as pool:
+            chain = await stored(pool, "reset", 8)
+            transport = UcxTransport()
+            loop = asyncio.get_running_loop()
+            channel = await transport.connect(
+                running.servers[0].addresses[0],
+                cluster="default",
+                client="reset",
+                deadline=loop.time() + 5,
+            )
+            try:
+                await reset(channel, chain)
+            finally:
+                await channel.close()
+
+
+async def reset(channel: object, chain: list[bytes]) -> None:
+    """Read until the endpoint was lost in the middle; then read once more."""
+    assert isinstance(channel, UcxChannel)
+    loop = asyncio.get_running_loop()
+
+    def read(into: list[bytearray]) -> asyncio.Task[object]:
+        wanted = [Wanted(k, memoryview(b)) for k, b in zip(chain, into, strict=True)]
+        reading = channel.read(Reading(NAMESPACE, 0), wanted, deadline=loop.time() + 5)
+        return asyncio.ensure_future(reading)
+
+    call = read(buffers(8, SIZE))
+    while not channel._worker._moving:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0)
+    (path,) = channel._worker._paths.values()
+    assert path._endpoint is not None
+    path._endpoint.close_blocking()
+    with pytest.raises(Unavailable) as caught:
+        await call
+    assert isinstance(caught.value, LinkBroken)
+    got = buffers(8, SIZE)
+    await read(got)
+    assert got == values(chain, SIZE)
