@@ -23,7 +23,7 @@ from kvpool.protocols import Reading
 from kvpool.types import Wanted
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error
-from kvpool_transports import ucx
+from kvpool_transports import ucx, ucx_worker
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.ucx import UcxChannel, UcxTransport, defaults
 from kvpool_transports.ucx_worker import Worker
@@ -95,7 +95,7 @@ def test_whoever_receives_is_active() -> None:
 
 
 async def test_lanes_that_ucx_has_not_are_a_config_error(installed: None) -> None:
-    async with dev.serve("16MiB", listen=["tcp://127.0.0.1:0"]) as pool:
+    async with dev.serve("16MiB", listen=("tcp://127.0.0.1:0",)) as pool:
         with pytest.raises(ConfigError, match="UCX_TLS"):
             await UcxTransport({"TLS": "nonsense"}).listen("", pool.servers[0])
 
@@ -104,7 +104,7 @@ async def test_no_common_lane_is_another_path(installed: None) -> None:
     """The server shares memory only, the client has tcp only: the next transport takes the call."""
     transports = {"ucx": UcxTransport({"TLS": "posix,self"}), "tcp": TcpTransport()}
     listen = ["ucx://127.0.0.1:0", "tcp://127.0.0.1:0"]
-    async with dev.serve("64MiB", listen=listen, transports=transports) as running:
+    async with dev.serve("64MiB", listen=tuple(listen), transports=transports) as running:
         config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"])
         client = Pool(
             config,
@@ -139,7 +139,7 @@ async def test_no_common_lane_is_another_path(installed: None) -> None:
 )
 async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage: bytes) -> None:
     """UCX never sees an address that did not arrive as it was sent."""
-    async with dev.serve("64MiB", listen=["ucx://127.0.0.1:0"]) as running:
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
         host, port = running.servers[0].addresses[0].removeprefix("ucx://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(encode_frame(PAYLOAD, b"", len(garbage)) + garbage)
@@ -248,7 +248,10 @@ async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> Non
 
 async def test_many_clients_and_servers_in_one_process(installed: None) -> None:
     listen = ["ucx://127.0.0.1:0"]
-    async with dev.serve("64MiB", servers=2, listen=listen) as running, AsyncExitStack() as stack:
+    async with (
+        dev.serve("64MiB", servers=2, listen=tuple(listen)) as running,
+        AsyncExitStack() as stack,
+    ):
         config = ClientConfig(masters=[running.address], transports=["ucx"], timeout_s=30)
         pools = [await stack.enter_async_context(running.pool(config)) for _ in range(8)]
         chains = [keys(f"client {number}", 2) for number in range(8)]
@@ -280,7 +283,7 @@ async def test_idle_workers_sleep(installed: None, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Worker, "_drive", counted)
     listen = ["ucx://127.0.0.1:0"]
-    async with dev.serve("64MiB", listen=listen) as running, AsyncExitStack() as stack:
+    async with dev.serve("64MiB", listen=tuple(listen)) as running, AsyncExitStack() as stack:
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         chain = keys("idle", 2)
         for _ in range(8):
@@ -296,7 +299,7 @@ async def test_idle_workers_sleep(installed: None, monkeypatch: pytest.MonkeyPat
 
 async def test_a_reset_in_mid_transfer_ends_that_call_only(installed: None) -> None:
     """UCX loses an endpoint: the call that used it is Unavailable, the channel goes on."""
-    async with dev.serve("64MiB", listen=["ucx://127.0.0.1:0"]) as running:
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         async with running.pool(config) as pool:
             chain = await stored(pool, "reset", 8)
@@ -324,10 +327,11 @@ async def reset(channel: object, chain: list[bytes]) -> None:
         reading = channel.read(Reading(NAMESPACE, 0), wanted, deadline=loop.time() + 5)
         return asyncio.ensure_future(reading)
 
+    worker = channel._workers.current()
     call = read(buffers(8, SIZE))
-    while not channel._worker._moving:  # noqa: ASYNC110 - nobody tells
+    while not worker._moving:  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(0)
-    (path,) = channel._worker._paths.values()
+    (path,) = worker._paths.values()
     assert path._endpoint is not None
     path._endpoint.close_blocking()
     with pytest.raises(Unavailable) as caught:
@@ -336,3 +340,21 @@ async def reset(channel: object, chain: list[bytes]) -> None:
     got = buffers(8, SIZE)
     await read(got)
     assert got == values(chain, SIZE)
+
+
+async def test_a_worn_worker_has_a_successor(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What UCX keeps of transfers that were given up is bounded, and calls notice nothing."""
+    monkeypatch.setattr(ucx_worker, "_PURGED_MAX", 0)
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running, running.pool(
+        ClientConfig(masters=[running.address], transports=["ucx"])
+    ) as pool:
+        for number in range(3):
+            chain = await stored(pool, f"round {number}", 4)
+            got = buffers(4, SIZE)
+            reads = [asyncio.ensure_future(pool.read(NAMESPACE, chain, got)) for _ in range(2)]
+            await asyncio.sleep(0.005)
+            reads[0].cancel()
+            await asyncio.wait(reads)
+            assert got == values(chain, SIZE)

@@ -40,7 +40,7 @@ from kvpool_transports.carried import CarriedChannel
 from kvpool_transports.serving import HELLO_S, Session, Sessions
 from kvpool_transports.streams import Landing, Sink, Stream, StreamPool, no_payload, os_errors
 from kvpool_transports.tcp import TcpListener, parse, tune
-from kvpool_transports.ucx_worker import Path, Transfer, Worker
+from kvpool_transports.ucx_worker import Path, Transfer, Worker, Workers
 
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext
@@ -76,25 +76,28 @@ class UcxTransport:
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         host, _ = parse(address or "ucx://127.0.0.1:0", "ucx")
-        worker = await self._worker(host)
+        workers = await self._workers(host)
         sessions = Sessions(store, mapped=False, scheme="ucx", session=_Session)
-        listener = TcpListener(sessions, "ucx", lambda: UcxStream(worker))
+        listener = TcpListener(sessions, "ucx", lambda: UcxStream(workers.current()))
         try:
             await listener.start(address)
         except BaseException:
-            worker.close()
+            workers.close()
             raise
-        return _UcxListener(listener, worker)
+        return _UcxListener(listener, workers)
 
     async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
         host, port = parse(address, "ucx")
-        worker = await self._worker(host)
+        workers = await self._workers(host)
+
+        def make() -> UcxStream:
+            return UcxStream(workers.current())
 
         async def dial(deadline: float) -> Stream:
             loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):
                 async with asyncio.timeout_at(deadline):
-                    _, stream = await loop.create_connection(lambda: UcxStream(worker), host, port)
+                    _, stream = await loop.create_connection(make, host, port)
             try:
                 await stream.introduce(deadline)
                 await stream.be_introduced(deadline)
@@ -111,9 +114,9 @@ class UcxTransport:
             async with streams.stream(deadline):
                 pass  # the server is there and speaks our protocol; the stream stays for later
         except BaseException:
-            worker.close()
+            workers.close()
             raise
-        return UcxChannel(address, streams, worker)
+        return UcxChannel(address, streams, workers)
 
     @property
     def note(self) -> str:
@@ -127,34 +130,34 @@ class UcxTransport:
             f"{_fabric()}; {_devices(context.cuda_support)}"
         )
 
-    async def _worker(self, host: str) -> Worker:
+    async def _workers(self, host: str) -> Workers:
         await asyncio.to_thread(_load)
         local = _is_loopback(host)
         context = self._contexts.get(local)
         if context is None:
             context = self._contexts[local] = make_context(local=local, settings=self._settings)
-        return Worker(context)
+        return Workers(context)
 
 
 class UcxChannel(CarriedChannel):
     """A channel over streams whose payloads go by UCX."""
 
-    def __init__(self, address: str, streams: StreamPool, worker: Worker) -> None:
+    def __init__(self, address: str, streams: StreamPool, workers: Workers) -> None:
         super().__init__(address, streams)
-        self._worker = worker
+        self._workers = workers
 
     async def close(self) -> None:
         self.abort()
 
     def abort(self) -> None:
         super().abort()
-        self._worker.close()
+        self._workers.close()
 
 
 class _UcxListener:
-    def __init__(self, listener: TcpListener, worker: Worker) -> None:
+    def __init__(self, listener: TcpListener, workers: Workers) -> None:
         self._listener = listener
-        self._worker = worker
+        self._workers = workers
 
     @property
     def address(self) -> str:
@@ -162,7 +165,7 @@ class _UcxListener:
 
     async def close(self) -> None:
         await self._listener.close()
-        self._worker.close()
+        self._workers.close()
 
 
 class _Session(Session):

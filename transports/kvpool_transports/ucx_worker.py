@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _STEPS = 32
 #: Looks at a closed endpoint before its end is waited for with pauses.
 _LOOKS = 100
+#: Messages for receives that were cancelled; beyond it new streams have a new worker.
+_PURGED_MAX = 4096
 _PAUSE_S: Final = 0.001
 _WARN_S: Final = 1.0
 #: A tag is the receiving side's number and the number of the piece.
@@ -50,6 +52,8 @@ class Worker:
         self._moving: dict[Transfer, None] = {}
         self._scheduled = False
         self._closed = False
+        self._last = False
+        self._purged = 0
         with ucx_errors("worker"):
             self._worker: UCXWorker | None = UCXWorker(context)
             self._worker.init_blocking_progress_mode()
@@ -63,7 +67,7 @@ class Worker:
 
     def path(self) -> Path:
         """A new path to a peer that is still to be named. Raises LinkBroken after `close`."""
-        if self._closed:
+        if self._closed or self._worker is None:
             raise LinkBroken("the channel is closed")
         number = secrets.randbits(64 - _PIECE_BITS)
         while number in self._paths:
@@ -71,10 +75,20 @@ class Worker:
         path = self._paths[number] = Path(self, number)
         return path
 
-    def close(self) -> None:
-        """End as soon as the last path has ended. Idempotent."""
-        self._closed = True
+    @property
+    def worn(self) -> bool:
+        """Transfers that were given up have left so much in it that another one should follow."""
+        return self._purged >= _PURGED_MAX
+
+    def retire(self) -> None:
+        """End as soon as the last path has ended."""
+        self._last = True
         self._end()
+
+    def close(self) -> None:
+        """The same, and there are no new paths. Idempotent."""
+        self._closed = True
+        self.retire()
 
     def kick(self) -> None:
         """Something is to be done: soon, and not right now, so that requests come in bunches."""
@@ -100,13 +114,14 @@ class Worker:
         """Forget messages that nobody waits for: they were for receives that have been cancelled.
 
         Receives are posted before the peer may send, so there are no others. UCX would keep them,
-        and ucxx, when the worker ends, would wait for the bytes that they announce, forever.
+        and ucxx, when the worker ends, would wait for the bytes that they announce, forever. What
+        was taken out of the queue stays allocated, some 200 bytes each, until the worker ends.
         """
         from ucxx._lib.libucxx import UCXXTag, UCXXTagMask
 
         anything = UCXXTag(0), UCXXTagMask(0)
         while self._worker is not None and self._worker.tag_probe(*anything, True).matched:
-            pass
+            self._purged += 1
 
     def watch(self, transfer: Transfer) -> None:
         self._moving[transfer] = None
@@ -122,7 +137,7 @@ class Worker:
     # --- inside ----------------------------------------------------------------------------
 
     def _end(self) -> None:
-        if self._closed and not self._paths and self._worker is not None:
+        if self._last and not self._paths and self._worker is not None:
             self._loop.remove_reader(self._fd)
             self._worker.progress()
             self.purge()
@@ -147,6 +162,27 @@ class Worker:
             transfer.look()
         if rest:
             self.kick()
+
+
+class Workers:
+    """The worker of a channel or listener, or its successor, once it is worn."""
+
+    def __init__(self, context: UCXContext) -> None:
+        self._context = context
+        self._worker = Worker(context)
+        self._closed = False
+
+    def current(self) -> Worker:
+        if self._worker.worn and not self._closed:
+            fresh = Worker(self._context)
+            self._worker.retire()
+            self._worker = fresh
+        return self._worker
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        self._worker.close()
 
 
 class Path:
