@@ -25,7 +25,7 @@ from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error
 from kvpool_transports import ucx, ucx_worker
 from kvpool_transports.tcp import TcpTransport
-from kvpool_transports.ucx import UcxChannel, UcxTransport, defaults
+from kvpool_transports.ucx import UcxChannel, UcxTransport, defaults, make_context
 from kvpool_transports.ucx_worker import Worker
 from tests.conftest import NAMESPACE, buffers, keys, value, values
 
@@ -214,7 +214,7 @@ async def test_nothing_arrives_after_a_read_was_given_up(running: Running, after
         assert all(buffer == b"\xa5" * SIZE for buffer in got)
         await servers_up(running.master, 1)
         await asyncio.sleep(2.0)  # the client keeps away from what was silent for a while
-        results = await pool.read(NAMESPACE, chain, got, timeout=5)
+        results = await pool.read(NAMESPACE, chain, got, timeout=20)
         assert {result.status for result in results} == {ReadStatus.HIT}
         assert got == values(chain, SIZE)
 
@@ -241,6 +241,34 @@ async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> Non
                     break
                 await asyncio.sleep(0.1)
             assert member.reservations == 0
+
+
+@pytest.mark.parametrize("steps", [0, 2, 5, 10, 20, 40, 80])
+async def test_a_stopped_transfer_is_over(installed: None, steps: int) -> None:
+    """When `stop` returns, the sender may do what it likes: nothing of it arrives."""
+    await UcxTransport()._workers("127.0.0.1")  # loads UCX
+    context = make_context(local=True, settings={})
+    receiver, sender = Worker(context), Worker(context)
+    here, there = receiver.path(), sender.path()
+    here.meet(sender.address, there.number)
+    there.meet(receiver.address, here.number)
+    got = buffers(8, SIZE)
+    incoming, outgoing = here.transfer(), there.transfer()
+    for buffer in got:
+        incoming.receive(memoryview(buffer))
+        outgoing.send(memoryview(bytes(SIZE)))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    await incoming.stop()
+    for buffer in got:
+        buffer[:] = b"\xa5" * SIZE
+    with suppress(Unavailable):  # it may have sent everything by now
+        await outgoing.until(0, asyncio.get_running_loop().time() + 0.3)
+    await asyncio.sleep(0.05)
+    await outgoing.stop()
+    receiver.close()
+    sender.close()
+    assert all(buffer == b"\xa5" * SIZE for buffer in got)
 
 
 # --- many, and idle ------------------------------------------------------------------------
@@ -347,9 +375,10 @@ async def test_a_worn_worker_has_a_successor(
 ) -> None:
     """What UCX keeps of transfers that were given up is bounded, and calls notice nothing."""
     monkeypatch.setattr(ucx_worker, "_PURGED_MAX", 0)
-    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running, running.pool(
-        ClientConfig(masters=[running.address], transports=["ucx"])
-    ) as pool:
+    async with (
+        dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running,
+        running.pool(ClientConfig(masters=[running.address], transports=["ucx"])) as pool,
+    ):
         for number in range(3):
             chain = await stored(pool, f"round {number}", 4)
             got = buffers(4, SIZE)
