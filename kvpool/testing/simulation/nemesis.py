@@ -218,7 +218,8 @@ class Nemesis:
             if fault.name == "slow disk":
                 platter.counts["crawled"] += 1
             process, frozen_s = node.process, node.process.frozen_s
-            await asyncio.sleep(self._chance.choice([0.05, 0.5, 5, 20, 40]))
+            lasts = [5, 40] if fault.name == "stuck disk" else [0.05, 0.5, 5, 20, 40]
+            await asyncio.sleep(self._chance.choice(lasts))
             ran = process.alive and not process.frozen and process.frozen_s == frozen_s
             if ran and node.tiers is not None:
                 node.tiers.check_patience(platter.hung_s)
