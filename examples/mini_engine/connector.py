@@ -94,12 +94,14 @@ class Connector:
         found = match.length
         budget_s = min(budget_s, found * compute_s) - (time.monotonic() - began)
         if budget_s <= 0:
+            if found:
+                self._pause("it took too long to look")
             return 0
         results = pool.read(
             self._namespace, keys[:found], buffers[:found], match=match, timeout=budget_s
         )
         self._load_s += ((time.monotonic() - began) / found - self._load_s) / 2
-        for result, buffer, loaded in zip(results, buffers, range(found), strict=False):
+        for loaded, (result, buffer) in enumerate(zip(results, buffers, strict=False)):
             if not result.status.hit or result.size != len(buffer):
                 if result.status.name in _TROUBLE:
                     self._pause(result.status.label)
