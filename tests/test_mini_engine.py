@@ -144,6 +144,21 @@ def test_a_batch_says_what_each_would_say_alone(engine: Make) -> None:
     assert len({tuple(output) for output in expected}) == len(prompts)
 
 
+def test_who_decodes_beside_it_changes_no_bit(engine: Make) -> None:
+    prompts = [prompt(f"beside {n}", 45) for n in range(3)]
+    one, other = engine(), engine()
+    alone = ask(one, prompts[0], new_tokens=20)[0]
+    first = ask(other, *prompts, new_tokens=20)[0]
+    length = len(prompts[0]) + 19  # the last token has never been an input
+    for layer in range(SMALL.layers):
+        here, there = (
+            e._memory.read(layer, torch.tensor(r.blocks), length)
+            for e, r in ((one, alone), (other, first))
+        )
+        assert torch.equal(here[0], there[0])
+        assert torch.equal(here[1], there[1])
+
+
 @pytest.mark.parametrize("tail", [1, 30, CHUNK - 1, CHUNK, CHUNK + BLOCK])
 def test_a_hit_gives_the_same_bits(engine: Make, pool: dev.Dev, tail: int) -> None:
     """Wherever the prompt ends, what follows a loaded prefix is what follows a computed one."""
