@@ -40,8 +40,10 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def pool() -> Iterator[dev.Dev]:
-    """A pool in a thread of its own."""
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[dev.Dev]:
+    """A pool in a thread of its own; whoever uses it has time."""
+    monkeypatch.setattr(connector, "CONNECT_S", 20.0)
+    monkeypatch.setattr(connector, "SAVE_S", 20.0)
     found: list[dev.Dev] = []
     up, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
@@ -261,6 +263,7 @@ def test_no_pool_at_all(engine: Make) -> None:
 def test_a_pool_that_is_killed_in_the_middle(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 while requests run: they end with the same tokens."""
     monkeypatch.setattr(connector, "PAUSE_S", 1000.0)
+    monkeypatch.setattr(connector, "CONNECT_S", 20.0)
     monkeypatch.setattr(connector, "LOAD_S", 0.5)
     prompts = [prompt(f"killed {n}", CHUNK + 50 * n) for n in range(1, 6)]
     expected = [ask(engine(), one)[0].output for one in prompts]

@@ -16,6 +16,8 @@ from typing import Final, TypeAlias
 import kvpool.sync
 from kvpool import ClientConfig, KvpoolError, Namespace, ReadStatus, Unavailable
 
+#: An engine that starts waits for a pool no longer than this.
+CONNECT_S: Final = 1.0
 #: A request waits for the pool no longer than this, even where computing would take longer.
 LOAD_S: Final = 0.25
 #: For less computing than this the pool is not asked: its answer alone takes a millisecond or so.
@@ -40,7 +42,7 @@ class Connector:
     """Loads prefixes from a pool and saves them there. Belongs to the engine's thread."""
 
     def __init__(self, master: str, namespace: Namespace) -> None:
-        self._config = ClientConfig(masters=[master], timeout_s=1.0, attempt_s=LOAD_S)
+        self._config = ClientConfig(masters=[master], timeout_s=CONNECT_S, attempt_s=LOAD_S)
         self._namespace = namespace
         self._load_s = 0.0  # seconds that a block has taken lately; 0: nothing is known yet
         self._resume_at = 0.0
