@@ -266,6 +266,14 @@ class Transport(Protocol):
         """
 
 
+@runtime_checkable
+class Discerning(Protocol):
+    """A transport that can tell, without dialling, that nobody is ever going to answer there."""
+
+    def reaches(self, address: str) -> bool:
+        """False: do not even try."""
+
+
 # --- tiers -------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.hosts import Host
-from kvpool.protocols import Channel, Link, Network, Transport, Viewable, Writing
+from kvpool.protocols import Channel, Discerning, Link, Network, Transport, Viewable, Writing
 from kvpool.types import Member, Outgoing, TierUsage, WriteStatus
 from kvpool.wire import messages as wire
 
@@ -411,7 +411,9 @@ class Servers:
         return [
             _Path(scheme, by_scheme[scheme])
             for scheme, transport in self._transports.items()
-            if scheme in by_scheme and (host == self._host.id or not transport.same_host)
+            if scheme in by_scheme
+            and (host == self._host.id or not transport.same_host)
+            and (not isinstance(transport, Discerning) or transport.reaches(by_scheme[scheme]))
         ]
 
     def _order(self, known: _Server) -> list[_Path]:

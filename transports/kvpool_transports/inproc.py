@@ -37,6 +37,10 @@ class InprocTransport:
     def __init__(self) -> None:
         self._listeners: dict[str, _InprocListener] = {}
 
+    def reaches(self, address: str) -> bool:
+        """Its server is in this process."""
+        return address in self._listeners
+
     async def listen(self, address: str, store: BlockStore) -> Listener:
         if not address:
             names = (f"inproc://{store.server}{end}" for end in _endings())
