@@ -117,6 +117,7 @@ class Mover:
         self._tiers = tiers
         self._changed = changed
         self._durable = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, Durable)}
+        self._described = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, Described)}
         self._traffic = [_Traffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,7 +184,7 @@ class Mover:
             usage.append(
                 TierUsage(
                     name=tier.name,
-                    note=tier.note if isinstance(tier, Described) else "",
+                    note=self._described[number].note if number in self._described else "",
                     lost=number in self._stack.lost_tiers,
                     capacity=store.allocator.capacity,
                     used=store.allocator.allocated,
@@ -205,9 +206,12 @@ class Mover:
 
     def begin(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         """Bring blocks up, as many as may be on their way at a time."""
-        copies = self._stack.stage(
-            namespace, part, digests, self._ahead - self._staging_bytes, _now()
-        )
+        room = self._ahead - self._staging_bytes
+        if room <= 0:
+            return
+        staging = self._staging
+        others = [digest for digest in digests if (namespace, part, digest) not in staging]
+        copies = self._stack.stage(namespace, part, others, room, _now())
         for copy in copies:
             self._staging[_key(copy)] = []
             self._staging_bytes += copy.entry.size
