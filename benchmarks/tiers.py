@@ -6,11 +6,13 @@ Reads are of blocks that lie in the file only: they come up, are checked by the 
 checked again by the client, and that time counts. Of writes, which nobody waits for, the seconds
 count in which the server moved blocks to the file, while the client wrote on. The limit takes turns
 with the pool and reads or writes the same file in the same mode, with as many threads as the tier.
+The block that is read while others go down is another client's than theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 import statistics
@@ -67,14 +69,15 @@ async def measure(directory: Path) -> list[Row]:
                 "server",
                 *("--masters", master, "--id", "bench", "--log-level", "error"),
                 *("--tier", f"dram:{_MEMORY}", "--tier", f"nvme:{path}:{_FILE}"),
-                environment={"KVPOOL_SERVER_HEARTBEAT_S": "20ms"},
+                environment={"KVPOOL_SERVER_HEARTBEAT_S": "100ms"},
             )
             async with server as child:
                 await child.line()
                 await servers_up(master, 1)
                 config = ClientConfig(masters=[master], transports=["shm"], timeout_s=60)
                 async with await connect(config=config) as pool:
-                    return await _measure(pool, path)
+                    rows = await _measure(pool, path)
+                    return [*rows, await _foreground(pool, master)]
     finally:
         path.unlink(missing_ok=True)
 
@@ -85,6 +88,8 @@ async def _measure(pool: Pool, path: Path) -> list[Row]:
     memory[:] = os.urandom(_BLOCK) * _BATCH
     buffers = [memory[n * _BLOCK : (n + 1) * _BLOCK] for n in range(_BATCH)]
     bare = Bare(path, mode, buffers)
+    # What has only been set aside is not read from the disk at all.
+    bare.seconds(range(0, _FILE, _BLOCK), _BLOCK, write=True)
     size = _BATCH * _BLOCK
     batches = [keys(f"batch {number}", _BATCH) for number in range(_FILE // size - 2)]
     down, bare_down, up, bare_up = [], [], [], []
@@ -109,19 +114,20 @@ async def _measure(pool: Pool, path: Path) -> list[Row]:
         text = f"bare {mode}: {most:.2f} GB/s"
         name = f"tiers: {what}, 2 MiB x 64"
         rows.append(Row(name, f"{rate:.2f} GB/s", text, ratio, ">= 0.9", ratio > 0.9))
-    return [*rows, await _foreground(pool, batches)]
+    return rows
 
 
-async def _foreground(pool: Pool, batches: list[list[bytes]]) -> Row:
+async def _foreground(pool: Pool, master: str) -> Row:
     """One block in memory, read again and again, while nothing and while everything goes down."""
     hot = keys("hot", 1)
     block = [bytearray(os.urandom(64 << 10))]
     await pool.write(_NAMESPACE, hot, block)
     idle = await _latencies(pool, hot, block)
-    writing = asyncio.create_task(_write_for_ever(pool))
-    busy = await _latencies(pool, hot, block)
-    writing.cancel()
-    await asyncio.wait([writing])
+    async with process_of("benchmarks.tiers", "--flood", master) as writer:
+        await writer.line()
+        before = await _disk(pool)
+        busy = await _latencies(pool, hot, block)
+        assert (await _disk(pool)).written_bytes > before.written_bytes
     p99 = [sorted(times)[len(times) * 99 // 100] * 1e3 for times in (idle, busy)]
     p50 = [statistics.median(times) * 1e3 for times in (idle, busy)]
     return Row(
@@ -145,17 +151,22 @@ async def _latencies(pool: Pool, chain: list[bytes], buffers: list[bytearray]) -
     return times
 
 
-async def _write_for_ever(pool: Pool) -> None:
-    """From a process of its own it would take a core of its own; there are two."""
-    number = 0
+async def _flood(master: str) -> None:
+    """Write for ever, faster than any disk takes it; says so when memory is full."""
     block = memoryview(os.urandom(_BLOCK))
-    while True:
-        number += 1
-        await pool.write(_NAMESPACE, keys(f"flood {number}", 8), [block] * 8, timeout=10)
+    async with await connect(config=ClientConfig(masters=[master], transports=["shm"])) as pool:
+        for number in itertools.count():
+            await pool.write(_NAMESPACE, keys(f"flood {number}", 8), [block] * 8, timeout=10)
+            if number * 8 * _BLOCK == 2 * _MEMORY:
+                print("memory is full", flush=True)
 
 
 if __name__ == "__main__":
     process.calm_garbage_collector()
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table(process.run(measure(target))))
+    if sys.argv[1:2] == ["--flood"]:
+        process.die_with_parent()
+        process.run(_flood(sys.argv[2]))
+    else:
+        target = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        console.print(table(process.run(measure(target))))

@@ -51,15 +51,17 @@ _Key = tuple[Namespace, int, bytes]
 
 
 class _Flow:
-    """What goes one way into or out of a tier: bytes, and the seconds in which any of it did."""
+    """What goes one way into or out of a tier, and the seconds in which any of it did."""
 
     def __init__(self) -> None:
         self.size = 0
+        self.blocks = 0
         self.seconds = 0.0
         self.rate = 0.0  # bytes per second lately
+        self.block_rate = 0.0
         self._under_way = 0
         self._since = 0.0
-        self._counted = (0.0, 0)  # when the rate was last computed, and `size` then
+        self._counted = (0.0, 0, 0)  # when the rates were last computed, of what
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -74,11 +76,12 @@ class _Flow:
                 self.seconds += _now() - self._since
 
     def tick(self, now: float) -> None:
-        """Bring the rate up to date, once a second at most."""
-        since, size = self._counted
+        """Bring the rates up to date, once a second at most."""
+        since, size, blocks = self._counted
         if now - since >= 1.0:
             self.rate = (self.size - size) / (now - since)
-            self._counted = (now, self.size)
+            self.block_rate = (self.blocks - blocks) / (now - since)
+            self._counted = (now, self.size, self.blocks)
 
 
 class _Traffic:
@@ -198,6 +201,8 @@ class Mover:
                     write_rate=traffic.written.rate,
                     failures=traffic.failures,
                     corrupt=traffic.corrupt,
+                    written_blocks=traffic.written.blocks,
+                    write_block_rate=traffic.written.block_rate,
                 )
             )
         return usage
@@ -384,6 +389,7 @@ class Mover:
                 stack.spoilt(copy, ReadStatus.TIER_LOST)
             return False
         flow.size += entry.size
+        flow.blocks += 1
         traffic.failures_in_a_row = 0
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1

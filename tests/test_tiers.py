@@ -130,6 +130,7 @@ async def test_status_tells_what_lies_where(tiered: dev.Dev) -> None:
     memory, disk = member.usage
     assert (memory.name, disk.name) == ("dram", "nvme")
     assert (disk.blocks, disk.used, disk.written_bytes) == (64, 64 * BLOCK, 64 * BLOCK)
+    assert disk.written_blocks == 64
     assert memory.used <= memory.capacity == 2 << 20
     assert disk.capacity == member.capacity == 16 << 20
     assert memory.hits + disk.hits >= 64
