@@ -24,8 +24,10 @@ from kvpool.wire.messages import TierUsage
 
 log = logs.get("kvpool.mover")
 
-#: Written down in one batch; two batches are under way at a time.
+#: Written down in one batch; two batches are under way at a time. Many small blocks are no batch:
+#: readers wait while one is begun.
 _DOWN_BYTES: Final = 32 << 20
+_DOWN_BLOCKS: Final = 32
 _DOWN_BATCHES: Final = 2
 #: Staged blocks are handed to their reader when there are so many, or all.
 WAVE_BYTES: Final = 8 << 20
@@ -255,7 +257,7 @@ class Mover:
 
     async def _carry_down(self) -> None:
         while True:
-            copies = self._stack.take_copies(_DOWN_BYTES, _now())
+            copies = self._stack.take_copies(_DOWN_BYTES, _DOWN_BLOCKS, _now())
             if copies:
                 await self._copy_down(copies)
             else:

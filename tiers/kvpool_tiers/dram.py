@@ -76,6 +76,11 @@ class Dram:
     def __repr__(self) -> str:
         return f"<Dram {self.capacity} bytes>"
 
+    def wait_until_touched(self) -> None:
+        """Until the memory is as fast as it will be."""
+        if self._prefault is not None:
+            self._prefault.join()
+
     def view(self, offset: int, size: int) -> memoryview:
         if not 0 <= offset <= offset + size <= self.capacity:
             raise UsageError(f"{size} bytes at {offset}: there are {self.capacity}")
@@ -93,8 +98,7 @@ class Dram:
 
     def close(self) -> None:
         self._stop.set()
-        if self._prefault is not None:
-            self._prefault.join()
+        self.wait_until_touched()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
