@@ -41,8 +41,9 @@ PAGE: Final = 4096
 #: handing them over costs more than reading a small block.
 _SHARE_BYTES: Final = 256 << 10
 _SHARE_CALLS: Final = 16
-#: Large calls are several, which different threads take: then they end one after the other, instead
-#: of all at the same late moment, and devices are faster.
+#: Large reads are several, which different threads take: then they end one after the other, instead
+#: of all at the same late moment, and devices are faster. Nobody waits for a write, and its pieces
+#: would only take the interpreter away from readers.
 _PIECE_BYTES: Final = 512 << 10
 #: One per thread, made when a caller's memory is not aligned.
 _BOUNCE_BYTES: Final = 1 << 20
@@ -133,10 +134,10 @@ class FileDisk:
         return f"<FileDisk {self.path}, {self.size} bytes, {self.mode}>"
 
     async def read(self, offset: int, buffer: memoryview) -> None:
-        await self._call(_Job(self._read, offset, buffer))
+        await self._call(_Job(self._read, offset, buffer, _PIECE_BYTES))
 
     async def write(self, offset: int, buffer: memoryview) -> None:
-        await self._call(_Job(self._write, offset, buffer))
+        await self._call(_Job(self._write, offset, buffer, len(buffer)))
 
     def close(self) -> None:
         """Calls that no thread has begun end with Closed; the others keep the file until they end.
@@ -176,7 +177,7 @@ class FileDisk:
             raise job.error
 
     def _dispatch(self) -> None:
-        """All calls of this turn of the loop: small ones together, large ones in pieces."""
+        """All calls of this turn of the loop: small ones together, large reads in pieces."""
         waiting, self._waiting = self._waiting, []
         shares: list[_Share] = []
         jobs: list[_Job] = []
@@ -193,7 +194,7 @@ class FileDisk:
             shares.append(_Share(jobs))
         if shares:
             self._shares.update(shares)
-            self._cross([(share, start) for share in shares for start in share.starts])
+            self._cross([(share, number) for share in shares for number in range(share.left)])
 
     def _cross(self, pieces: list[tuple[_Share, int]]) -> None:
         """Threads that are at work take them when they are through; the others are woken."""
@@ -215,10 +216,10 @@ class FileDisk:
         with self._guard:
             self._working += 1
         while (piece := self._next()) is not None:
-            share, start = piece
+            share, number = piece
             for job in share.jobs:
                 if job.claim(_Owner.THREADS):
-                    self._perform(job, start)
+                    self._perform(job, number)
             self._through(share)
             del share, job, piece  # while it waits for the next, it keeps nothing alive
 
@@ -227,9 +228,9 @@ class FileDisk:
             if not self._pieces:
                 self._working -= 1
                 return None
-            share, start = self._pieces.popleft()
-            self._begun += not start
-            return share, start
+            share, number = self._pieces.popleft()
+            self._begun += not number
+            return share, number
 
     def _through(self, share: _Share) -> None:
         """One more piece is: when it was the last one, whoever waits hears of it."""
@@ -244,11 +245,12 @@ class FileDisk:
         with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
             share.loop.call_soon_threadsafe(self._finish, share)
 
-    def _perform(self, job: _Job, start: int) -> None:
-        """The piece of this job that begins at `start`, unless another one has failed."""
-        piece = job.buffer[start : start + _PIECE_BYTES]
-        if job.error is not None or (start and not piece):
+    def _perform(self, job: _Job, number: int) -> None:
+        """One piece of this job, if it has so many, unless another one has failed."""
+        start = number * job.piece_size
+        if number >= job.pieces or job.error is not None:
             return
+        piece = job.buffer[start : start + job.piece_size]
         try:
             job.perform(job.offset + start, piece)
         except OSError as error:
@@ -324,12 +326,29 @@ class _Owner(enum.Enum):
 class _Job:
     """One call."""
 
-    __slots__ = ("_claiming", "_over", "buffer", "done", "error", "offset", "owner", "perform")
+    __slots__ = (
+        "_claiming",
+        "_over",
+        "buffer",
+        "done",
+        "error",
+        "offset",
+        "owner",
+        "perform",
+        "piece_size",
+        "pieces",
+    )
 
     def __init__(
-        self, perform: Callable[[int, memoryview], None], offset: int, buffer: memoryview
+        self,
+        perform: Callable[[int, memoryview], None],
+        offset: int,
+        buffer: memoryview,
+        piece_size: int,
     ) -> None:
         self.perform = perform
+        self.piece_size = piece_size
+        self.pieces = -(-len(buffer) // piece_size) if len(buffer) > piece_size else 1
         self.offset = offset
         self.buffer = buffer
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -362,14 +381,12 @@ class _Job:
 class _Share:
     """Jobs that go to threads together: one piece of work, or several, where they are large."""
 
-    __slots__ = ("jobs", "left", "loop", "starts")
+    __slots__ = ("jobs", "left", "loop")
 
     def __init__(self, jobs: list[_Job]) -> None:
         self.loop = asyncio.get_running_loop()
         self.jobs = jobs
-        #: Where in the jobs' buffers each piece begins.
-        self.starts = range(0, max(len(job.buffer) for job in jobs) or 1, _PIECE_BYTES)
-        self.left = len(self.starts)
+        self.left = max(job.pieces for job in jobs)  # pieces of work that are not through
 
 
 class _Threads(Executor):
