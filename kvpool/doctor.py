@@ -50,14 +50,18 @@ def _loop() -> Finding:
 
 def _kernel() -> Finding:
     release = platform.release()
-    major, minor = (int(part) for part in release.split(".")[:2])
     if not hasattr(os, "memfd_create"):
         return Finding("kernel", "fail", f"{release} has no memfd", "use Linux >= 3.17")
-    if (major, minor) < (5, 14):
+    if _kernel_version() < (5, 14):
         return Finding(
             "kernel", "warn", f"{release} cannot touch pages in advance", "use Linux >= 5.14"
         )
     return Finding("kernel", "ok", release)
+
+
+def _kernel_version() -> tuple[int, int]:
+    major, minor = platform.release().split(".")[:2]
+    return int(major), int(minor)
 
 
 def _huge_pages() -> Finding:
@@ -69,6 +73,8 @@ def _huge_pages() -> Finding:
         mode = "unknown"
     if mode in ("always", "advise", "within_size"):
         return Finding("huge pages", "ok", f"shared memory: {mode}")
+    if mode == "never" and _kernel_version() >= (6, 1):
+        return Finding("huge pages", "ok", "shared memory: never; made of small ones afterwards")
     return Finding("huge pages", "warn", f"shared memory: {mode}", f"echo advise > {path}")
 
 

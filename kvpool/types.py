@@ -244,7 +244,8 @@ class TierUsage(NamedTuple):
     """One tier of a server: how full it is, and what goes in and out.
 
     Sizes in bytes; `read_s` and `write_s` are the seconds in which any of that moved, rates are
-    bytes per second lately. `hits` are reads that it served; `note` says how it is accessed.
+    bytes (`write_block_rate`: blocks) per second lately. `hits` are reads that it served; `note`
+    says how it is accessed.
     """
 
     name: str
@@ -262,6 +263,8 @@ class TierUsage(NamedTuple):
     write_rate: float
     failures: int
     corrupt: int
+    written_blocks: int = 0
+    write_block_rate: float = 0.0
 
 
 class Member(NamedTuple):

@@ -203,7 +203,7 @@ class Registered(Message, frozen=True, omit_defaults=True):
     hints_heard: Count = 0
 
 
-class TierUsage(Message, frozen=True):
+class TierUsage(Message, frozen=True, omit_defaults=True):
     """One tier of a server. `read_s` and `write_s`: seconds in which bytes moved; rates: lately."""
 
     name: Name
@@ -221,6 +221,8 @@ class TierUsage(Message, frozen=True):
     write_rate: Rate
     failures: Count
     corrupt: Count
+    written_blocks: Count = 0
+    write_block_rate: Rate = 0.0
 
 
 class Heartbeat(Message, frozen=True, omit_defaults=True):

@@ -13,7 +13,9 @@ KEYS: Final[dict[str, Any]] = {
     "digest_size": 32,
     "digests": DIGESTS,
 }
-USAGE: Final = messages.TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10)
+USAGE: Final = messages.TierUsage(
+    "dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0
+)
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
     messages.Hello("default", "client"),
