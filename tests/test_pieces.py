@@ -57,8 +57,8 @@ async def test_pieces_that_are_none_are_refused_by_name(pool: Pool) -> None:
         await pool.write(NAMESPACE, [name], [[]])
     with pytest.raises(BadBuffer, match="read-only"):
         await pool.read(NAMESPACE, [name], [[bytearray(4), b"abc"]])
+    await pool.write(NAMESPACE, [name], [b"12345"])
     with pytest.raises(BadBuffer, match="bytes, block"):
-        await pool.write(NAMESPACE, [name], [b"12345"])
         await pool.read(NAMESPACE, [name], [[bytearray(2), bytearray(2)]])
 
 
