@@ -9,6 +9,8 @@ from typing import Final
 
 #: Weight of what is known when a new measurement comes.
 _DECAY: Final = 0.8
+#: A load so many times faster than expected says that the pool has changed.
+_NEWS: Final = 4.0
 #: Assumed of a pool before anything was measured: a slow local network.
 _PRIOR_LATENCY_S: Final = 0.002
 _PRIOR_BYTES_S: Final = 1e9
@@ -25,8 +27,10 @@ class LoadTime:
 
     def observe(self, size: int, seconds: float) -> None:
         """A load of `size` bytes took so long; one that was given up counts what had come."""
-        self.samples += 1
         x, y = float(max(size, 1)), max(seconds, 1e-6)
+        if y * _NEWS < self.seconds(size):  # so much faster that what was before is over
+            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.samples += 1
         self._weight = self._weight * _DECAY + 1
         self._x = self._x * _DECAY + x
         self._y = self._y * _DECAY + y

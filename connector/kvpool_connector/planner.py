@@ -536,7 +536,7 @@ class Planner:
             if (place.group, place.digest) in self._saving:
                 continue
             if self._kept >= self._limits.saved_blocks_max:
-                self._retry(place, now)
+                self._wait(place, now)
                 continue
             self._kept += 1
             self._saving.add((place.group, place.digest))
@@ -562,14 +562,18 @@ class Planner:
         return Save(job, blocks, session, resume_in_s)
 
     def _retry(self, place: _Place, now: float) -> None:
-        due = now + _RETRY_AFTER_S * 2**place.attempts
+        self._wait(place, now + _RETRY_AFTER_S * 2**place.attempts)
+
+    def _wait(self, place: _Place, due: float) -> None:
         self._retries[place.group, place.digest] = (due, place)
         while len(self._retries) > RETRIES_WAITING_MAX:
             self._retries.popitem(last=False)
             self.counters["dropped too many waiting"] += 1
 
     def _due(self, still_there: Callable[[int, int, bytes], bool], now: float) -> Iterable[_Place]:
-        """Refused saves whose time has come and whose blocks nobody has reused."""
+        """Saves whose time has come and whose blocks nobody has reused, if there is room."""
+        if self._kept >= self._limits.saved_blocks_max:
+            return
         for key in list(itertools.islice(self._retries, _RETRIES_PER_STEP)):
             due, place = self._retries[key]
             if due > now:
