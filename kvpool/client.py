@@ -76,6 +76,8 @@ log = logs.get("kvpool.client")
 
 #: Keys in one question to a master: an answer where every block lies elsewhere must fit, too.
 _FIND_KEYS: Final = 4096
+#: Pages of a list that a master may send.
+_PAGES_MAX: Final = 1000
 #: Bytes that one call to a channel carries; larger batches go in several.
 _BATCH_BYTES: Final = 256 << 20
 
@@ -224,6 +226,25 @@ class Pool:
     async def members(self, *, timeout: float | None = None) -> list[Member]:
         """Every server a master knows of, the silent ones included. Raises MasterLost."""
         return await self._servers.refresh(self._begin(timeout))
+
+    async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        """The namespaces that have blocks, by name, and how many each. Raises MasterLost.
+
+        Of a thousand pages at most: more are not looked at.
+        """
+        deadline = self._begin(timeout)
+        found: list[tuple[Namespace, int]] = []
+        for _ in range(_PAGES_MAX):
+            last = found[-1][0] if found else None
+            question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
+            answer = await self._masters.ask(question, wire.NamespacesAre, deadline)
+            try:
+                found += [(Namespace(name, parts), n) for name, parts, n in answer.namespaces]
+            except BadKey as error:
+                raise MasterLost(f"a master answered with {error}") from None
+            if not answer.more or not answer.namespaces:
+                break
+        return found
 
     # --- reading -------------------------------------------------------------------------
 

@@ -160,6 +160,9 @@ class Pool:
     ) -> list[Explanation]:
         return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
 
+    def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        return self._run(self._pool.namespaces(timeout=timeout), timeout)
+
     def members(self, *, timeout: float | None = None) -> list[Member]:
         return self._run(self._pool.members(timeout=timeout), timeout)
 

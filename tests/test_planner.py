@@ -309,6 +309,16 @@ def test_a_failed_load_is_computed_and_saved() -> None:
     assert played.planner.counters["loads_failed"] == 1
 
 
+def test_after_a_failed_load_the_engine_computes() -> None:
+    """It asks again at once; to offer the same blocks again would go on for ever."""
+    played = Played()
+    played.look_up("a", 100, 5)
+    played.offer("a", 100)
+    played.allocate("a", 7, 80)
+    played.planner.load_ended(Loaded("a", 0, False), played.now + 1)
+    assert played.offer("a", 100) == 0
+
+
 def test_a_preempted_request_starts_anew() -> None:
     """Its old blocks stay kept for the save; the new ones are looked up and saved again."""
     played = Played()

@@ -315,7 +315,9 @@ class Planner:
         self.counters["loads"] += 1
         if not loading.complete:
             self.counters["loads_failed"] += 1
-            # Whatever the pool has lost is computed again, and can be saved again.
+            # The engine asks again: without this the same blocks would be loaded for ever. What
+            # the pool has lost is computed, and can be saved again.
+            request.matches = ()
             request.saved = [
                 min(known, loading.first // group.block_size)
                 for known, group in zip(request.saved, self._groups, strict=True)
