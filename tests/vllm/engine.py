@@ -72,7 +72,14 @@ def main() -> None:
         return found
 
     def forget(told: dict[str, Any]) -> bool:
-        return bool(llm.reset_prefix_cache(reset_connector=told.get("connector", False)))
+        # It refuses while blocks are being saved, and hears of their end only when it steps.
+        until = time.monotonic() + 20
+        while not llm.reset_prefix_cache(reset_connector=told.get("connector", False)):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+            llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1), use_tqdm=False)
+        return True
 
     def rss(told: dict[str, Any]) -> int:
         with open("/proc/self/statm") as file:
