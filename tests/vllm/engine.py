@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -85,7 +86,16 @@ def main() -> None:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    commands = {"generate": generate, "metrics": metrics, "forget": forget, "rss": rss}
+    def threads(told: dict[str, Any]) -> int:
+        return threading.active_count()
+
+    commands: dict[str, Any] = {
+        "generate": generate,
+        "metrics": metrics,
+        "forget": forget,
+        "rss": rss,
+        "threads": threads,
+    }
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         told = json.loads(line)
