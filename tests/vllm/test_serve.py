@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(500)
 def test_two_instances_of_vllm_serve_share_a_conversation(
     model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Both serve at once; turns alternate; `cached_tokens` in the usage says what came from where."""
+    """Both serve at once, turns alternate; `cached_tokens` in the usage says what was cached."""
     pool = LocalPool()
     config = transfer(pool.master, load="always")
     instances = [Instance(name, model(), tmp_path / f"{name}.log", config) for name in "AB"]
