@@ -37,6 +37,22 @@ def test_a_second_engine_finds_what_the_first_computed(
     assert metrics["vllm:kvpool_load_bytes"] > 0
 
 
+def test_what_was_generated_comes_back_too(
+    plain: Engine, reader: Engine, shared_pool: LocalPool
+) -> None:
+    """The next turn contains the answer, whose blocks decoding has made, token by token."""
+    first = prompt(5, shared=0)
+    answer = plain.generate([first], max_tokens=40)["tokens"][0]
+    second = first + answer + prompt(6, 100, 0)
+    expected = plain.generate([second], max_tokens=40)
+    assert reader.generate([first], max_tokens=40)["tokens"][0] == answer
+    shared_pool.settled()
+    reader.forget()
+    loaded = reader.generate([second], max_tokens=40)
+    assert loaded["cached"] == expected["cached"] == [512]
+    assert loaded["tokens"] == expected["tokens"]
+
+
 def test_a_corrupted_block_is_computed_again(
     plain: Engine, reader: Engine, shared_pool: LocalPool
 ) -> None:
@@ -241,7 +257,7 @@ def test_sessions_and_hints_reach_the_pool(reader: Engine, shared_pool: LocalPoo
     reader.generate(prompts, params={"session_id": "a chat", "resume_in_s": 30.0})
     shared_pool.settled()
     (server,) = shared_pool.dev.servers
-    wait_for(lambda: server.store.hint_counters["hint_accepted"] > 0)
+    wait_for(lambda: server.store.hint_counters.get("hints_accepted", 0) > 0)
     bad = reader.generate(prompts, params={"session_id": 7, "resume_in_s": "soon"})
     assert bad["finish"] == ["length"]
     assert reader.metrics()["vllm:kvpool_bad_hints"] == 1

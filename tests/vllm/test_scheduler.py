@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class Played:
         assert isinstance(self.scheduler.connector, KVPoolConnector)
         self.connector = self.scheduler.connector
         self.greeted = False
+        self.counters: Counter[str] = Counter()
+        self.saves: list[Save] = []  # that nobody has acknowledged
 
     @property
     def free(self) -> int:
@@ -102,6 +105,7 @@ class Played:
         """One step of the engine, whose worker reports `told`; a first step says who it is."""
         step = self.scheduler.schedule()
         work: Work = step.kv_connector_metadata.work
+        self.saves += work.saves
         report = Report(work.step, told.pop("hellos", []), told.pop("loaded", []))
         report.saved += told.pop("saved", [])
         if not self.greeted:
@@ -119,7 +123,10 @@ class Played:
                 kv_connector_worker_meta=ReportMetadata(report), **told
             ),
         )
-        self.scheduler.update_from_output(step, output)
+        for answer in self.scheduler.update_from_output(step, output).values():
+            stats = answer.scheduler_stats
+            for name, value in ((stats and stats.kv_connector_stats) or {}).items():
+                self.counters[name] += value
         return step, work
 
     def until_loading(self, request: Any) -> Load:
@@ -132,14 +139,16 @@ class Played:
             time.sleep(0.002)
         raise AssertionError("no load")
 
+    def acknowledged(self) -> list[Saved]:
+        """Every save has ended, and the pool has it."""
+        saves, self.saves = self.saves, []
+        return [Saved(save.job, 0, ()) for save in saves]
+
     def finish(self) -> None:
         """Let every request come to its end, each save acknowledged at once."""
-        saves: list[Save] = []
-        for _ in range(200):
-            done = [Saved(save.job, 0, ()) for save in saves]
-            _, work = self.step(saved=done)
-            saves = work.saves
-            if not self.scheduler.has_requests() and not saves:
+        for _ in range(500):
+            self.step(saved=self.acknowledged())
+            if not self.scheduler.has_requests() and not self.saves:
                 return
             time.sleep(0.001)
         raise AssertionError("it does not end")
@@ -149,11 +158,6 @@ class Played:
         assert self.connector._scheduler is not None
         (namespace,) = self.connector._scheduler.namespaces
         return namespace
-
-    @property
-    def counters(self) -> dict[str, float]:
-        assert self.connector._scheduler is not None
-        return self.connector._scheduler.planner.counters
 
     def close(self) -> None:
         self.connector.shutdown()
@@ -200,17 +204,15 @@ def test_a_block_that_is_being_saved_is_not_reused(played: Played) -> None:
     """The request is over and its blocks would be free, were they not being read."""
     played.step()
     played.add("a", 64)
-    saves: list[Save] = []
     for _ in range(100):
-        _, work = played.step()
-        saves += work.saves
+        played.step()
         if not played.scheduler.has_unfinished_requests():
             break
         time.sleep(0.005)
     assert played.connector.has_pending_push_work()
     assert played.free == BLOCKS - 1 - 4
     played.add("b", 16, first=500)
-    played.step(saved=[Saved(save.job, 0, ()) for save in saves])
+    played.step(saved=played.acknowledged())
     played.finish()
     assert played.free == BLOCKS - 1
 
