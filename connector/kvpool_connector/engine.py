@@ -29,7 +29,7 @@ _MEDIUM: Final = "CPU"
 
 def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Engine:
     """The engine as the scheduler half sees it. Raises ConfigError for what is not supported."""
-    _check_supported(vllm_config, kv_cache_config)
+    check_supported(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -49,7 +49,8 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
 
 
 def rank_of(vllm_config: Any, kv_cache_config: Any) -> Rank:
-    """Who this worker is."""
+    """Who this worker is. Raises ConfigError for what is not supported."""
+    check_supported(vllm_config, kv_cache_config)
     tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
     number = get_pp_group().rank_in_group * tensor_parallel + get_tp_group().rank_in_group
     replicas = max(1, kv_cache_config.kv_tp_replicas)
@@ -106,7 +107,8 @@ def events_of(
     return events
 
 
-def _check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError for an engine whose blocks cannot be shared."""
     parallel = vllm_config.parallel_config
     groups: Sequence[Any] = kv_cache_config.kv_cache_groups
     for size, what in (

@@ -34,10 +34,10 @@ def weights(model: str, revision: str = "", *, digits: int = 12) -> str:
     if not files:
         raise OSError(f"no weights in {folder}")
     for path in files:
-        hasher.update(f"{path.name}:{path.stat().st_size};".encode())
         if path.name == "config.json":
             hasher.update(_settings(path))
             continue
+        hasher.update(f"{path.name}:{path.stat().st_size};".encode())
         with path.open("rb") as file:
             for offset in _offsets(file, path):
                 file.seek(offset)

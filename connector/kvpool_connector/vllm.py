@@ -78,7 +78,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         chosen = settings.parse(transfer.kv_connector_extra_config)
         self._settings = chosen
-        engine = engine_of(vllm_config, kv_cache_config, chosen)
         thread = PoolThread(chosen.client(), chosen.cluster, logger.info)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
@@ -88,6 +87,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'kv_load_failure_policy is "fail": a block that is lost on its way will fail '
                     'its request. Set it to "recompute" in --kv-transfer-config.'
                 )
+            engine = engine_of(vllm_config, kv_cache_config, chosen)
             self._scheduler = Scheduler(chosen, thread, engine, logger.info)
             self._requests: dict[str, Any] = {}
             self._finished: OrderedDict[str, Any] = OrderedDict()  # for events that come late
