@@ -309,6 +309,22 @@ def test_a_failed_load_is_computed_and_saved() -> None:
     assert played.planner.counters["loads_failed"] == 1
 
 
+def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
+    for elapsed_s, samples in ((0.01, 0), (20.0, 1)):
+        played = Played()
+        played.look_up("a", 100, 5)
+        played.offer("a", 100)
+        played.allocate("a", 7, 80)
+        played.planner.load_ended(Loaded("a", 0, False), played.now + elapsed_s)
+        assert played.planner.load_time.samples == samples
+
+
+def test_an_engine_that_only_reads_saves_nothing() -> None:
+    played = Played(save=False)
+    played.arrive("a", 64)
+    assert not played.step("a", 0, 64).saves
+
+
 def test_after_a_failed_load_the_engine_computes() -> None:
     """It asks again at once; to offer the same blocks again would go on for ever."""
     played = Played()

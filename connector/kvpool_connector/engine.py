@@ -45,6 +45,8 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
         ranks=ranks,
         parts=ranks // max(1, kv_cache_config.kv_tp_replicas),
         blocks=kv_cache_config.num_blocks,
+        loads=vllm_config.kv_transfer_config.is_kv_consumer,
+        saves=vllm_config.kv_transfer_config.is_kv_producer,
     )
 
 

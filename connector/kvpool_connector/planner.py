@@ -60,6 +60,7 @@ class Limits(NamedTuple):
     """The settings that decisions depend on (`settings.py` says what they mean)."""
 
     load: str = "auto"
+    save: bool = True
     hit_tokens_min: int = 1
     lookup_timeout_s: float = 0.05
     load_timeout_s: float = 10.0
@@ -138,6 +139,7 @@ class _Loading:
     last: int
     size: int
     waiting: int  # ranks
+    timeout_s: float
     complete: bool = True
     arrived: int = 0
 
@@ -288,7 +290,7 @@ class Planner:
         load = self._load(request_id, request, first, last, block_ids)
         self._loads.append(load)
         size = self._size(first, last)
-        request.loading = _Loading(now, first, last, size, self._ranks)
+        request.loading = _Loading(now, first, last, size, self._ranks, load.timeout_s)
         self._loading_bytes += size
         self._loading_count += 1
         for match in request.matches[:1]:
@@ -310,7 +312,9 @@ class Planner:
         if loading.waiting:
             return
         self._load_done(request, loading)
-        self.load_time.observe(loading.arrived, now - loading.since)
+        if loading.arrived or now - loading.since >= loading.timeout_s:
+            # What was lost without a wait says nothing about the pool's speed.
+            self.load_time.observe(loading.arrived, now - loading.since)
         self.counters["load_s"] += now - loading.since
         self.counters["loads"] += 1
         if not loading.complete:
@@ -338,7 +342,7 @@ class Planner:
         plan = Plan(loads=self._loads, probe=self._probe)
         self._loads, self._probe = [], None
         sessions: dict[tuple[str, float | None], list[_Place]] = {}
-        for one in scheduled:
+        for one in scheduled if self._limits.save else ():
             request = self._requests.get(one.request_id)
             if request is None:
                 continue

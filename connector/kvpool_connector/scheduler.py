@@ -41,6 +41,8 @@ class Engine(NamedTuple):
     ranks: int
     parts: int
     blocks: int
+    loads: bool = True
+    saves: bool = True
 
 
 class Answer(NamedTuple):
@@ -84,7 +86,8 @@ class Scheduler:
         self._tell = tell
         self._clock = clock
         limits = Limits(
-            load=settings.load,
+            load=settings.load if engine.loads else "never",
+            save=engine.saves,
             hit_tokens_min=settings.hit_tokens_min,
             lookup_timeout_s=settings.lookup_timeout_s,
             load_timeout_s=settings.load_timeout_s,

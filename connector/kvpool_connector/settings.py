@@ -59,8 +59,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: While loads are refused for being slow, the pool's speed is tried this often, by reading
     #: a few blocks that nobody waits for.
     probe_every_s: Seconds = 5.0
-    #: Answer requests with what was loaded, in `kv_transfer_params`.
-    report: bool = False
 
     def client(self) -> ClientConfig:
         return ClientConfig(masters=self.masters, transports=self.transports)

@@ -78,7 +78,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         chosen = settings.parse(transfer.kv_connector_extra_config)
         self._settings = chosen
-        thread = PoolThread(chosen.client(), chosen.cluster, logger.info)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -88,6 +87,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'its request. Set it to "recompute" in --kv-transfer-config.'
                 )
             engine = engine_of(vllm_config, kv_cache_config, chosen)
+            thread = PoolThread(chosen.client(), chosen.cluster, logger.info)
             self._scheduler = Scheduler(chosen, thread, engine, logger.info)
             self._requests: dict[str, Any] = {}
             self._finished: OrderedDict[str, Any] = OrderedDict()  # for events that come late
@@ -95,7 +95,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._pool: Any = None
             self._sends_events = _sends_events(vllm_config)
         else:
-            self._worker = Worker(chosen, thread, rank_of(vllm_config, kv_cache_config))
+            rank = rank_of(vllm_config, kv_cache_config)
+            thread = PoolThread(chosen.client(), chosen.cluster, logger.info)
+            self._worker = Worker(chosen, thread, rank)
         thread.wait(chosen.start_wait_s)
 
     @property
