@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from kvpool import KvpoolError, Match, Namespace
+from kvpool import KvpoolError, Match, Namespace, ReadStatus
 from kvpool_connector import namespace
 from kvpool_connector.background import PoolThread
 from kvpool_connector.estimates import StepTimes
@@ -23,6 +23,11 @@ from kvpool_connector.settings import Settings
 
 #: Figures that are always there, such as the hooks' own time, are reported this often.
 _FIGURES_S: Final = 1.0
+#: After so many lookups in a row without an answer the next ones are misses at once, for this long
+#: at first.
+_SILENT_AFTER: Final = 3
+_SILENT_S: Final = 0.5
+_SILENT_S_MAX: Final = 5.0
 #: The estimated speed of computing is shown for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
 
@@ -107,6 +112,8 @@ class Scheduler:
         self._waiting: list[Lookup] = []  # until the ranks have said how their blocks are made
         self._answers: deque[Answer] = deque()  # from the pool's thread
         self._preempted: set[str] = set()
+        self._unanswered = 0  # lookups in a row
+        self._silent_until = 0.0
 
     # --- a request --------------------------------------------------------------------------
 
@@ -236,13 +243,23 @@ class Scheduler:
         if not self.namespaces:
             self._waiting.append(lookup)
             return
+        if self._clock() < self._silent_until:
+            self.planner.found(lookup.request_id, lookup.serial, (), "silent pool")
+            return
         work = partial(self._look_up, lookup, self.namespaces)
         if self._thread.pool is None or not self._thread.start(work):
             self.planner.found(lookup.request_id, lookup.serial, (), "no pool")
 
     def _take_answers(self) -> None:
         while self._answers:
-            self.planner.found(*self._answers.popleft())
+            answer = self._answers.popleft()
+            silent = any(match.stopped is ReadStatus.NO_MASTER for match in answer.matches)
+            self._unanswered = self._unanswered + 1 if silent or not answer.matches else 0
+            if self._unanswered >= _SILENT_AFTER:
+                # Not every request is to find out anew, at the cost of a timeout.
+                backoff_s = min(_SILENT_S * 2 ** (self._unanswered - _SILENT_AFTER), _SILENT_S_MAX)
+                self._silent_until = self._clock() + backoff_s
+            self.planner.found(*answer)
 
     async def _look_up(self, lookup: Lookup, namespaces: Sequence[Namespace]) -> None:
         """In the pool's thread."""

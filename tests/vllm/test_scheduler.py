@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.timeout(120)
 class Played:
     """The scheduler of an engine, and what its worker says."""
 
-    def __init__(self, model: Path, transfer_config: dict[str, Any]) -> None:
+    def __init__(self, model: Path, transfer_config: dict[str, Any], **options: Any) -> None:
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
         cache.kv_cache_layout, cache.num_gpu_blocks = "LBHNC", BLOCKS
         config = VllmConfig(
@@ -49,6 +50,7 @@ class Played:
             cache_config=cache,
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(**transfer_config),
+            **options,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=8,
                 max_num_batched_tokens=512,
@@ -255,6 +257,40 @@ def test_a_bad_block_is_computed_again(pool: LocalPool, played: Played) -> None:
     assert played.free == BLOCKS - 1
 
 
+class Recorder:
+    """Where events are published."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        self.events += batch.events
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_what_the_pool_has_is_published(pool: LocalPool, model: Callable[..., Path]) -> None:
+    """KV events of the pool's blocks beside the engine's own, with equal hashes."""
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    played = Played(model(), transfer(pool.master), kv_events_config=events)
+    recorder = played.scheduler.kv_event_publisher = Recorder()
+    try:
+        played.step()
+        played.add("a", 64)
+        played.finish()
+        played.step()
+    finally:
+        played.close()
+    stored = [event for event in recorder.events if getattr(event, "token_ids", None)]
+    own = [h for event in stored if event.medium == "GPU" for h in event.block_hashes]
+    pooled = [event for event in stored if event.medium == "CPU"]
+    assert [h for event in pooled for h in event.block_hashes] == own[:4]
+    assert [event.parent_block_hash for event in pooled] == [None, *own[:3]]
+    assert [event.token_ids[0] for event in pooled] == [0, 16, 32, 48]
+    assert {event.locality for event in pooled} == {"REMOTE"}
+
+
 def test_without_a_pool_requests_are_served(model: Callable[..., Path]) -> None:
     began = time.monotonic()
     config = transfer(f"127.0.0.1:{free_port()}", start_wait_s=0.2)
@@ -266,6 +302,26 @@ def test_without_a_pool_requests_are_served(model: Callable[..., Path]) -> None:
         played.finish()
         assert played.free == BLOCKS - 1
         assert played.counters["miss no pool"] == 1
+    finally:
+        played.close()
+
+
+def test_a_silent_pool_is_not_asked_by_every_request(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """A few requests wait for the timeout; then none does, until the pool may be back."""
+    played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
+    try:
+        played.step()
+        played.add("a", 64)
+        played.finish()
+        pool.run(pool.dev.master.close())
+        for number in range(8):
+            played.add(f"r{number}", 64, first=100 * number)
+            played.finish()
+            time.sleep(0.06)
+        assert played.counters["miss silent pool"] >= 3
+        assert played.free == BLOCKS - 1
     finally:
         played.close()
 
