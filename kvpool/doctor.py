@@ -125,6 +125,7 @@ async def _pool(settings: Config) -> list[Finding]:
             _asking(settings.client, settings.client.masters, settings.client.transports),
         ) as pool:
             members = await pool.members()
+            findings += compared(await pool.namespaces())
     except KvpoolError:
         return []
     for member in members:
@@ -145,6 +146,56 @@ async def _pool(settings: Config) -> list[Finding]:
             if scheme in settings.client.transports and scheme != "inproc"
         ]
     return findings
+
+
+#: What to do about a field in which two engines of one model differ.
+_ADVICE = {
+    "seed": "set PYTHONHASHSEED to the same value for every engine, or for none",
+    "hash": "give every engine the same --prefix-caching-hash-algo and block size",
+    "block": "give every engine the same --block-size",
+    "dtype": "give every engine the same --dtype",
+    "kv": "give every engine the same --kv-cache-dtype",
+    "weights": "these are different weights: rightly apart, or set the same revision",
+    "tp": "engines of different --tensor-parallel-size cannot share blocks",
+    "pp": "engines of different --pipeline-parallel-size cannot share blocks",
+    "layout": "give every engine the same VLLM_KV_CACHE_LAYOUT",
+    "packing": "their kernels pack blocks differently: same hardware and attention backend needed",
+    "vllm": "run the same version of vLLM",
+    "tenant": "tenants share nothing",
+    "generation": "one engine was told that its weights changed: restart the others",
+}
+#: Pairs of names that are told of.
+_APART_MAX = 8
+
+
+def compared(namespaces: list[tuple[Namespace, int]]) -> list[Finding]:
+    """Engines of one model that share nothing, and the fields that keep them apart.
+
+    Names are compared that consist of a word and then `field=value` pairs with a `model`.
+    """
+    known: dict[tuple[str, str, str], list[tuple[dict[str, str], int, int]]] = {}
+    for namespace, blocks in namespaces:
+        first, *pairs = namespace.name.split(" ")
+        fields = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if "model" in fields:
+            subject = (first, fields["model"], fields.get("group", ""))
+            known.setdefault(subject, []).append((fields, namespace.parts, blocks))
+    findings = []
+    for (_, model, _), names in known.items():
+        (one, _, _), *others = sorted(names, key=lambda name: -name[2])
+        for other, _, blocks in others:
+            apart = [f for f in {**one, **other} if one.get(f) != other.get(f)]
+            texts = [f"{f} {one.get(f, 'none')} and {other.get(f, 'none')}" for f in apart]
+            advice = "; ".join(_ADVICE[f] for f in apart if f in _ADVICE)
+            findings.append(
+                Finding(
+                    f"model {model}",
+                    "warn",
+                    f"{blocks} blocks are apart from the others: {', '.join(texts)}",
+                    advice or "make these fields equal to share blocks",
+                )
+            )
+    return findings[:_APART_MAX]
 
 
 async def _trial(settings: Config, member: Member, scheme: str) -> Finding:

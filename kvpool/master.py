@@ -55,6 +55,7 @@ class Master:
         self._handle(wire.Members, self._members)
         self._handle(wire.Explain, self._explain)
         self._handle(wire.Hint, self._hint)
+        self._handle(wire.Namespaces, self._namespaces)
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"
@@ -211,6 +212,14 @@ class Master:
         if not m.session.isprintable():
             raise BadMessage(f"session {m.session[:40]!r} is not printable")
         return wire.Hinted(self._hints.add(m.session, m.resume_s, self._now()))
+
+    def _namespaces(self, m: wire.Namespaces) -> wire.NamespacesAre:
+        found = self.directory.namespaces((m.after, m.parts), wire.NAMESPACES_MAX + 1)
+        page = found[: wire.NAMESPACES_MAX]
+        return wire.NamespacesAre(
+            [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
+            len(found) > len(page),
+        )
 
     def _explain(self, m: wire.Explain) -> wire.Explained:
         namespace, digests = wire.unpack_keys(m)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvpool.types import (
     Extent,
+    Gathered,
     Namespace,
     Outgoing,
     Pin,
@@ -23,6 +24,7 @@ from kvpool.types import (
     ReadStatus,
     Record,
     Reservation,
+    Scattered,
     Tag,
     Wanted,
     WriteStatus,
@@ -225,6 +227,25 @@ class View(NamedTuple):
 
     status: ReadStatus
     data: memoryview | None = None
+
+
+@runtime_checkable
+class Piecewise(Protocol):
+    """A channel that copies from and to memory in pieces as it lies (shm).
+
+    Guarantees as of `Channel`. Where a channel is not piecewise, the client puts the pieces
+    together in memory of its own, which costs one more copy.
+    """
+
+    async def write_pieces(
+        self, writing: Writing, blocks: Sequence[Gathered], *, deadline: float
+    ) -> list[WriteStatus]:
+        """`Channel.write`, for blocks in pieces."""
+
+    async def read_pieces(
+        self, reading: Reading, blocks: Sequence[Scattered], *, deadline: float
+    ) -> list[ReadResult]:
+        """`Channel.read`, into pieces."""
 
 
 @runtime_checkable

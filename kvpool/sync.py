@@ -23,11 +23,11 @@ from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
 from kvpool.types import (
     ROOT,
-    Buffer,
     Explanation,
     HintStatus,
     Match,
     Member,
+    Memory,
     Namespace,
     ReadResult,
     WriteStatus,
@@ -83,7 +83,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Memory],
         *,
         part: int = 0,
         match: Match | None = None,
@@ -98,7 +98,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Memory],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -159,6 +159,9 @@ class Pool:
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[Explanation]:
         return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
+
+    def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        return self._run(self._pool.namespaces(timeout=timeout), timeout)
 
     def members(self, *, timeout: float | None = None) -> list[Member]:
         return self._run(self._pool.members(timeout=timeout), timeout)

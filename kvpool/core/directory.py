@@ -10,6 +10,7 @@ a pointer: all blocks that lie in the same places share one `Holding`.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -137,6 +138,12 @@ class Directory:
 
     def __len__(self) -> int:
         return sum(map(len, self._blocks.values()))
+
+    def namespaces(self, after: tuple[str, int], count: int) -> list[tuple[Namespace, int]]:
+        """At most `count` namespaces that have blocks, and how many, in order of name and parts."""
+        later = (name for name in self._blocks if (name.name, name.parts) > after)
+        first = heapq.nsmallest(count, later, key=lambda name: (name.name, name.parts))
+        return [(name, len(self._blocks[name])) for name in first]
 
     # --- servers ---------------------------------------------------------------------
 

@@ -56,4 +56,6 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Hint("a", None),
     messages.Hinted(0),
     messages.Explained([(0, "text", [])]),
+    messages.Namespaces(),
+    messages.NamespacesAre([("n", 1, 5)], False),
 ]

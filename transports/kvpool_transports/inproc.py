@@ -149,7 +149,7 @@ class _InprocChannel:
                 writing.namespace, writing.part, [blocks[i].digest for i in granted]
             )
             jobs = [
-                Job(blocks[i].buffer, connection.view(extent), seed, hash_source=True)
+                Job((blocks[i].buffer,), (connection.view(extent),), seed, hash_source=True)
                 for i, seed in zip(granted, seeds, strict=True)
                 if (extent := reservations[i].extent) is not None
             ]
@@ -179,7 +179,7 @@ class _InprocChannel:
                 seeds = list(half)
             sources = [connection.view(e) for i in hits if (e := pins[i].extent) is not None]
             jobs = [
-                Job(source, blocks[i].buffer[: len(source)], seed)
+                Job((source,), (blocks[i].buffer,), seed)
                 for i, source, seed in zip(hits, sources, seeds, strict=True)
             ]
             got = await self._copier.run(jobs, deadline=deadline)
