@@ -329,7 +329,7 @@ def test_the_example_runs() -> None:
         [sys.executable, "-m", "examples.mini_engine", "--document", "256"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         cwd=HERE,
     )
     assert done.returncode == 0, done.stderr
