@@ -35,7 +35,7 @@ class Pair:
         cached = Path(tempfile.gettempdir()) / "kvpool-bench-model"
         model = tiny_model.make(cached, layers=8, hidden=256)
         sizes = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
-        config = transfer(pool.master, transports=[transport], load=load)
+        config = transfer(pool.master, transports=[transport], load=load, lookup_timeout_s=0.05)
         self.pool = pool
         self.alone = Engine(model, folder / "alone.log", **sizes)
         self.pooled = Engine(model, folder / "pooled.log", kv_transfer_config=config, **sizes)
