@@ -32,13 +32,17 @@ _ANSWER_S = 120.0
 
 
 def transfer(master: str, **settings: Any) -> dict[str, Any]:
-    """The `kv_transfer_config` of an engine on a pool. Loads are not weighed unless asked for."""
+    """The `kv_transfer_config` of an engine on a pool.
+
+    Unless asked for, loads are not weighed and lookups have time: a busy machine changes nothing.
+    """
+    patient = {"load": "always", "lookup_timeout_s": 2.0}
     return {
         "kv_connector": "KVPoolConnector",
         "kv_connector_module_path": "kvpool_connector.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"masters": [master], "load": "always", **settings},
+        "kv_connector_extra_config": {"masters": [master], **patient, **settings},
     }
 
 

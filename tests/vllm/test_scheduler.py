@@ -333,7 +333,9 @@ def test_the_hooks_cost_the_scheduler_little(pool: LocalPool, played: Played) ->
         played.add(f"r{number}", 64, first=number)
     played.finish()
     assert played.counters["hooks"] > 300
-    assert played.counters["hook_s"] / played.counters["hooks"] < 0.005
+    average_s = played.counters["hook_s"] / played.counters["hooks"]
+    print(f"a hook takes {average_s * 1e6:.0f} us on average")
+    assert average_s < 0.005
     assert played.free == BLOCKS - 1
 
 

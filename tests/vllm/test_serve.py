@@ -21,7 +21,7 @@ def test_two_instances_of_vllm_serve_share_a_conversation(
 ) -> None:
     """Both serve at once, turns alternate; `cached_tokens` in the usage says what was cached."""
     pool = LocalPool()
-    config = transfer(pool.master, load="always")
+    config = transfer(pool.master, load="always", lookup_timeout_s=2.0)
     instances = [Instance(name, model(), tmp_path / f"{name}.log", config) for name in "AB"]
     chance = random.Random(3)
     try:
@@ -59,9 +59,9 @@ def test_tensor_parallel_ranks_each_have_their_part(
     try:
         with Engine(model(), logs("tp-first"), kv_transfer_config=config, **two) as first:
             expected = first.ready().generate(prompts)
+            pool.settled()
             (name, _), *_ = pool.ask(lambda client: client.namespaces())
             assert name.parts == 2
-            pool.settled()
             first.forget()
             again = first.generate(prompts)
             assert again["cached"] == [480, 480]
