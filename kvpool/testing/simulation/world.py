@@ -262,9 +262,10 @@ class World:
         for node in self.servers:
             memory = node.memory.obj if node.server is not None else None
             checks += [
-                partial(self._lands, node.store, node.memory, copy.target, brake)
+                partial(self._lands, node.store, node.memory, piece, brake)
                 for copy in (share if isinstance(share, list) else ())
-                if copy.target is not None and copy.target.obj is memory
+                for piece in copy.target
+                if piece.obj is memory
             ]
         return checks
 
