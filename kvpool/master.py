@@ -126,7 +126,7 @@ class Master:
             tuple(TierUsage(*msgspec.structs.astuple(tier)) for tier in m.tiers),
         )
         now = self._now()
-        if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now):
+        if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now, m.sequence):
             return wire.Known(False)
         hints, heard = self._hints.since(m.hints_heard, wire.HINTS_MAX)
         told = [(hint.session, max(0.0, now - hint.given), hint.resume_in) for hint in hints]

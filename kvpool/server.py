@@ -222,7 +222,7 @@ class BlockServer:
     def disconnected(self) -> None:
         self._connections -= 1
 
-    def heartbeat(self, now: float, hints_heard: int = 0) -> wire.Heartbeat:
+    def heartbeat(self, now: float, hints_heard: int = 0, sequence: int = 0) -> wire.Heartbeat:
         top, base = self.stack.top, self.stack.bottom
         return wire.Heartbeat(
             server=self.server,
@@ -244,6 +244,7 @@ class BlockServer:
             },
             tiers=self.mover.usage(now),
             hints_heard=hints_heard,
+            sequence=sequence,
         )
 
 
@@ -579,7 +580,8 @@ class _Announcer:
     async def _send_heartbeat(self) -> None:
         now = self._loop.time()
         self._next_heartbeat = now + self._config.heartbeat_s
-        known = await self._ask(self._server.heartbeat(now, self._hints_heard), wire.Known)
+        heartbeat = self._server.heartbeat(now, self._hints_heard, self._sequence)
+        known = await self._ask(heartbeat, wire.Known)
         if not known.known:
             raise Unavailable("the master has restarted")
         self._hints_heard = known.hints_heard

@@ -180,9 +180,19 @@ class Directory:
         return True
 
     def heartbeat(
-        self, server: str, epoch: int, report: Report, counters: dict[str, int], now: float
+        self,
+        server: str,
+        epoch: int,
+        report: Report,
+        counters: dict[str, int],
+        now: float,
+        sequence: int = 0,
     ) -> bool:
-        """A sign of life; False asks the server to register (again)."""
+        """A sign of life; False asks the server to register (again).
+
+        Also when it has announced more, up to `sequence`, than was heard here: then it was another
+        that heard it, our predecessor, and all that came to us was a belated greeting.
+        """
         known = self._servers.get(server)
         if known is None or known.epoch != epoch:
             return False
@@ -191,7 +201,7 @@ class Directory:
         known.counters = counters
         known.placed = 0
         self._set_alive(known, True)
-        return True
+        return sequence <= known.sequence
 
     def leave(self, server: str, epoch: int) -> None:
         """A server says goodbye."""

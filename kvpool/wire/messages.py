@@ -240,6 +240,7 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
     tiers: Annotated[list[TierUsage], Meta(max_length=64)] = []
     hints_heard: Count = 0
+    sequence: Count = 0
 
 
 class Known(Message, frozen=True, omit_defaults=True):

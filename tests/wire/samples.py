@@ -38,7 +38,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Registered(True, "m"),
     messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
     messages.Registered(True, "m", 7),
-    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, [USAGE], 8),
+    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, [USAGE], 8, 9),
     messages.Known(True),
     messages.Known(True, [("a", 0.5, 2.5), ("b", 0.0, None)], 9),
     messages.Leave("s", 1),
