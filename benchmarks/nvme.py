@@ -27,6 +27,7 @@ from kvpool import process
 from kvpool.bench import Row, table
 from kvpool.hosts import resident_bytes
 from kvpool.types import Namespace, Record
+from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme import Nvme
 from kvpool_tiers.nvme_format import Geometry
 
@@ -120,6 +121,38 @@ async def bandwidth(path: Path) -> list[Row]:
     return rows
 
 
+async def large_pages(path: Path) -> list[Row]:
+    """The same bare reads into a memfd as it comes, and into what `Dram` makes of one."""
+    tier = Nvme(_CAPACITY, path=path, queue_depth=_QUEUE_DEPTH)
+    mode = str(tier.describe()["mode"])
+    size = _BATCH * (2 << 20)
+    fd = os.memfd_create("plain")
+    os.ftruncate(fd, size)
+    plain = memoryview(mmap.mmap(fd, size))
+    dram = Dram(size)
+    dram.wait_until_touched()
+    memories = [
+        [memory[n * (2 << 20) : (n + 1) * (2 << 20)] for n in range(_BATCH)]
+        for memory in (plain, dram.view(0, size))
+    ]
+    plain[:] = os.urandom(1 << 20) * (size >> 20)
+    bares = [Bare(path, mode, memory) for memory in memories]
+    bares[0].seconds(range(0, _CAPACITY, 2 << 20), 2 << 20, write=True)
+    times: list[list[float]] = [[], []]
+    chance = random.Random(2)
+    for _ in range(_ROUNDS):
+        for bare, taken in zip(bares, times, strict=True):
+            offsets = chance.sample(range(0, _CAPACITY, 2 << 20), _BATCH)
+            taken.append(bare.seconds(offsets, 2 << 20, write=False))
+    scattered, large = (size / statistics.median(taken) / 1e9 for taken in times)
+    for bare in bares:
+        bare.close()
+    tier.close()
+    os.close(fd)
+    what, limit = "bare read into a memfd as it comes", f"into the dram tier: {large:.2f} GB/s"
+    return [Row(what, f"{scattered:.2f} GB/s", limit, scattered / large, "report", None)]
+
+
 async def recovery(path: Path, grain: int = 4096) -> list[Row]:
     """A million extents, as dense as they can be; and the longest time that others had to wait."""
     tier = Nvme(_EXTENTS * grain, path=path)
@@ -167,7 +200,7 @@ async def measure(directory: Path) -> list[Row]:
     """Everything, in a file of this directory that is gone afterwards."""
     path = directory / f"kvpool-benchmark-{os.getpid()}"
     rows: list[Row] = []
-    for part in (bandwidth, recovery):
+    for part in (bandwidth, large_pages, recovery):
         try:
             rows += await part(path)
         finally:

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvpool import logs, registry
+from kvpool import logs, pieces, registry
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     BadBuffer,
@@ -47,23 +47,23 @@ from kvpool.protocols import (
 from kvpool.reach import Masters, Patience, Servers, Silent, together
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
-    BLOCK_SIZE_MAX,
     COPIES_MAX,
     ROOT,
     BlockKey,
     Buffer,
     Explanation,
+    Gathered,
     HintStatus,
     Match,
     Member,
+    Memory,
     Namespace,
-    Outgoing,
     ReadResult,
     ReadStatus,
     Replica,
     Run,
+    Scattered,
     Tag,
-    Wanted,
     WriteStatus,
     check_digest_size,
     check_digests,
@@ -76,6 +76,8 @@ log = logs.get("kvpool.client")
 
 #: Keys in one question to a master: an answer where every block lies elsewhere must fit, too.
 _FIND_KEYS: Final = 4096
+#: Pages of a list that a master may send.
+_PAGES_MAX: Final = 1000
 #: Bytes that one call to a channel carries; larger batches go in several.
 _BATCH_BYTES: Final = 256 << 20
 
@@ -95,7 +97,8 @@ class _Fetch:
 
     reading: Reading
     digests: Sequence[bytes]
-    buffers: Sequence[memoryview]
+    memory: Sequence[tuple[memoryview, ...]]
+    sizes: Sequence[int]
     results: list[ReadResult]
     places: list[list[str]]  # servers to ask, best last
     deadline: float
@@ -224,13 +227,32 @@ class Pool:
         """Every server a master knows of, the silent ones included. Raises MasterLost."""
         return await self._servers.refresh(self._begin(timeout))
 
+    async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        """The namespaces that have blocks, by name, and how many each. Raises MasterLost.
+
+        Of a thousand pages at most: more are not looked at.
+        """
+        deadline = self._begin(timeout)
+        found: list[tuple[Namespace, int]] = []
+        for _ in range(_PAGES_MAX):
+            last = found[-1][0] if found else None
+            question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
+            answer = await self._masters.ask(question, wire.NamespacesAre, deadline)
+            try:
+                found += [(Namespace(name, parts), n) for name, parts, n in answer.namespaces]
+            except BadKey as error:
+                raise MasterLost(f"a master answered with {error}") from None
+            if not answer.more or not answer.namespaces:
+                break
+        return found
+
     # --- reading -------------------------------------------------------------------------
 
     async def read(
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Memory],
         *,
         part: int = 0,
         match: Match | None = None,
@@ -238,6 +260,7 @@ class Pool:
     ) -> list[ReadResult]:
         """Fill each buffer with its block, or say why not: one result per block.
 
+        A buffer may be a list of several pieces of memory, which are filled one after the other.
         With the `match` that these digests (or a longer chain that begins with them) were found
         by, no master is asked again. When it returns or raises, nobody writes to the buffers any
         more; buffers of misses may have been written to, and their contents mean nothing.
@@ -247,17 +270,18 @@ class Pool:
         _check_part(namespace, part)
         if len(buffers) != len(digests):
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
-        views = [_writable(buffer, i) for i, buffer in enumerate(buffers)]
+        memory = [pieces.writable(buffer, i) for i, buffer in enumerate(buffers)]
+        sizes = [pieces.size(views) for views in memory]
         results, places = await self._locate(namespace, digests, part, match, deadline)
         reading = Reading(namespace, part, self._config.verify)
-        fetch = _Fetch(reading, digests, views, results, places, deadline)
+        fetch = _Fetch(reading, digests, memory, sizes, results, places, deadline)
         await self._fetch(fetch, range(len(digests)))
         await self._report_corrupt(fetch)
         self._count(results)
         for position, result in enumerate(results):
             if result.status is ReadStatus.BUFFER_TOO_SMALL:
                 raise BadBuffer(
-                    f"buffer {position} has {len(views[position])} bytes, block "
+                    f"buffer {position} has {sizes[position]} bytes, block "
                     f"{digests[position].hex()[:12]} is larger"
                 )
         return results
@@ -312,7 +336,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Memory],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -328,9 +352,10 @@ class Pool:
         The digests are a chain: each block's parent is the one before it, and the first one's is
         `parent` (ROOT at the start of a prompt), unless `parents` names them all. `copies` are
         on servers of their own: with fewer servers, or no room on some, there are fewer, which
-        `counters["copies_missing"]` tells; a block with one copy is stored. With `visible`
-        the call returns when every living master can be asked for the blocks. The buffers are
-        the caller's again when it returns or raises.
+        `counters["copies_missing"]` tells; a block with one copy is stored. A buffer may be a list
+        of several pieces of memory: the block is their concatenation. With `visible` the call
+        returns when every living master can be asked for the blocks. The buffers are the caller's
+        again when it returns or raises.
 
         With a `session`, the blocks are part of what that conversation says: when it ends, or
         goes on from an earlier point, those that nobody else uses go first. `resume_in` says in
@@ -348,14 +373,17 @@ class Pool:
             parents = [parent, *digests[:-1]]
         _check_parents(parents, digests, size)
         blocks = [
-            Outgoing(digest, parent_of, _readable(buffer, i))
-            for i, (digest, parent_of, buffer) in enumerate(
-                zip(digests, parents, buffers, strict=True)
+            Gathered(digest, parent_of, memory, pieces.size(memory))
+            for digest, parent_of, memory in zip(
+                digests,
+                parents,
+                [pieces.readable(buffer, i) for i, buffer in enumerate(buffers)],
+                strict=True,
             )
         ]
         writing = Writing(namespace, part, visible, tag)
         statuses = [WriteStatus.NO_MASTER] * len(blocks)
-        for group in _batches(range(len(blocks)), [len(block.buffer) for block in blocks]):
+        for group in _batches(range(len(blocks)), [block.size for block in blocks]):
             written = await self._write_batch(writing, [blocks[i] for i in group], copies, deadline)
             for position, status in zip(group, written, strict=True):
                 statuses[position] = status
@@ -367,7 +395,7 @@ class Pool:
             self.counters[f"write_{status.name.lower()}"] += 1
             if status is WriteStatus.TOO_LARGE:
                 raise TooLarge(
-                    f"block {digests[position].hex()[:12]} has {len(blocks[position].buffer)} "
+                    f"block {digests[position].hex()[:12]} has {blocks[position].size} "
                     "bytes, more than any server's whole segment"
                 )
         return statuses
@@ -387,7 +415,8 @@ class Pool:
         """
         deadline = self._begin(timeout)
         check_digests([digest])
-        block = Outgoing(digest, ROOT, _readable(buffer, 0))
+        (view,) = pieces.readable(buffer, 0)
+        block = Gathered(digest, ROOT, (view,), len(view))
         (status,) = await self._servers.write(
             server, Writing(namespace, 0, True), [block], deadline
         )
@@ -528,7 +557,7 @@ class Pool:
         silent is left before the next one is asked.
         """
         missing = [i for i in positions if not fetch.results[i].status.hit and fetch.places[i]]
-        groups = _grouped(missing, fetch.places, [len(buffer) for buffer in fetch.buffers])
+        groups = _grouped(missing, fetch.places, fetch.sizes)
         if len(groups) == 1:
             await self._fetch_from(fetch, *groups[0])
         elif groups:
@@ -561,7 +590,7 @@ class Pool:
 
     async def _ask(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
         """One question to one server, and what came of it."""
-        blocks = [Wanted(fetch.digests[i], fetch.buffers[i]) for i in positions]
+        blocks = [Scattered(fetch.digests[i], fetch.memory[i], fetch.sizes[i]) for i in positions]
         hedged = bool(fetch.places[positions[0]]) and server not in fetch.silent
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
@@ -569,7 +598,7 @@ class Pool:
                 reading = fetch.reading._replace(patience=patience)
                 answer = await self._servers.call(
                     server,
-                    lambda channel: channel.read(reading, blocks, deadline=fetch.deadline),
+                    lambda channel: pieces.read(channel, reading, blocks, fetch.deadline),
                     fetch.deadline,
                 )
         except (Unavailable, PeerError, Overloaded) as error:
@@ -586,7 +615,7 @@ class Pool:
                 fetch.corrupt.setdefault(server, []).append(fetch.digests[position])
 
     async def _write_batch(
-        self, writing: Writing, blocks: Sequence[Outgoing], copies: int, deadline: float
+        self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
     ) -> list[WriteStatus]:
         """Place, then try the servers in that order until every block has its copies."""
         try:
@@ -630,7 +659,7 @@ class Pool:
         return statuses
 
     async def _place(
-        self, namespace: Namespace, blocks: Sequence[Outgoing], copies: int, deadline: float
+        self, namespace: Namespace, blocks: Sequence[Gathered], copies: int, deadline: float
     ) -> wire.Placed:
         request = wire.Place(
             namespace.name,
@@ -638,7 +667,7 @@ class Pool:
             len(blocks[0].digest),
             b"".join([block.digest for block in blocks]),
             blocks[0].parent,
-            sum(len(block.buffer) for block in blocks),
+            sum(block.size for block in blocks),
             self._host.id,
             copies,
         )
@@ -787,29 +816,3 @@ def _check_parents(parents: Sequence[bytes], digests: Sequence[bytes], size: int
             raise BadKey(f"parent {index} has {len(parent)} bytes, the keys have {size}")
         if parent == digest:
             raise BadKey(f"key {index} ({digest.hex()[:12]}) names itself as its parent")
-
-
-def _readable(buffer: Buffer, index: int) -> memoryview:
-    """The bytes of a buffer. Raises BadBuffer or TooLarge."""
-    try:
-        view = memoryview(buffer)
-    except TypeError:
-        raise BadBuffer(
-            f"buffer {index} is {type(buffer).__name__}, expected contiguous memory such as bytes, "
-            "bytearray or a numpy array"
-        ) from None
-    if not view.contiguous:
-        raise BadBuffer(f"buffer {index} is not contiguous: copy it, or pass a slice that is")
-    view = view.cast("B") if view.format != "B" or view.ndim != 1 else view
-    if not len(view):
-        raise BadBuffer(f"buffer {index} is empty: a block has at least one byte")
-    if len(view) > BLOCK_SIZE_MAX:
-        raise TooLarge(f"buffer {index} has {len(view)} bytes, a block at most {BLOCK_SIZE_MAX}")
-    return view
-
-
-def _writable(buffer: Buffer, index: int) -> memoryview:
-    view = _readable(buffer, index)
-    if view.readonly:
-        raise BadBuffer(f"buffer {index} is read-only: a block cannot be read into it")
-    return view

@@ -51,14 +51,18 @@ def _loop() -> Finding:
 
 def _kernel() -> Finding:
     release = platform.release()
-    major, minor = (int(part) for part in release.split(".")[:2])
     if not hasattr(os, "memfd_create"):
         return Finding("kernel", "fail", f"{release} has no memfd", "use Linux >= 3.17")
-    if (major, minor) < (5, 14):
+    if _kernel_version() < (5, 14):
         return Finding(
             "kernel", "warn", f"{release} cannot touch pages in advance", "use Linux >= 5.14"
         )
     return Finding("kernel", "ok", release)
+
+
+def _kernel_version() -> tuple[int, int]:
+    major, minor = platform.release().split(".")[:2]
+    return int(major), int(minor)
 
 
 def _huge_pages() -> Finding:
@@ -70,6 +74,8 @@ def _huge_pages() -> Finding:
         mode = "unknown"
     if mode in ("always", "advise", "within_size"):
         return Finding("huge pages", "ok", f"shared memory: {mode}")
+    if mode == "never" and _kernel_version() >= (6, 1):
+        return Finding("huge pages", "ok", "shared memory: never; made of small ones afterwards")
     return Finding("huge pages", "warn", f"shared memory: {mode}", f"echo advise > {path}")
 
 
@@ -124,6 +130,7 @@ async def _pool(settings: Config) -> list[Finding]:
             _asking(settings.client, settings.client.masters, settings.client.transports),
         ) as pool:
             members = await pool.members()
+            findings += compared(await pool.namespaces())
     except KvpoolError:
         return []
     for member in members:
@@ -144,6 +151,56 @@ async def _pool(settings: Config) -> list[Finding]:
             if scheme in settings.client.transports and scheme != "inproc"
         ]
     return findings
+
+
+#: What to do about a field in which two engines of one model differ.
+_ADVICE = {
+    "seed": "set PYTHONHASHSEED to the same value for every engine, or for none",
+    "hash": "give every engine the same --prefix-caching-hash-algo and block size",
+    "block": "give every engine the same --block-size",
+    "dtype": "give every engine the same --dtype",
+    "kv": "give every engine the same --kv-cache-dtype",
+    "weights": "these are different weights: rightly apart, or set the same revision",
+    "tp": "engines of different --tensor-parallel-size cannot share blocks",
+    "pp": "engines of different --pipeline-parallel-size cannot share blocks",
+    "layout": "give every engine the same VLLM_KV_CACHE_LAYOUT",
+    "packing": "their kernels pack blocks differently: same hardware and attention backend needed",
+    "vllm": "run the same version of vLLM",
+    "tenant": "tenants share nothing",
+    "generation": "one engine was told that its weights changed: restart the others",
+}
+#: Pairs of names that are told of.
+_APART_MAX = 8
+
+
+def compared(namespaces: list[tuple[Namespace, int]]) -> list[Finding]:
+    """Engines of one model that share nothing, and the fields that keep them apart.
+
+    Names are compared that consist of a word and then `field=value` pairs with a `model`.
+    """
+    known: dict[tuple[str, str, str], list[tuple[dict[str, str], int, int]]] = {}
+    for namespace, blocks in namespaces:
+        first, *pairs = namespace.name.split(" ")
+        fields = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if "model" in fields:
+            subject = (first, fields["model"], fields.get("group", ""))
+            known.setdefault(subject, []).append((fields, namespace.parts, blocks))
+    findings = []
+    for (_, model, _), names in known.items():
+        (one, _, _), *others = sorted(names, key=lambda name: -name[2])
+        for other, _, blocks in others:
+            apart = [f for f in {**one, **other} if one.get(f) != other.get(f)]
+            texts = [f"{f} {one.get(f, 'none')} and {other.get(f, 'none')}" for f in apart]
+            advice = "; ".join(_ADVICE[f] for f in apart if f in _ADVICE)
+            findings.append(
+                Finding(
+                    f"model {model}",
+                    "warn",
+                    f"{blocks} blocks are apart from the others: {', '.join(texts)}",
+                    advice or "make these fields equal to share blocks",
+                )
+            )
+    return findings[:_APART_MAX]
 
 
 async def _trial(settings: Config, member: Member, scheme: str) -> Finding:

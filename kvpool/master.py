@@ -55,6 +55,7 @@ class Master:
         self._handle(wire.Members, self._members)
         self._handle(wire.Explain, self._explain)
         self._handle(wire.Hint, self._hint)
+        self._handle(wire.Namespaces, self._namespaces)
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"
@@ -125,7 +126,7 @@ class Master:
             tuple(TierUsage(*msgspec.structs.astuple(tier)) for tier in m.tiers),
         )
         now = self._now()
-        if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now):
+        if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now, m.sequence):
             return wire.Known(False)
         hints, heard = self._hints.since(m.hints_heard, wire.HINTS_MAX)
         told = [(hint.session, max(0.0, now - hint.given), hint.resume_in) for hint in hints]
@@ -211,6 +212,14 @@ class Master:
         if not m.session.isprintable():
             raise BadMessage(f"session {m.session[:40]!r} is not printable")
         return wire.Hinted(self._hints.add(m.session, m.resume_s, self._now()))
+
+    def _namespaces(self, m: wire.Namespaces) -> wire.NamespacesAre:
+        found = self.directory.namespaces((m.after, m.parts), wire.NAMESPACES_MAX + 1)
+        page = found[: wire.NAMESPACES_MAX]
+        return wire.NamespacesAre(
+            [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
+            len(found) > len(page),
+        )
 
     def _explain(self, m: wire.Explain) -> wire.Explained:
         namespace, digests = wire.unpack_keys(m)

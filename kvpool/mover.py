@@ -24,8 +24,10 @@ from kvpool.wire.messages import TierUsage
 
 log = logs.get("kvpool.mover")
 
-#: Written down in one batch; two batches are under way at a time.
+#: Written down in one batch; two batches are under way at a time. Many small blocks are no batch:
+#: readers wait while one is begun.
 _DOWN_BYTES: Final = 32 << 20
+_DOWN_BLOCKS: Final = 32
 _DOWN_BATCHES: Final = 2
 #: Staged blocks are handed to their reader when there are so many, or all.
 WAVE_BYTES: Final = 8 << 20
@@ -51,15 +53,17 @@ _Key = tuple[Namespace, int, bytes]
 
 
 class _Flow:
-    """What goes one way into or out of a tier: bytes, and the seconds in which any of it did."""
+    """What goes one way into or out of a tier, and the seconds in which any of it did."""
 
     def __init__(self) -> None:
         self.size = 0
+        self.blocks = 0
         self.seconds = 0.0
         self.rate = 0.0  # bytes per second lately
+        self.block_rate = 0.0
         self._under_way = 0
         self._since = 0.0
-        self._counted = (0.0, 0)  # when the rate was last computed, and `size` then
+        self._counted = (0.0, 0, 0)  # when the rates were last computed, of what
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -74,11 +78,12 @@ class _Flow:
                 self.seconds += _now() - self._since
 
     def tick(self, now: float) -> None:
-        """Bring the rate up to date, once a second at most."""
-        since, size = self._counted
+        """Bring the rates up to date, once a second at most."""
+        since, size, blocks = self._counted
         if now - since >= 1.0:
             self.rate = (self.size - size) / (now - since)
-            self._counted = (now, self.size)
+            self.block_rate = (self.blocks - blocks) / (now - since)
+            self._counted = (now, self.size, self.blocks)
 
 
 class _Traffic:
@@ -117,6 +122,7 @@ class Mover:
         self._tiers = tiers
         self._changed = changed
         self._durable = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, Durable)}
+        self._described = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, Described)}
         self._traffic = [_Traffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,7 +189,7 @@ class Mover:
             usage.append(
                 TierUsage(
                     name=tier.name,
-                    note=tier.note if isinstance(tier, Described) else "",
+                    note=self._described[number].note if number in self._described else "",
                     lost=number in self._stack.lost_tiers,
                     capacity=store.allocator.capacity,
                     used=store.allocator.allocated,
@@ -197,6 +203,8 @@ class Mover:
                     write_rate=traffic.written.rate,
                     failures=traffic.failures,
                     corrupt=traffic.corrupt,
+                    written_blocks=traffic.written.blocks,
+                    write_block_rate=traffic.written.block_rate,
                 )
             )
         return usage
@@ -205,9 +213,12 @@ class Mover:
 
     def begin(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         """Bring blocks up, as many as may be on their way at a time."""
-        copies = self._stack.stage(
-            namespace, part, digests, self._ahead - self._staging_bytes, _now()
-        )
+        room = self._ahead - self._staging_bytes
+        if room <= 0:
+            return
+        staging = self._staging
+        others = [digest for digest in digests if (namespace, part, digest) not in staging]
+        copies = self._stack.stage(namespace, part, others, room, _now())
         for copy in copies:
             self._staging[_key(copy)] = []
             self._staging_bytes += copy.entry.size
@@ -246,7 +257,7 @@ class Mover:
 
     async def _carry_down(self) -> None:
         while True:
-            copies = self._stack.take_copies(_DOWN_BYTES, _now())
+            copies = self._stack.take_copies(_DOWN_BYTES, _DOWN_BLOCKS, _now())
             if copies:
                 await self._copy_down(copies)
             else:
@@ -380,6 +391,7 @@ class Mover:
                 stack.spoilt(copy, ReadStatus.TIER_LOST)
             return False
         flow.size += entry.size
+        flow.blocks += 1
         traffic.failures_in_a_row = 0
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1

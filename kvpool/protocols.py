@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvpool.types import (
     Extent,
+    Gathered,
     Namespace,
     Outgoing,
     Pin,
@@ -23,6 +24,7 @@ from kvpool.types import (
     ReadStatus,
     Record,
     Reservation,
+    Scattered,
     Tag,
     Wanted,
     WriteStatus,
@@ -228,6 +230,25 @@ class View(NamedTuple):
 
 
 @runtime_checkable
+class Piecewise(Protocol):
+    """A channel that copies from and to memory in pieces as it lies (shm).
+
+    Guarantees as of `Channel`. Where a channel is not piecewise, the client puts the pieces
+    together in memory of its own, which costs one more copy.
+    """
+
+    async def write_pieces(
+        self, writing: Writing, blocks: Sequence[Gathered], *, deadline: float
+    ) -> list[WriteStatus]:
+        """`Channel.write`, for blocks in pieces."""
+
+    async def read_pieces(
+        self, reading: Reading, blocks: Sequence[Scattered], *, deadline: float
+    ) -> list[ReadResult]:
+        """`Channel.read`, into pieces."""
+
+
+@runtime_checkable
 class Viewable(Protocol):
     """A channel that can show pinned memory itself, without any copy (shm, inproc)."""
 
@@ -264,6 +285,14 @@ class Transport(Protocol):
         Overloaded at its limit (these two perhaps only in the first call); ConfigError when
         `address` is no address of this scheme.
         """
+
+
+@runtime_checkable
+class Discerning(Protocol):
+    """A transport that can tell, without dialling, that nobody is ever going to answer there."""
+
+    def reaches(self, address: str) -> bool:
+        """False: do not even try."""
 
 
 # --- tiers -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from kvpool import logs
+from kvpool import logs, pieces
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ConfigError,
@@ -32,8 +32,8 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.hosts import Host
-from kvpool.protocols import Channel, Link, Network, Transport, Viewable, Writing
-from kvpool.types import Member, Outgoing, TierUsage, WriteStatus
+from kvpool.protocols import Channel, Discerning, Link, Network, Transport, Viewable, Writing
+from kvpool.types import Gathered, Member, TierUsage, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
@@ -351,7 +351,7 @@ class Servers:
         return sorted(servers, key=preference)
 
     async def write(
-        self, server: str, writing: Writing, blocks: Sequence[Outgoing], deadline: float
+        self, server: str, writing: Writing, blocks: Sequence[Gathered], deadline: float
     ) -> list[WriteStatus]:
         """`Channel.write` on the best path that works, again while the server makes room."""
         statuses = await self._write_once(server, writing, blocks, deadline)
@@ -366,10 +366,10 @@ class Servers:
         return statuses
 
     async def _write_once(
-        self, server: str, writing: Writing, blocks: Sequence[Outgoing], deadline: float
+        self, server: str, writing: Writing, blocks: Sequence[Gathered], deadline: float
     ) -> list[WriteStatus]:
         return await self.call(
-            server, lambda channel: channel.write(writing, blocks, deadline=deadline), deadline
+            server, lambda channel: pieces.write(channel, writing, blocks, deadline), deadline
         )
 
     async def viewable(self, server: str, deadline: float) -> Viewable:
@@ -411,7 +411,9 @@ class Servers:
         return [
             _Path(scheme, by_scheme[scheme])
             for scheme, transport in self._transports.items()
-            if scheme in by_scheme and (host == self._host.id or not transport.same_host)
+            if scheme in by_scheme
+            and (host == self._host.id or not transport.same_host)
+            and (not isinstance(transport, Discerning) or transport.reaches(by_scheme[scheme]))
         ]
 
     def _order(self, known: _Server) -> list[_Path]:

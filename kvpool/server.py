@@ -38,6 +38,9 @@ log = logs.get("kvpool.server")
 
 #: Changes that may wait for one master; beyond it, an inventory is cheaper and bounded.
 _PENDING_MAX = 100_000
+#: News of blocks that have moved or come, for which nobody waits, go to a master at most so often,
+#: and so together: a message costs both of us more than what it says.
+_NEWS_GAP_S = 0.005
 #: Hashed at once when a reader suspects a block.
 _HASH_STEP = 1 << 20
 #: A removal waits this long for the masters to hear of it, then it is answered anyway.
@@ -219,7 +222,7 @@ class BlockServer:
     def disconnected(self) -> None:
         self._connections -= 1
 
-    def heartbeat(self, now: float, hints_heard: int = 0) -> wire.Heartbeat:
+    def heartbeat(self, now: float, hints_heard: int = 0, sequence: int = 0) -> wire.Heartbeat:
         top, base = self.stack.top, self.stack.bottom
         return wire.Heartbeat(
             server=self.server,
@@ -241,6 +244,7 @@ class BlockServer:
             },
             tiers=self.mover.usage(now),
             hints_heard=hints_heard,
+            sequence=sequence,
         )
 
 
@@ -420,6 +424,8 @@ class _Announcer:
         self._pending: deque[Change] = deque()
         self._wake = asyncio.Event()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._urgent = asyncio.Event()  # somebody waits, or a block is gone
+        self._told = 0.0  # when news were last sent
         self._added = 0  # changes ever taken in
         self._heard = 0  # of these, how many the master has acknowledged
         self._sequence = 0
@@ -435,6 +441,8 @@ class _Announcer:
             return
         self._added += len(changes)
         self._pending.extend(changes)
+        if not all(change.status.hit for change in changes):
+            self._urgent.set()
         if len(self._pending) > _PENDING_MAX:
             self._lose_sync()
         self._wake.set()
@@ -446,6 +454,7 @@ class _Announcer:
             future.set_result(None)
         else:
             self._waiting.append((self._added, future))
+            self._urgent.set()
         return future
 
     async def run(self) -> None:
@@ -542,7 +551,7 @@ class _Announcer:
         log.info("master knows all blocks", master=self._link.address, blocks=len(entries))
 
     async def _send_news(self) -> None:
-        while self._pending:
+        while await self._more_news():
             count = min(len(self._pending), wire.ANNOUNCED_BLOCKS_MAX)
             batch = [self._pending.popleft() for _ in range(count)]
             self._sequence += 1
@@ -559,10 +568,20 @@ class _Announcer:
             if self._loop.time() >= self._next_heartbeat:
                 await self._send_heartbeat()
 
+    async def _more_news(self) -> bool:
+        """Whether there are any, when it is time for them."""
+        if self._pending and self._loop.time() < self._told + _NEWS_GAP_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._told + _NEWS_GAP_S):
+                    await self._urgent.wait()
+        self._told = self._loop.time()
+        return bool(self._pending)
+
     async def _send_heartbeat(self) -> None:
         now = self._loop.time()
         self._next_heartbeat = now + self._config.heartbeat_s
-        known = await self._ask(self._server.heartbeat(now, self._hints_heard), wire.Known)
+        heartbeat = self._server.heartbeat(now, self._hints_heard, self._sequence)
+        known = await self._ask(heartbeat, wire.Known)
         if not known.known:
             raise Unavailable("the master has restarted")
         self._hints_heard = known.hints_heard
@@ -597,6 +616,8 @@ class _Announcer:
                 self._waiting.append((position, future))
             elif not future.done():
                 future.set_result(None)
+        if not self._waiting and not self._pending:
+            self._urgent.clear()
 
 
 async def _hashed(data: memoryview, seed: int) -> int:

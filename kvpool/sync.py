@@ -23,11 +23,11 @@ from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
 from kvpool.types import (
     ROOT,
-    Buffer,
     Explanation,
     HintStatus,
     Match,
     Member,
+    Memory,
     Namespace,
     ReadResult,
     WriteStatus,
@@ -83,7 +83,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Memory],
         *,
         part: int = 0,
         match: Match | None = None,
@@ -98,7 +98,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Memory],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -160,6 +160,9 @@ class Pool:
     ) -> list[Explanation]:
         return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
 
+    def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        return self._run(self._pool.namespaces(timeout=timeout), timeout)
+
     def members(self, *, timeout: float | None = None) -> list[Member]:
         return self._run(self._pool.members(timeout=timeout), timeout)
 
@@ -191,19 +194,32 @@ class Pool:
         except Closed:
             call.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        ended: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(call))
+            tasks[0].add_done_callback(lambda task: _hand_over(task, ended))
+
+        self._loop.call_soon_threadsafe(start)
         try:
-            return future.result((self._timeout_s if timeout is None else timeout) + _GRACE_S)
+            return ended.result((self._timeout_s if timeout is None else timeout) + _GRACE_S)
         except concurrent.futures.TimeoutError as error:
-            if future.done():
+            if ended.done():
                 raise  # the call's own
-            future.cancel()
+            self._cancel(tasks, ended)
             raise DeadlineExceeded("the pool's thread did not answer") from error
         except concurrent.futures.CancelledError:
             raise Closed("the pool was closed during this call") from None
         except BaseException:
-            future.cancel()
+            self._cancel(tasks, ended)
             raise
+
+    def _cancel(self, tasks: list[asyncio.Task[T]], ended: concurrent.futures.Future[T]) -> None:
+        """Also wait until the call has ended: until then it may write into the caller's buffers."""
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+        while self._thread.is_alive() and not concurrent.futures.wait([ended], 0.1).done:
+            pass
 
     def _check(self) -> None:
         if self._closed:
@@ -212,3 +228,14 @@ class Pool:
             raise Closed("the pool was opened before a fork: open another one in the child")
         if threading.current_thread() is self._thread:
             raise Closed("a call from the pool's own thread would wait for itself")
+
+
+def _hand_over(task: asyncio.Task[T], ended: concurrent.futures.Future[T]) -> None:
+    """What came of a task, to the thread that waits for it."""
+    if task.cancelled():
+        ended.cancel()
+        ended.set_running_or_notify_cancel()
+    elif (error := task.exception()) is not None:
+        ended.set_exception(error)
+    else:
+        ended.set_result(task.result())

@@ -65,8 +65,8 @@ def human(size: float) -> str:
 def tiers_table(members: list[Member]) -> Table:
     """The tiers of every server: how full, who serves the reads, what moves.
 
-    A hit is a block that was read, counted where it lay. `down` and `up` are the bytes per second
-    lately into and out of a tier; the bandwidths are of the seconds in which anything moved.
+    A hit is a block that was read, counted where it lay. `down` and `up` are what went into and
+    out of a tier lately; the bandwidths are of the seconds in which anything moved.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("server", "tier"):
@@ -94,7 +94,7 @@ def tiers_table(members: list[Member]) -> Table:
                 f"{human(tier.used)} ({tier.used / max(1, tier.capacity):.0%})",
                 f"{tier.blocks:,}",
                 f"{tier.hits:,} ({tier.hits / max(1, hits):.0%})",
-                f"{human(tier.write_rate)}/s",
+                f"{human(tier.write_rate)}/s, {tier.write_block_rate:,.0f} blocks/s",
                 f"{human(tier.read_rate)}/s",
                 _bandwidth(tier.written_bytes, tier.write_s),
                 _bandwidth(tier.read_bytes, tier.read_s),

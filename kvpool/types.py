@@ -17,6 +17,10 @@ from kvpool.errors import BadKey, UsageError
 #: Anything that exposes its memory: bytes, bytearray, memoryview, numpy array, CPU tensor.
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
+#: The memory of one block: one buffer, or several whose concatenation is the block. An engine
+#: that keeps each layer apart passes the pieces as they lie, and nobody puts them together first.
+Memory: TypeAlias = "Buffer | Sequence[Buffer]"
+
 #: The parent of a chain's first block.
 ROOT: Final = b""
 
@@ -239,12 +243,22 @@ class Match(NamedTuple):
     length: int
     stopped: ReadStatus
 
+    def of(self, first: int, last: int) -> Match:
+        """The same for `chain[first:last]` alone: for a reader that has the beginning already."""
+        runs = tuple(
+            Run(max(run.first, first) - first, min(run.last, last - 1) - first, run.replicas)
+            for run in self.runs
+            if run.first < last and run.last >= first
+        )
+        return Match(runs, max(0, min(self.length, last) - first), self.stopped)
+
 
 class TierUsage(NamedTuple):
     """One tier of a server: how full it is, and what goes in and out.
 
     Sizes in bytes; `read_s` and `write_s` are the seconds in which any of that moved, rates are
-    bytes per second lately. `hits` are reads that it served; `note` says how it is accessed.
+    bytes (`write_block_rate`: blocks) per second lately. `hits` are reads that it served; `note`
+    says how it is accessed.
     """
 
     name: str
@@ -262,6 +276,8 @@ class TierUsage(NamedTuple):
     write_rate: float
     failures: int
     corrupt: int
+    written_blocks: int = 0
+    write_block_rate: float = 0.0
 
 
 class Member(NamedTuple):
@@ -307,6 +323,23 @@ class Wanted(NamedTuple):
 
     digest: bytes
     buffer: memoryview
+
+
+class Gathered(NamedTuple):
+    """One block on its way into the pool that lies in several pieces: it is their concatenation."""
+
+    digest: bytes
+    parent: bytes
+    pieces: tuple[memoryview, ...]
+    size: int
+
+
+class Scattered(NamedTuple):
+    """One block to be read into several pieces of memory, one after the other, `size` in all."""
+
+    digest: bytes
+    pieces: tuple[memoryview, ...]
+    size: int
 
 
 def check_session(session: str) -> None:

@@ -500,7 +500,7 @@ def still_there(pids: list[str]) -> list[str]:
 
 async def test_ctrl_c_ends_chaos_and_every_process_of_it() -> None:
     process = await chaos("--seconds", "60")
-    for _ in range(400):
+    for _ in range(900):
         children = children_of(process.pid)
         if len(children) == 8:  # masters, servers and clients
             break

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 )
 def test_example(name: str, lines: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=30
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     for line in lines:

@@ -27,6 +27,7 @@ from kvpool_tiers.nvme_format import GROUP_SIZE, NAMESPACES, PAGE, Geometry
 from tests.conftest import NAMESPACE, eventually, key, value
 
 CAPACITY = 1 << 20
+PIECE = disk_module._PIECE_BYTES
 
 
 class MemoryDisk:
@@ -302,13 +303,13 @@ def test_where_the_page_cache_cannot_be_passed_by_it_is_used(
         assert asyncio.run(tier.recover()) == [one]
 
 
-async def test_it_tells_what_it_has_done(path: Path) -> None:
+async def test_it_tells_how_it_is(path: Path) -> None:
     with tier_at(path) as tier:
         await write(tier, record(0), record(PAGE))
-        assert await is_intact(tier, record(0))
+    with tier_at(path) as tier:
+        await tier.recover()
         told = tier.describe()
-    assert (told["written_bytes"], told["read_bytes"]) == (2 * PAGE, PAGE)
-    assert (told["path"], told["queue_depth"]) == (str(path), 16)
+    assert (told["path"], told["queue_depth"], told["recovered"]) == (str(path), 16, 2)
 
 
 async def test_a_buffer_that_is_none_fails_its_own_call_only(path: Path) -> None:
@@ -416,6 +417,66 @@ async def test_on_a_stuck_disk_only_calls_that_have_not_begun_can_be_cancelled(
     assert all(call.cancelled() for call in calls)
     await disk.write(PAGE, memoryview(bytes(PAGE)))
     disk.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [PIECE, 3 * PIECE + PAGE, 3 * PIECE + 17])
+async def test_a_large_call_is_one_call_in_several_pieces(
+    path: Path, size: int, direct: bool
+) -> None:
+    disk = FileDisk(path, 16 * PIECE, queue_depth=3, direct=direct)
+    values = [os.urandom(size) for _ in range(3)]
+    places = [0, 5 * PIECE, 10 * PIECE]
+    for offset, bytes_ in zip(places, values, strict=True):
+        await disk.write(offset, memoryview(bytes_))
+    buffers = [bytearray(size) for _ in places]
+    await asyncio.gather(
+        *(disk.read(o, memoryview(b)) for o, b in zip(places, buffers, strict=True))
+    )
+    assert buffers == values
+    disk.close()
+    assert path.read_bytes()[places[1] : places[1] + size] == values[1]  # noqa: ASYNC240
+
+
+async def test_a_call_of_which_a_piece_fails_has_failed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = disk_module._read
+
+    def fail(fd: int, offset: int, buffer: memoryview) -> int:
+        if offset == 2 * PIECE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, offset, buffer)
+
+    disk = FileDisk(path, 8 * PIECE)
+    monkeypatch.setattr(disk_module, "_read", fail)
+    outcomes = await asyncio.gather(
+        disk.read(0, memoryview(bytearray(4 * PIECE))),
+        disk.read(4 * PIECE, memoryview(bytearray(4 * PIECE))),
+        return_exceptions=True,
+    )
+    assert isinstance(outcomes[0], Unavailable)
+    assert outcomes[1] is None
+    disk.close()
+
+
+async def test_a_large_call_that_is_cancelled_ends_with_its_last_piece(
+    path: Path, stuck: threading.Event
+) -> None:
+    disk = FileDisk(path, 8 * PIECE, queue_depth=2)
+    buffer = bytearray(8 * PIECE)
+    call = asyncio.ensure_future(disk.read(0, memoryview(buffer)))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    disk.close()
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    stuck.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    buffer[:] = bytes([1]) * len(buffer)
+    await asyncio.sleep(0.02)
+    assert buffer.count(1) == len(buffer)  # nobody reads into it any more
 
 
 async def test_closing_does_not_wait_for_a_stuck_disk(path: Path, stuck: threading.Event) -> None:

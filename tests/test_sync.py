@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import pytest
 import kvpool.sync
 from kvpool import BadKey, Closed, MasterLost, WriteStatus, dev
 from kvpool.config import ClientConfig
+from kvpool.errors import DeadlineExceeded
 from tests.conftest import NAMESPACE, buffers, key, keys, value, values
 
 
@@ -114,3 +116,31 @@ def test_a_forked_child_is_told(address: str) -> None:
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert pool.match(NAMESPACE, [key("a")]).length == 0
+
+
+def test_a_call_that_is_given_up_has_ended(address: str) -> None:
+    """G1: the caller has its buffers back, so nothing may write into them any more."""
+    ended = []
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)
+            ended.append(True)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with kvpool.sync.Pool(address) as pool:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pool._run(stubborn(), 60)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert ended
+        with pytest.raises(DeadlineExceeded):
+            pool._run(stubborn(), -4.9)
+        assert len(ended) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kvpool.children import Child, process_of, servers_up
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tier
+from kvpool_tiers.dram import Dram
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, values
 
 BLOCK = 64 << 10
@@ -130,6 +132,7 @@ async def test_status_tells_what_lies_where(tiered: dev.Dev) -> None:
     memory, disk = member.usage
     assert (memory.name, disk.name) == ("dram", "nvme")
     assert (disk.blocks, disk.used, disk.written_bytes) == (64, 64 * BLOCK, 64 * BLOCK)
+    assert disk.written_blocks == 64
     assert memory.used <= memory.capacity == 2 << 20
     assert disk.capacity == member.capacity == 16 << 20
     assert memory.hits + disk.hits >= 64
@@ -164,6 +167,16 @@ async def test_flipped_bits_on_disk_are_a_miss(tiered: dev.Dev, file: Path) -> N
         assert (await pool.match(NAMESPACE, chain)).length == 3
         await write(pool, [chain[3]])
         assert set(await read(pool, chain)) == {ReadStatus.HIT}
+
+
+def test_memory_keeps_its_bytes_while_it_is_put_together() -> None:
+    dram = Dram(8 << 20)
+    bytes_ = os.urandom(8 << 20)
+    for start in range(0, len(bytes_), 4096):
+        dram.view(start, 4096)[:] = bytes_[start : start + 4096]
+    dram.wait_until_touched()
+    assert dram.view(0, len(bytes_)) == bytes_
+    dram.close()
 
 
 class BadDisk:

@@ -10,6 +10,7 @@ a pointer: all blocks that lie in the same places share one `Holding`.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -138,6 +139,12 @@ class Directory:
     def __len__(self) -> int:
         return sum(map(len, self._blocks.values()))
 
+    def namespaces(self, after: tuple[str, int], count: int) -> list[tuple[Namespace, int]]:
+        """At most `count` namespaces that have blocks, and how many, in order of name and parts."""
+        later = (name for name in self._blocks if (name.name, name.parts) > after)
+        first = heapq.nsmallest(count, later, key=lambda name: (name.name, name.parts))
+        return [(name, len(self._blocks[name])) for name in first]
+
     # --- servers ---------------------------------------------------------------------
 
     def register(
@@ -173,9 +180,19 @@ class Directory:
         return True
 
     def heartbeat(
-        self, server: str, epoch: int, report: Report, counters: dict[str, int], now: float
+        self,
+        server: str,
+        epoch: int,
+        report: Report,
+        counters: dict[str, int],
+        now: float,
+        sequence: int = 0,
     ) -> bool:
-        """A sign of life; False asks the server to register (again)."""
+        """A sign of life; False asks the server to register (again).
+
+        Also when it has announced more, up to `sequence`, than was heard here: then it was another
+        that heard it, our predecessor, and all that came to us was a belated greeting.
+        """
         known = self._servers.get(server)
         if known is None or known.epoch != epoch:
             return False
@@ -184,7 +201,7 @@ class Directory:
         known.counters = counters
         known.placed = 0
         self._set_alive(known, True)
-        return True
+        return sequence <= known.sequence
 
     def leave(self, server: str, epoch: int) -> None:
         """A server says goodbye."""

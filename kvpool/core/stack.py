@@ -219,16 +219,17 @@ class Stack:
         """Blocks that have yet to be copied down, those that have left meanwhile included."""
         return len(self._to_copy)
 
-    def take_copies(self, size_max: int, now: float) -> list[Copy]:
-        """The next blocks to be copied to the base and to other tiers, about `size_max` bytes.
+    def take_copies(self, size_max: int, count_max: int, now: float) -> list[Copy]:
+        """The next blocks to be copied to the base and to other tiers.
 
+        About `size_max` bytes and `count_max` copies; fewer only where there are no more.
         Room is made for them there. A block that the base has no room for, because its policy
         would rather keep what it has, stays where it is until it is evicted.
         """
         copies: list[Copy] = []
         taken = 0
         for _ in range(len(self._to_copy)):
-            if taken >= size_max:
+            if taken >= size_max or len(copies) >= count_max:
                 return copies
             entry = self._to_copy.popleft()
             self._waiting_bytes -= entry.size
@@ -240,7 +241,7 @@ class Stack:
             elif answer is not WriteStatus.RESERVED:
                 self.top.settle(entry)
             taken += entry.size
-        while self._to_promote and taken < size_max:
+        while self._to_promote and taken < size_max and len(copies) < count_max:
             entry = self._to_promote.popleft()
             if entry.state is State.STORED:
                 for tier in self._sides:

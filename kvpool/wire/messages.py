@@ -33,6 +33,8 @@ from kvpool.types import (
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
+#: Namespaces in one answer: it fits into a message whatever they are called.
+NAMESPACES_MAX: Final = 256
 #: Blocks that one announcement carries, so that applying it never stalls a master's loop.
 ANNOUNCED_BLOCKS_MAX: Final = 1024
 #: Hints in one answer to a heartbeat.
@@ -203,7 +205,7 @@ class Registered(Message, frozen=True, omit_defaults=True):
     hints_heard: Count = 0
 
 
-class TierUsage(Message, frozen=True):
+class TierUsage(Message, frozen=True, omit_defaults=True):
     """One tier of a server. `read_s` and `write_s`: seconds in which bytes moved; rates: lately."""
 
     name: Name
@@ -221,6 +223,8 @@ class TierUsage(Message, frozen=True):
     write_rate: Rate
     failures: Count
     corrupt: Count
+    written_blocks: Count = 0
+    write_block_rate: Rate = 0.0
 
 
 class Heartbeat(Message, frozen=True, omit_defaults=True):
@@ -236,6 +240,7 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     counters: Annotated[dict[Name, Count], Meta(max_length=64)]
     tiers: Annotated[list[TierUsage], Meta(max_length=64)] = []
     hints_heard: Count = 0
+    sequence: Count = 0
 
 
 class Known(Message, frozen=True, omit_defaults=True):
@@ -386,6 +391,26 @@ class Explained(Message, frozen=True):
     ]
 
 
+NamespaceName = Annotated[str, Meta(max_length=512)]
+
+
+class Namespaces(Message, frozen=True):
+    """The namespaces whose names, and parts, come after these, in order."""
+
+    after: NamespaceName = ""
+    parts: Annotated[int, Meta(ge=0, le=256)] = 0
+
+
+class NamespacesAre(Message, frozen=True):
+    """Name, parts and blocks of each, as many as fit; with `more`, ask again after the last one."""
+
+    namespaces: Annotated[
+        list[tuple[NamespaceName, Annotated[int, Meta(ge=1, le=256)], Count]],
+        Meta(max_length=NAMESPACES_MAX),
+    ]
+    more: bool
+
+
 #: The type byte in the frame header. Numbers are for ever; new messages get new ones.
 TYPES: Final[dict[type[Message], int]] = {
     Error: 1,
@@ -421,6 +446,8 @@ TYPES: Final[dict[type[Message], int]] = {
     Explained: 47,
     Hint: 48,
     Hinted: 49,
+    Namespaces: 50,
+    NamespacesAre: 51,
 }
 PAYLOAD: Final = 6
 

@@ -167,6 +167,17 @@ def test_a_silent_server_comes_back_with_all_it_had() -> None:
     assert prefix(books, keys("c", 3)) == 3
 
 
+def test_a_belated_greeting_is_not_all_there_is_to_know() -> None:
+    """Our predecessor had heard everything; of that, only the greeting came to us, too."""
+    books = directory("s")
+    assert not books.heartbeat("s", 1, Report(), {}, 1.0, sequence=7)
+    assert books.members(1.0)[0].alive
+    assert books.accepts_piece("s", 1, 8, 0)
+    books.end_inventory("s")
+    assert books.heartbeat("s", 1, Report(), {}, 1.0, sequence=8)
+    assert books.heartbeat("s", 1, Report(), {}, 1.0, sequence=7)  # a late one
+
+
 def test_a_master_that_slept_does_not_bury_everybody() -> None:
     """No mass expiry: the time that the master itself missed counts against nobody."""
     books = directory("a", "b")

@@ -81,7 +81,7 @@ class Server:
         self.open = {held: what for held, what in self.open.items() if held[0] != owner}
 
     def start(self, size: int = 1 << 30) -> None:
-        self.copies += self.stack.take_copies(size, self.now)
+        self.copies += self.stack.take_copies(size, 1 << 20, self.now)
 
     def stage(
         self, namespace: Namespace, part: int, chain: list[bytes], size: int = 1 << 30

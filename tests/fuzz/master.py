@@ -77,6 +77,7 @@ def seeds() -> list[bytes]:
             messages.Heartbeat(server, 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
             messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
             messages.Explain(**KEYS),
+            messages.Namespaces(),
         )
         life += [*map(messages.encode, story), (0, bytes(1))]
     life += [messages.encode(messages.Leave("s", 1)), (0, bytes(250)), *requests]

@@ -13,7 +13,9 @@ KEYS: Final[dict[str, Any]] = {
     "digest_size": 32,
     "digests": DIGESTS,
 }
-USAGE: Final = messages.TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10)
+USAGE: Final = messages.TierUsage(
+    "dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0
+)
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
     messages.Hello("default", "client"),
@@ -36,7 +38,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Registered(True, "m"),
     messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
     messages.Registered(True, "m", 7),
-    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, [USAGE], 8),
+    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, [USAGE], 8, 9),
     messages.Known(True),
     messages.Known(True, [("a", 0.5, 2.5), ("b", 0.0, None)], 9),
     messages.Leave("s", 1),
@@ -54,4 +56,6 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Hint("a", None),
     messages.Hinted(0),
     messages.Explained([(0, "text", [])]),
+    messages.Namespaces(),
+    messages.NamespacesAre([("n", 1, 5)], False),
 ]

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import errno
 import fcntl
 import mmap
 import os
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -35,10 +37,14 @@ from kvpool.errors import Closed, ConfigError, Unavailable
 
 #: The unit of direct I/O: memory, offset and size are multiples of it.
 PAGE: Final = 4096
-#: Small calls made together cross to a thread together, up to so many bytes and calls: crossing
-#: costs more than reading a small block.
+#: Small calls made together are one piece of work for a thread, up to so many bytes and calls:
+#: handing them over costs more than reading a small block.
 _SHARE_BYTES: Final = 256 << 10
 _SHARE_CALLS: Final = 16
+#: Large reads are several, which different threads take: then they end one after the other, instead
+#: of all at the same late moment, and devices are faster. Nobody waits for a write, and its pieces
+#: would only take the interpreter away from readers.
+_PIECE_BYTES: Final = 512 << 10
 #: One per thread, made when a caller's memory is not aligned.
 _BOUNCE_BYTES: Final = 1 << 20
 
@@ -112,23 +118,26 @@ class FileDisk:
         self._direct = _open_direct(self._fd) if direct else -1
         self.mode = "O_DIRECT" if self._direct >= 0 else "buffered"
         self._threads = _Threads(queue_depth)
-        self._perform_in_thread = wrap(self._perform)
+        self._queue_depth = queue_depth
+        self._work_in_thread = wrap(self._work)
         self._bounces = threading.local()
         self._waiting: list[_Job] = []
         self._shares: set[_Share] = set()
         self._crossings: set[asyncio.Future[None]] = set()
         self._closed = False
-        self._working = 0  # threads that may be using the descriptors
-        self._files = threading.Lock()
+        self._guard = threading.Lock()  # of what follows
+        self._pieces: deque[tuple[_Share, int]] = deque()
+        self._working = 0  # threads that do so, or look for more
+        self._begun = 0  # shares that threads have begun and are not through with
 
     def __repr__(self) -> str:
         return f"<FileDisk {self.path}, {self.size} bytes, {self.mode}>"
 
     async def read(self, offset: int, buffer: memoryview) -> None:
-        await self._call(_Job(self._read, offset, buffer))
+        await self._call(_Job(self._read, offset, buffer, _PIECE_BYTES))
 
     async def write(self, offset: int, buffer: memoryview) -> None:
-        await self._call(_Job(self._write, offset, buffer))
+        await self._call(_Job(self._write, offset, buffer, len(buffer)))
 
     def close(self) -> None:
         """Calls that no thread has begun end with Closed; the others keep the file until they end.
@@ -140,11 +149,12 @@ class FileDisk:
         self._closed = True
         waiting, self._waiting = self._waiting, []
         for job in (*waiting, *(job for share in self._shares for job in share.jobs)):
-            if job.claim():
+            if job.claim(_Owner.LOOP):
                 job.error = Closed("the disk is closed")
                 job.end()
         self._threads.close()
-        self._use_files(0)
+        with self._guard:
+            self._close_files()
 
     # --- from the loop to a thread and back ----------------------------------------------
 
@@ -158,7 +168,7 @@ class FileDisk:
         try:
             await job.done
         except asyncio.CancelledError:
-            if not job.claim():
+            if not job.claim(_Owner.LOOP):
                 await job.ended()
             raise
         finally:
@@ -167,66 +177,103 @@ class FileDisk:
             raise job.error
 
     def _dispatch(self) -> None:
-        """All calls of this turn of the loop: small ones together, large ones alone."""
+        """All calls of this turn of the loop: small ones together, large reads in pieces."""
         waiting, self._waiting = self._waiting, []
+        shares: list[_Share] = []
         jobs: list[_Job] = []
         size = 0
         for job in waiting:
-            if job.is_claimed:  # cancelled meanwhile
+            if job.owner is not None:  # cancelled meanwhile
                 continue
             jobs.append(job)
             size += len(job.buffer)
             if size >= _SHARE_BYTES or len(jobs) >= _SHARE_CALLS:
-                self._cross(jobs)
+                shares.append(_Share(jobs))
                 jobs, size = [], 0
         if jobs:
-            self._cross(jobs)
+            shares.append(_Share(jobs))
+        if shares:
+            self._shares.update(shares)
+            self._cross([(share, number) for share in shares for number in range(share.left)])
 
-    def _cross(self, jobs: list[_Job]) -> None:
-        share = _Share(asyncio.get_running_loop(), jobs)
-        self._shares.add(share)
-        crossing = asyncio.ensure_future(
-            self._perform_in_thread(share, loop=share.loop, executor=self._threads)
-        )
-        self._crossings.add(crossing)
-        crossing.add_done_callback(self._crossings.discard)
+    def _cross(self, pieces: list[tuple[_Share, int]]) -> None:
+        """Threads that are at work take them when they are through; the others are woken."""
+        with self._guard:
+            self._pieces.extend(pieces)
+            count = min(len(pieces), self._queue_depth - self._working)
+        if count > 0:
+            crossing = asyncio.ensure_future(self._work_in_thread(executor=self._threads))
+            self._crossings.add(crossing)
+            crossing.add_done_callback(self._crossings.discard)
+            for _ in range(count - 1):
+                self._threads.submit(self._work)
 
-    def _perform(self, share: _Share) -> None:
-        """In a thread: what nobody has cancelled meanwhile."""
-        self._use_files(+1)
-        for job in share.jobs:
-            if job.claim():
-                try:
-                    job.perform(job.offset, job.buffer)
-                except OSError as error:
-                    job.error = Unavailable(f"{self.path}: {_said(error)}")
-                except Exception as error:  # this buffer is none; the other calls can go on
-                    job.error = error
-                job.buffer = _NOTHING
-        self._use_files(-1)
-        # Not left to the task that waits for this thread: when a loop shuts down, it cancels its
-        # tasks, and whoever waits for a buffer must still hear when the thread is through.
+    def _work(self) -> None:
+        """In a thread: one piece after the other, until there is none.
+
+        Who stops has seen that nothing is left, under the guard under which more would be added.
+        """
+        with self._guard:
+            self._working += 1
+        while (piece := self._next()) is not None:
+            share, number = piece
+            for job in share.jobs:
+                if job.claim(_Owner.THREADS):
+                    self._perform(job, number)
+            self._through(share)
+            del share, job, piece  # while it waits for the next, it keeps nothing alive
+
+    def _next(self) -> tuple[_Share, int] | None:
+        with self._guard:
+            if not self._pieces:
+                self._working -= 1
+                return None
+            share, number = self._pieces.popleft()
+            self._begun += not number
+            return share, number
+
+    def _through(self, share: _Share) -> None:
+        """One more piece is: when it was the last one, whoever waits hears of it."""
+        with self._guard:
+            share.left -= 1
+            if share.left:
+                return
+            self._begun -= 1
+            self._close_files()
+        # Not left to a task that waits for this thread: when a loop shuts down, it cancels its
+        # tasks, and whoever waits for a buffer must still hear when we are through with it.
         with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
             share.loop.call_soon_threadsafe(self._finish, share)
+
+    def _perform(self, job: _Job, number: int) -> None:
+        """One piece of this job, if it has so many, unless another one has failed."""
+        start = number * job.piece_size
+        if number >= job.pieces or job.error is not None:
+            return
+        piece = job.buffer[start : start + job.piece_size]
+        try:
+            job.perform(job.offset + start, piece)
+        except OSError as error:
+            job.error = Unavailable(f"{self.path}: {_said(error)}")
+        except Exception as error:  # this buffer is none; the other calls can go on
+            job.error = error
 
     def _finish(self, share: _Share) -> None:
         self._shares.discard(share)
         for job in share.jobs:
             job.end()
 
-    def _use_files(self, change: int) -> None:
-        """Close them after `close`, when no thread is at work on them.
+    def _close_files(self) -> None:
+        """After `close`, when no thread is at work on them; under the guard.
 
         Not before: a descriptor that is closed may be another file's a moment later. Once closed,
-        nobody uses them: `close` has claimed every call that no thread had.
+        nobody uses them: `close` has claimed every call that no thread had begun.
         """
-        with self._files:
-            self._working += change
-            if self._closed and not self._working:
-                for fd in (self._fd, self._direct):
-                    if fd >= 0:
-                        os.close(fd)
-                self._fd = self._direct = -1
+        if self._closed and not self._begun:
+            for fd in (self._fd, self._direct):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._direct = -1
 
     # --- in a thread -----------------------------------------------------------------------
 
@@ -269,29 +316,53 @@ class FileDisk:
 _NOTHING: Final = memoryview(b"")
 
 
-class _Job:
-    """One call. Either a thread claims it and performs it, or the loop, and then nobody does."""
+class _Owner(enum.Enum):
+    """Who has a job: threads, which perform it, or the loop, and then nobody does."""
 
-    __slots__ = ("_claimed", "_over", "buffer", "done", "error", "offset", "perform")
+    THREADS = "threads"
+    LOOP = "loop"
+
+
+class _Job:
+    """One call."""
+
+    __slots__ = (
+        "_claiming",
+        "_over",
+        "buffer",
+        "done",
+        "error",
+        "offset",
+        "owner",
+        "perform",
+        "piece_size",
+        "pieces",
+    )
 
     def __init__(
-        self, perform: Callable[[int, memoryview], None], offset: int, buffer: memoryview
+        self,
+        perform: Callable[[int, memoryview], None],
+        offset: int,
+        buffer: memoryview,
+        piece_size: int,
     ) -> None:
         self.perform = perform
+        self.piece_size = piece_size
+        self.pieces = -(-len(buffer) // piece_size) if len(buffer) > piece_size else 1
         self.offset = offset
         self.buffer = buffer
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: Exception | None = None
-        self._claimed = threading.Lock()
+        self.owner: _Owner | None = None
+        self._claiming = threading.Lock()
         self._over = False
 
-    def claim(self) -> bool:
-        """True for the first who asks."""
-        return self._claimed.acquire(blocking=False)
-
-    @property
-    def is_claimed(self) -> bool:
-        return self._claimed.locked()
+    def claim(self, owner: _Owner) -> bool:
+        """True for the first who asks, from then on."""
+        with self._claiming:
+            if self.owner is None:
+                self.owner = owner
+            return self.owner is owner
 
     def end(self) -> None:
         """In the loop, when no thread looks at the buffer any more."""
@@ -308,13 +379,14 @@ class _Job:
 
 
 class _Share:
-    """Jobs that one thread does, one after the other."""
+    """Jobs that go to threads together: one piece of work, or several, where they are large."""
 
-    __slots__ = ("jobs", "loop")
+    __slots__ = ("jobs", "left", "loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, jobs: list[_Job]) -> None:
-        self.loop = loop
+    def __init__(self, jobs: list[_Job]) -> None:
+        self.loop = asyncio.get_running_loop()
         self.jobs = jobs
+        self.left = max(job.pieces for job in jobs)  # pieces of work that are not through
 
 
 class _Threads(Executor):

@@ -103,8 +103,6 @@ class Nvme:
         self._names = _Names()
         self._naming = asyncio.Lock()
         self._held: dict[int, int] = {}  # offset of an extent with a header -> its namespace
-        self._reading = _Traffic()
-        self._writing = _Traffic()
         self._recovered = 0
         self._dropped: Counter[str] = Counter()
         self._skipped = 0
@@ -124,12 +122,11 @@ class Nvme:
         return f"{self.path}, {self._disk.mode}"
 
     def describe(self) -> dict[str, str | int | float]:
-        """For people: how it is, and what it has done since it was opened.
+        """For people: how it is, and what became of what it was to remember since it was opened.
 
-        Seconds are those in which at least one call was in progress, so bytes by seconds are the
-        bandwidth. `dropped_...` counts headers that `recover` did not believe, by what was wrong
+        `dropped_...` counts headers that `recover` did not believe, by what was wrong
         (`unreadable`: whole regions of them), `not_remembered` records for which there was no room
-        in the table of namespaces.
+        in the table of namespaces. What goes in and out is counted by who moves it.
         """
         return {
             "path": str(self.path),
@@ -137,10 +134,6 @@ class Nvme:
             "queue_depth": self.queue_depth,
             "alignment": self.alignment,
             "file_bytes": self._geometry.file_size,
-            "read_bytes": self._reading.bytes,
-            "read_s": self._reading.seconds,
-            "written_bytes": self._writing.bytes,
-            "written_s": self._writing.seconds,
             "recovered": self._recovered,
             **{f"dropped_{reason}": count for reason, count in sorted(self._dropped.items())},
             "not_remembered": self._skipped,
@@ -160,26 +153,14 @@ class Nvme:
         write into the buffer. Whoever must go on lets it run in a task of its own.
         """
         self._check(offset, len(buffer))
-        self._reading.begins()
-        done = 0
-        try:
-            for position, start, stop in self._geometry.pieces(offset, len(buffer)):
-                await self._disk.read(position, buffer[start:stop])
-                done = stop
-        finally:
-            self._reading.ends(done)
+        for position, start, stop in self._geometry.pieces(offset, len(buffer)):
+            await self._disk.read(position, buffer[start:stop])
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
         """Store `buffer`, in whole pages. What was said of a stuck disk holds here, too."""
         self._check(offset, len(buffer))
-        self._writing.begins()
-        done = 0
-        try:
-            for position, start, stop in self._geometry.pieces(offset, len(buffer)):
-                await self._write_pages(position, buffer[start:stop])
-                done = stop
-        finally:
-            self._writing.ends(done)
+        for position, start, stop in self._geometry.pieces(offset, len(buffer)):
+            await self._write_pages(position, buffer[start:stop])
 
     async def _write_pages(self, position: int, buffer: memoryview) -> None:
         whole = len(buffer) - len(buffer) % PAGE
@@ -420,27 +401,6 @@ class _Names:
         """A number that stands for nothing, or else for a namespace without extents."""
         unused = [index for index in range(NAMESPACES) if not self._extents[index]]
         return min(unused, key=lambda index: self._names[index] is not None, default=None)
-
-
-class _Traffic:
-    """Bytes, and the seconds of the loop's clock in which any were on their way."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.seconds = 0.0
-        self._running = 0
-        self._since = 0.0
-
-    def begins(self) -> None:
-        if not self._running:
-            self._since = asyncio.get_running_loop().time()
-        self._running += 1
-
-    def ends(self, size: int) -> None:
-        self.bytes += size
-        self._running -= 1
-        if not self._running:
-            self.seconds += asyncio.get_running_loop().time() - self._since
 
 
 def _generation(record: Record) -> int:

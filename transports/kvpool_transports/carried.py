@@ -38,7 +38,10 @@ class CarriedChannel:
         self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         async with self._streams.stream(deadline) as stream:
-            statuses, granted, reserved = await exchanges.reserve(stream, writing, blocks, deadline)
+            sizes = [len(block.buffer) for block in blocks]
+            statuses, granted, reserved = await exchanges.reserve(
+                stream, writing, blocks, sizes, deadline
+            )
             if not granted:
                 return statuses
             seeds = exchanges.seeds(

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvpool.errors import DeadlineExceeded, LinkBroken
@@ -24,18 +25,25 @@ STEP = 256 << 10
 #: Below this, a thread's wake-up costs more than the copy.
 INLINE_MAX = 384 << 10
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
 
 class Job(NamedTuple):
     """Copy all of `source` to `target`, or only hash it when there is none.
 
-    A reader hashes what it received (the target), a writer what it meant to send (the source):
-    so whatever goes wrong in between shows.
+    Either may be in several pieces; the target has room for the source. A reader hashes what it
+    received (the target), a writer what it meant to send (the source): so whatever goes wrong in
+    between shows.
     """
 
-    source: memoryview
-    target: memoryview | None
+    source: tuple[memoryview, ...]
+    target: tuple[memoryview, ...]
     seed: int | None
     hash_source: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.source))
 
 
 class _Brake:
@@ -71,7 +79,7 @@ class Copier:
         """
         if self._stopped:
             raise LinkBroken("the channel is closed")
-        total = sum(len(job.source) for job in jobs)
+        total = sum(job.size for job in jobs)
         if total <= self._inline_max:
             return [_copy(job, None) for job in jobs]
         loop = asyncio.get_running_loop()
@@ -119,7 +127,7 @@ def _shares(jobs: Sequence[Job], count: int, total: int) -> list[list[Job]]:
         if taken >= total * len(shares) / count:
             shares.append([])
         shares[-1].append(job)
-        taken += len(job.source)
+        taken += job.size
     return shares
 
 
@@ -129,14 +137,10 @@ def _copy_all(jobs: Sequence[Job], brake: _Brake) -> list[int]:
 
 def _copy(job: Job, brake: _Brake | None) -> int:
     """Copy and hash piece by piece; the sum means nothing once the brake was pulled."""
-    source = np.frombuffer(job.source, np.uint8)
-    target = np.frombuffer(job.target, np.uint8) if job.target is not None else None
     hasher = xxhash.xxh3_64(seed=job.seed) if job.seed is not None else None
     step = STEP if hasher is not None else 16 * STEP
-    for start in range(0, len(source), step):
-        piece = source[start : start + step]
-        if target is not None:
-            copied = target[start : start + step]
+    for piece, copied in _steps(job.source, job.target, step):
+        if copied is not None:
             if brake is None:
                 np.copyto(copied, piece)
             else:
@@ -149,3 +153,25 @@ def _copy(job: Job, brake: _Brake | None) -> int:
         if hasher is not None:
             hasher.update(piece.data)
     return hasher.intdigest() if hasher is not None else 0
+
+
+def _steps(
+    source: tuple[memoryview, ...], target: tuple[memoryview, ...], step: int
+) -> Iterator[tuple[Bytes, Bytes | None]]:
+    """What is copied to where, in steps that lie in one piece on both sides."""
+    targets = iter(target)
+    room: Bytes | None = None
+    used = 0
+    for piece in source:
+        array = np.frombuffer(piece, np.uint8)
+        taken = 0
+        while taken < len(array):
+            count = min(step, len(array) - taken)
+            if target:
+                while room is None or used == len(room):
+                    room = np.frombuffer(next(targets), np.uint8)
+                    used = 0
+                count = min(count, len(room) - used)
+            yield array[taken : taken + count], None if room is None else room[used : used + count]
+            taken += count
+            used += count

@@ -10,10 +10,12 @@ from kvpool.errors import BadMessage, VersionMismatch
 from kvpool.protocols import Reading, View, Writing
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
+    Gathered,
     Namespace,
     Outgoing,
     ReadResult,
     ReadStatus,
+    Scattered,
     Tag,
     Wanted,
     WriteStatus,
@@ -47,7 +49,11 @@ async def greet(
 
 
 async def reserve(
-    stream: Stream, writing: Writing, blocks: Sequence[Outgoing], deadline: float
+    stream: Stream,
+    writing: Writing,
+    blocks: Sequence[Outgoing | Gathered],
+    sizes: list[int],
+    deadline: float,
 ) -> tuple[list[WriteStatus], list[int], Reserved]:
     """Ask for room; statuses, the positions that were granted, and where they lie."""
     digest_size = len(blocks[0].digest)
@@ -61,7 +67,7 @@ async def reserve(
             digests=b"".join([block.digest for block in blocks]),
             part=writing.part,
             parents=pack_parents([block.parent for block in blocks], digest_size),
-            sizes=[len(block.buffer) for block in blocks],
+            sizes=sizes,
             wait_s=max(0.0, deadline - loop.time()),
             session=tag.session,
             resume_s=tag.resume_in,
@@ -89,7 +95,7 @@ async def seal(
     return write_statuses(sealed.statuses, len(ids))
 
 
-def read_request(reading: Reading, blocks: Sequence[Wanted], room: list[int]) -> Read:
+def read_request(reading: Reading, blocks: Sequence[Wanted | Scattered], room: list[int]) -> Read:
     return Read(
         namespace=reading.namespace.name,
         parts=reading.namespace.parts,
@@ -172,7 +178,7 @@ async def verify_views(
     """Hash pinned memory in place; a wrong checksum turns its view into a CORRUPT miss."""
     hits = [i for i, view in enumerate(views) if view.data is not None]
     jobs = [
-        Job(data, None, seed)
+        Job((data,), (), seed)
         for i, seed in zip(
             hits,
             seeds(reading.namespace, reading.part, [digests[i] for i in hits]),

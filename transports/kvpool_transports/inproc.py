@@ -37,6 +37,10 @@ class InprocTransport:
     def __init__(self) -> None:
         self._listeners: dict[str, _InprocListener] = {}
 
+    def reaches(self, address: str) -> bool:
+        """Its server is in this process."""
+        return address in self._listeners
+
     async def listen(self, address: str, store: BlockStore) -> Listener:
         if not address:
             names = (f"inproc://{store.server}{end}" for end in _endings())
@@ -145,7 +149,7 @@ class _InprocChannel:
                 writing.namespace, writing.part, [blocks[i].digest for i in granted]
             )
             jobs = [
-                Job(blocks[i].buffer, connection.view(extent), seed, hash_source=True)
+                Job((blocks[i].buffer,), (connection.view(extent),), seed, hash_source=True)
                 for i, seed in zip(granted, seeds, strict=True)
                 if (extent := reservations[i].extent) is not None
             ]
@@ -175,7 +179,7 @@ class _InprocChannel:
                 seeds = list(half)
             sources = [connection.view(e) for i in hits if (e := pins[i].extent) is not None]
             jobs = [
-                Job(source, blocks[i].buffer[: len(source)], seed)
+                Job((source,), (blocks[i].buffer,), seed)
                 for i, source, seed in zip(hits, sources, seeds, strict=True)
             ]
             got = await self._copier.run(jobs, deadline=deadline)

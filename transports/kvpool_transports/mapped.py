@@ -14,10 +14,12 @@ from kvpool.errors import BadMessage, LinkBroken
 from kvpool.protocols import Reading, View, Writing
 from kvpool.types import (
     BLOCK_SIZE_MAX,
+    Gathered,
     Namespace,
     Outgoing,
     ReadResult,
     ReadStatus,
+    Scattered,
     Wanted,
     WriteStatus,
 )
@@ -59,8 +61,19 @@ class MappedChannel:
     async def write(
         self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
+        whole = [
+            Gathered(digest, parent, (buffer,), len(buffer)) for digest, parent, buffer in blocks
+        ]
+        return await self.write_pieces(writing, whole, deadline=deadline)
+
+    async def write_pieces(
+        self, writing: Writing, blocks: Sequence[Gathered], *, deadline: float
+    ) -> list[WriteStatus]:
         async with self._streams.stream(deadline) as stream:
-            statuses, granted, reserved = await exchanges.reserve(stream, writing, blocks, deadline)
+            sizes = [block.size for block in blocks]
+            statuses, granted, reserved = await exchanges.reserve(
+                stream, writing, blocks, sizes, deadline
+            )
             if not granted:
                 return statuses
             memory = self._segment.writable()
@@ -68,11 +81,11 @@ class MappedChannel:
                 writing.namespace, writing.part, [blocks[i].digest for i in granted]
             )
             targets = [
-                memory.view(offset, len(blocks[i].buffer))
+                memory.view(offset, blocks[i].size)
                 for i, offset in zip(granted, reserved.offsets, strict=True)
             ]
             jobs = [
-                Job(blocks[i].buffer, target, seed, hash_source=True)
+                Job(blocks[i].pieces, (target,), seed, hash_source=True)
                 for i, target, seed in zip(granted, targets, seeds, strict=True)
             ]
             # If this is cancelled, the copies have stopped before the stream is aborted: the
@@ -87,7 +100,13 @@ class MappedChannel:
     async def read(
         self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
-        room = [len(block.buffer) for block in blocks]
+        whole = [Scattered(digest, (buffer,), len(buffer)) for digest, buffer in blocks]
+        return await self.read_pieces(reading, whole, deadline=deadline)
+
+    async def read_pieces(
+        self, reading: Reading, blocks: Sequence[Scattered], *, deadline: float
+    ) -> list[ReadResult]:
+        room = [block.size for block in blocks]
         async with self._streams.stream(deadline) as stream:
             pinned, hits, sources = await self._pin(stream, reading, blocks, room, deadline)
             if hits:
@@ -97,7 +116,7 @@ class MappedChannel:
                         reading.namespace, reading.part, [blocks[i].digest for i in hits]
                     )
                 jobs = [
-                    Job(source, blocks[i].buffer[: len(source)], seed)
+                    Job((source,), blocks[i].pieces, seed)
                     for i, source, seed in zip(hits, sources, seeds, strict=True)
                 ]
                 with _borrowed(sources, jobs):
@@ -161,7 +180,7 @@ class MappedChannel:
         self,
         stream: Stream,
         reading: Reading,
-        blocks: Sequence[Wanted],
+        blocks: Sequence[Wanted | Scattered],
         room: list[int],
         deadline: float,
     ) -> tuple[Pinned, list[int], list[memoryview]]:

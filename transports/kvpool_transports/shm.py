@@ -194,6 +194,8 @@ class _Mapping:
             self._map.close()
 
     def _touch(self) -> None:
+        with contextlib.suppress(OSError):  # of this thread only
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         start = np.frombuffer(self.memory, np.uint8).ctypes.data
         for offset in range(0, len(self.memory), _PREFAULT_STEP):
             size = min(_PREFAULT_STEP, len(self.memory) - offset)

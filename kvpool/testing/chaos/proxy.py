@@ -26,6 +26,8 @@ class Weather:
     cut: bool = False
     #: Bytes arrive in pieces of 1 to so many, if not 0.
     chop: int = 0
+    #: Each connection moves at most so many bytes per second in each direction, if not 0.
+    rate: float = 0.0
 
 
 class Proxy:
@@ -34,6 +36,7 @@ class Proxy:
     def __init__(self, target: str, chance: random.Random | None = None) -> None:
         self.weather = Weather()
         self.address = ""
+        self.moved = 0  # bytes, in both directions
         self._target = target
         self._chance = chance or random.Random(target)
         self._server: asyncio.Server | None = None
@@ -110,6 +113,9 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_PIECE):
             await self._wait()
+            if self.weather.rate:
+                await asyncio.sleep(len(data) / self.weather.rate)
+            self.moved += len(data)
             if not self.weather.chop:
                 writer.write(data)
             while self.weather.chop and data:

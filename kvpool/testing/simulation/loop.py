@@ -293,10 +293,11 @@ class SimLoop(asyncio.AbstractEventLoop):
 
         def work() -> None:
             nonlocal stopped_s
-            if process.frozen_s > stopped_s:  # it has been stopped, and goes on where it was
+            if process.frozen_s > stopped_s:
                 stopped_s = process.frozen_s
-                self.call_later(self._delays.expovariate(1 / self._copy_s), work)
-                return
+                if self._delays.random() < 0.5:  # it was stopped in the middle: that takes its time
+                    self.call_later(self._delays.expovariate(1 / self._copy_s), work)
+                    return
             process.writing -= len(writes)
             for check in writes:
                 check()

@@ -100,12 +100,17 @@ class Nemesis:
             await task
 
     def strike(self, kind: str, targets: Sequence[str]) -> None:
-        """Freeze or kill one of some servers now: the moment is the victim's worst."""
+        """Freeze or kill one of some servers about now: the moment is the victim's worst."""
         if self._over:
             return
         node = self._chance.choice([n for n in self._world.servers if n.name in targets])
-        strike = self._kill(node) if kind == "kill server" else self._freeze(node.process, kind)
-        task = self._world.loop.create_task(strike, context=contextvars.Context())
+        delay_s = self._world.chance["strikes"].choice([0.0, 0.001, 0.004, 0.016])
+
+        async def strike() -> None:
+            await asyncio.sleep(delay_s)  # what was done last is halfway to the disk, perhaps
+            await (self._kill(node) if kind == "kill server" else self._freeze(node.process, kind))
+
+        task = self._world.loop.create_task(strike(), context=contextvars.Context())
         self._strikes.append(task)
 
     async def heal(self) -> None:
@@ -218,7 +223,8 @@ class Nemesis:
             if fault.name == "slow disk":
                 platter.counts["crawled"] += 1
             process, frozen_s = node.process, node.process.frozen_s
-            await asyncio.sleep(self._chance.choice([0.05, 0.5, 5, 20, 40]))
+            lasts = [5, 40] if fault.name == "stuck disk" else [0.05, 0.5, 5, 20, 40]
+            await asyncio.sleep(self._chance.choice(lasts))
             ran = process.alive and not process.frozen and process.frozen_s == frozen_s
             if ran and node.tiers is not None:
                 node.tiers.check_patience(platter.hung_s)

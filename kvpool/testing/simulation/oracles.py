@@ -77,6 +77,7 @@ class Story:
     holders: set[str] = field(default_factory=set)  # lives of servers that have it sealed now
     lives: set[str] = field(default_factory=set)  # all that ever had it
     changed_at: float = 0.0
+    lost_at: float = 0.0  # when a copy went, whatever became of the others
     ends: set[ReadStatus] = field(default_factory=set)  # every way in which a copy went
     rotten: int = 0  # copies that were spoilt on purpose
     removed: dict[str, float] = field(default_factory=dict)  # server -> when it was there last
@@ -114,7 +115,7 @@ class Truth:
         story = self.story(*key)
         story.holders.discard(life)
         story.ends.add(status)
-        story.changed_at = self.now()
+        story.changed_at = story.lost_at = self.now()
         if status is ReadStatus.REMOVED:
             story.removed[life.partition("#")[0]] = self.now()
         self._living[life].discard(key)
@@ -155,7 +156,7 @@ class Truth:
             story = self.stories[key]
             story.holders.discard(life)
             story.ends.add(ReadStatus.SERVER_LOST)
-            story.changed_at = self.now()
+            story.changed_at = story.lost_at = self.now()
 
 
 class WatchedAllocator(Allocator):

@@ -262,9 +262,10 @@ class World:
         for node in self.servers:
             memory = node.memory.obj if node.server is not None else None
             checks += [
-                partial(self._lands, node.store, node.memory, copy.target, brake)
+                partial(self._lands, node.store, node.memory, piece, brake)
                 for copy in (share if isinstance(share, list) else ())
-                if copy.target is not None and copy.target.obj is memory
+                for piece in copy.target
+                if piece.obj is memory
             ]
         return checks
 
@@ -514,7 +515,9 @@ class World:
         for master in self.masters:
             assert master.master is not None
             await master.process.spawn(master.master.close())
-        await asyncio.sleep(5)
+        # What a crawling disk has begun is left behind, and ends in its own time (seed 1047).
+        platters = [node.platter for node in self.servers if node.platter is not None]
+        await asyncio.sleep(60 if any(p.counts["crawled"] for p in platters) else 5)
         for process in (
             *(node.process for node in self.servers),
             *(node.process for node in self.masters),

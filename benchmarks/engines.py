@@ -1,0 +1,170 @@
+"""What the pool does to a real vLLM engine: hits, overhead, slow pools, a thousand requests.
+
+    .venv-vllm/bin/python -m benchmarks.engines [hits] [overhead] [never_slower] [steady]
+
+Two engines with one tiny model on a CPU, one with a pool and one without, take turns; each in a
+process of its own. `never_slower` throttles the pool's link from fast to absurd. The pool is this
+process, over tcp there, and over shared memory otherwise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from examples import tiny_model
+from tests.vllm.helpers import Engine, LocalPool, closing, prompt, transfer
+
+PREFIX = 2048
+#: Bytes per second; 0 is as fast as it goes.
+RATES = (0.0, 100e6, 30e6, 10e6, 3e6, 1e6, 100e3)
+ROUNDS = 8
+
+
+class Pair:
+    """An engine with a pool, and one without."""
+
+    def __init__(self, folder: Path, pool: LocalPool, transport: str, load: str) -> None:
+        cached = Path(tempfile.gettempdir()) / "kvpool-bench-model"
+        model = tiny_model.make(cached, layers=8, hidden=256)
+        sizes = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
+        config = transfer(pool.master, transports=[transport], load=load, lookup_timeout_s=0.05)
+        self.pool = pool
+        self.alone = Engine(model, folder / "alone.log", **sizes)
+        self.pooled = Engine(model, folder / "pooled.log", kv_transfer_config=config, **sizes)
+
+    def warm(self) -> None:
+        """The first requests of a process are slow."""
+        for engine in (self.alone, self.pooled):
+            for number in range(3):
+                engine.generate([prompt(900 + number, PREFIX, 0)])
+
+
+def first_token_s(engine: Engine, tokens: list[int]) -> float:
+    """Of a prompt of which the engine itself has nothing."""
+    engine.forget()
+    seconds: float = engine.generate([tokens], max_tokens=1)["seconds"]
+    return seconds
+
+
+def hits(console: Console, folder: Path) -> None:
+    pool = LocalPool()
+    pair = Pair(folder, pool, "shm", "auto")
+    with closing(pair.alone, pair.pooled):
+        pair.warm()
+        prompts = [prompt(number, PREFIX, 0) for number in range(ROUNDS)]
+        for tokens in prompts:
+            pair.pooled.generate([tokens])
+        pool.settled()
+        first_token_s(pair.pooled, prompts[0])
+        times = [(first_token_s(pair.alone, p), first_token_s(pair.pooled, p)) for p in prompts]
+    pool.close()
+    alone, pooled = (statistics.median(column) for column in zip(*times, strict=True))
+    console.print(
+        f"hit of a prompt of {PREFIX} tokens: {pooled * 1e3:.0f} ms to the first token, computed "
+        f"{alone * 1e3:.0f} ms: {alone / pooled:.1f} x"
+    )
+
+
+def overhead(console: Console, folder: Path) -> None:
+    """Nothing is ever used again: all that the pool does is in vain."""
+    pool = LocalPool()
+    pair = Pair(folder, pool, "shm", "auto")
+    ratios = []
+    with closing(pair.alone, pair.pooled):
+        pair.warm()
+        for turn in range(ROUNDS):
+            prompts = [prompt(1000 + 16 * turn + number, 500, 0) for number in range(16)]
+            order = (pair.alone, pair.pooled) if turn % 2 else (pair.pooled, pair.alone)
+            seconds = {e: e.generate(prompts, max_tokens=32)["seconds"] for e in order}
+            ratios.append(seconds[pair.alone] / seconds[pair.pooled])
+    pool.close()
+    console.print(
+        f"throughput without any reuse: {statistics.median(ratios):.3f} of that without a pool "
+        f"({min(ratios):.3f} to {max(ratios):.3f})"
+    )
+
+
+def never_slower(console: Console, folder: Path) -> None:
+    pool = LocalPool()
+    pair = Pair(folder, pool, "tcp", "auto")
+    table = Table(title=f"time to first token of a prompt of {PREFIX} tokens that the pool has")
+    for column in ("link", "alone, median", "pool, median", "pool, worst", "loaded", "ratio"):
+        table.add_column(column, justify="right")
+    with closing(pair.alone, pair.pooled):
+        pair.warm()
+        prompts = [prompt(number, PREFIX, 0) for number in range(ROUNDS)]
+        for tokens in prompts:
+            pair.pooled.generate([tokens])
+        pool.settled()
+        for rate in RATES:
+            pool.weather.rate = rate
+            before = pair.pooled.metrics().get("vllm:kvpool_decisions load", 0.0)
+            alone, pooled = [], []
+            for tokens in prompts:
+                alone.append(first_token_s(pair.alone, tokens))
+                pooled.append(first_token_s(pair.pooled, tokens))
+            loaded = pair.pooled.metrics().get("vllm:kvpool_decisions load", 0.0) - before
+            one, other = statistics.median(alone), statistics.median(pooled)
+            table.add_row(
+                f"{rate / 1e6:g} MB/s" if rate else "unlimited",
+                f"{one * 1e3:.0f} ms",
+                f"{other * 1e3:.0f} ms",
+                f"{max(pooled) * 1e3:.0f} ms",
+                f"{loaded:.0f} of {ROUNDS}",
+                f"{one / other:.2f} x",
+            )
+    pool.close()
+    console.print(table)
+
+
+def steady(console: Console, folder: Path) -> None:
+    """A thousand requests, half of them hits: does anything grow?"""
+    pool = LocalPool()
+    pair = Pair(folder, pool, "shm", "always")
+    (server,) = pool.dev.servers
+    sizes: list[int] = []
+    with closing(pair.alone, pair.pooled):
+        began = time.monotonic()
+        for turn in range(10):
+            for number in range(5):
+                prompts = [prompt(20 * turn + number // 2 * 10 + n, 200, 100) for n in range(20)]
+                pair.pooled.generate(prompts, max_tokens=4)
+            pair.pooled.forget()
+            sizes.append(pair.pooled.ask("rss"))
+        seconds = time.monotonic() - began
+        threads = pair.pooled.ask("threads")
+    pins, reservations = server.store.pins, server.store.reservations
+    pool.close()
+    growth = sizes[-1] - sizes[len(sizes) // 2]
+    console.print(
+        f"1,000 requests in {seconds:.0f} s: the engine's memory grew by {growth / 2**20:.1f} MiB "
+        f"in the second half; {threads} threads; pins {pins}, reservations {reservations}"
+    )
+
+
+def main() -> None:
+    known: dict[str, Callable[[Console, Path], None]] = {
+        "hits": hits,
+        "overhead": overhead,
+        "never_slower": never_slower,
+        "steady": steady,
+    }
+    chosen = sys.argv[1:] or list(known)
+    if unknown := [name for name in chosen if name not in known]:
+        raise SystemExit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+    console = Console(width=120)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen:
+            known[name](console, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

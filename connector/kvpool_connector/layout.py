@@ -1,0 +1,106 @@
+"""Where the bytes of an engine's blocks lie: pure arithmetic on shapes and strides.
+
+A block's bytes are opaque: kernels pack what is inside as they like. It is taken as a whole, layer
+by layer in the order of the layers' names, each in the order in which it lies in memory. What that
+order was is part of the namespace (`namespace.py`), so bytes of another layout are never read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+#: Pieces of one block. More means that its bytes are scattered in crumbs: copying those would be
+#: slower than computing them.
+STRIPS_MAX: Final = 4096
+
+
+class Unsupported(ValueError):
+    """This engine's KV cache cannot be taken block by block."""
+
+
+class View(NamedTuple):
+    """One layer's cache as the engine shows it, blocks first. Strides are in elements."""
+
+    layer: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_size: int
+    offset: int  # of the first element, in elements
+    buffer: int  # which allocation it lies in
+
+
+class Strip(NamedTuple):
+    """One piece of every block: block b has `size` bytes at `start + b * stride` of a buffer."""
+
+    buffer: int
+    start: int
+    stride: int
+    size: int
+
+
+def strips(views: Sequence[View]) -> list[Strip]:
+    """The pieces of a block of a group, in the order in which they make the block.
+
+    Raises Unsupported when it is not made of a bounded number of pieces.
+    """
+    found: list[Strip] = []
+    for view in views:
+        for strip in _of_layer(view):
+            last = found[-1] if found else None
+            if (
+                last is not None
+                and (last.buffer, last.stride) == (strip.buffer, strip.stride)
+                and last.start + last.size == strip.start
+            ):
+                found[-1] = last._replace(size=last.size + strip.size)
+            else:
+                found.append(strip)
+        if len(found) > STRIPS_MAX:
+            raise Unsupported(f"a block of this KV cache lies in more than {STRIPS_MAX} pieces")
+    return found
+
+
+def describe(views: Sequence[View]) -> str:
+    """What must be equal for two engines to exchange a group's bytes, as text to be hashed."""
+    return ";".join(f"{v.layer}:{v.shape[1:]}:{_order(v)}:{v.item_size}" for v in views)
+
+
+def _of_layer(view: View) -> list[Strip]:
+    if len(view.shape) < 2 or len(view.shape) != len(view.strides) or min(view.shape) < 1:
+        raise Unsupported(f"layer {view.layer}: a KV cache of shape {view.shape}")
+    # Innermost first: what is contiguous is one run, everything outside of it is enumerated.
+    inner = sorted(
+        (stride, size)
+        for stride, size in zip(view.strides[1:], view.shape[1:], strict=True)
+        if size > 1
+    )
+    run = 1
+    while inner and inner[0][0] == run:
+        run *= inner.pop(0)[1]
+    if any(stride < run for stride, _ in inner):
+        raise Unsupported(f"layer {view.layer}: its elements overlap (strides {view.strides})")
+    count = 1
+    for _, size in inner:
+        count *= size
+    if count > STRIPS_MAX:
+        raise Unsupported(
+            f"layer {view.layer}: a block lies in {count} pieces of {run * view.item_size} bytes"
+        )
+    ranges = [[index * stride for index in range(size)] for stride, size in reversed(inner)]
+    return [
+        Strip(
+            view.buffer,
+            (view.offset + sum(offsets)) * view.item_size,
+            view.strides[0] * view.item_size,
+            run * view.item_size,
+        )
+        for offsets in itertools.product(*ranges)
+    ]
+
+
+def _order(view: View) -> tuple[int, ...]:
+    """The inner dimensions as they lie in memory, outermost first."""
+    dimensions = range(1, len(view.shape))
+    return tuple(sorted(dimensions, key=lambda d: (-view.strides[d], d)))

@@ -1,0 +1,118 @@
+"""The connector's figures in vLLM's `/metrics` and log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+#: Of what is counted as "name label": the metric, what its label is called, and what it says.
+_LABELLED: Final = {
+    "hit_tokens": ("tier", "Prompt tokens loaded from the pool, by the tier they lay in."),
+    "miss": ("reason", "Lookups that ended before the prompt did, by why."),
+    "decision": ("decision", "What was decided for prompts of which the pool had a part."),
+    "load_miss": ("reason", "Blocks that a load did not find any more, by why."),
+    "load_error": ("error", "Loads cut off by an error."),
+    "save_error": ("error", "Saves cut off by an error."),
+    "dropped": ("reason", "Blocks that were not saved in the end, by why."),
+}
+_PLAIN: Final = {
+    "lookups": "Prompts looked up.",
+    "loads": "Loads that have ended.",
+    "loads_failed": "Loads of which some blocks were computed after all.",
+    "load_s": "Seconds from the decision to load until the engine knew that it had ended.",
+    "load_bytes": "Bytes loaded.",
+    "load_blocks_missing": "Blocks that were to be loaded and were computed after all.",
+    "saved_blocks": "Blocks that the pool has acknowledged.",
+    "save_bytes": "Bytes saved; what the pool had already is not counted.",
+    "save_s": "Seconds of saving, beside the engine.",
+    "save_retries": "Refused blocks that were tried again.",
+    "estimated_load_s": "Seconds that loads were estimated to take, where that was compared.",
+    "estimated_prefill_s": "Seconds that computing was estimated to take, where that was compared.",
+    "probes": "Background readings of the pool's speed while loads were refused.",
+    "bad_hints": "Requests whose hints made no sense.",
+    "hook_s": "Seconds spent in the scheduler's hooks.",
+    "hooks": "Calls of the scheduler's hooks.",
+}
+#: Values as of now, not sums.
+_GAUGES: Final = {
+    "load_bandwidth_bytes": "Bytes per second that loads are estimated to come with.",
+    "prefill_tokens_rate": "Prompt tokens per second that the engine is estimated to compute.",
+}
+_UNITS: Final = {"load_s": "load_seconds", "save_s": "save_seconds", "hook_s": "hook_seconds"}
+
+
+@dataclass
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """Sums since the last report, and gauges; a plain dict, so that it travels."""
+
+    data: dict[str, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = value if name in _GAUGES else self.data.get(name, 0.0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"kvpool {name}": round(value, 4) for name, value in sorted(self.data.items())}
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:kvpool_*`; each series exists as soon as it has a value."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._counters = {
+            name: self._counter_cls(
+                f"vllm:kvpool_{_metric(name)}", text, labelnames=self._labelnames
+            )
+            for name, text in _PLAIN.items()
+        }
+        self._labelled = {
+            name: self._counter_cls(
+                f"vllm:kvpool_{_metric(name)}", text, labelnames=[*self._labelnames, label]
+            )
+            for name, (label, text) in _LABELLED.items()
+        }
+        self._gauges = {
+            name: self._gauge_cls(
+                f"vllm:kvpool_{name}",
+                text,
+                labelnames=self._labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for name, text in _GAUGES.items()
+        }
+
+    def observe(self, transfer_stats_data: Mapping[str, float], engine_idx: int = 0) -> None:
+        engine = self.per_engine_labelvalues[engine_idx]
+        for key, value in transfer_stats_data.items():
+            name, _, label = key.partition(" ")
+            if label and name in self._labelled:
+                self._labelled[name].labels(*engine, label.replace(" ", "_")).inc(value)
+            elif key in self._counters:
+                self._counters[key].labels(*engine).inc(value)
+            elif key in self._gauges:
+                self._gauges[key].labels(*engine).set(value)
+
+
+def _metric(name: str) -> str:
+    name = _UNITS.get(name, name)
+    if name.endswith("_s"):
+        name = name.removesuffix("_s") + "_seconds"
+    if name in ("miss", "load_miss"):
+        name += "es"
+    if name in ("decision", "load_error", "save_error"):
+        name += "s"
+    return f"{name}_total"

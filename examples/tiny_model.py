@@ -1,0 +1,121 @@
+"""A language model small enough for a laptop's CPU: random weights and a tokenizer, made offline.
+
+    python -m examples.tiny_model OUT [qwen3 | gemma3 | deepseek_v2]
+
+Its answers mean nothing, but depend on every token before them: whoever reads a wrong KV cache gets
+other tokens. `gemma3` has sliding windows (two KV cache groups), `deepseek_v2` has MLA.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 1024
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make(
+    target: Path, kind: str = "qwen3", *, seed: int = 0, layers: int = 4, hidden: int = 128
+) -> Path:
+    """Write the model to a directory, unless it is there already; the directory."""
+    if (target / "config.json").exists():
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    _tokenizer(target)
+    torch.manual_seed(seed)
+    heads = max(4, hidden // 32)
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "max_position_embeddings": 32_768,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+    }
+    model: Any
+    if kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(head_dim=32, **common))
+    elif kind == "gemma3":
+        kinds = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(layers)]
+        model = Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                head_dim=32,
+                sliding_window=128,
+                query_pre_attn_scalar=32,
+                layer_types=kinds,
+                **common,
+            )
+        )
+    elif kind == "deepseek_v2":
+        model = DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                q_lora_rank=None,
+                kv_lora_rank=512,
+                qk_rope_head_dim=64,
+                qk_nope_head_dim=64,
+                v_head_dim=64,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                first_k_dense_replace=layers,
+                moe_intermediate_size=64,
+                **{**common, "num_key_value_heads": heads},
+            )
+        )
+    else:
+        raise SystemExit(f"{kind}: expected qwen3, gemma3 or deepseek_v2")
+    model.to(torch.bfloat16).save_pretrained(target, safe_serialization=True)
+    return target
+
+
+def _tokenizer(target: Path) -> None:
+    chance = random.Random(0)
+    words = [
+        "".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 8))) for _ in range(800)
+    ]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        (" ".join(chance.choices(words, k=60)) for _ in range(400)),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY - 8,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            show_progress=False,
+        ),
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = _TEMPLATE
+    fast.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    print(make(Path(sys.argv[1]), *sys.argv[2:3]))

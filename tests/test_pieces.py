@@ -1,0 +1,82 @@
+"""Blocks in pieces, as an engine keeps them: over every transport the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import BadBuffer, Match, Pool, ReadStatus, Run, WriteStatus
+from kvpool.types import Replica
+from tests.conftest import NAMESPACE, keys, value, values
+
+#: Awkward on purpose: no cut of one side is a cut of the other, some lie beyond one step of a copy.
+CUTS = [(5000, 1, 3191), (1, 8191), (8192,), (4096, 4096)]
+
+
+def pieces(data: bytes | bytearray, cuts: tuple[int, ...]) -> list[memoryview]:
+    view, start, parts = memoryview(data), 0, []
+    for size in cuts:
+        parts.append(view[start : start + size])
+        start += size
+    return parts
+
+
+async def test_a_block_in_pieces_is_their_concatenation(pool: Pool) -> None:
+    chain = keys("pieces", 8)
+    data = values(chain)
+    gathered = [pieces(block, CUTS[i % 4]) for i, block in enumerate(data)]
+    assert set(await pool.write(NAMESPACE, chain, gathered)) == {WriteStatus.STORED}
+    got = [bytearray(8192) for _ in chain]
+    scattered = [pieces(block, CUTS[(i + i // 4) % 4]) for i, block in enumerate(got)]
+    results = await pool.read(NAMESPACE, chain, scattered)
+    assert all(result.status.hit and result.size == 8192 for result in results)
+    assert got == data
+
+
+async def test_large_pieces_are_copied_by_threads(pool: Pool) -> None:
+    (name,) = keys("large", 1)
+    data = value(name, 3 << 20)
+    await pool.write(NAMESPACE, [name], [pieces(data, (1 << 20, 1 << 19, 3 << 19))])
+    got = bytearray(3 << 20)
+    (result,) = await pool.read(NAMESPACE, [name], [pieces(got, (7, (3 << 20) - 7))])
+    assert result.status.hit
+    assert got == data
+
+
+async def test_a_block_smaller_than_its_pieces_leaves_the_rest_alone(pool: Pool) -> None:
+    (name,) = keys("small", 1)
+    await pool.write(NAMESPACE, [name], [value(name, 100)])
+    got = bytearray(200)
+    (result,) = await pool.read(NAMESPACE, [name], [pieces(got, (60, 60, 80))])
+    assert result.size == 100
+    assert got == value(name, 100) + bytes(100)
+
+
+async def test_pieces_that_are_none_are_refused_by_name(pool: Pool) -> None:
+    (name,) = keys("bad", 1)
+    with pytest.raises(BadBuffer, match="no pieces"):
+        await pool.write(NAMESPACE, [name], [[]])
+    with pytest.raises(BadBuffer, match="read-only"):
+        await pool.read(NAMESPACE, [name], [[bytearray(4), b"abc"]])
+    await pool.write(NAMESPACE, [name], [b"12345"])
+    with pytest.raises(BadBuffer, match="bytes, block"):
+        await pool.read(NAMESPACE, [name], [[bytearray(2), bytearray(2)]])
+
+
+async def test_a_reader_that_has_the_beginning_asks_for_the_rest(pool: Pool) -> None:
+    chain = keys("rest", 10)
+    await pool.write(NAMESPACE, chain, values(chain))
+    match = await pool.match(NAMESPACE, chain)
+    got = [bytearray(8192) for _ in range(4)]
+    results = await pool.read(NAMESPACE, chain[3:7], got, match=match.of(3, 7))
+    assert all(result.status.hit for result in results)
+    assert got == values(chain[3:7])
+
+
+def test_a_part_of_a_match_is_a_match() -> None:
+    here, there = (Replica("a", "dram"),), (Replica("b", "dram"),)
+    match = Match((Run(0, 3, here), Run(4, 8, there)), 9, ReadStatus.EVICTED)
+    part = match.of(2, 6)
+    assert part.runs == (Run(0, 1, here), Run(2, 3, there))
+    assert part.length == 4
+    assert match.of(0, 9) == match
+    assert match.of(9, 12) == Match((), 0, ReadStatus.EVICTED)
