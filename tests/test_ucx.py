@@ -6,7 +6,9 @@ The conformance kit runs over ucx in test_conformance.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import random
 import signal
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -17,15 +19,15 @@ import pytest
 
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, connect, dev, registry
 from kvpool.children import Child, process_of, servers_up
-from kvpool.errors import ConfigError, LinkBroken, Unavailable
+from kvpool.errors import ConfigError, LinkBroken, Overloaded, Unavailable
 from kvpool.link import ZmqNetwork
-from kvpool.protocols import Reading
+from kvpool.protocols import Peer, Reading
 from kvpool.types import Wanted
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error
 from kvpool_transports import ucx, ucx_worker
 from kvpool_transports.tcp import TcpTransport
-from kvpool_transports.ucx import UcxChannel, UcxTransport, defaults, make_context
+from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport, defaults, make_context
 from kvpool_transports.ucx_worker import Worker
 from tests.conftest import NAMESPACE, buffers, keys, value, values
 
@@ -105,7 +107,7 @@ async def test_no_common_lane_is_another_path(installed: None) -> None:
     transports = {"ucx": UcxTransport({"TLS": "posix,self"}), "tcp": TcpTransport()}
     listen = ["ucx://127.0.0.1:0", "tcp://127.0.0.1:0"]
     async with dev.serve("64MiB", listen=tuple(listen), transports=transports) as running:
-        config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"])
+        config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"], measure=False)
         client = Pool(
             config,
             cluster="default",
@@ -271,6 +273,103 @@ async def test_a_stopped_transfer_is_over(installed: None, steps: int) -> None:
     assert all(buffer == b"\xa5" * SIZE for buffer in got)
 
 
+async def test_calls_that_met_at_the_same_time_end_apart(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled while the server is frozen, each ends at once.
+
+    UCX joins the ends of two workers in the order in which they are made. If streams did not meet
+    one after the other, a read's receives could belong to another stream's end, and not be stopped
+    before the server wakes.
+    """
+    heard = UcxStream.be_introduced
+
+    async def slowly(stream: UcxStream, deadline: float) -> None:
+        await asyncio.sleep(chance.random() / 20)
+        await heard(stream, deadline)
+
+    chance = random.Random(7)
+    monkeypatch.setattr(UcxStream, "be_introduced", slowly)
+    async with running.client("ucx", hedge_s=20, attempt_s=20, timeout_s=30) as pool:
+        chain = await stored(pool, "together", 16)
+        got = [buffers(16, SIZE) for _ in range(6)]
+        await asyncio.gather(*(pool.read(NAMESPACE, chain, into) for into in got))
+        calls = [asyncio.ensure_future(pool.read(NAMESPACE, chain, into)) for into in got]
+        await asyncio.sleep(0.02)
+        running.server.signal(signal.SIGSTOP)
+        try:
+            for call in calls:
+                call.cancel()
+                await asyncio.wait([call], timeout=2)
+                assert call.done()
+        finally:
+            running.server.signal(signal.SIGCONT)
+
+
+async def test_a_buffer_cannot_be_freed_under_ucx(installed: None) -> None:
+    """While a read is under way, or being stopped, its memory stays where it is."""
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
+        config = ClientConfig(masters=[running.address], transports=["ucx"])
+        async with running.pool(config) as pool:
+            chain = await stored(pool, "freed", 8)
+            got = buffers(8, SIZE)
+            call = asyncio.ensure_future(pool.read(NAMESPACE, chain, got))
+            await asyncio.sleep(0.005)
+            with pytest.raises(BufferError):
+                got[0].clear()
+            call.cancel()
+            await asyncio.wait([call])
+            del call  # its traceback leads to frames that name the buffers
+            gc.collect()
+            got[0].clear()
+
+
+async def test_more_clients_than_a_server_takes(installed: None) -> None:
+    """Who comes too late hears it in a word, and the others go on."""
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running, AsyncExitStack() as s:
+        (server,) = running.servers
+        config = ClientConfig(masters=[running.address], transports=["ucx"])
+        pool = await s.enter_async_context(running.pool(config))
+        chain = await stored(pool, "before", 2)
+        held = [server.connect(Peer("test")) for _ in range(1024 - server._connections)]
+        late = await s.enter_async_context(running.pool(config))
+        with pytest.raises(Overloaded, match="the limit"):
+            await late.write_to("dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2)
+        got = buffers(2, SIZE)
+        await pool.read(NAMESPACE, chain, got)
+        assert got == values(chain, SIZE)
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.parametrize("scheme", ["put_zcopy", "put_ppln", "auto"])
+def test_senders_may_not_write_by_themselves(
+    installed: None, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    with pytest.raises(ConfigError, match="RNDV_SCHEME"):
+        make_context(local=True, settings={"RNDV_SCHEME": scheme})
+    monkeypatch.setattr(ucx, "_SAID", ("RNDV_SCHEME",))
+    monkeypatch.setenv("UCX_RNDV_SCHEME", scheme)
+    with pytest.raises(ConfigError, match="RNDV_SCHEME"):
+        make_context(local=True, settings={})
+
+
+def test_settings_win_over_the_environment_and_that_over_defaults(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only when bytes move is nobody's to set: always by rendezvous."""
+    monkeypatch.setattr(ucx, "_SAID", ("RNDV_THRESH", "MAX_RNDV_RAILS", "TLS"))
+    monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
+    monkeypatch.setenv("UCX_MAX_RNDV_RAILS", "3")
+    monkeypatch.setenv("UCX_TLS", "tcp,posix,self")
+    for settings, rails in (({}, "3"), ({"MAX_RNDV_RAILS": "4", "NET_DEVICES": "lo"}, "4")):
+        found = make_context(local=True, settings=settings).config
+        assert found["MAX_RNDV_RAILS"] == rails
+        assert found["RNDV_THRESH"] in ("0", "intra:0,inter:0")
+        assert found["TLS"] == "tcp,posix,self"
+        assert found["NET_DEVICES"] == "lo"
+
+
 # --- many, and idle ------------------------------------------------------------------------
 
 
@@ -280,7 +379,9 @@ async def test_many_clients_and_servers_in_one_process(installed: None) -> None:
         dev.serve("64MiB", servers=2, listen=tuple(listen)) as running,
         AsyncExitStack() as stack,
     ):
-        config = ClientConfig(masters=[running.address], transports=["ucx"], timeout_s=30)
+        config = ClientConfig(
+            masters=[running.address], transports=["ucx"], timeout_s=30, attempt_s=20
+        )
         pools = [await stack.enter_async_context(running.pool(config)) for _ in range(8)]
         chains = [keys(f"client {number}", 2) for number in range(8)]
         await asyncio.gather(

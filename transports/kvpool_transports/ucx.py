@@ -12,7 +12,9 @@ So no message is ever unexpected, and UCX buffers nothing. "Done" is what makes 
 sender that gave up, whose memory may be another block's by now, never says it. The connection that
 carries the words ends with the process at its other end, on every fabric, so death is noticed at
 once; frozen peers cost a deadline. Each stream has a UCX endpoint of its own, and whatever goes
-wrong in a transfer closes it: that alone is how UCX lets go of buffers (see `ucx_worker`).
+wrong in a transfer closes it: that alone is how UCX lets go of buffers (see `ucx_worker`). Before
+the first request a token goes through UCX, so a lane that is blocked or missing is found out while
+there is time for another transport.
 
 UCX believes its peers: who can reach a UCX worker is trusted with its process. On loopback that is
 this host; beyond it, it is the network (the reason why `--insecure` must be said there).
@@ -25,7 +27,8 @@ import importlib.util
 import ipaddress
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path as Place
 from typing import TYPE_CHECKING, Final, cast
 
@@ -55,6 +58,7 @@ WINDOW: Final = 16
 HINT: Final = "UCX is not installed: pip install 'kvpool[ucx]'"
 _INTRODUCTION = struct.Struct("<4sHHHQQ")
 _MAGIC: Final = b"kvux"
+_TOKEN = struct.Struct("<Q")
 _ADDRESS_SIZE_MAX: Final = 16 << 10
 _FABRICS: Final = ("rc", "dc", "ud", "ib", "cuda", "gdr", "rocm", "ze", "srd", "all")
 
@@ -96,11 +100,11 @@ class UcxTransport:
         async def dial(deadline: float) -> Stream:
             loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(deadline), workers.pairing:
                     _, stream = await loop.create_connection(make, host, port)
+                    await _pair(stream, workers, deadline)
             try:
-                await stream.introduce(deadline)
-                await stream.be_introduced(deadline)
+                await stream.prove(deadline)
                 await exchanges.greet(
                     stream, cluster=cluster, client=client, server="", deadline=deadline
                 )
@@ -123,12 +127,18 @@ class UcxTransport:
         """What UCX finds on this machine, and what that means for the bytes."""
         _load()
         context = make_context(local=False, settings=self._settings)
-        said = os.environ.get("UCX_TLS") or context.config["TLS"]
-        scheme = context.config["RNDV_SCHEME"]
+        said = context.config
         return (
-            f"UCX {'.'.join(map(str, _version()))}, lanes {said}, rendezvous {scheme}; "
-            f"{_fabric()}; {_devices(context.cuda_support)}"
+            f"UCX {'.'.join(map(str, _version()))}, lanes {said['TLS']}, devices "
+            f"{said['NET_DEVICES']}, up to {said['MAX_RNDV_RAILS']} rails, rendezvous "
+            f"{said['RNDV_SCHEME']}; {_fabric()}; {_devices(context.cuda_support)}"
         )
+
+    @property
+    def unproven(self) -> bool:
+        """Without a lane of a fabric UCX has nothing that tcp has not."""
+        lanes = self._settings.get("TLS") or os.environ.get("UCX_TLS", "")
+        return not (_on_fabric(lanes) and _rdma_devices() and _has_verbs())
 
     async def _workers(self, host: str) -> Workers:
         await asyncio.to_thread(_load)
@@ -172,11 +182,24 @@ class _Session(Session):
     """One that is introduced before it is greeted."""
 
     async def greet(self) -> Connection:
-        stream = cast(UcxStream, self.stream)
-        deadline = asyncio.get_running_loop().time() + HELLO_S
-        await stream.be_introduced(deadline)
-        await stream.introduce(deadline)
+        await cast(UcxStream, self.stream).meet(asyncio.get_running_loop().time() + HELLO_S)
         return await super().greet()
+
+
+async def _pair(stream: UcxStream, workers: Workers, deadline: float) -> None:
+    """Introduce both sides, each of which then makes its end of an endpoint.
+
+    UCX joins the ends that two workers make for each other in the order in which they are made.
+    So a client's streams do this one after the other; if it fails half way, nobody knows which
+    ends there are, and the next stream has another worker.
+    """
+    try:
+        await stream.introduce(deadline)
+        await stream.be_introduced(deadline)
+    except BaseException:
+        workers.renew()
+        stream.abort()
+        raise
 
 
 class UcxStream(Stream):
@@ -217,6 +240,23 @@ class UcxStream(Stream):
             raise VersionMismatch(f"the peer has UCX {major}.{minor}, this is {ours}")
         self._met().meet(address, number)
 
+    async def meet(self, deadline: float) -> None:
+        """The server's half of being introduced, until the client's token has come by UCX."""
+        await self.be_introduced(deadline)
+        token = bytearray(_TOKEN.size)
+        async with self._moving() as transfer:
+            transfer.receive(memoryview(token))
+            await self.introduce(deadline)
+            await transfer.until(0, deadline)
+        if token != _TOKEN.pack(self._met().number):
+            raise BadFrame("that is not the token")
+
+    async def prove(self, deadline: float) -> None:
+        """Send the token. By rendezvous, so that bytes have gone both ways when it returns."""
+        async with self._moving() as transfer:
+            transfer.send(memoryview(_TOKEN.pack(self._met().theirs)))
+            await transfer.until(0, deadline)
+
     # --- payloads --------------------------------------------------------------------------
 
     async def send(
@@ -233,9 +273,8 @@ class UcxStream(Stream):
             return await super().send(message, payload, deadline=deadline, seeds=seeds)
         await super().send(message, deadline=deadline)
         await self._word(deadline)  # ready
-        transfer = self._transfer = self._met().transfer()
         checksums: list[int] = []
-        try:
+        async with self._moving() as transfer:
             for index, buffer in enumerate(payload):
                 hasher = xxhash.xxh3_64(seed=seeds[index]) if seeds else None
                 for piece in Landing([buffer]).pieces(_piece_size(total)):
@@ -247,12 +286,6 @@ class UcxStream(Stream):
                 if hasher is not None:
                     checksums.append(hasher.intdigest())
             await transfer.until(0, deadline)
-            transfer.end()
-        except BaseException:
-            await self._stop(transfer)
-            raise
-        finally:
-            self._transfer = None
         await super().send(None, deadline=deadline)  # done
         return checksums
 
@@ -274,31 +307,34 @@ class UcxStream(Stream):
         return frame
 
     async def _fetch(self, landing: Landing, deadline: float | None) -> None:
-        transfer = self._transfer = self._met().transfer()
         pieces = landing.pieces(_piece_size(landing.missing))
         by = deadline if deadline is not None else self._loop.time() + HELLO_S
-        try:
+        async with self._moving() as transfer:
             for piece in pieces:
                 transfer.receive(piece)
             await super().send(None, deadline=by)  # ready
             for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
                 await transfer.until(left, deadline)
                 landing.filled(len(piece))
-            transfer.end()
-        except BaseException:
-            await self._stop(transfer)
-            raise
-        finally:
-            self._transfer = None
         await self._word(deadline)  # done: what has come was still the sender's to send
 
     async def _word(self, deadline: float | None) -> None:
         """The peer says that it is ready, or done: an empty payload frame."""
         _expect_payload(await super().receive(deadline=deadline))
 
-    async def _stop(self, transfer: Transfer) -> None:
-        super().abort()
-        await transfer.stop()
+    @asynccontextmanager
+    async def _moving(self) -> AsyncIterator[Transfer]:
+        """A transfer. However the `with` ends, when it has ended UCX has let go of all buffers."""
+        transfer = self._transfer = self._met().transfer()
+        try:
+            yield transfer
+            transfer.end()
+        except BaseException:
+            super().abort()
+            await transfer.stop()
+            raise
+        finally:
+            self._transfer = None
 
     # --- ends ------------------------------------------------------------------------------
 
@@ -332,33 +368,40 @@ def _load() -> None:
 
 
 def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:
-    """UCX, set up for whole blocks. What `UCX_...` says in the environment is left as it is.
+    """UCX, set up for whole blocks. Our `settings` win, then `UCX_...` in the environment.
 
-    Raises ConfigError when its settings leave no lane.
+    Raises ConfigError when they leave no lane, or would let bytes move when nobody expects them.
     """
     from ucxx._lib.libucxx import Feature, UCXContext
     from ucxx.exceptions import UCXError
 
-    config = {**defaults(os.environ.get("UCX_TLS", ""), local=local), **settings}
-    config = {name: value for name, value in config.items() if not _said(name)}
-    try:
-        return UCXContext(config, (Feature.TAG, Feature.WAKEUP))
-    except UCXError as error:
+    said = {name: os.environ[f"UCX_{name}"] for name in _SAID if f"UCX_{name}" in os.environ}
+    said |= settings
+    scheme = said.get("RNDV_SCHEME", "am")
+    if scheme not in _SCHEMES:
         raise ConfigError(
-            f"UCX cannot start: {error}; UCX_TLS is {os.environ.get('UCX_TLS', config.get('TLS'))}"
-        ) from None
+            f"UCX_RNDV_SCHEME is {scheme!r}: a sender could write into memory that its owner has "
+            f"taken back; choose one of {', '.join(_SCHEMES)}, or leave it to kvpool"
+        )
+    config = {**defaults(said.get("TLS", ""), local=local), **said, "RNDV_THRESH": "0"}
+    ours = {name: value for name, value in config.items() if said.get(name) != value}
+    try:
+        return UCXContext({**ours, **settings}, (Feature.TAG, Feature.WAKEUP))
+    except UCXError as error:
+        lanes = config.get("TLS")
+        raise ConfigError(f"UCX cannot start: {error}; UCX_TLS is {lanes}") from None
 
 
 def defaults(lanes: str, *, local: bool) -> dict[str, str]:
     """UCX's settings without their `UCX_`, for these lanes (as in `UCX_TLS`, empty: ours).
 
-    Rendezvous always, because it is what fills no buffer but ours. Who receives is active: a
-    sender that writes into our memory by itself could do so after we gave up on it.
+    Rendezvous always, because it is what fills no buffer but ours, and what a closed endpoint
+    ends. Who receives is active: a sender that writes into our memory by itself could do so after
+    we gave up on it.
     """
-    fabric = any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))
     chosen = {
         "RNDV_THRESH": "0",
-        "RNDV_SCHEME": "get_zcopy" if fabric else "am",
+        "RNDV_SCHEME": "get_zcopy" if _on_fabric(lanes) else "am",
         "MAX_RNDV_RAILS": "2",
         "TCP_TX_SEG_SIZE": "256K",
         "TCP_RX_SEG_SIZE": "256K",
@@ -373,24 +416,39 @@ def defaults(lanes: str, *, local: bool) -> dict[str, str]:
     return chosen
 
 
+def _on_fabric(lanes: str) -> bool:
+    return any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))
+
+
 #: What the operator set; ucxx sets some of them, too, when it is imported.
-_SAID: Final = frozenset(name for name in os.environ if name.startswith("UCX_"))
+_SAID: Final = tuple(name[4:] for name in os.environ if name.startswith("UCX_"))
+#: With these the receiver is the active side.
+_SCHEMES: Final = ("am", "get_zcopy", "get_ppln")
 
 
 def _fabric() -> str:
     """RDMA: whether there is a device, and whether this UCX can use one."""
-    devices = sorted(path.name for path in Place("/sys/class/infiniband").glob("*"))
+    devices = _rdma_devices()
     if not devices:
         return "no RDMA device"
-    spec = importlib.util.find_spec("libucx")
-    places = spec.submodule_search_locations or [] if spec is not None else []
-    own = [module for place in places for module in Place(place).glob("lib/ucx/libuct_ib*")]
-    if own or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in os.environ:
+    if _has_verbs():
         return f"RDMA devices {', '.join(devices)}"
     return (
         f"RDMA devices {', '.join(devices)}, but the UCX of this wheel was built without verbs: "
         "install UCX on the system and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
     )
+
+
+def _rdma_devices() -> list[str]:
+    return sorted(path.name for path in Place("/sys/class/infiniband").glob("*"))
+
+
+def _has_verbs() -> bool:
+    """The wheel's UCX has them, or the operator says that the system's is used."""
+    spec = importlib.util.find_spec("libucx")
+    places = spec.submodule_search_locations or [] if spec is not None else []
+    own = [module for place in places for module in Place(place).glob("lib/ucx/libuct_ib*")]
+    return bool(own) or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in os.environ
 
 
 def _devices(cuda: bool) -> str:
@@ -399,10 +457,6 @@ def _devices(cuda: bool) -> str:
         return "host memory only (UCX_TLS has no CUDA lane)"
     peer = Place("/sys/module/nvidia_peermem").exists()
     return f"CUDA lanes, {'GPUDirect by nvidia-peermem' if peer else 'no nvidia-peermem'}"
-
-
-def _said(name: str) -> bool:
-    return f"UCX_{name}" in _SAID
 
 
 def _version() -> tuple[int, int]:

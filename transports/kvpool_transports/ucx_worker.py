@@ -171,13 +171,20 @@ class Workers:
         self._context = context
         self._worker = Worker(context)
         self._closed = False
+        #: Held while a client's stream meets its server's: see `Path.meet`.
+        self.pairing = asyncio.Lock()
 
     def current(self) -> Worker:
-        if self._worker.worn and not self._closed:
+        if self._worker.worn:
+            self.renew()
+        return self._worker
+
+    def renew(self) -> None:
+        """New paths have another worker; those that there are go on."""
+        if not self._closed:
             fresh = Worker(self._context)
             self._worker.retire()
             self._worker = fresh
-        return self._worker
 
     def close(self) -> None:
         """Idempotent."""
@@ -186,29 +193,32 @@ class Workers:
 
 
 class Path:
-    """The UCX side of one stream: an endpoint, made when it is needed, and both sides' tags."""
+    """The UCX side of one stream: its end of an endpoint, and both sides' tags."""
 
     def __init__(self, worker: Worker, number: int) -> None:
         self._worker = worker
         self._endpoint: UCXEndpoint | None = None
-        self._address = b""
-        self._theirs = 0
         self._received = itertools.count()
         self._sent = itertools.count()
         self.number = number
+        self.theirs = 0
         self.closed = False
 
     def meet(self, address: bytes, theirs: int) -> None:
-        """Who the peer is, and the number that its receives have."""
-        self._address = address
-        self._theirs = theirs
+        """Who the peer is, and the number that its receives have.
 
-    def endpoint(self) -> UCXEndpoint:
-        """Raises LinkBroken when the path is closed or the peer cannot be reached."""
+        The ends that two workers make for each other are joined in the order in which they are
+        made: both sides must meet their paths in the same order. Raises LinkBroken, BadMessage.
+        """
         if self.closed:
             raise LinkBroken("the connection was aborted")
+        self.theirs = theirs
+        self._endpoint = self._worker.endpoint(address)
+
+    def endpoint(self) -> UCXEndpoint:
+        """Raises LinkBroken when the path is closed."""
         if self._endpoint is None:
-            self._endpoint = self._worker.endpoint(self._address)
+            raise LinkBroken("the connection was aborted")
         return self._endpoint
 
     def transfer(self) -> Transfer:
@@ -228,7 +238,7 @@ class Path:
         self._worker.ended(self.number)
 
     def sending_tag(self) -> int:
-        return _tag(self._theirs, self._sent)
+        return _tag(self.theirs, self._sent)
 
     def receiving_tag(self) -> int:
         return _tag(self.number, self._received)
