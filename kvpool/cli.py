@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvpool import logs, process, registry
 from kvpool.client import Pool, connect
-from kvpool.config import ClientConfig, Config, load, parse_size
+from kvpool.config import ClientConfig, Config, load, parse_size, transport_settings
 from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
@@ -169,7 +169,8 @@ async def _serve(settings: Config) -> None:
     schemes = [address.partition("://")[0] for address in wanted.listen]
     running: BlockServer | None = None
     try:
-        transports = registry.transports(schemes, strict=True)
+        settings_of = transport_settings(wanted)
+        transports = registry.transports(schemes, strict=True, settings=settings_of)
         tiers = registry.tiers(wanted)
         running = BlockServer(
             wanted,

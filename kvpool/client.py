@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool import logs, pieces, registry
-from kvpool.config import ClientConfig
+from kvpool.config import ClientConfig, transport_settings
 from kvpool.errors import (
     BadBuffer,
     BadKey,
@@ -115,7 +115,8 @@ async def connect(
     """
     if config is None:
         config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
-    transports = registry.transports(config.transports)
+    settings = transport_settings(config)
+    transports = registry.transports(config.transports, settings=settings)
     network = ZmqNetwork(cluster)
     try:
         pool = Pool(
@@ -600,6 +601,8 @@ class Pool:
                     server,
                     lambda channel: pieces.read(channel, reading, blocks, fetch.deadline),
                     fetch.deadline,
+                    sum(fetch.sizes[i] for i in positions),
+                    lambda results: sum(result.size for result in results),
                 )
         except (Unavailable, PeerError, Overloaded) as error:
             answer = [ReadResult(_why(error))] * len(positions)

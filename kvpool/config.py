@@ -67,6 +67,11 @@ class ServerConfig(_Section, frozen=True):
     promote_after: int = 1
     #: Touch all memory in the background at start: the first write to a page is slow.
     prefault: bool = True
+    #: What UCX may use, as in UCX_TLS and UCX_NET_DEVICES, which hold where these are empty, and
+    #: how many network cards one block may take at once (0: what UCX_MAX_RNDV_RAILS says, or 2).
+    ucx_tls: str = ""
+    ucx_devices: str = ""
+    ucx_rails: Annotated[int, Meta(ge=0, le=16)] = 0
     #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
     insecure: bool = False
 
@@ -76,6 +81,9 @@ class ClientConfig(_Section, frozen=True):
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
     #: Transports that may be used, best first; those that are not installed are left out.
     transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "ucx", "tcp"])
+    #: Of several transports that lead to another host take the fastest, as measured on calls that
+    #: are made anyway; otherwise the order of `transports` holds.
+    measure: bool = True
     #: For a call that names no deadline.
     timeout_s: Seconds = 5.0
     #: A server or master that has been silent for this long is given up; the call ends in a miss.
@@ -85,6 +93,10 @@ class ClientConfig(_Section, frozen=True):
     hedge_s: Seconds = 0.1
     #: Check the checksum of every block that is read.
     verify: bool = True
+    #: The same as of a server.
+    ucx_tls: str = ""
+    ucx_devices: str = ""
+    ucx_rails: Annotated[int, Meta(ge=0, le=16)] = 0
 
 
 class Config(_Section, frozen=True):
@@ -123,6 +135,16 @@ class TierSpec(NamedTuple):
     place: str
     capacity: int
     settings: dict[str, str]
+
+
+def transport_settings(section: ServerConfig | ClientConfig) -> dict[str, dict[str, str]]:
+    """What a transport is told, by scheme; only what was said."""
+    ucx = {
+        "TLS": section.ucx_tls,
+        "NET_DEVICES": section.ucx_devices,
+        "MAX_RNDV_RAILS": str(section.ucx_rails or ""),
+    }
+    return {"ucx": {name: value for name, value in ucx.items() if value}}
 
 
 def parse_tier(text: str) -> TierSpec:

@@ -9,9 +9,11 @@ import time
 from importlib.metadata import version
 from typing import NamedTuple
 
+import msgspec
+
 from kvpool import registry
 from kvpool.client import Pool
-from kvpool.config import ClientConfig, Config
+from kvpool.config import ClientConfig, Config, transport_settings
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.link import ZmqNetwork
 from kvpool.protocols import Described
@@ -89,7 +91,7 @@ def _transports(config: ClientConfig) -> list[Finding]:
             )
             continue
         try:
-            made = registry.transport(scheme)
+            made = registry.transport(scheme, transport_settings(config).get(scheme))
             note = made.note if isinstance(made, Described) else known[scheme].value
         except ConfigError as error:
             # One of several is left out, and the pool works; the error says how to get it.
@@ -227,7 +229,9 @@ async def _trial(settings: Config, member: Member, scheme: str) -> Finding:
 
 
 def _asking(config: ClientConfig, masters: list[str], transports: list[str]) -> ClientConfig:
-    return ClientConfig(masters=masters, transports=transports, timeout_s=1.5, attempt_s=1.0)
+    return msgspec.structs.replace(
+        config, masters=masters, transports=transports, timeout_s=1.5, attempt_s=1.0
+    )
 
 
 def _client(cluster: str, config: ClientConfig) -> Pool:
@@ -235,6 +239,6 @@ def _client(cluster: str, config: ClientConfig) -> Pool:
         config,
         cluster=cluster,
         network=ZmqNetwork(cluster),
-        transports=registry.transports(config.transports),
+        transports=registry.transports(config.transports, settings=transport_settings(config)),
         owns_network=True,
     )

@@ -295,6 +295,16 @@ class Discerning(Protocol):
         """False: do not even try."""
 
 
+@runtime_checkable
+class Unproven(Protocol):
+    """A transport that is not worth being tried first on every machine."""
+
+    @property
+    def unproven(self) -> bool:
+        """True: nothing here says that it is faster than others, so they come first until it has
+        been measured."""
+
+
 # --- tiers -------------------------------------------------------------------------------
 
 

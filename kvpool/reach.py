@@ -4,6 +4,8 @@ Two kinds of trouble are told apart. A path that *fails* (refused, reset, nonsen
 the next one taken; a server none of whose paths works is left alone for a while. A peer that is
 *silent* (frozen, cut off, overloaded) is not waited for: after `hedge_s` somebody else is asked,
 and when there is nobody else it is given up after `attempt_s`.
+
+Where several paths to other hosts work, the faster one is taken, as measured (`paths.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,17 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.hosts import Host
-from kvpool.protocols import Channel, Discerning, Link, Network, Transport, Viewable, Writing
+from kvpool.paths import Choice
+from kvpool.protocols import (
+    Channel,
+    Discerning,
+    Link,
+    Network,
+    Transport,
+    Unproven,
+    Viewable,
+    Writing,
+)
 from kvpool.types import Gathered, Member, TierUsage, WriteStatus
 from kvpool.wire import messages as wire
 
@@ -47,6 +59,11 @@ _BACKOFF_S_MAX: Final = 5.0
 _REFRESH_S: Final = 0.5
 #: Servers that a client takes a master's word for.
 _MEMBERS_MAX: Final = 4096
+
+
+def nothing(_: object) -> int:
+    """What a call moved that moves no blocks."""
+    return 0
 
 
 class Silent(DeadlineExceeded):
@@ -195,6 +212,7 @@ class _Server:
         self.host = ""
         self.epoch = 0
         self.paths: list[_Path] = []
+        self.far: Choice[_Path] | None = None  # those that lead to other hosts, if there are more
         self.channels: dict[_Path, Channel] = {}
         self.connecting = asyncio.Lock()
         self.retry_at = 0.0  # lost: not asked at all until then
@@ -265,21 +283,27 @@ class Servers:
                 known.retry_at = known.slow_until = known.failures = 0
                 self._drop_channels(known)
             known.host = info.host
-            known.paths = self._usable(info.addresses, info.host)
+            self._find_paths(known, info.addresses)
         return members
 
     async def call(
-        self, server: str, operation: Callable[[Channel], Awaitable[T]], deadline: float
+        self,
+        server: str,
+        operation: Callable[[Channel], Awaitable[T]],
+        deadline: float,
+        size: int = 0,
+        moved: Callable[[T], int] = nothing,
     ) -> T:
         """Run `operation` on the best path that works. Raises ServerLost when none does.
 
         It may run twice: a connection that the server closed while it was idle shows that only
-        when it is used, and says nothing about the server.
+        when it is used, and says nothing about the server. `size`: the bytes that it moves if
+        all goes well; `moved`: those that it moved, from its result.
         """
         known = await self._known(server, deadline)
         epoch = known.epoch
         try:
-            return await self._call(known, operation, deadline)
+            return await self._call(known, operation, deadline, size, moved)
         except ServerLost as error:
             lost = error
         # It may live again, elsewhere. Only when it does not is it left alone: others who ask for
@@ -290,22 +314,34 @@ class Servers:
             known.retry_at = asyncio.get_running_loop().time() + known.failed(self._chance)
             known.paths = []  # ask again where it is
             raise lost
-        return await self._call(known, operation, deadline)
+        return await self._call(known, operation, deadline, size, moved)
 
     async def _call(
-        self, known: _Server, operation: Callable[[Channel], Awaitable[T]], deadline: float
+        self,
+        known: _Server,
+        operation: Callable[[Channel], Awaitable[T]],
+        deadline: float,
+        size: int,
+        moved: Callable[[T], int],
     ) -> T:
         loop = asyncio.get_running_loop()
         began = loop.time()
         problem: KvpoolError | None = None
-        for path in self._order(known):
+        order = self._order(known, size)
+        for path in order:
             for again in (True, False):
                 channel = known.channels.get(path)
                 used = channel is not None
+                started = loop.time()
                 try:
-                    channel = await self._connected(known, path, deadline)
+                    last = path == order[-1]
+                    channel = await self._connected(known, path, deadline, last=last)
                     result = await operation(channel)
-                except (Unavailable, PeerError) as error:
+                except BaseException as error:
+                    if known.far is not None:
+                        known.far.gave_up(path, loop.time())
+                    if not isinstance(error, Unavailable | PeerError):
+                        raise
                     problem = error
                     if loop.time() >= deadline:
                         # A hurried call says nothing about the path; a patient one does.
@@ -317,6 +353,8 @@ class Servers:
                     self._failed(known, path, channel, error)
                     break
                 known.failures = 0
+                if known.far is not None:
+                    self._took(known.server, known.far, path, moved(result), started)
                 return result
         raise ServerLost(f"server {known.server}: {problem or 'no common transport'}")
 
@@ -331,6 +369,10 @@ class Servers:
             known.slow_until = now + known.failed(self._chance)
             self._counters["hedged"] += not given_up
             if given_up:
+                # Perhaps it is not the server but the wire: another one is taken for a while.
+                for path in known.channels if known.far is not None else ():
+                    if not self._transports[path.scheme].same_host:
+                        self._broken[path] = now + _BACKOFF_S_MAX
                 self._drop_channels(known)
             log.warning("server is silent", server=server)
 
@@ -369,7 +411,15 @@ class Servers:
         self, server: str, writing: Writing, blocks: Sequence[Gathered], deadline: float
     ) -> list[WriteStatus]:
         return await self.call(
-            server, lambda channel: pieces.write(channel, writing, blocks, deadline), deadline
+            server,
+            lambda channel: pieces.write(channel, writing, blocks, deadline),
+            deadline,
+            sum(pieces.size(block.pieces) for block in blocks),
+            lambda statuses: sum(
+                pieces.size(block.pieces)
+                for block, status in zip(blocks, statuses, strict=True)
+                if status is WriteStatus.STORED
+            ),
         )
 
     async def viewable(self, server: str, deadline: float) -> Viewable:
@@ -405,23 +455,58 @@ class Servers:
             raise ServerLost(f"no master knows server {server}")
         return known
 
-    def _usable(self, addresses: Sequence[str], host: str) -> list[_Path]:
+    def _find_paths(self, known: _Server, addresses: Sequence[str]) -> None:
         """The paths that this client can take, in its order of preference."""
         by_scheme = {address.partition("://")[0]: address for address in addresses}
-        return [
-            _Path(scheme, by_scheme[scheme])
-            for scheme, transport in self._transports.items()
-            if scheme in by_scheme
-            and (host == self._host.id or not transport.same_host)
-            and (not isinstance(transport, Discerning) or transport.reaches(by_scheme[scheme]))
-        ]
+        near, far, unproven = [], [], []
+        for scheme, transport in self._transports.items():
+            if scheme not in by_scheme:
+                continue
+            path = _Path(scheme, by_scheme[scheme])
+            if isinstance(transport, Discerning) and not transport.reaches(path.address):
+                continue
+            if transport.same_host:
+                near += [path] if known.host == self._host.id else []
+            elif self._config.measure and isinstance(transport, Unproven) and transport.unproven:
+                unproven.append(path)
+            else:
+                far.append(path)
+        far += unproven
+        if not self._config.measure or len(far) < 2:
+            known.far = None
+        elif known.far is None or known.far.paths != far:
+            known.far = Choice(far)
+        known.paths = [*near, *far]
 
-    def _order(self, known: _Server) -> list[_Path]:
+    def _order(self, known: _Server, size: int = 0) -> list[_Path]:
         """Preference order, except that a path that failed lately comes last."""
         now = asyncio.get_running_loop().time()
-        return sorted(known.paths, key=lambda path: self._broken.get(path, 0.0) > now)
 
-    async def _connected(self, known: _Server, path: _Path, deadline: float) -> Channel:
+        def broken(path: _Path) -> bool:
+            return self._broken.get(path, 0.0) > now
+
+        order = known.paths
+        if known.far is not None:
+            near = order[: len(order) - len(known.far.paths)]
+            # Nothing is tried out while a nearer path serves, or while any of them is in trouble.
+            calm = all(map(broken, near)) and not any(map(broken, known.far.paths))
+            order = [*near, *known.far.order(size if calm else 0, now)]
+        return sorted(order, key=broken)
+
+    def _took(
+        self, server: str, far: Choice[_Path], path: _Path, moved: int, started: float
+    ) -> None:
+        """Tell the choice of paths how long a call took."""
+        now = asyncio.get_running_loop().time()
+        before = far.best
+        if far.moved(path, moved, now - started, now):
+            self._counters[f"chosen_{path.scheme}"] += 1
+            log.info("faster path", server=server, address=path.address, before=before.address)
+
+    async def _connected(
+        self, known: _Server, path: _Path, deadline: float, *, last: bool = True
+    ) -> Channel:
+        """The channel of a path. While there are others, it may take half of an attempt."""
         channel = known.channels.get(path)
         if channel is not None:
             return channel
@@ -436,7 +521,9 @@ class Servers:
             if channel is None:
                 if self._broken.get(path) != broken:  # who came first has just found out
                     raise LinkBroken(f"{path.address} cannot be reached")
-                until = min(deadline, asyncio.get_running_loop().time() + self._config.attempt_s)
+                loop = asyncio.get_running_loop()
+                began = loop.time()
+                until = min(deadline, began + self._config.attempt_s / (1 if last else 2))
                 try:
                     channel = await self._transports[path.scheme].connect(
                         path.address,
@@ -446,6 +533,10 @@ class Servers:
                     )
                 except ConfigError as error:  # the server's mistake, not the caller's
                     raise LinkBroken(str(error)) from None
+                except asyncio.CancelledError:
+                    if not last and loop.time() - began >= self._config.hedge_s:
+                        self._broken[path] = loop.time() + _BACKOFF_S_MAX  # not the next time
+                    raise
                 known.channels[path] = channel
                 log.debug("connected", server=known.server, address=path.address)
         finally:

@@ -8,7 +8,7 @@ looked up among them, never imported.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -31,17 +31,27 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
-def transport(scheme: str) -> Transport:
-    """A new transport of this scheme. Raises ConfigError when there is none or it cannot load."""
-    made: Transport = _load(TRANSPORTS, scheme, "transport")()
+def transport(scheme: str, settings: Mapping[str, str] | None = None) -> Transport:
+    """A new transport of this scheme. Raises ConfigError when there is none or it cannot load.
+
+    Its constructor takes nothing, or `settings` when there are any for its scheme.
+    """
+    make = _load(TRANSPORTS, scheme, "transport")
+    made: Transport = make(settings) if settings else make()
     return made
 
 
-def transports(schemes: Iterable[str], *, strict: bool = False) -> dict[str, Transport]:
+def transports(
+    schemes: Iterable[str],
+    *,
+    strict: bool = False,
+    settings: Mapping[str, Mapping[str, str]] | None = None,
+) -> dict[str, Transport]:
     """Those of `schemes` that are installed, in that order; at least one must be.
 
     One that is declared may still lack what it stands on, an extra. It is left out, too: a client
     has others, and `kvpool doctor` says what is missing. With `strict` that is a ConfigError.
+    `settings` are by scheme.
     """
     known = installed(TRANSPORTS)
     wanted = list(schemes)
@@ -50,7 +60,7 @@ def transports(schemes: Iterable[str], *, strict: bool = False) -> dict[str, Tra
     for scheme in wanted:
         if scheme in known:
             try:
-                found[scheme] = transport(scheme)
+                found[scheme] = transport(scheme, (settings or {}).get(scheme))
             except ConfigError as error:
                 if strict:
                     raise
