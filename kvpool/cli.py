@@ -10,7 +10,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -19,10 +20,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpool import logs, process, registry
+from kvpool import logs, metrics, process, registry
 from kvpool.client import Pool, connect
-from kvpool.config import ClientConfig, Config, load, parse_size, transport_settings
+from kvpool.config import (
+    ClientConfig,
+    Config,
+    MasterConfig,
+    ServerConfig,
+    load,
+    parse_size,
+    transport_settings,
+)
 from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
+from kvpool.http import Page, pages
 from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.server import BlockServer
@@ -58,6 +68,9 @@ Cluster = Annotated[str | None, typer.Option(help="Name of the cluster; others a
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow binding beyond loopback.")]
 DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
+Http = Annotated[
+    str | None, typer.Option(help="host:port for metrics, health, readiness: 127.0.0.1:7452.")
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -93,6 +106,7 @@ def dev(
 def master(
     config: ConfigFile = None,
     bind: Annotated[str | None, typer.Option(help="host:port to listen on.")] = None,
+    http: Http = None,
     cluster: Cluster = None,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
@@ -103,7 +117,12 @@ def master(
         process.die_with_parent()
     settings = _settings(
         config,
-        {"master.bind": bind, "cluster": cluster, "master.insecure": insecure or None},
+        {
+            "master.bind": bind,
+            "master.http": http,
+            "master.insecure": insecure or None,
+            "cluster": cluster,
+        },
     )
 
     async def main() -> None:
@@ -113,7 +132,9 @@ def master(
             await running.start()
             process.calm_garbage_collector()
             console.print(f"master at {running.address}")
-            await process.until_stopped()
+            wanted = settings.master
+            async with _pages(metrics.pages_of_master(running), wanted):
+                await process.until_stopped()
         finally:
             await running.close()
             network.close()
@@ -139,6 +160,7 @@ def server(
     listen: Annotated[
         str | None, typer.Option(help="One address for each transport, comma-separated.")
     ] = None,
+    http: Http = None,
     cluster: Cluster = None,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
@@ -156,6 +178,7 @@ def server(
             "server.policy": policy,
             "server.id": id,
             "server.listen": listen,
+            "server.http": http,
             "server.insecure": insecure or None,
             "cluster": cluster,
         },
@@ -188,18 +211,29 @@ async def _serve(settings: Config) -> None:
             soft_wrap=True,
             markup=False,
         )
-        registering = asyncio.create_task(_registered(running, settings))
-        stopped = asyncio.create_task(process.until_stopped())
-        # A refused id ends the server; a master that is not there yet does not.
-        await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if registering.done():
-            registering.result()
-            await stopped
-        registering.cancel()
+        async with _pages(metrics.pages_of_server(running), wanted):
+            registering = asyncio.create_task(_registered(running, settings))
+            stopped = asyncio.create_task(process.until_stopped())
+            # A refused id ends the server; a master that is not there yet does not.
+            await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if registering.done():
+                registering.result()
+                await stopped
+            registering.cancel()
     finally:
         if running is not None:
             await running.close()
         network.close()
+
+
+@asynccontextmanager
+async def _pages(
+    served: Mapping[str, Callable[[], Page]], wanted: MasterConfig | ServerConfig
+) -> AsyncIterator[None]:
+    async with pages(served, wanted.http, wanted.insecure) as serving:
+        if serving is not None:
+            console.print(f"metrics, health, ready at http://{serving.address}", markup=False)
+        yield
 
 
 async def _registered(running: BlockServer, settings: Config) -> None:

@@ -39,6 +39,9 @@ class MasterConfig(_Section, frozen=True):
     timeout_s: Seconds = 3.0
     #: A silent server is remembered this long: when it comes back, it is simply back.
     forget_s: Seconds = 600.0
+    #: Metrics, health and readiness over HTTP, at host:port, usually 127.0.0.1:7452. Empty:
+    #: nowhere, because several masters may share a host.
+    http: str = ""
     #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
     insecure: bool = False
 
@@ -72,6 +75,8 @@ class ServerConfig(_Section, frozen=True):
     ucx_tls: str = ""
     ucx_devices: str = ""
     ucx_rails: Annotated[int, Meta(ge=0, le=16)] = 0
+    #: Metrics, health and readiness over HTTP, at host:port; empty: nowhere.
+    http: str = ""
     #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
     insecure: bool = False
 

@@ -7,6 +7,7 @@ seen half changed. It keeps no file and needs no peer: after a restart the serve
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -44,6 +45,8 @@ class Master:
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
+        #: How many of each kind were answered.
+        self.requests: Counter[str] = Counter()
         self._handlers: dict[int, Callable[[bytes], wire.Message]] = {}
         self._handle(wire.Register, self._register)
         self._handle(wire.Heartbeat, self._heartbeat)
@@ -88,9 +91,17 @@ class Master:
             raise BadMessage(f"message type {type} is no request to a master")
         return wire.encode(handler(body))
 
+    def uptime_s(self, now: float) -> float:
+        return max(0.0, now - self._started)
+
     def _handle(self, type: type[M], answer: Callable[[M], wire.Message]) -> None:
-        number = wire.TYPES[type]
-        self._handlers[number] = lambda body: answer(wire.decode(type, number, body))
+        number, name = wire.TYPES[type], type.__name__.lower()
+
+        def handle(body: bytes) -> wire.Message:
+            self.requests[name] += 1
+            return answer(wire.decode(type, number, body))
+
+        self._handlers[number] = handle
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -205,8 +216,7 @@ class Master:
                 more = True
                 break
             page.append(info)
-        uptime_s = max(0.0, now - self._started)
-        return wire.MembersAre(self.address, uptime_s, len(self.directory), page, more)
+        return wire.MembersAre(self.address, self.uptime_s(now), len(self.directory), page, more)
 
     def _hint(self, m: wire.Hint) -> wire.Hinted:
         if not m.session.isprintable():

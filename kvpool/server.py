@@ -109,6 +109,11 @@ class BlockServer:
         """Where clients reach this server, one for each transport."""
         return [listener.address for listener in self._listeners]
 
+    @property
+    def known(self) -> bool:
+        """Whether a master knows this server and all that it has announced."""
+        return any(announcer.synced for announcer in self._announcers)
+
     async def start(self) -> None:
         """Find what the tiers still hold, listen, and begin to tell the masters.
 
@@ -141,10 +146,7 @@ class BlockServer:
 
         ConfigError when another living server has this id, MasterLost's cause when none answers.
         """
-        while True:
-            for announcer in self._announcers:
-                if announcer.synced:
-                    return
+        while not self.known:
             if asyncio.get_running_loop().time() >= deadline:
                 raise self._announcers[0].problem or Unavailable("no master has answered yet")
             await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
@@ -40,6 +41,14 @@ def buffers(count: int, size: int = 8192) -> list[bytearray]:
 
 #: What the witness of `watched` has written.
 CHAIN = keys("witness", 3)
+
+
+def patient(seconds: float) -> float:
+    """So many seconds of an idle machine, here and now: others may be busy on its cores, too."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu < 0.02:
+        pass
+    return seconds * max(1.0, (time.perf_counter() - wall) / 0.02)
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvpool.testing.chaos.cluster import Cluster
 from kvpool.testing.chaos.proxy import Proxy
 from kvpool.testing.chaos.report import HEARTBEAT_S, SETTLE_S, Report
 from kvpool.testing.chaos.witness import Witness
-from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+from tests.conftest import NAMESPACE, buffers, key, keys, patient, value, values
 from tests.processes import fill, member, script, until
 
 #: What a machine that is busy with other tests may add to a time.
@@ -66,7 +67,7 @@ async def test_kill_9_of_one_owner_of_two_fails_no_read(cluster: Cluster) -> Non
     first = [next(seen for seen in one if seen.began >= struck) for one in reads]
     failover_s = max(seen.ended for seen in first) - struck
     print(f"kill -9 of an owner: read from the other one after {failover_s:.3f} s")
-    assert failover_s < 1.0
+    assert failover_s < patient(1.0)
     assert {status for one in reads for seen in one for status in seen.statuses} == {ReadStatus.HIT}
     assert not sum(seen.wrong_bytes for one in reads for seen in one)
 
@@ -84,7 +85,7 @@ async def test_a_frozen_owner_of_two_costs_a_hedge(cluster: Cluster) -> None:
         victim.thaw()
     longest_s = max(seen.ended - seen.began for one in reads for seen in one)
     print(f"SIGSTOP of an owner: the longest read took {longest_s:.3f} s")
-    assert longest_s < ClientConfig().hedge_s + 0.05 + BUSY_S
+    assert longest_s < ClientConfig().hedge_s + 0.05 + patient(BUSY_S)
     assert {status for one in reads for seen in one for status in seen.statuses} == {ReadStatus.HIT}
     assert not sum(seen.wrong_bytes for one in reads for seen in one)
 
@@ -101,7 +102,7 @@ async def test_kill_9_of_a_server_under_reads(cluster: Cluster, pool: Pool) -> N
             got = buffers(len(chain), 1 << 20)
             started = loop.time()
             results = await pool.read(NAMESPACE, chain, got, match=match, timeout=timeout)
-            assert loop.time() - started < timeout + 0.2
+            assert loop.time() - started < timeout + patient(0.2)
             for digest, result, buffer in zip(chain, results, got, strict=True):
                 assert not result.status.hit or buffer == value(digest, 1 << 20)
                 if chain is lost:
@@ -148,7 +149,7 @@ async def test_a_frozen_server_costs_a_deadline_and_not_more(cluster: Cluster, p
     loop = asyncio.get_running_loop()
     started = loop.time()
     results = await pool.read(NAMESPACE, chain, buffers(4, 1 << 20), timeout=1.0)
-    assert loop.time() - started < 1.2
+    assert loop.time() - started < 1.0 + patient(0.2)
     assert {result.status for result in results} <= {ReadStatus.DEADLINE, ReadStatus.SERVER_LOST}
 
 
@@ -168,7 +169,7 @@ async def test_a_server_that_was_frozen_comes_back_with_everything(cluster: Clus
             statuses = await pool.write(NAMESPACE, other, values(other, 1 << 20))
             assert set(statuses) == {WriteStatus.STORED}
             cluster.servers["server-0"].thaw()
-            await cluster.well(within_s=2 * HEARTBEAT_S + BUSY_S)
+            await cluster.well(within_s=2 * HEARTBEAT_S + patient(BUSY_S))
             # More than the server has left: it would take what is pinned, if it could.
             for digest in keys("afterwards", 60):
                 await pool.write_to("server-0", NAMESPACE, digest, value(digest, 1 << 20))
@@ -209,7 +210,7 @@ async def test_a_killed_master_is_back_with_the_whole_map(two_masters: Cluster) 
         client = two_masters.client(master="master-0")
         restarted = await stack.enter_async_context(client)
         while (match := await restarted.match(NAMESPACE, chain)).length < len(chain):
-            assert loop.time() - started < 2 * HEARTBEAT_S + BUSY_S, match
+            assert loop.time() - started < 2 * HEARTBEAT_S + patient(BUSY_S), match
             await asyncio.sleep(0.01)
         print(f"a restarted master knew all blocks after {loop.time() - started:.3f} s")
         await asyncio.sleep(0.2)
@@ -255,7 +256,7 @@ async def test_a_master_killed_under_matches_fails_none(two_masters: Cluster) ->
         await asyncio.gather(*asking)
     print(f"{matches} matches, the longest took {longest_s:.3f} s")
     assert matches > before > 0
-    assert longest_s < ClientConfig().hedge_s + 0.05 + BUSY_S
+    assert longest_s < ClientConfig().hedge_s + 0.05 + patient(BUSY_S)
 
 
 # --- writers ----------------------------------------------------------------------------
@@ -377,7 +378,7 @@ async def test_a_killed_writers_space_is_back_at_once(cluster: Cluster) -> None:
                 killed = loop.time()
                 assert await waiting is WriteStatus.STORED
             print(f"{scheme}: written {loop.time() - killed:.3f} s after the kill")
-            assert loop.time() - killed < BUSY_S
+            assert loop.time() - killed < patient(BUSY_S)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
@@ -500,13 +501,11 @@ def still_there(pids: list[str]) -> list[str]:
 
 async def test_ctrl_c_ends_chaos_and_every_process_of_it() -> None:
     process = await chaos("--seconds", "60")
-    for _ in range(900):
-        children = children_of(process.pid)
-        if len(children) == 8:  # masters, servers and clients
-            break
+    late = time.monotonic() + patient(30)
+    while len(children := children_of(process.pid)) != 8:  # masters, servers and clients
+        assert time.monotonic() < late, children
         await asyncio.sleep(0.05)
     process.send_signal(signal.SIGINT)
     await process.communicate()
     assert process.returncode == 130
-    assert len(children) == 8
     assert not still_there(children)

@@ -24,7 +24,7 @@ from kvpool.master import Master
 from kvpool.protocols import Peer
 from kvpool.wire.messages import Hello, Reserved, Welcome
 from kvpool_transports.streams import Stream
-from tests.conftest import NAMESPACE, buffers, eventually, key, keys, value, values
+from tests.conftest import NAMESPACE, buffers, eventually, key, keys, patient, value, values
 from tests.raw import payload, raw, reserve
 
 # --- masters ---------------------------------------------------------------------------
@@ -54,10 +54,7 @@ async def test_a_restarted_master_has_the_map_back_within_two_heartbeats(
         for chain in chains:
             await pool.write(NAMESPACE, chain, values(chain))
         master = await restart_master(two_servers)
-        loop = asyncio.get_running_loop()
-        back = loop.time()
-        await eventually(lambda: len(master.directory) == 400, within_s=2.0)
-        assert loop.time() - back < 2.0
+        await eventually(lambda: len(master.directory) == 400, within_s=patient(2.0))
         for chain in chains:
             assert (await pool.match(NAMESPACE, chain)).length == 40
             got = buffers(40)
@@ -154,7 +151,7 @@ async def test_a_lost_server_is_a_miss_with_a_reason(two_servers: dev.Dev) -> No
         started = loop.time()
         got = buffers(12)
         results = await pool.read(NAMESPACE, match_all, got, timeout=2)
-        assert loop.time() - started < 2
+        assert loop.time() - started < patient(2)
         assert [r.status.hit for r in results] == [True] * 6 + [False] * 6
         assert {r.status for r in results[6:]} == {ReadStatus.SERVER_LOST}
         assert got[:6] == values(match_all[:6])

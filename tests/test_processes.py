@@ -19,7 +19,7 @@ import pytest
 
 from kvpool import Pool, ReadStatus, WriteStatus
 from kvpool.testing.chaos.cluster import Cluster, open_sockets
-from tests.conftest import NAMESPACE, key, keys, values
+from tests.conftest import NAMESPACE, key, keys, patient, values
 from tests.processes import fill
 
 
@@ -83,7 +83,7 @@ async def test_everything_ends_within_a_second(cluster: Cluster, number: int) ->
     assert len(open_sockets(servers)) == 2
     for node in (*servers, *cluster.masters.values()):
         seconds, code = await node.stop(number)
-        assert seconds < 1.0
+        assert seconds < patient(1.0)
         assert code == 0
     assert not open_sockets(servers)
 
@@ -105,7 +105,7 @@ def kvpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, "-m", "kvpool", *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         env={**os.environ, **environment},
     )
 
@@ -127,7 +127,7 @@ def test_no_master_is_said_within_two_seconds() -> None:
     done = kvpool("status", "--masters", "127.0.0.1:9")
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
-    assert time.monotonic() - started < 2.0 + 1.0  # and the start of Python
+    assert time.monotonic() - started < patient(2.0 + 1.0)  # and the start of Python
 
 
 async def test_a_port_in_use_is_named(cluster: Cluster) -> None:

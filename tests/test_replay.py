@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import patient
+
 
 def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvpool", "replay", *arguments],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=110,
     )
 
 
@@ -61,14 +63,14 @@ def test_a_replay_takes_its_processes_with_it(number: int) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    until = time.monotonic() + 20
+    until = time.monotonic() + patient(20)
     while len(children(parent.pid)) < 5:
         assert time.monotonic() < until
         time.sleep(0.05)
     started = children(parent.pid)
     parent.send_signal(number)
-    parent.wait(10)
-    until = time.monotonic() + 3
+    parent.wait(patient(10))
+    until = time.monotonic() + patient(3)
     while any(os.path.exists(f"/proc/{child}") for child in started):
         assert time.monotonic() < until, "a process was left behind"
         time.sleep(0.05)
@@ -83,7 +85,7 @@ def test_a_replay_without_its_master_or_an_engine_ends_in_a_sentence(victim: str
         text=True,
     )
     os.kill(playing(parent.pid, victim), signal.SIGKILL)
-    _, errors = parent.communicate(timeout=15)
+    _, errors = parent.communicate(timeout=patient(15))
     assert parent.returncode == 1
     assert "ended with code -9" in errors
     assert "Traceback" not in errors
@@ -97,7 +99,7 @@ def test_a_replay_outlives_a_server() -> None:
         text=True,
     )
     os.kill(playing(parent.pid, "kvpool server"), signal.SIGKILL)
-    out, _ = parent.communicate(timeout=50)
+    out, _ = parent.communicate(timeout=patient(50))
     report = json.loads(out)
     assert parent.returncode == 0
     assert report["wrong_bytes"] == 0
@@ -106,7 +108,7 @@ def test_a_replay_outlives_a_server() -> None:
 
 def playing(parent: int, name: str) -> int:
     """The process of a running replay whose command line holds `name`, once requests are played."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + patient(20)
     while time.monotonic() < until:
         started = children(parent)
         if len(started) == 5:
