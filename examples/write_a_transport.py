@@ -20,6 +20,7 @@ from kvpool import ClientConfig, Namespace, dev
 from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.testing import TRANSPORT_CHECKS, check_transport
+from kvpool.types import Cluster
 from kvpool_transports import exchanges
 from kvpool_transports.carried import CarriedChannel
 from kvpool_transports.serving import Sessions
@@ -31,6 +32,7 @@ class UnixTransport:
 
     scheme = "unix"
     same_host = True
+    authenticated = True
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         """Serve at `address`; empty: at a new one."""
@@ -38,7 +40,9 @@ class UnixTransport:
         await listener.start(address)
         return listener
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         path = _path(address)
 
         async def dial(deadline: float) -> Stream:

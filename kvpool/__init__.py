@@ -9,7 +9,7 @@ a server *what*.
 """
 
 from kvpool.client import Pool, connect
-from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig
+from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig, read_secret
 from kvpool.errors import (
     BadBuffer,
     BadKey,
@@ -24,6 +24,7 @@ from kvpool.errors import (
 from kvpool.types import (
     ROOT,
     BlockKey,
+    Cluster,
     Explanation,
     HintStatus,
     Match,
@@ -46,6 +47,7 @@ __all__ = [
     "BlockKey",
     "ClientConfig",
     "Closed",
+    "Cluster",
     "Config",
     "ConfigError",
     "Explanation",
@@ -68,4 +70,5 @@ __all__ = [
     "UsageError",
     "WriteStatus",
     "connect",
+    "read_secret",
 ]

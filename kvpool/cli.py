@@ -27,13 +27,14 @@ from kvpool.config import (
     Config,
     MasterConfig,
     ServerConfig,
+    cluster_of,
     load,
     parse_size,
     transport_settings,
 )
 from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
 from kvpool.http import Page, pages
-from kvpool.link import ZmqNetwork
+from kvpool.link import ZmqNetwork, why_silent
 from kvpool.master import Master
 from kvpool.server import BlockServer
 from kvpool.tables import as_json_object, human, members_table, tiers_table
@@ -65,6 +66,9 @@ Masters = Annotated[
     str | None, typer.Option("--masters", help="host:port of the masters, comma-separated.")
 ]
 Cluster = Annotated[str | None, typer.Option(help="Name of the cluster; others are refused.")]
+SecretFile = Annotated[
+    str | None, typer.Option(help="A file with the secret that all of the cluster know.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow binding beyond loopback.")]
 DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
@@ -108,6 +112,7 @@ def master(
     bind: Annotated[str | None, typer.Option(help="host:port to listen on.")] = None,
     http: Http = None,
     cluster: Cluster = None,
+    secret_file: SecretFile = None,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
     die_with_parent: DieWithParent = False,
@@ -122,11 +127,12 @@ def master(
             "master.http": http,
             "master.insecure": insecure or None,
             "cluster": cluster,
+            "secret_file": secret_file,
         },
     )
 
     async def main() -> None:
-        network = ZmqNetwork(settings.cluster)
+        network = ZmqNetwork(cluster_of(settings))
         running = Master(settings.master, network)
         try:
             await running.start()
@@ -162,6 +168,7 @@ def server(
     ] = None,
     http: Http = None,
     cluster: Cluster = None,
+    secret_file: SecretFile = None,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
     die_with_parent: DieWithParent = False,
@@ -181,6 +188,7 @@ def server(
             "server.http": http,
             "server.insecure": insecure or None,
             "cluster": cluster,
+            "secret_file": secret_file,
         },
     )
     _run(_serve(settings), log_level)
@@ -188,7 +196,7 @@ def server(
 
 async def _serve(settings: Config) -> None:
     wanted = settings.server
-    network = ZmqNetwork(settings.cluster)
+    network = ZmqNetwork(cluster_of(settings))
     schemes = [address.partition("://")[0] for address in wanted.listen]
     running: BlockServer | None = None
     try:
@@ -197,7 +205,7 @@ async def _serve(settings: Config) -> None:
         tiers = registry.tiers(wanted)
         running = BlockServer(
             wanted,
-            cluster=settings.cluster,
+            cluster=cluster_of(settings),
             network=network,
             transports=transports,
             tiers=tiers,
@@ -243,7 +251,8 @@ async def _registered(running: BlockServer, settings: Config) -> None:
     try:
         await running.registered(loop.time() + patience)
     except Unavailable as error:
-        complaints.print(f"[yellow]no master yet:[/] {escape(str(error))}; trying on")
+        hint = await why_silent(settings.server.masters, cluster_of(settings))
+        complaints.print(f"[yellow]no master yet:[/] {escape(str(error))}{hint}; trying on")
 
 
 # --- asking ----------------------------------------------------------------------------
@@ -254,10 +263,11 @@ def status(
     config: ConfigFile = None,
     masters: Masters = None,
     cluster: Cluster = None,
+    secret_file: SecretFile = None,
     as_json: Json = False,
 ) -> None:
     """Show the servers of a pool: memory, blocks, health."""
-    settings = _settings(config, {"client.masters": masters, "cluster": cluster})
+    settings = _asking(config, masters, cluster, secret_file)
 
     async def main() -> list[Member]:
         async with await _open(settings) as pool:
@@ -281,10 +291,11 @@ def explain(
     config: ConfigFile = None,
     masters: Masters = None,
     cluster: Cluster = None,
+    secret_file: SecretFile = None,
     as_json: Json = False,
 ) -> None:
     """Say where blocks are, or why they are not."""
-    settings = _settings(config, {"client.masters": masters, "cluster": cluster})
+    settings = _asking(config, masters, cluster, secret_file)
 
     async def main() -> list[Explanation]:
         try:
@@ -323,12 +334,13 @@ def doctor(
     config: ConfigFile = None,
     masters: Masters = None,
     cluster: Cluster = None,
+    secret_file: SecretFile = None,
     as_json: Json = False,
 ) -> None:
     """Look for what keeps a pool from working, or from being fast, and say what to do."""
     from kvpool.doctor import examine
 
-    settings = _settings(config, {"client.masters": masters, "cluster": cluster})
+    settings = _asking(config, masters, cluster, secret_file)
     findings = _run(examine(settings))
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings]))
@@ -518,6 +530,18 @@ def _settings(config: Path | None, flags: dict[str, object]) -> Config:
         _fail(error)
 
 
+def _asking(
+    config: Path | None, masters: str | None, cluster: str | None, secret_file: str | None
+) -> Config:
+    """Settings of a command that asks the pool."""
+    flags: dict[str, object] = {
+        "client.masters": masters,
+        "cluster": cluster,
+        "secret_file": secret_file,
+    }
+    return _settings(config, flags)
+
+
 async def _open(settings: Config) -> Pool:
     client = settings.client
     asking = ClientConfig(
@@ -527,7 +551,7 @@ async def _open(settings: Config) -> Pool:
         attempt_s=min(client.attempt_s, _ASK_S / 2),
         verify=client.verify,
     )
-    return await connect(config=asking, cluster=settings.cluster)
+    return await connect(config=asking, cluster=cluster_of(settings))
 
 
 def _run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:

@@ -35,7 +35,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.hosts import Host, this_host
-from kvpool.link import ZmqNetwork
+from kvpool.link import ZmqNetwork, why_silent
 from kvpool.protocols import (
     Channel,
     Network,
@@ -51,6 +51,7 @@ from kvpool.types import (
     ROOT,
     BlockKey,
     Buffer,
+    Cluster,
     Explanation,
     Gathered,
     HintStatus,
@@ -107,12 +108,14 @@ class _Fetch:
 
 
 async def connect(
-    *masters: str, config: ClientConfig | None = None, cluster: str = "default"
+    *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
 ) -> Pool:
     """Open a pool on the masters at `host:port`; any one of them is enough.
 
-    Raises MasterLost when none answers within the configured time.
+    A cluster with a secret is `Cluster(name, secret)`. Raises MasterLost when none answers within
+    the configured time.
     """
+    cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
     if config is None:
         config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
     settings = transport_settings(config)
@@ -127,6 +130,9 @@ async def connect(
         raise
     try:
         await pool.members()
+    except MasterLost as error:
+        await pool.close()
+        raise MasterLost(f"{error}{await why_silent(config.masters, cluster)}") from None
     except BaseException:
         await pool.close()
         raise
@@ -143,7 +149,7 @@ class Pool:
         self,
         config: ClientConfig,
         *,
-        cluster: str,
+        cluster: Cluster,
         network: Network,
         transports: Mapping[str, Transport],
         owns_network: bool = False,

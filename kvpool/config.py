@@ -21,11 +21,14 @@ import yaml
 from msgspec import Meta
 
 from kvpool.errors import ConfigError
+from kvpool.types import Cluster
 
 Size = Annotated[int, Meta(ge=0, le=2**60, extra={"unit": "size"})]
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"unit": "seconds"})]
 
 DEFAULT_MASTER: Final = "127.0.0.1:7450"
+_SECRET_SIZE_MIN: Final = 16
+_SECRET_SIZE_MAX: Final = 4096
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +45,7 @@ class MasterConfig(_Section, frozen=True):
     #: Metrics, health and readiness over HTTP, at host:port, usually 127.0.0.1:7452. Empty:
     #: nowhere, because several masters may share a host.
     http: str = ""
-    #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
+    #: Listen beyond loopback though nobody is asked for a secret.
     insecure: bool = False
 
 
@@ -77,7 +80,7 @@ class ServerConfig(_Section, frozen=True):
     ucx_rails: Annotated[int, Meta(ge=0, le=16)] = 0
     #: Metrics, health and readiness over HTTP, at host:port; empty: nowhere.
     http: str = ""
-    #: Listen beyond loopback. There is no authentication yet, so this must be said aloud.
+    #: Listen beyond loopback though nobody is asked for a secret.
     insecure: bool = False
 
 
@@ -107,9 +110,37 @@ class ClientConfig(_Section, frozen=True):
 class Config(_Section, frozen=True):
     #: Masters, servers and clients of different clusters refuse each other.
     cluster: str = "default"
+    #: A file with the cluster's secret, at least 16 bytes, for all of them. Empty: there is none,
+    #: and whoever reaches the pool may use it.
+    secret_file: str = ""
     master: MasterConfig = MasterConfig()
     server: ServerConfig = ServerConfig()
     client: ClientConfig = ClientConfig()
+
+
+def cluster_of(config: Config) -> Cluster:
+    """The cluster that a process belongs to, its secret read from its file. Raises ConfigError."""
+    return Cluster(config.cluster, read_secret(config.secret_file))
+
+
+def read_secret(path: str) -> bytes:
+    """What is in the file, without white space around it; nothing for no path.
+
+    Raises ConfigError, which never says what was in it.
+    """
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(_SECRET_SIZE_MAX + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"secret file {path!r}: {error.strerror}") from None
+    if not _SECRET_SIZE_MIN <= len(secret) <= _SECRET_SIZE_MAX:
+        raise ConfigError(
+            f"secret file {path!r} holds {len(secret)} bytes, expected {_SECRET_SIZE_MIN} to "
+            f"{_SECRET_SIZE_MAX}: openssl rand -hex 32 makes a good one"
+        )
+    return secret
 
 
 def load(
@@ -215,7 +246,7 @@ def parse_duration(text: str | int | float) -> float:
 
 
 def check_bind(address: str, insecure: bool) -> None:
-    """Refuse to listen beyond loopback unless told to: there is no authentication yet."""
+    """Refuse to listen beyond loopback where nobody proves who he is, unless told to."""
     try:
         parts = urlsplit(address if "://" in address else f"tcp://{address}")
         host = parts.hostname or ""
@@ -232,7 +263,8 @@ def check_bind(address: str, insecure: bool) -> None:
     if not loopback and not insecure:
         raise ConfigError(
             f"address {address} is reachable from other machines, and nobody would be asked for a "
-            "password: bind to 127.0.0.1, or say --insecure if the network is trusted"
+            "secret: give one (--secret-file), bind to 127.0.0.1, or say --insecure if the network "
+            "is trusted"
         )
 
 

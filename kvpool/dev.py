@@ -20,6 +20,7 @@ from kvpool.link import ZmqNetwork
 from kvpool.master import Master
 from kvpool.protocols import Transport
 from kvpool.server import BlockServer
+from kvpool.types import Cluster
 
 _REGISTERED_WITHIN_S = 10.0
 
@@ -46,7 +47,7 @@ class Dev:
         network = ZmqNetwork()
         chosen = {s: t for s in config.transports if (t := self._transports.get(s)) is not None}
         pool = Pool(
-            config, cluster="default", network=network, transports=chosen, owns_network=True
+            config, cluster=Cluster(), network=network, transports=chosen, owns_network=True
         )
         async with pool:
             yield pool
@@ -92,7 +93,7 @@ async def serve(
             opened = registry.tiers(config)
             server = BlockServer(
                 config,
-                cluster="default",
+                cluster=Cluster(),
                 network=network,
                 transports=chosen,
                 tiers=opened,

@@ -13,11 +13,11 @@ import msgspec
 
 from kvpool import registry
 from kvpool.client import Pool
-from kvpool.config import ClientConfig, Config, transport_settings
+from kvpool.config import ClientConfig, Config, cluster_of, transport_settings
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.link import ZmqNetwork
+from kvpool.link import ZmqNetwork, why_silent
 from kvpool.protocols import Described
-from kvpool.types import Member, Namespace
+from kvpool.types import Cluster, Member, Namespace
 
 _TRIAL_SIZE = 1 << 20
 
@@ -106,13 +106,13 @@ def _transports(config: ClientConfig) -> list[Finding]:
 async def _master(settings: Config, address: str) -> Finding:
     only = _asking(settings.client, [address], settings.client.transports)
     try:
-        async with _client(settings.cluster, only) as pool:
+        async with _client(cluster_of(settings), only) as pool:
             started = time.perf_counter()
             members = await pool.members()
     except KvpoolError as error:
-        return Finding(
-            f"master {address}", "fail", str(error), "start it: kvpool master --bind " + address
-        )
+        hint = await why_silent([address], cluster_of(settings))
+        advice = "see secret_file" if hint else f"start it: kvpool master --bind {address}"
+        return Finding(f"master {address}", "fail", f"{error}{hint}", advice)
     took_ms = (time.perf_counter() - started) * 1e3
     alive = sum(member.alive for member in members)
     text = f"answers in {took_ms:.1f} ms, {alive} of {len(members)} servers up"
@@ -128,7 +128,7 @@ async def _pool(settings: Config) -> list[Finding]:
     findings = []
     try:
         async with _client(
-            settings.cluster,
+            cluster_of(settings),
             _asking(settings.client, settings.client.masters, settings.client.transports),
         ) as pool:
             members = await pool.members()
@@ -212,7 +212,7 @@ async def _trial(settings: Config, member: Member, scheme: str) -> Finding:
     key, data = secrets.token_bytes(32), secrets.token_bytes(_TRIAL_SIZE)
     back = bytearray(_TRIAL_SIZE)
     try:
-        async with _client(settings.cluster, config) as pool:
+        async with _client(cluster_of(settings), config) as pool:
             started = time.perf_counter()
             written = await pool.write_to(member.server, namespace, key, data)
             (result,) = await pool.read(namespace, [key], [back])
@@ -234,7 +234,7 @@ def _asking(config: ClientConfig, masters: list[str], transports: list[str]) -> 
     )
 
 
-def _client(cluster: str, config: ClientConfig) -> Pool:
+def _client(cluster: Cluster, config: ClientConfig) -> Pool:
     return Pool(
         config,
         cluster=cluster,

@@ -59,6 +59,10 @@ class VersionMismatch(PeerError):
     """The peer speaks another protocol version or belongs to another cluster."""
 
 
+class Unauthenticated(PeerError):
+    """The peer did not prove that it knows the cluster's secret."""
+
+
 # --- try another replica, else a miss -----------------------------------------------
 
 

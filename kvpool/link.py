@@ -13,10 +13,12 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import zmq
+from zmq.utils import z85
 
 from kvpool import logs
 from kvpool.errors import (
@@ -28,6 +30,8 @@ from kvpool.errors import (
     PeerError,
 )
 from kvpool.protocols import Handler, Link, Listener
+from kvpool.types import Cluster
+from kvpool.wire import auth
 from kvpool.wire.frames import (
     BODY_SIZE_MAX,
     HEADER_SIZE,
@@ -44,6 +48,9 @@ log = logs.get("kvpool.link")
 PENDING_MAX = 4096
 #: A link that has been asked and not heard of for so long is dialled again.
 _DEAF_S = 2.0
+#: For a master's greeting, when it does not answer.
+_GREETING_S = 0.3
+_GREETING_SIZE = 64
 #: Messages taken from a socket before the loop gets to do something else.
 _BURST = 64
 
@@ -51,19 +58,25 @@ _BURST = 64
 class ZmqNetwork:
     """The control plane in production. One zmq context, closed with the network."""
 
-    def __init__(self, cluster: str = "default") -> None:
-        self._cluster = cluster_id(cluster)
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        cluster = cluster or Cluster()
+        self._cluster = cluster_id(cluster.name)
+        self._keys = _keys(cluster) if cluster.secret else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
         self._pid = os.getpid()
         self._links: list[_ZmqLink] = []
         self._listeners: list[_ZmqListener] = []
 
+    @property
+    def authenticated(self) -> bool:
+        return self._keys is not None
+
     def connect(self, address: str) -> Link:
         """A link to the master at `host:port`."""
         if os.getpid() != self._pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
-        link = _ZmqLink(self._context, address, self._cluster)
+        link = _ZmqLink(self._context, address, self._cluster, self._keys)
         self._links.append(link)
         return link
 
@@ -71,6 +84,9 @@ class ZmqNetwork:
         """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is taken."""
         socket = self._context.socket(zmq.ROUTER)
         _bound(socket)
+        if self._keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = self._keys
         try:
             socket.bind(endpoint(address))
         except ConfigError:
@@ -98,6 +114,18 @@ class ZmqNetwork:
         self._context.destroy(linger=0)
 
 
+class _Keys(NamedTuple):
+    """The masters' CURVE keys. Who has the public one knows the secret: it is never sent."""
+
+    public: bytes
+    secret: bytes
+
+
+def _keys(cluster: Cluster) -> _Keys:
+    secret = z85.encode(auth.master_key(cluster))
+    return _Keys(zmq.curve_public(secret), secret)
+
+
 def endpoint(address: str) -> str:
     """`host:port` as zmq writes it. Raises ConfigError when it is neither that nor an endpoint."""
     if "://" not in address:
@@ -110,6 +138,43 @@ def endpoint(address: str) -> str:
     if not valid:
         raise ConfigError(f"address {address!r}: expected host:port, such as 127.0.0.1:7450")
     return address
+
+
+async def why_silent(masters: Iterable[str], cluster: Cluster) -> str:
+    """What a master's greeting says about why it does not answer us, as the end of a sentence.
+
+    CURVE drops a peer that has another secret without a word; the first 64 bytes of ZMTP, which
+    both sides send unasked, at least say whether the other one has any.
+    """
+    hints = []
+    for master in masters:
+        mechanism = await _mechanism(master)
+        if mechanism == b"CURVE" and not cluster.secret:
+            hints.append(f"{master} asks for a secret: give it (setting secret_file)")
+        elif mechanism == b"CURVE":
+            hints.append(f"{master} has a secret: is it the same, and the cluster's name, too?")
+        elif mechanism == b"NULL" and cluster.secret:
+            hints.append(f"{master} has no secret, and this side has one")
+    return "".join(f"; {hint}" for hint in hints)
+
+
+async def _mechanism(address: str) -> bytes | None:
+    """NULL, CURVE, or None where nobody speaks ZMTP."""
+    parts = urlsplit(endpoint(address))
+    # Signature and version only: with a mechanism that is not its own it would hang up at once.
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(_GREETING_S):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(greeting)
+            theirs = await reader.readexactly(_GREETING_SIZE)
+    except (OSError, TimeoutError, EOFError):
+        return None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return theirs[12:32].rstrip(b"\0") if theirs[:1] == b"\xff" else None
 
 
 def _bound(socket: zmq.Socket[bytes]) -> None:
@@ -249,9 +314,16 @@ def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
 
 
 class _ZmqLink:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, cluster: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        cluster: int,
+        keys: _Keys | None,
+    ) -> None:
         self._context = context
         self._address = address
+        self._keys = keys
         self._requests = Requests(address, cluster)
         self._unsent: deque[tuple[int, bytes]] = deque()
         self._retry: asyncio.TimerHandle | None = None
@@ -267,6 +339,9 @@ class _ZmqLink:
         # Queue for living connections only: a request for a dead master must not reach its
         # successor seconds after the caller gave up.
         socket.setsockopt(zmq.IMMEDIATE, 1)
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.public
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         try:
             socket.connect(endpoint(address))
         except ConfigError:

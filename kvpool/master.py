@@ -70,7 +70,7 @@ class Master:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address is taken or not loopback."""
-        check_bind(self._config.bind, self._config.insecure)
+        check_bind(self._config.bind, self._config.insecure or self._network.authenticated)
         self._started = self._now()
         self._listener = await self._network.serve(self._config.bind, self.handle)
         self._ticker = asyncio.get_running_loop().create_task(self._tick())

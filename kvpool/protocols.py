@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvpool.types import (
+    Cluster,
     Extent,
     Gathered,
     Namespace,
@@ -107,8 +108,8 @@ class BlockStore(Protocol):
     """What a block server offers to the transports that listen for it."""
 
     @property
-    def cluster(self) -> str:
-        """Only clients of the same cluster are served."""
+    def cluster(self) -> Cluster:
+        """Only clients of the same cluster are served, who know its secret if it has one."""
 
     @property
     def server(self) -> str:
@@ -272,13 +273,19 @@ class Transport(Protocol):
     def same_host(self) -> bool:
         """True when it reaches servers on the caller's host only."""
 
+    @property
+    def authenticated(self) -> bool:
+        """True when nobody reaches anything of a server who does not know its cluster's secret."""
+
     async def listen(self, address: str, store: BlockStore) -> Listener:
         """Serve `store` at `address` (empty: a free one).
 
         Raises ConfigError when it is taken or no address of this scheme.
         """
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         """Dial a server.
 
         Raises Unavailable, by the deadline; PeerError when it belongs to another cluster and
@@ -451,6 +458,10 @@ class Link(Protocol):
 
 class Network(Protocol):
     """How control messages travel; zmq in production, a simulated one in tests."""
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether only who knows the cluster's secret gets through."""
 
     def connect(self, address: str) -> Link:
         """A link that connects, and reconnects, by itself."""

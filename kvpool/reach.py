@@ -45,7 +45,7 @@ from kvpool.protocols import (
     Viewable,
     Writing,
 )
-from kvpool.types import Gathered, Member, TierUsage, WriteStatus
+from kvpool.types import Cluster, Gathered, Member, TierUsage, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
@@ -232,7 +232,7 @@ class Servers:
     def __init__(
         self,
         config: ClientConfig,
-        cluster: str,
+        cluster: Cluster,
         host: Host,
         transports: Mapping[str, Transport],
         masters: Masters,

@@ -31,7 +31,7 @@ from kvpool.protocols import (
     Tier,
     Transport,
 )
-from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
+from kvpool.types import Cluster, Extent, Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -57,7 +57,7 @@ class BlockServer:
         self,
         config: ServerConfig,
         *,
-        cluster: str,
+        cluster: Cluster,
         network: Network,
         transports: Mapping[str, Transport],
         tiers: Sequence[Tier],
@@ -122,8 +122,10 @@ class BlockServer:
         """
         for address in self._config.listen:
             check_scheme(address, self._transports)
-            if not self._transports[address.partition("://")[0]].same_host:
-                check_bind(address, self._config.insecure)
+            transport = self._transports[address.partition("://")[0]]
+            if not transport.same_host:
+                asked = bool(self.cluster.secret) and transport.authenticated
+                check_bind(address, self._config.insecure or asked)
         try:
             await self.mover.recover()
             self.mover.start()

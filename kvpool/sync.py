@@ -23,6 +23,7 @@ from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
 from kvpool.types import (
     ROOT,
+    Cluster,
     Explanation,
     HintStatus,
     Match,
@@ -39,7 +40,9 @@ T = TypeVar("T")
 _GRACE_S = 5.0
 
 
-def connect(*masters: str, config: ClientConfig | None = None, cluster: str = "default") -> Pool:
+def connect(
+    *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
+) -> Pool:
     """Open a pool, as `kvpool.connect` does. Raises MasterLost when no master answers."""
     return Pool(*masters, config=config, cluster=cluster)
 
@@ -48,7 +51,7 @@ class Pool:
     """The methods of `kvpool.Pool`, for threads. See there for what each guarantees."""
 
     def __init__(
-        self, *masters: str, config: ClientConfig | None = None, cluster: str = "default"
+        self, *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
     ) -> None:
         self._pid = os.getpid()
         self._timeout_s = (config or ClientConfig()).timeout_s

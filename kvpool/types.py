@@ -144,6 +144,19 @@ class WriteStatus(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
+class Cluster(NamedTuple):
+    """Which cluster a process belongs to; others are refused.
+
+    With a secret, only who knows it gets through (`kvpool.wire.auth`). It is never printed.
+    """
+
+    name: str = "default"
+    secret: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"<Cluster {self.name!r}{' with a secret' if self.secret else ''}>"
+
+
 class HintStatus(enum.IntEnum):
     """What became of a hint. It is advice: nothing that a caller gets depends on it."""
 

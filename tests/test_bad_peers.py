@@ -17,6 +17,7 @@ from kvpool import ClientConfig, Pool, WriteStatus, dev
 from kvpool.errors import LinkBroken, PeerError, Unavailable
 from kvpool.link import ZmqNetwork
 from kvpool.protocols import Channel, Link
+from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
 from tests.conftest import CHAIN, NAMESPACE, buffers, keys, values
@@ -108,7 +109,7 @@ async def test_a_master_that_lies(name: str) -> None:
     listener = await network.serve("127.0.0.1:0", handle)
     config = ClientConfig(masters=[listener.address], timeout_s=1.0)
     pair = keys("pair", 2)
-    async with Pool(config, cluster="default", network=network, transports={}) as pool:
+    async with Pool(config, cluster=Cluster(), network=network, transports={}) as pool:
         results = await pool.read(NAMESPACE, pair, buffers(2))
         assert not any(result.status.hit for result in results)
         assert not any(s.present for s in await pool.write(NAMESPACE, pair, values(pair)))
@@ -188,7 +189,7 @@ async def connected(byte: bytes, descriptors: list[int], size: int) -> Channel:
         serving = loop.create_task(serve())
         try:
             return await ShmTransport().connect(
-                f"shm://@{name}", cluster="default", client="test", deadline=loop.time() + 2
+                f"shm://@{name}", cluster=Cluster(), client="test", deadline=loop.time() + 2
             )
         finally:
             serving.cancel()

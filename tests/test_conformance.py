@@ -37,6 +37,7 @@ from kvpool.testing import (
 )
 from kvpool.types import (
     ROOT,
+    Cluster,
     Namespace,
     Outgoing,
     Pin,
@@ -192,6 +193,7 @@ class ThroughTransport:
 
     scheme = "inproc"
     same_host = True
+    authenticated = True
 
     def __init__(
         self,
@@ -205,7 +207,9 @@ class ThroughTransport:
     async def listen(self, address: str, store: BlockStore) -> Listener:
         return await self.inner.listen(address, self.store(store))
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         return self.channel(
             await self.inner.connect(address, cluster=cluster, client=client, deadline=deadline)
         )
@@ -320,7 +324,9 @@ class Scribbled(Through):
 class Raw(ThroughTransport):
     """Lets through what the operating system says."""
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         try:
             return await super().connect(address, cluster=cluster, client=client, deadline=deadline)
         except LinkBroken as error:

@@ -15,6 +15,7 @@ from kvpool.errors import LinkBroken
 from kvpool.link import ZmqNetwork
 from kvpool.paths import AGAIN_S, AGAIN_S_MAX, CALLS, GAIN, LARGE, Choice
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
+from kvpool.types import Cluster
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, keys, values
 
@@ -144,6 +145,7 @@ class Paced:
     """tcp under another name, which takes its time over each call, or fails."""
 
     same_host = False
+    authenticated = True
 
     def __init__(self, scheme: str, delay_s: float, *, unproven: bool = False) -> None:
         self.scheme = scheme
@@ -158,7 +160,9 @@ class Paced:
         listener = await self._inner.listen(address.replace(self.scheme, "tcp", 1), store)
         return _Named(listener, self.scheme)
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         if self.broken:
             raise LinkBroken("broken")
         if self.silent:
@@ -204,7 +208,7 @@ async def client(
         )
         async with Pool(
             config,
-            cluster="default",
+            cluster=Cluster(),
             network=ZmqNetwork(),
             transports=transports,
             owns_network=True,
@@ -260,7 +264,7 @@ async def test_a_path_whose_connecting_is_silent_leaves_time_for_the_next() -> N
         await writer._servers.close()
         async with Pool(
             writer._config,
-            cluster="default",
+            cluster=Cluster(),
             network=ZmqNetwork(),
             transports={"mute": mute, "tcp": tcp},
             owns_network=True,

@@ -22,7 +22,7 @@ from kvpool.children import Child, process_of, servers_up
 from kvpool.errors import ConfigError, LinkBroken, Overloaded, Unavailable
 from kvpool.link import ZmqNetwork
 from kvpool.protocols import Peer, Reading
-from kvpool.types import Wanted
+from kvpool.types import Cluster, Wanted
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error
 from kvpool_transports import ucx, ucx_worker
@@ -110,7 +110,7 @@ async def test_no_common_lane_is_another_path(installed: None) -> None:
         config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"], measure=False)
         client = Pool(
             config,
-            cluster="default",
+            cluster=Cluster(),
             network=ZmqNetwork(),
             transports={"ucx": UcxTransport({"TLS": "tcp,self"}), "tcp": TcpTransport()},
             owns_network=True,
@@ -436,7 +436,7 @@ async def test_a_reset_in_mid_transfer_ends_that_call_only(installed: None) -> N
             loop = asyncio.get_running_loop()
             channel = await transport.connect(
                 running.servers[0].addresses[0],
-                cluster="default",
+                cluster=Cluster(),
                 client="reset",
                 deadline=loop.time() + 5,
             )

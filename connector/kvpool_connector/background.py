@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import kvpool
-from kvpool import ClientConfig, KvpoolError, Pool
+from kvpool import ClientConfig, Cluster, KvpoolError, Pool
 
 _RETRY_S: Final = 0.5
 _RETRY_S_MAX: Final = 5.0
@@ -21,7 +21,9 @@ _RETRY_S_MAX: Final = 5.0
 class PoolThread:
     """Runs calls to one pool in a thread; `state` is told there of changes, in a sentence."""
 
-    def __init__(self, config: ClientConfig, cluster: str, state: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: ClientConfig, cluster: Cluster, state: Callable[[str], None]
+    ) -> None:
         self._config = config
         self._cluster = cluster
         self._state = state

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvpool import ClientConfig, ConfigError
+from kvpool import ClientConfig, Cluster, ConfigError, read_secret
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -21,6 +21,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         default_factory=lambda: ["127.0.0.1:7450"]
     )
     cluster: str = "default"
+    #: A file with the cluster's secret, if it has one.
+    secret_file: str = ""
     #: Transports that may be used, best first.
     transports: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: ["shm", "tcp"]
@@ -62,6 +64,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def client(self) -> ClientConfig:
         return ClientConfig(masters=self.masters, transports=self.transports)
+
+    def member(self) -> Cluster:
+        """The cluster, with its secret. Raises ConfigError when that cannot be read."""
+        return Cluster(self.cluster, read_secret(self.secret_file))
 
 
 def parse(given: Mapping[str, Any]) -> Settings:

@@ -87,7 +87,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'its request. Set it to "recompute" in --kv-transfer-config.'
                 )
             engine = engine_of(vllm_config, kv_cache_config, chosen)
-            thread = PoolThread(chosen.client(), chosen.cluster, logger.info)
+            thread = PoolThread(chosen.client(), chosen.member(), logger.info)
             self._scheduler = Scheduler(chosen, thread, engine, logger.info)
             self._requests: dict[str, Any] = {}
             self._finished: OrderedDict[str, Any] = OrderedDict()  # for events that come late
@@ -96,7 +96,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._sends_events = _sends_events(vllm_config)
         else:
             rank = rank_of(vllm_config, kv_cache_config)
-            thread = PoolThread(chosen.client(), chosen.cluster, logger.info)
+            thread = PoolThread(chosen.client(), chosen.member(), logger.info)
             self._worker = Worker(chosen, thread, rank)
         thread.wait(chosen.start_wait_s)
 

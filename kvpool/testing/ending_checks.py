@@ -23,6 +23,7 @@ from kvpool.errors import (
 )
 from kvpool.protocols import Channel, Reading, View, Viewable
 from kvpool.testing.stage import (
+    CLUSTER,
     LARGE,
     NAMESPACE,
     PROMPT_S,
@@ -34,7 +35,7 @@ from kvpool.testing.stage import (
     digest,
     told,
 )
-from kvpool.types import ReadStatus
+from kvpool.types import Cluster, ReadStatus
 
 #: Loop steps after which calls are cancelled or cut off: each early one, then further apart.
 STEPS: Final = (*range(12), 15, 20, 30, 50, 80, 130, 210, 340, 550)
@@ -416,17 +417,34 @@ async def a_wrong_address_is_a_config_error(stage: Stage) -> None:
     await stage.stored(await stage.connect(), blocks("still there", 1, 100))
 
 
-async def connect_and_call(stage: Stage, **options: str) -> None:
+async def connect_and_call(stage: Stage, cluster: Cluster = CLUSTER) -> None:
     """Where a refusal shows: in `connect`, or in the first call."""
-    channel = await stage.connect(**options)
+    channel = await stage.connect(cluster=cluster)
     await stage.write(channel, blocks("refused", 1, 100))
 
 
 @TransportCheck
 async def another_cluster_is_a_peer_error(stage: Stage) -> None:
     """A client of another cluster gets nothing, and is told."""
-    await stage.raises(PeerError, connect_and_call(stage, cluster="elsewhere"), "another cluster")
+    elsewhere = Cluster("elsewhere")
+    await stage.raises(PeerError, connect_and_call(stage, elsewhere), "another cluster")
     stage.expect(not stage.store.stored, "nothing to be written by another cluster")
+
+
+@TransportCheck
+async def who_lacks_the_secret_is_refused(stage: Stage) -> None:
+    """A client with another secret or none gets nothing, and is told. Who knows it is served.
+
+    Nor does a client that has a secret trust a server that has none.
+    """
+    secret = CLUSTER._replace(secret=b"that all of them know")
+    await stage.raises(PeerError, connect_and_call(stage, secret), "a server without a secret")
+    stage.recorder.cluster = secret
+    other = CLUSTER._replace(secret=b"that of somebody else")
+    await stage.raises(PeerError, connect_and_call(stage, other), "another secret")
+    await stage.raises(PeerError, connect_and_call(stage), "no secret")
+    stage.expect(not stage.store.stored, "nothing to be written without the secret")
+    await connect_and_call(stage, secret)
 
 
 @TransportCheck

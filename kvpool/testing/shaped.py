@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.testing.chaos.proxy import Proxy, Weather
+from kvpool.types import Cluster
 
 
 class ShapedTransport:
@@ -22,6 +23,10 @@ class ShapedTransport:
     def same_host(self) -> bool:
         return self._inner.same_host
 
+    @property
+    def authenticated(self) -> bool:
+        return self._inner.authenticated
+
     async def listen(self, address: str, store: BlockStore) -> Listener:
         listener = await self._inner.listen(address, store)
         proxy = Proxy(listener.address.partition("://")[2])
@@ -30,7 +35,9 @@ class ShapedTransport:
         self.proxies.append(proxy)
         return _ShapedListener(listener, proxy, self.scheme)
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         return await self._inner.connect(address, cluster=cluster, client=client, deadline=deadline)
 
 

@@ -34,6 +34,7 @@ from kvpool.protocols import (
 from kvpool.server import BlockServer
 from kvpool.types import (
     ROOT,
+    Cluster,
     Extent,
     Namespace,
     Outgoing,
@@ -46,7 +47,7 @@ from kvpool.types import (
     WriteStatus,
 )
 
-CLUSTER: Final = "conformance"
+CLUSTER: Final = Cluster("conformance")
 NAMESPACE: Final = Namespace("conformance/model")
 CAPACITY: Final = 24 << 20
 #: A block so large that no transport moves it in one go.
@@ -168,6 +169,7 @@ class Recorder:
 
     def __init__(self, server: BlockServer) -> None:
         self._server = server
+        self.cluster = server.cluster
         self.peers: list[Peer] = []
         self.asked: list[Asked] = []
         self.visible: list[bool] = []
@@ -184,10 +186,6 @@ class Recorder:
         self.refuse_writes: KvpoolError | None = None
         #: A block is removed, and garbage written over it, as soon as nobody holds it.
         self.burn_after_reading = False
-
-    @property
-    def cluster(self) -> str:
-        return self._server.cluster
 
     @property
     def server(self) -> str:
@@ -390,7 +388,7 @@ class Stage(Scene):
         return listener
 
     async def connect(
-        self, address: str = "", *, cluster: str = CLUSTER, client: str = "a client"
+        self, address: str = "", *, cluster: Cluster = CLUSTER, client: str = "a client"
     ) -> Channel:
         """One more client."""
         channel = await self.client_transport.connect(

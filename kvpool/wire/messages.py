@@ -19,7 +19,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvpool.errors import BadMessage, Overloaded, VersionMismatch
+from kvpool.errors import BadMessage, KvpoolError, Overloaded, Unauthenticated, VersionMismatch
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
@@ -30,6 +30,7 @@ from kvpool.types import (
     SESSION_NAME_MAX,
     Namespace,
 )
+from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
@@ -61,6 +62,7 @@ Ids = Annotated[list[Id], Meta(max_length=BATCH_BLOCKS_MAX)]
 Hashes = Annotated[list[Hash64], Meta(max_length=BATCH_BLOCKS_MAX)]
 Counts = Annotated[list[Count], Meta(max_length=BATCH_BLOCKS_MAX)]
 Statuses = Annotated[bytes, Meta(max_length=BATCH_BLOCKS_MAX)]
+ProofBytes = Annotated[bytes, Meta(min_length=PROOF_SIZE, max_length=PROOF_SIZE)]
 Names = Annotated[list[Name], Meta(max_length=64)]
 
 
@@ -80,11 +82,25 @@ class Keys(Message, frozen=True):
 # --- data plane: client to server -----------------------------------------------------
 
 
-class Hello(Message, frozen=True):
-    """First message on a stream."""
+class Hello(Message, frozen=True, omit_defaults=True):
+    """First message on a stream. With a nonce, the server must prove that it knows the secret."""
 
     cluster: Name
     client: Name
+    nonce: Annotated[bytes, Meta(max_length=NONCE_SIZE)] = b""
+
+
+class Challenge(Message, frozen=True):
+    """The server knows the secret; does the client? See `kvpool.wire.auth`."""
+
+    nonce: Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
+    proof: ProofBytes
+
+
+class Proof(Message, frozen=True):
+    """The client does."""
+
+    proof: ProofBytes
 
 
 class Welcome(Message, frozen=True):
@@ -428,6 +444,8 @@ TYPES: Final[dict[type[Message], int]] = {
     Remove: 13,
     Suspect: 14,
     Removed: 15,
+    Challenge: 16,
+    Proof: 17,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,
@@ -482,14 +500,17 @@ def decode(expected: type[M], number: int, body: bytes) -> M:
     return message
 
 
+_REFUSALS: Final[dict[str, type[KvpoolError]]] = {
+    kind.__name__: kind for kind in (VersionMismatch, Unauthenticated, Overloaded)
+}
+
+
 def decode_answer(expected: type[M], number: int, body: bytes) -> M:
     """The same for an answer: the peer's `Error` raises what it stands for."""
     if number != TYPES[Error]:
         return decode(expected, number, body)
     error = decode(Error, number, body)
-    kind = {"VersionMismatch": VersionMismatch, "Overloaded": Overloaded}.get(
-        error.code, BadMessage
-    )
+    kind = _REFUSALS.get(error.code, BadMessage)
     raise kind(f"the peer refused: {error.text} ({error.code})")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from kvpool.config import ServerConfig
 from kvpool.protocols import Handler, Link, Listener
 from kvpool.server import BlockServer
+from kvpool.types import Cluster
 from kvpool_tiers.dram import Dram
 from kvpool_transports.serving import Session
 from kvpool_transports.streams import Stream
@@ -114,7 +115,7 @@ def server(capacity: int = 64 << 10) -> BlockServer:
     """A block server that nobody has told of any master."""
     return BlockServer(
         ServerConfig(id="s", masters=[], capacity=capacity, prefault=False),
-        cluster="default",
+        cluster=Cluster(),
         network=NoNetwork(),
         transports={},
         tiers=[Dram(capacity, prefault=False)],

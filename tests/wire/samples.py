@@ -19,6 +19,9 @@ USAGE: Final = messages.TierUsage(
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
     messages.Hello("default", "client"),
+    messages.Hello("default", "client", bytes(32)),
+    messages.Challenge(bytes(32), bytes(32)),
+    messages.Proof(bytes(32)),
     messages.Welcome("server", 1 << 30),
     messages.Reserve(**KEYS, part=0, parents=bytes(64), sizes=[1, 2], wait_s=0.5),
     messages.Reserve(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 
 from kvpool.checksum import block_seed, namespace_seed
-from kvpool.errors import BadMessage, VersionMismatch
+from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
 from kvpool.protocols import Reading, View, Writing
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
+    Cluster,
     Gathered,
     Namespace,
     Outgoing,
@@ -20,8 +22,12 @@ from kvpool.types import (
     Wanted,
     WriteStatus,
 )
+from kvpool.wire import auth
 from kvpool.wire.messages import (
+    TYPES,
+    Challenge,
     Hello,
+    Proof,
     Read,
     Remove,
     Removed,
@@ -31,6 +37,7 @@ from kvpool.wire.messages import (
     Sealed,
     Suspect,
     Welcome,
+    decode_answer,
     pack_parents,
 )
 from kvpool_transports.copier import Copier, Job
@@ -38,14 +45,31 @@ from kvpool_transports.streams import Stream, StreamPool
 
 
 async def greet(
-    stream: Stream, *, cluster: str, client: str, server: str, deadline: float
+    stream: Stream, *, cluster: Cluster, client: str, server: str, deadline: float
 ) -> Welcome:
-    """Say hello; the answer must come from `server`, unless that is empty."""
-    await stream.send(Hello(cluster, client), deadline=deadline)
+    """Say hello; the answer must come from `server`, unless that is empty.
+
+    With a secret, both sides prove that they know it; raises Unauthenticated when one does not.
+    """
+    nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
+    await stream.send(Hello(cluster.name, client, nonce), deadline=deadline)
+    if cluster.secret:
+        await _prove(stream, cluster, nonce, deadline)
     welcome = await stream.expect(Welcome, deadline=deadline)
     if server and welcome.server != server:
         raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")
     return welcome
+
+
+async def _prove(stream: Stream, cluster: Cluster, nonce: bytes, deadline: float) -> None:
+    frame = await stream.receive(deadline=deadline)
+    if frame.type == TYPES[Welcome]:
+        raise Unauthenticated("the server asks for no secret: give it the one of this client")
+    challenge = decode_answer(Challenge, frame.type, frame.body)
+    if not auth.same(challenge.proof, auth.server_proof(cluster, nonce, challenge.nonce)):
+        raise Unauthenticated("the server does not know this cluster's secret")
+    proof = Proof(auth.client_proof(cluster, nonce, challenge.nonce))
+    await stream.send(proof, deadline=deadline)
 
 
 async def reserve(

@@ -12,7 +12,13 @@ import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvpool.errors import ConfigError, DeadlineExceeded, LinkBroken, VersionMismatch
+from kvpool.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    LinkBroken,
+    Unauthenticated,
+    VersionMismatch,
+)
 from kvpool.protocols import (
     BlockStore,
     Channel,
@@ -23,7 +29,7 @@ from kvpool.protocols import (
     View,
     Writing,
 )
-from kvpool.types import Namespace, Outgoing, ReadResult, Wanted, WriteStatus
+from kvpool.types import Cluster, Namespace, Outgoing, ReadResult, Wanted, WriteStatus
 from kvpool_transports import exchanges
 from kvpool_transports.copier import Copier, Job
 
@@ -33,6 +39,7 @@ class InprocTransport:
 
     scheme = "inproc"
     same_host = True
+    authenticated = True
 
     def __init__(self) -> None:
         self._listeners: dict[str, _InprocListener] = {}
@@ -51,15 +58,20 @@ class InprocTransport:
         listener = self._listeners[address] = _InprocListener(address, store, self._listeners)
         return listener
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         _check(address)
         listener = self._listeners.get(address)
         if listener is None:
             raise LinkBroken(f"no server at {address} in this process")
-        if listener.store.cluster != cluster:
+        theirs = listener.store.cluster
+        if theirs.name != cluster.name:
             raise VersionMismatch(
-                f"client belongs to cluster {cluster!r}, the server to {listener.store.cluster!r}"
+                f"client belongs to cluster {cluster.name!r}, the server to {theirs.name!r}"
             )
+        if theirs.secret != cluster.secret:
+            raise Unauthenticated("client and server do not have the same secret")
         channel = _InprocChannel(listener, client)
         listener.channels.add(channel)
         return channel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Coroutine
 
 from kvpool import logs
@@ -15,18 +16,22 @@ from kvpool.errors import (
     BadMessage,
     KvpoolError,
     LinkBroken,
+    Unauthenticated,
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
+from kvpool.wire import auth
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
+    Challenge,
     Data,
     Error,
     Hello,
     Message,
     Pinned,
+    Proof,
     Read,
     Remove,
     Removed,
@@ -159,11 +164,15 @@ class Session:
 
     async def greet(self) -> Connection:
         """Hear who it is, and open the books."""
-        hello = await self.stream.expect(Hello, deadline=self._loop.time() + HELLO_S)
-        if hello.cluster != self._store.cluster:
+        deadline = self._loop.time() + HELLO_S
+        hello = await self.stream.expect(Hello, deadline=deadline)
+        cluster = self._store.cluster
+        if hello.cluster != cluster.name:
             raise VersionMismatch(
-                f"client belongs to cluster {hello.cluster!r}, this is {self._store.cluster!r}"
+                f"client belongs to cluster {hello.cluster!r}, this is {cluster.name!r}"
             )
+        if cluster.secret:
+            await self._challenge(hello.nonce, deadline)
         connection = self._store.connect(Peer(hello.client, self._scheme))
         size = self._store.tier.capacity if self._mapped else 0
         try:
@@ -172,6 +181,16 @@ class Session:
             connection.close()
             raise
         return connection
+
+    async def _challenge(self, theirs: bytes, deadline: float) -> None:
+        """Let the client prove that it knows the secret. Raises Unauthenticated."""
+        if len(theirs) != auth.NONCE_SIZE:
+            raise Unauthenticated("this cluster has a secret: give it (setting secret_file)")
+        cluster, ours = self._store.cluster, secrets.token_bytes(auth.NONCE_SIZE)
+        await self._send(Challenge(ours, auth.server_proof(cluster, theirs, ours)))
+        proof = await self.stream.expect(Proof, deadline=deadline)
+        if not auth.same(proof.proof, auth.client_proof(cluster, theirs, ours)):
+            raise Unauthenticated("the client does not know this cluster's secret")
 
     def _refuse(self, error: KvpoolError) -> None:
         log.info(

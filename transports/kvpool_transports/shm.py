@@ -36,6 +36,7 @@ from kvpool.protocols import (
     Listener,
     Mappable,
 )
+from kvpool.types import Cluster
 from kvpool_transports import exchanges
 from kvpool_transports.copier import Copier
 from kvpool_transports.mapped import MappedChannel
@@ -58,6 +59,7 @@ class ShmTransport:
 
     scheme = "shm"
     same_host = True
+    authenticated = True
 
     def __init__(self, copy_threads: int | None = None) -> None:
         self._copy_threads = copy_threads
@@ -69,7 +71,9 @@ class ShmTransport:
         listener.start(address or f"shm://@kvpool-{store.server}-{secrets.token_hex(8)}")
         return listener
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         segment = _Segment(address, cluster, client)
         streams = StreamPool(segment.dial)
         channel = MappedChannel(address, streams, segment, Copier(self._copy_threads))
@@ -206,7 +210,7 @@ class _Mapping:
 class _Segment:
     """One server's segment in this process: dials, and maps what the server passes."""
 
-    def __init__(self, address: str, cluster: str, client: str) -> None:
+    def __init__(self, address: str, cluster: Cluster, client: str) -> None:
         self._address = address
         self._cluster = cluster
         self._client = client

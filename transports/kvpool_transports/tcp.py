@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
+from kvpool.types import Cluster
 from kvpool_transports import exchanges
 from kvpool_transports.carried import CarriedChannel
 from kvpool_transports.serving import Sessions
@@ -25,13 +26,16 @@ class TcpTransport:
 
     scheme = "tcp"
     same_host = False
+    authenticated = True
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         listener = TcpListener(Sessions(store, mapped=False, scheme="tcp"), "tcp", _ServerStream)
         await listener.start(address)
         return listener
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         host, port = parse(address, "tcp")
 
         async def dial(deadline: float) -> Stream:

@@ -36,6 +36,7 @@ import xxhash
 
 from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
 from kvpool.protocols import BlockStore, Channel, Connection, Listener
+from kvpool.types import Cluster
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message, Welcome, decode_answer
 from kvpool_transports import exchanges
@@ -71,6 +72,7 @@ class UcxTransport:
 
     scheme = "ucx"
     same_host = False
+    authenticated = False
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
         if importlib.util.find_spec("ucxx") is None:
@@ -90,7 +92,9 @@ class UcxTransport:
             raise
         return _UcxListener(listener, workers)
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         host, port = parse(address, "ucx")
         workers = await self._workers(host)
 

@@ -28,7 +28,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import Unavailable
 from kvpool.link import ZmqNetwork
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
-from kvpool.types import Match, Namespace, ReadStatus, WriteStatus
+from kvpool.types import Cluster, Match, Namespace, ReadStatus, WriteStatus
 from kvpool.workload import Payload
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ class RoutedTcp:
 
     scheme = "tcp"
     same_host = False
+    authenticated = True
 
     def __init__(self, routes: Mapping[str, str]) -> None:
         self._routes = routes
@@ -89,7 +90,9 @@ class RoutedTcp:
     async def listen(self, address: str, store: BlockStore) -> Listener:
         return await self._direct.listen(address, store)
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         return await self._direct.connect(
             self._routes.get(address, address), cluster=cluster, client=client, deadline=deadline
         )
@@ -360,7 +363,7 @@ async def main() -> None:
     }
     config = ClientConfig(masters=setup["masters"], transports=list(transports))
     pool = Pool(
-        config, cluster="default", network=network, transports=transports, owns_network=True
+        config, cluster=Cluster(), network=network, transports=transports, owns_network=True
     )
     load = Load(pool, setup["seed"])
     print("ready", flush=True)

@@ -13,6 +13,7 @@ from typing import cast
 from kvpool.errors import BadMessage, LinkBroken
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.testing.simulation.network import LOCAL, Net
+from kvpool.types import Cluster
 from kvpool_transports import exchanges
 from kvpool_transports.copier import Copier
 from kvpool_transports.mapped import MappedChannel
@@ -49,6 +50,7 @@ class SimShm:
 
     scheme = "shm"
     same_host = True
+    authenticated = True
 
     def __init__(self, net: Net) -> None:
         self._net = net
@@ -58,7 +60,9 @@ class SimShm:
         await listener.start()
         return listener
 
-    async def connect(self, address: str, *, cluster: str, client: str, deadline: float) -> Channel:
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
         segment = _SimSegment(self._net, address, cluster, client)
         streams = StreamPool(segment.dial)
         channel = MappedChannel(address, streams, segment, Copier(3, inline_max=0))
@@ -100,7 +104,7 @@ class _SimShmListener:
 class _SimSegment:
     """One server's memory, as a client has it mapped: it outlives the server."""
 
-    def __init__(self, net: Net, address: str, cluster: str, client: str) -> None:
+    def __init__(self, net: Net, address: str, cluster: Cluster, client: str) -> None:
         self._net = net
         self._address = address
         self._cluster = cluster

@@ -428,6 +428,7 @@ class SimNetwork:
         self._net = net
         self._process = PROCESS.get()
         self._cluster = cluster_id(cluster)
+        self.authenticated = False
 
     def connect(self, address: str) -> Link:
         return _SimLink(self._net, self._process, address, self._cluster)

@@ -22,6 +22,7 @@ from kvpool.testing.simulation.network import SimNetwork
 from kvpool.testing.simulation.oracles import LARGE, Story, value
 from kvpool.types import (
     ROOT,
+    Cluster,
     Match,
     Namespace,
     ReadResult,
@@ -122,7 +123,7 @@ class Client:
         async def open() -> None:
             self.pool = Pool(
                 world.client_config(),
-                cluster="default",
+                cluster=Cluster(),
                 network=SimNetwork(world.net),
                 transports=world.transports(),
                 owns_network=True,

@@ -38,6 +38,7 @@ from kvpool.testing.simulation.network import Net, SimNetwork
 from kvpool.testing.simulation.oracles import Truth, WatchedDirectory, WatchedStore
 from kvpool.testing.simulation.tiers import DiskMemory, Legacy, Tiers, WatchedBase, offset_in
 from kvpool.testing.simulation.workload import Client, Library
+from kvpool.types import Cluster
 from kvpool_tiers.nvme import Nvme
 from kvpool_tiers.nvme_format import pack_superblock
 from kvpool_transports.tcp import TcpTransport
@@ -360,7 +361,7 @@ class World:
             stores.append(self._base(node, life, node.platter))
         server = node.server = BlockServer(
             config,
-            cluster="default",
+            cluster=Cluster(),
             network=SimNetwork(self.net),
             transports=transports,
             tiers=tiers,

@@ -1,0 +1,52 @@
+"""The cluster's secret: both sides prove that they know it, and neither says it.
+
+Data plane, over any stream:
+
+    client    Hello(cluster, client, nonce)
+    server    Challenge(nonce, proof)          the server knows it, for this nonce of the client
+    client    Proof(proof)                     and so does the client, for this one of the server
+    server    Welcome
+
+A proof is an HMAC-SHA256 over who proves and both nonces, so none is good for another connection or
+for the other side. Control plane: zmq's CURVE, which encrypts, too; the master's long-term key is
+made from the secret and its public half is never sent, so that who lacks the secret can say
+nothing that the master would open, nor answer in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Final
+
+from kvpool.types import Cluster
+
+NONCE_SIZE: Final = 32
+PROOF_SIZE: Final = 32
+
+
+def server_proof(cluster: Cluster, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """That a server knows the secret."""
+    return _proof(cluster, b"server", client_nonce, server_nonce)
+
+
+def client_proof(cluster: Cluster, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """That a client does."""
+    return _proof(cluster, b"client", client_nonce, server_nonce)
+
+
+def same(proof: bytes, expected: bytes) -> bool:
+    """Compared in a time that tells nothing."""
+    return hmac.compare_digest(proof, expected)
+
+
+def master_key(cluster: Cluster) -> bytes:
+    """The master's secret key for CURVE, 32 bytes."""
+    name = hashlib.sha256(cluster.name.encode()).digest()
+    return hmac.digest(cluster.secret, b"kvpool master key 1" + name, "sha256")
+
+
+def _proof(cluster: Cluster, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    name = hashlib.sha256(cluster.name.encode()).digest()
+    said = b"kvpool proof 1" + side + name + client_nonce + server_nonce
+    return hmac.digest(cluster.secret, said, "sha256")
