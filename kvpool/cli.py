@@ -139,7 +139,7 @@ def master(
             process.calm_garbage_collector()
             console.print(f"master at {running.address}")
             wanted = settings.master
-            async with _pages(metrics.pages_of_master(running), wanted):
+            async with _pages(metrics.pages_of_master(running), wanted, settings):
                 await process.until_stopped()
         finally:
             await running.close()
@@ -219,7 +219,7 @@ async def _serve(settings: Config) -> None:
             soft_wrap=True,
             markup=False,
         )
-        async with _pages(metrics.pages_of_server(running), wanted):
+        async with _pages(metrics.pages_of_server(running), wanted, settings):
             registering = asyncio.create_task(_registered(running, settings))
             stopped = asyncio.create_task(process.until_stopped())
             # A refused id ends the server; a master that is not there yet does not.
@@ -236,9 +236,13 @@ async def _serve(settings: Config) -> None:
 
 @asynccontextmanager
 async def _pages(
-    served: Mapping[str, Callable[[], Page]], wanted: MasterConfig | ServerConfig
+    served: Mapping[str, Callable[[], Page]],
+    wanted: MasterConfig | ServerConfig,
+    settings: Config,
 ) -> AsyncIterator[None]:
-    async with pages(served, wanted.http, wanted.insecure) as serving:
+    # Figures are no secret of a cluster that has one: who scrapes them need not know it.
+    open_ = wanted.insecure or bool(settings.secret_file)
+    async with pages(served, wanted.http, open_) as serving:
         if serving is not None:
             console.print(f"metrics, health, ready at http://{serving.address}", markup=False)
         yield

@@ -263,8 +263,8 @@ def check_bind(address: str, insecure: bool) -> None:
     if not loopback and not insecure:
         raise ConfigError(
             f"address {address} is reachable from other machines, and nobody would be asked for a "
-            "secret: give one (--secret-file), bind to 127.0.0.1, or say --insecure if the network "
-            "is trusted"
+            "secret: give the cluster one (--secret-file; UCX does not ask for it), bind to "
+            "127.0.0.1, or say --insecure if the network is trusted"
         )
 
 

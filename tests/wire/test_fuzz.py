@@ -51,8 +51,8 @@ def values(type: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.text(
                 "añ\0\u202e/.\U0001f600", min_size=least or 0, max_size=min(most or 9, 9)
             )
-        case msgspec.inspect.BytesType():
-            return st.binary(max_size=64)
+        case msgspec.inspect.BytesType(min_length=least, max_length=most):
+            return st.binary(min_size=least or 0, max_size=min(most or 64, 64))
         case msgspec.inspect.NoneType():
             return st.none()
         case msgspec.inspect.UnionType(types=types):
