@@ -70,7 +70,9 @@ $(VLLM_VENV)/ready: pyproject.toml
 $(VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,ucx]' || { \
+		echo "UCX has no wheels for $$($(PYTHON) --version) here: its tests are skipped"; \
+		$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'; }
 	@touch $@
 
 clean:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -14,7 +15,13 @@ from kvpool.link import ZmqNetwork
 from kvpool.protocols import Link
 
 NAMESPACE = Namespace("test/model")
-TRANSPORTS = ["inproc", "shm", "tcp"]
+UCX = pytest.param(
+    "ucx",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("ucxx") is None, reason="needs ucxx: pip install kvpool[ucx]"
+    ),
+)
+TRANSPORTS = ["inproc", "shm", "tcp", UCX]
 
 
 def key(name: object) -> bytes:
@@ -61,9 +68,16 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> No
 
 
 @pytest.fixture
-async def pool_dev() -> AsyncIterator[dev.Dev]:
-    """One master and one server of 16 MiB, whose books are checked at the end."""
-    async with dev.serve("16MiB") as running:
+async def pool_dev(request: pytest.FixtureRequest) -> AsyncIterator[dev.Dev]:
+    """One master and one server of 16 MiB, whose books are checked at the end.
+
+    It listens for ucx, too, in tests that have it as a parameter.
+    """
+    listen = ["inproc://", "shm://", "tcp://127.0.0.1:0"]
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and "ucx" in callspec.params.values():
+        listen.append("ucx://127.0.0.1:0")
+    async with dev.serve("16MiB", listen=tuple(listen)) as running:
         yield running
         _check(running)
 

@@ -26,7 +26,12 @@ async def fill(pool: Pool, server: str, count: int, size: int = 1 << 20) -> list
 async def member(pool: Pool, name: str) -> dict[str, int]:
     """What a server reports of itself."""
     (found,) = [m for m in await pool.members() if m.server == name]
-    return {**found.counters, "reservations": found.reservations, "used": found.used}
+    return {
+        **found.counters,
+        "reservations": found.reservations,
+        "pins": found.pins,
+        "used": found.used,
+    }
 
 
 async def until(pool: Pool, name: str, field: str, expected: int, within_s: float) -> None:

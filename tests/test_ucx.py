@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import random
 import signal
 import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from typing import NamedTuple
 
 import pytest
@@ -30,6 +36,7 @@ from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport, defaults, make_context
 from kvpool_transports.ucx_worker import Worker
 from tests.conftest import NAMESPACE, buffers, keys, value, values
+from tests.processes import until
 
 SIZE = 2 << 20
 
@@ -60,15 +67,18 @@ async def running(installed: None) -> AsyncIterator[Running]:
             process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
         )
         address = (await master.line()).removeprefix("master at ")
-        server = await stack.enter_async_context(
-            process_of(
-                *("kvpool", "server", "--masters", address, "--id", "one", "--log-level", "error"),
-                *("--capacity", "128MiB", "--listen", "ucx://127.0.0.1:0,tcp://127.0.0.1:0"),
-            )
-        )
+        server = await stack.enter_async_context(server_of(address))
         await server.line()
         await servers_up(address, 1)
         yield Running(address, server)
+
+
+def server_of(master: str) -> AbstractAsyncContextManager[Child]:
+    """It announces itself in a line."""
+    return process_of(
+        *("kvpool", "server", "--masters", master, "--id", "one", "--log-level", "error"),
+        *("--capacity", "128MiB", "--listen", "ucx://127.0.0.1:0,tcp://127.0.0.1:0"),
+    )
 
 
 # --- not there, or not to be used ----------------------------------------------------------
@@ -487,4 +497,56 @@ async def test_a_worn_worker_has_a_successor(
             await asyncio.sleep(0.005)
             reads[0].cancel()
             await asyncio.wait(reads)
+            assert got == values(chain, SIZE)
+
+
+# --- connections that are lost, as in the simulation -----------------------------------------
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize("doing", ["write", "read"])
+async def test_a_killed_client_leaves_nothing(running: Running, doing: str, after_s: float) -> None:
+    """Kill -9 in mid-call: its reservations and pins are gone, and nobody else notices."""
+    async with running.client("tcp") as pool:
+        chain = await stored(pool, "there", 16)
+        async with process_of("tests.far", running.master, "ucx") as client:
+            await client.line()
+            order: dict[str, object] = {"do": doing, "count": 48, "size": SIZE}
+            if doing == "write":
+                order |= {"server": "one", "name": "half"}
+            else:
+                order |= {"name": "there", "timeout": 10}
+            client.tell(json.dumps(order))
+            await asyncio.sleep(after_s)
+            client.signal(signal.SIGKILL)
+            await client.ended()
+        await until(pool, "one", "reservations", 0, within_s=5)
+        await until(pool, "one", "pins", 0, within_s=5)
+        got = buffers(16, SIZE)
+        results = await pool.read(NAMESPACE, chain, got)
+        for digest, buffer, result in zip(chain, got, results, strict=True):
+            assert not result.status.hit or buffer == value(digest, SIZE)
+        half, got = keys("half", 48), buffers(48, SIZE)
+        results = await pool.read(NAMESPACE, half, got)
+        for digest, buffer, result in zip(half, got, results, strict=True):
+            assert not result.status.hit or buffer == value(digest, SIZE)
+
+
+async def test_a_restarted_server_is_found_again(running: Running) -> None:
+    """Another process, another UCX: the old endpoints are of no use, and nobody asks for them."""
+    async with running.client("ucx") as pool:
+        await stored(pool, "before", 4)
+        running.server.signal(signal.SIGKILL)
+        await running.server.ended()
+        async with server_of(running.master) as server:
+            await server.line()
+            await servers_up(running.master, 1)
+            for _ in range(100):
+                chain = keys("after", 4)
+                statuses = await pool.write(NAMESPACE, chain, values(chain, SIZE))
+                if set(statuses) <= {WriteStatus.STORED, WriteStatus.ALREADY_STORED}:
+                    break
+                await asyncio.sleep(0.1)
+            got = buffers(4, SIZE)
+            await pool.read(NAMESPACE, chain, got)
             assert got == values(chain, SIZE)
