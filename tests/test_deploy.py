@@ -50,13 +50,16 @@ def settings_of(
 
 def check(found: Config) -> None:
     """What a master or server looks at before it listens, without listening."""
-    check_bind(found.master.bind, found.master.insecure)
+    asked = bool(found.secret_file)
+    check_bind(found.master.bind, found.master.insecure or asked)
+    for page in filter(None, (found.master.http, found.server.http)):
+        check_bind(page, asked)
     transports = registry.installed(registry.TRANSPORTS)
     for address in found.server.listen:
         scheme, _, rest = address.partition("://")
         assert scheme in transports, address
         if rest:
-            check_bind(address, found.server.insecure)
+            check_bind(address, found.server.insecure or (asked and scheme != "ucx"))
 
 
 def port(address: str) -> int:
@@ -105,7 +108,9 @@ def test_units_run_what_kvpool_understands(
         environment |= environment_of(DEPLOY / "systemd/env.example")
     found = settings_of(words, environment, monkeypatch)
     check(found)
-    assert found.server.insecure is found.master.insecure is several
+    assert found.server.insecure is bool(found.secret_file) is several
+    assert not found.master.insecure
+    assert (port(found.master.http), port(found.server.http)) == (7452, 7453)
     assert found.master.bind in found.server.masters
     assert found.server.masters == found.client.masters
     assert ports(found) == {"tcp": 7460, "ucx": 7461}
@@ -167,6 +172,9 @@ HOST = {
     "KVPOOL_ADDRESS": "10.0.0.1",
     "KVPOOL_MASTERS": "10.0.0.1:7450,10.0.0.2:7450",
     "KVPOOL_CAPACITY": "64GiB",
+    "KVPOOL_LISTEN": "shm://,ucx://10.0.0.1:7461,tcp://10.0.0.1:7460",
+    "KVPOOL_SECRET": "/etc/kvpool/secret",
+    "KVPOOL_SECRET_FILE": "/run/secrets/kvpool",
     "KVPOOL_INSECURE": "yes",
     "KVPOOL_UCX_TLS": "rc,ud,tcp,self",
     "KVPOOL_UCX_DEVICES": "mlx5_0:1,mlx5_1:1",
@@ -190,16 +198,15 @@ def test_compose_runs_what_kvpool_understands(
         assert ports(found) == {"tcp": 7460, "ucx": 7461}
         assert service["ulimits"]["memlock"] == -1
         assert found.server.ucx_tls == environment.get("KVPOOL_UCX_TLS", "")
-        asked = service["healthcheck"]["test"]
-        assert asked[:3] == ["CMD", "kvpool", "status"]
-        assert settings_of(asked[2:], {}, monkeypatch).client.masters == found.server.masters
+        assert f"'http://{found.server.http}/ready'" in service["healthcheck"]["test"][-1]
     else:
-        host, number = found.master.bind.split(":")
-        assert f"('{host}', {number})" in service["healthcheck"]["test"][-1]
+        assert f"'http://{found.master.http}/health'" in service["healthcheck"]["test"][-1]
+    (mount,) = service["volumes"]
+    assert mount.split(":")[1] == (found.secret_file or "/run/secrets/kvpool")
 
 
 def test_nobody_listens_beyond_loopback_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address alone is not enough: that nobody is asked for a password must be said, too."""
+    """An address and a secret are not enough: that UCX does not ask for it must be said, too."""
     service = compose({**HOST, "KVPOOL_INSECURE": "no"})["services"]["server"]
     found = settings_of(service["command"], service["environment"], monkeypatch)
     with pytest.raises(config.ConfigError, match="--insecure"):
@@ -286,11 +293,12 @@ def test_the_master_is_where_everybody_looks(
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    (named,) = container(deployment)["ports"]
-    assert (named["name"], named["containerPort"]) == (door["targetPort"], door["port"])
+    named = {p["name"]: p["containerPort"] for p in container(deployment)["ports"]}
+    assert named == {door["targetPort"]: door["port"], "http": port(found.master.http)}
     policy = of_kind("NetworkPolicy")["spec"]
     assert policy["podSelector"]["matchLabels"].items() <= labels.items()
-    assert policy["ingress"][0]["ports"] == [{"protocol": "TCP", "port": door["port"]}]
+    open_ = {rule["port"] for rule in policy["ingress"][0]["ports"]}
+    assert open_ == {p["containerPort"] for p in container(deployment)["ports"]}
 
 
 def test_servers_have_the_memory_and_devices_they_ask_for(
@@ -301,7 +309,8 @@ def test_servers_have_the_memory_and_devices_they_ask_for(
     check(found)
     one = container(daemons)
     assert found.server.id == "node-7"
-    assert {p["name"]: p["containerPort"] for p in one["ports"]} == ports(found)
+    http = {"http": port(found.server.http)}
+    assert {p["name"]: p["containerPort"] for p in one["ports"]} == ports(found) | http
     limits, requests = one["resources"]["limits"], one["resources"]["requests"]
     assert parse_size(limits["hugepages-2Mi"] + "B") == found.server.capacity
     assert parse_size(limits["memory"] + "B") >= parse_size("2GiB")
@@ -320,9 +329,14 @@ def test_servers_have_the_memory_and_devices_they_ask_for(
 def test_pods_are_probed_and_harmless(kind: str) -> None:
     workload = of_kind(kind)
     one, pod = container(workload), workload["spec"]["template"]["spec"]
-    names = {p["name"] for p in one["ports"]}
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert one[probe]["tcpSocket"]["port"] in names
+    assert "http" in {p["name"] for p in one["ports"]}
+    paths = {"startupProbe": "/health", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    for probe, path in paths.items():
+        assert one[probe]["httpGet"] == {"path": path, "port": "http"}
+    secret = of_kind("Kustomization")["secretGenerator"]
+    assert [made["name"] for made in secret] == [
+        volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume
+    ]
     assert pod["securityContext"]["runAsNonRoot"]
     assert not one["securityContext"]["allowPrivilegeEscalation"]
     assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
