@@ -1,4 +1,4 @@
-"""The `kvpool` command: dev, master, server, status, explain, bench, replay, doctor.
+"""The `kvpool` command: dev, master, server, status, top, explain, doctor, replay, bench.
 
 Thin: it reads settings, calls the library and prints. Exit codes: 0; 1, it failed; 2, it was
 asked the wrong way. With --json the result is one JSON document on stdout, and nothing else.
@@ -7,6 +7,7 @@ asked the wrong way. With --json the result is one JSON document on stdout, and 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
@@ -29,6 +31,7 @@ from kvpool.config import (
     ServerConfig,
     cluster_of,
     load,
+    parse_duration,
     parse_size,
     transport_settings,
 )
@@ -285,6 +288,46 @@ def status(
         console.print()
         console.print(tiers_table(members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)
+
+
+@app.command()
+def top(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    every: Annotated[str, typer.Option(help="Between two looks, like 500ms.")] = "1s",
+    looks: Annotated[int, typer.Option(min=0, help="How many; 0: until Ctrl-C.")] = 0,
+    cluster: Cluster = None,
+    secret_file: SecretFile = None,
+) -> None:
+    """Watch a pool: `status` again and again."""
+    settings = _asking(config, masters, cluster, secret_file)
+
+    async def watch() -> None:
+        pause_s = parse_duration(every)
+        async with await _open(settings) as pool:
+            with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+                for look in itertools.count(1):
+                    try:
+                        members = await pool.members(timeout=_ASK_S)
+                        view = Group(members_table(members), "", tiers_table(members))
+                    except Unavailable as error:  # a master that restarts is soon back
+                        view = Group(escape(str(error)))
+                    live.update(view, refresh=True)
+                    if look == looks:
+                        return
+                    await asyncio.sleep(pause_s)
+
+    async def main() -> None:
+        watching = asyncio.create_task(watch())
+        stopped = asyncio.create_task(process.until_stopped())
+        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in (watching, stopped):
+            task.cancel()
+        await asyncio.wait([watching, stopped])
+        if not watching.cancelled():
+            watching.result()
+
+    _run(main())
 
 
 @app.command()

@@ -115,6 +115,9 @@ async def test_status_explain_and_doctor(cluster: Cluster) -> None:
     done = kvpool("status", *where, "--json")
     assert {m["server"] for m in json.loads(done.stdout)} == {"server-0", "server-1"}
     assert "server-0" in kvpool("status", *where).stdout
+    watched = kvpool("top", *where, "--every", "100ms", "--looks", "3")
+    assert watched.returncode == 0
+    assert "server-1" in watched.stdout
     answer = kvpool("explain", "ab" * 32, "--namespace", "m", *where)
     assert "never written" in answer.stdout
     findings = json.loads(kvpool("doctor", *where, "--json").stdout)
