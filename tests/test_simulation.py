@@ -105,6 +105,10 @@ def test_a_planted_bug_is_in_step_with_the_source(bug: planted.Bug) -> None:
     compile(planted.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
 
 
+def test_seeds_to_begin_with_are_of_bugs_that_there_are() -> None:
+    assert planted.SHOWN_BY.keys() <= {bug.name for bug in planted.BUGS}
+
+
 @pytest.mark.parametrize("name", ["leak-on-cancel", "beyond-the-match-is-a-hit", "wall-clock"])
 def test_a_planted_bug_is_found(name: str) -> None:
     done = subprocess.run(
