@@ -168,7 +168,7 @@ HOST = {
     "KVPOOL_MASTERS": "10.0.0.1:7450,10.0.0.2:7450",
     "KVPOOL_CAPACITY": "64GiB",
     "KVPOOL_INSECURE": "yes",
-    "KVPOOL_UCX_TLS": "rc,ud,tcp,self",
+    "KVPOOL_UCX_TLS": "rc,self",
     "KVPOOL_UCX_DEVICES": "mlx5_0:1,mlx5_1:1",
 }
 

@@ -99,10 +99,10 @@ def test_where_ucx_is_missing_the_others_work(monkeypatch: pytest.MonkeyPatch) -
 
 def test_whoever_receives_is_active() -> None:
     """A sender that wrote into our memory by itself could do so after we gave up on it."""
-    for lanes in ("", "tcp,self", "posix,self"):
-        assert defaults(lanes, local=True)["RNDV_SCHEME"] == "am"
-    for lanes in ("rc,cuda_copy", "tcp,cuda", "all", "^tcp,rc_x"):
-        assert defaults(lanes, local=False)["RNDV_SCHEME"] == "get_zcopy"
+    for lanes in ("", "self", "tcp,self", "posix,self", "rc,ud,tcp,self", "all", "^tcp,rc_x"):
+        assert defaults(lanes, local=True)["RNDV_SCHEME"] == "am", lanes
+    for lanes in ("rc,self", "rc_x,dc", "dc_mlx5"):
+        assert defaults(lanes, local=False)["RNDV_SCHEME"] == "get_zcopy", lanes
     assert all(defaults(lanes, local=True)["RNDV_THRESH"] == "0" for lanes in ("", "rc"))
 
 
@@ -362,6 +362,53 @@ def test_senders_may_not_write_by_themselves(
     monkeypatch.setenv("UCX_RNDV_SCHEME", scheme)
     with pytest.raises(ConfigError, match="RNDV_SCHEME"):
         make_context(local=True, settings={})
+
+
+@pytest.mark.parametrize("lanes", ["tcp,self", "posix,self"])
+@pytest.mark.parametrize("whose", ["client", "server"])
+async def test_lanes_without_a_rendezvous_are_refused(
+    installed: None, lanes: str, whose: str
+) -> None:
+    """UCX falls back to sending at once where a receiver cannot read: that could not be stopped."""
+    wrong = {"TLS": lanes, "RNDV_SCHEME": "get_zcopy"}
+    settings = {"client": {"TLS": lanes}, "server": {"TLS": lanes}, whose: wrong}
+    transports = {"ucx": UcxTransport(settings["server"])}
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",), transports=transports) as running:
+        with pytest.raises(LinkBroken):
+            await UcxTransport(settings["client"]).connect(
+                running.servers[0].addresses[0],
+                cluster="default",
+                client="test",
+                deadline=asyncio.get_running_loop().time() + 5,
+            )
+
+
+@pytest.mark.parametrize("lanes", ["tcp,self", "posix,self", "sysv,self", "tcp,posix,self"])
+async def test_a_transfer_ends_while_its_sender_is_frozen(installed: None, lanes: str) -> None:
+    """Over every lane: wherever it is, and whatever the sender does not do."""
+    await UcxTransport()._workers("127.0.0.1")  # loads UCX
+    for steps in (0, 2, 5, 10, 20):
+        ends = [Worker(make_context(local=True, settings={"TLS": lanes})) for _ in range(2)]
+        receiver, sender = ends
+        here, there = receiver.path(), sender.path()
+        here.meet(sender.address, there.number)
+        there.meet(receiver.address, here.number)
+        incoming, outgoing = here.transfer(), there.transfer()
+        for buffer in buffers(4, 4 * SIZE):
+            incoming.receive(memoryview(buffer))
+            outgoing.send(memoryview(bytes(4 * SIZE)))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        asyncio.get_running_loop().remove_reader(sender._fd)
+        sender._scheduled = True  # it will not be driven any more
+        drive, sender._turn = sender._turn, lambda: None  # type: ignore[method-assign]
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(2):
+            await incoming.stop()
+        sender._turn = drive  # type: ignore[method-assign]
+        await outgoing.stop()
+        for end in ends:
+            end.close()
 
 
 def test_settings_win_over_the_environment_and_that_over_defaults(
