@@ -170,6 +170,45 @@ async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage
             assert got == values(chain, SIZE)
 
 
+async def test_a_mute_server_costs_nothing_but_time(installed: None) -> None:
+    """Each dial that breaks off has another worker afterwards, and the one before has ended."""
+    loop = asyncio.get_running_loop()
+    transport = UcxTransport()
+    mute = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
+    address = "ucx://{}:{}".format(*mute.sockets[0].getsockname())
+
+    async def dial() -> None:
+        with pytest.raises(Unavailable):
+            await transport.connect(
+                address, cluster="default", client="test", deadline=loop.time() + 0.05
+            )
+
+    await dial()
+    gc.collect()
+    await asyncio.sleep(0.1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        await dial()
+    gc.collect()
+    mute.close()
+    await asyncio.sleep(0.2)
+    assert len(os.listdir("/proc/self/fd")) < before + 5
+
+
+async def test_a_client_that_may_choose_reads_right(running: Running) -> None:
+    """ucx is tried on the calls themselves: whatever comes of it, every byte is right."""
+    async with running.client("ucx", "tcp", timeout_s=20, attempt_s=10) as pool:
+        chain = await stored(pool, "chosen", 8)
+        for _ in range(12):
+            got = buffers(8, SIZE)
+            results = await pool.read(NAMESPACE, chain, got)
+            assert all(result.status.hit for result in results)
+            assert got == values(chain, SIZE)
+        assert pool.counters["failed_ucx"] == pool.counters["failed_tcp"] == 0
+        (known,) = pool._servers._servers.values()
+        assert {path.scheme for path in known.channels} == {"ucx", "tcp"}
+
+
 # --- dead and frozen -----------------------------------------------------------------------
 
 
@@ -425,6 +464,21 @@ def test_settings_win_over_the_environment_and_that_over_defaults(
         assert found["RNDV_THRESH"] in ("0", "intra:0,inter:0")
         assert found["TLS"] == "tcp,posix,self"
         assert found["NET_DEVICES"] == "lo"
+
+
+def test_the_doctor_says_what_ucx_may_use(installed: None) -> None:
+    settings = {"TLS": "tcp,self", "NET_DEVICES": "lo", "MAX_RNDV_RAILS": "3"}
+    note = UcxTransport(settings).note
+    assert "lanes tcp,self, devices lo, up to 3 rails, rendezvous am" in note
+
+
+def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before tcp only where it has what tcp has not."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(ucx, "_rdma_devices", lambda: ["mlx5_0"])
+    for lanes, verbs, unproven in (("", True, True), ("rc,self", False, True), ("rc", True, False)):
+        monkeypatch.setattr(ucx, "_has_verbs", lambda verbs=verbs: verbs)
+        assert UcxTransport({"TLS": lanes}).unproven is unproven
 
 
 # --- many, and idle ------------------------------------------------------------------------
