@@ -2,9 +2,9 @@
 
 Paths inside a host are not compared: memory that both sides map beats a wire. Of those that lead
 to other hosts the first is taken until another was measured to be clearly faster. To measure, a
-few large calls, one at a time, take the other path; the first of them pays for connecting and does
-not count. The verdict compares what both did in the same moments, so a busy minute says nothing
-against either. A path that lost is tried again, ever more rarely.
+few large calls, one at a time, take the other path, once it is connected; the first of them warms
+it up and does not count. The verdict compares what both did in the same moments, so a busy minute
+says nothing against either. A path that lost is tried again, ever more rarely.
 
 Pure: no clock and no I/O; `now` is in seconds, of any origin.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Final, Generic, TypeVar
 
 P = TypeVar("P", bound=Hashable)
@@ -52,18 +52,28 @@ class Choice(Generic[P]):
         """As they were given."""
         return list(self._paths)
 
-    def order(self, size: int, now: float) -> list[P]:
+    def candidate(self, now: float) -> P | None:
+        """The path that the next large call is a trial of, once it is connected."""
+        if self._trial is not None:
+            return self._trial
+        enough = len(self._rates[self.best]) == CALLS  # something to compare with
+        others = [path for path in self._paths if path != self.best]
+        return others[self._turn % len(others)] if others and enough and now >= self._due else None
+
+    def order(self, size: int, now: float, connected: Container[P]) -> list[P]:
         """Whom to ask to move `size` bytes; the others are for when it fails.
 
         When the first is not `best`, this call is a trial: `moved` or `gave_up` must be told.
         """
         first = [self.best]
-        if size >= LARGE and not self._out:
-            if self._trial is None and now >= self._due and len(self._paths) > 1:
-                self._begin()
-            if self._trial is not None:
-                self._out = True
-                first = [self._trial, self.best]
+        candidate = self.candidate(now)
+        if size >= LARGE and not self._out and candidate is not None and candidate in connected:
+            if self._trial is None:
+                self._trial = candidate
+                self._left = CALLS + 1
+                self._rates[candidate].clear()
+            self._out = True
+            first = [candidate, self.best]
         return first + [path for path in self._paths if path not in first]
 
     def moved(self, path: P, size: int, seconds: float, now: float) -> bool:
@@ -75,13 +85,13 @@ class Choice(Generic[P]):
             return False
         if trial:
             self._left -= 1
-        if not trial or self._left < CALLS:  # the first of a trial has made connections, too
+        if not trial or self._left < CALLS:  # the first of a trial warms it up
             self._rates[path].append(size / seconds)
         return trial and self._left == 0 and self._judge(path, now)
 
     def gave_up(self, path: P, now: float) -> None:
-        """A call over `path` failed, or was left."""
-        if path == self._trial:
+        """A call over `path` failed, or was left, or it could not be connected."""
+        if path == self.candidate(now):
             self._end(now, self._again_s * 2)
 
     def check(self) -> None:
@@ -90,15 +100,6 @@ class Choice(Generic[P]):
         assert self._trial is None or self._trial != self.best
         assert self._trial is not None or not self._out
         assert 0 <= self._left <= CALLS + 1
-
-    def _begin(self) -> None:
-        if len(self._rates[self.best]) < CALLS:
-            return  # nothing to compare with yet
-        others = [path for path in self._paths if path != self.best]
-        self._trial = others[self._turn % len(others)]
-        self._turn += 1
-        self._left = CALLS + 1
-        self._rates[self._trial].clear()
 
     def _judge(self, path: P, now: float) -> bool:
         new, old = (statistics.median(self._rates[one]) for one in (path, self.best))
@@ -109,6 +110,7 @@ class Choice(Generic[P]):
         return faster
 
     def _end(self, now: float, again_s: float) -> None:
+        self._turn += 1
         self._due = now + self._again_s
         self._again_s = min(again_s, AGAIN_S_MAX)
         self._trial = None

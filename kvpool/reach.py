@@ -250,6 +250,7 @@ class Servers:
         self._refreshed = 0.0
         self._broken: dict[_Path, float] = {}  # a path that failed is tried again after this
         self._dying: set[asyncio.Task[None]] = set()
+        self._preparing: dict[_Path, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return f"servers={sorted(self._servers)}"
@@ -436,6 +437,10 @@ class Servers:
         raise Overloaded(f"server {server} has no transport here that can show its memory")
 
     async def close(self) -> None:
+        if preparing := list(self._preparing.values()):
+            for task in preparing:
+                task.cancel()
+            await asyncio.wait(preparing)
         for known in self._servers.values():
             self._drop_channels(known)
         if self._dying:
@@ -490,8 +495,26 @@ class Servers:
             near = order[: len(order) - len(known.far.paths)]
             # Nothing is tried out while a nearer path serves, or while any of them is in trouble.
             calm = all(map(broken, near)) and not any(map(broken, known.far.paths))
-            order = [*near, *known.far.order(size if calm else 0, now)]
+            if calm and size and (path := known.far.candidate(now)) is not None:
+                self._prepare(known, known.far, path)
+            order = [*near, *known.far.order(size if calm else 0, now, known.channels)]
         return sorted(order, key=broken)
+
+    def _prepare(self, known: _Server, far: Choice[_Path], path: _Path) -> None:
+        """Connect a path that is to be tried, beside the calls: none of them waits for it."""
+
+        async def connect() -> None:
+            try:
+                await self._connected(known, path, loop.time() + self._config.attempt_s)
+            except (Unavailable, PeerError, Overloaded) as error:
+                far.gave_up(path, loop.time())
+                self._failed(known, path, None, error)
+
+        if path in known.channels or path in self._preparing:
+            return
+        loop = asyncio.get_running_loop()
+        task = self._preparing[path] = loop.create_task(connect())
+        task.add_done_callback(lambda _: self._preparing.pop(path, None))
 
     def _took(
         self, server: str, far: Choice[_Path], path: _Path, moved: int, started: float

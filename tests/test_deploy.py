@@ -176,7 +176,7 @@ HOST = {
     "KVPOOL_SECRET": "/etc/kvpool/secret",
     "KVPOOL_SECRET_FILE": "/run/secrets/kvpool",
     "KVPOOL_INSECURE": "yes",
-    "KVPOOL_UCX_TLS": "rc,ud,tcp,self",
+    "KVPOOL_UCX_TLS": "rc,self",
     "KVPOOL_UCX_DEVICES": "mlx5_0:1,mlx5_1:1",
 }
 

@@ -17,7 +17,7 @@ from kvpool.paths import AGAIN_S, AGAIN_S_MAX, CALLS, GAIN, LARGE, Choice
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.types import Cluster
 from kvpool_transports.tcp import TcpTransport
-from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 
 
 class World:
@@ -30,7 +30,7 @@ class World:
         self.taken: dict[str, int] = dict.fromkeys(rates, 0)
 
     def call(self, size: int = LARGE) -> str:
-        path = self.choice.order(size, self.now)[0]
+        path = self.choice.order(size, self.now, self.rates)[0]
         self.taken[path] += 1
         seconds = size / self.rates[path]
         self.now += seconds
@@ -93,18 +93,18 @@ def test_one_call_at_a_time_is_on_trial() -> None:
     """Everybody else goes the way that is known."""
     world = World(tcp=1e9, ucx=4e9)
     world.calls(CALLS)
-    assert world.choice.order(LARGE, world.now)[0] == "ucx"
-    assert world.choice.order(LARGE, world.now) == ["tcp", "ucx"]
+    assert world.choice.order(LARGE, world.now, world.rates)[0] == "ucx"
+    assert world.choice.order(LARGE, world.now, world.rates) == ["tcp", "ucx"]
 
 
 def test_a_trial_that_fails_is_over() -> None:
     world = World(tcp=1e9, ucx=4e9)
     world.calls(CALLS)
-    assert world.choice.order(LARGE, world.now)[0] == "ucx"
+    assert world.choice.order(LARGE, world.now, world.rates)[0] == "ucx"
     world.choice.gave_up("ucx", world.now)
     world.choice.check()
-    assert world.choice.order(LARGE, world.now)[0] == "tcp"
-    assert world.choice.order(LARGE, world.now + AGAIN_S)[0] == "ucx"
+    assert world.choice.order(LARGE, world.now, world.rates)[0] == "tcp"
+    assert world.choice.order(LARGE, world.now + AGAIN_S, world.rates)[0] == "ucx"
 
 
 def test_what_did_not_move_is_not_fast() -> None:
@@ -112,7 +112,7 @@ def test_what_did_not_move_is_not_fast() -> None:
     world = World(tcp=1e9, ucx=1e6)
     world.calls(CALLS)
     for _ in range(50):
-        path = world.choice.order(LARGE, world.now)[0]
+        path = world.choice.order(LARGE, world.now, world.rates)[0]
         world.choice.moved(path, 0 if path == "ucx" else LARGE, 1e-3, world.now)
         world.choice.check()
     assert world.choice.best == "tcp"
@@ -132,7 +132,7 @@ def test_whatever_happens_the_books_agree(seed: int) -> None:
             else:
                 choice.moved(path, chance.choice([0, LARGE]), chance.random(), now)
         else:
-            order = choice.order(chance.choice([0, LARGE]), now)
+            order = choice.order(chance.choice([0, LARGE]), now, chance.choice(["ab", "abc", ""]))
             assert sorted(order) == ["a", "b", "c"]
             out.append(order[0])
         choice.check()
@@ -278,7 +278,22 @@ async def test_a_path_whose_connecting_is_silent_leaves_time_for_the_next() -> N
 async def test_a_trial_that_breaks_is_a_hit_all_the_same() -> None:
     tcp, other = Paced("one", 0.0), Paced("other", 0.0)
     async with client({"one": tcp, "other": other}) as (pool, chain):
+        await reads(pool, chain, 2)
         other.broken = True
         await reads(pool, chain, CALLS + 4)
-        assert pool.counters["failed_other"] == 1
+        await eventually(lambda: pool.counters["failed_other"] == 1)
         assert other.calls == 0
+
+
+async def test_nobody_waits_for_a_path_that_is_to_be_tried() -> None:
+    """It is connected beside the calls, which go on over the other one meanwhile."""
+    tcp, mute = Paced("one", 0.0), Paced("mute", 0.0)
+    mute.silent = True
+    async with client({"one": tcp, "mute": mute}) as (pool, chain):
+        loop = asyncio.get_running_loop()
+        await reads(pool, chain, CALLS)
+        began = loop.time()
+        await reads(pool, chain, 1)
+        assert loop.time() - began < 0.8
+        assert pool._servers._preparing
+        await eventually(lambda: pool.counters["failed_mute"] == 1)

@@ -99,10 +99,10 @@ def test_where_ucx_is_missing_the_others_work(monkeypatch: pytest.MonkeyPatch) -
 
 def test_whoever_receives_is_active() -> None:
     """A sender that wrote into our memory by itself could do so after we gave up on it."""
-    for lanes in ("", "tcp,self", "posix,self"):
-        assert defaults(lanes, local=True)["RNDV_SCHEME"] == "am"
-    for lanes in ("rc,cuda_copy", "tcp,cuda", "all", "^tcp,rc_x"):
-        assert defaults(lanes, local=False)["RNDV_SCHEME"] == "get_zcopy"
+    for lanes in ("", "self", "tcp,self", "posix,self", "rc,ud,tcp,self", "all", "^tcp,rc_x"):
+        assert defaults(lanes, local=True)["RNDV_SCHEME"] == "am", lanes
+    for lanes in ("rc,self", "rc_x,dc", "dc_mlx5"):
+        assert defaults(lanes, local=False)["RNDV_SCHEME"] == "get_zcopy", lanes
     assert all(defaults(lanes, local=True)["RNDV_THRESH"] == "0" for lanes in ("", "rc"))
 
 
@@ -168,6 +168,45 @@ async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage
             got = buffers(2, SIZE)
             await pool.read(NAMESPACE, chain, got)
             assert got == values(chain, SIZE)
+
+
+async def test_a_mute_server_costs_nothing_but_time(installed: None) -> None:
+    """Each dial that breaks off has another worker afterwards, and the one before has ended."""
+    loop = asyncio.get_running_loop()
+    transport = UcxTransport()
+    mute = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
+    address = "ucx://{}:{}".format(*mute.sockets[0].getsockname())
+
+    async def dial() -> None:
+        with pytest.raises(Unavailable):
+            await transport.connect(
+                address, cluster="default", client="test", deadline=loop.time() + 0.05
+            )
+
+    await dial()
+    gc.collect()
+    await asyncio.sleep(0.1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        await dial()
+    gc.collect()
+    mute.close()
+    await asyncio.sleep(0.2)
+    assert len(os.listdir("/proc/self/fd")) < before + 5
+
+
+async def test_a_client_that_may_choose_reads_right(running: Running) -> None:
+    """ucx is tried on the calls themselves: whatever comes of it, every byte is right."""
+    async with running.client("ucx", "tcp", timeout_s=20, attempt_s=10) as pool:
+        chain = await stored(pool, "chosen", 8)
+        for _ in range(12):
+            got = buffers(8, SIZE)
+            results = await pool.read(NAMESPACE, chain, got)
+            assert all(result.status.hit for result in results)
+            assert got == values(chain, SIZE)
+        assert pool.counters["failed_ucx"] == pool.counters["failed_tcp"] == 0
+        (known,) = pool._servers._servers.values()
+        assert {path.scheme for path in known.channels} == {"ucx", "tcp"}
 
 
 # --- dead and frozen -----------------------------------------------------------------------
@@ -364,6 +403,53 @@ def test_senders_may_not_write_by_themselves(
         make_context(local=True, settings={})
 
 
+@pytest.mark.parametrize("lanes", ["tcp,self", "posix,self"])
+@pytest.mark.parametrize("whose", ["client", "server"])
+async def test_lanes_without_a_rendezvous_are_refused(
+    installed: None, lanes: str, whose: str
+) -> None:
+    """UCX falls back to sending at once where a receiver cannot read: that could not be stopped."""
+    wrong = {"TLS": lanes, "RNDV_SCHEME": "get_zcopy"}
+    settings = {"client": {"TLS": lanes}, "server": {"TLS": lanes}, whose: wrong}
+    transports = {"ucx": UcxTransport(settings["server"])}
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",), transports=transports) as running:
+        with pytest.raises(LinkBroken):
+            await UcxTransport(settings["client"]).connect(
+                running.servers[0].addresses[0],
+                cluster="default",
+                client="test",
+                deadline=asyncio.get_running_loop().time() + 5,
+            )
+
+
+@pytest.mark.parametrize("lanes", ["tcp,self", "posix,self", "sysv,self", "tcp,posix,self"])
+async def test_a_transfer_ends_while_its_sender_is_frozen(installed: None, lanes: str) -> None:
+    """Over every lane: wherever it is, and whatever the sender does not do."""
+    await UcxTransport()._workers("127.0.0.1")  # loads UCX
+    for steps in (0, 2, 5, 10, 20):
+        ends = [Worker(make_context(local=True, settings={"TLS": lanes})) for _ in range(2)]
+        receiver, sender = ends
+        here, there = receiver.path(), sender.path()
+        here.meet(sender.address, there.number)
+        there.meet(receiver.address, here.number)
+        incoming, outgoing = here.transfer(), there.transfer()
+        for buffer in buffers(4, 4 * SIZE):
+            incoming.receive(memoryview(buffer))
+            outgoing.send(memoryview(bytes(4 * SIZE)))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        asyncio.get_running_loop().remove_reader(sender._fd)
+        sender._scheduled = True  # it will not be driven any more
+        drive, sender._turn = sender._turn, lambda: None  # type: ignore[method-assign]
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(2):
+            await incoming.stop()
+        sender._turn = drive  # type: ignore[method-assign]
+        await outgoing.stop()
+        for end in ends:
+            end.close()
+
+
 def test_settings_win_over_the_environment_and_that_over_defaults(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +464,21 @@ def test_settings_win_over_the_environment_and_that_over_defaults(
         assert found["RNDV_THRESH"] in ("0", "intra:0,inter:0")
         assert found["TLS"] == "tcp,posix,self"
         assert found["NET_DEVICES"] == "lo"
+
+
+def test_the_doctor_says_what_ucx_may_use(installed: None) -> None:
+    settings = {"TLS": "tcp,self", "NET_DEVICES": "lo", "MAX_RNDV_RAILS": "3"}
+    note = UcxTransport(settings).note
+    assert "lanes tcp,self, devices lo, up to 3 rails, rendezvous am" in note
+
+
+def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before tcp only where it has what tcp has not."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(ucx, "_rdma_devices", lambda: ["mlx5_0"])
+    for lanes, verbs, unproven in (("", True, True), ("rc,self", False, True), ("rc", True, False)):
+        monkeypatch.setattr(ucx, "_has_verbs", lambda verbs=verbs: verbs)
+        assert UcxTransport({"TLS": lanes}).unproven is unproven
 
 
 # --- many, and idle ------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import xxhash
 
+from kvpool import logs
 from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
 from kvpool.protocols import BlockStore, Channel, Connection, Listener
 from kvpool.types import Cluster
@@ -49,6 +50,8 @@ from kvpool_transports.ucx_worker import Path, Transfer, Worker, Workers
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext
 
+log = logs.get("kvpool.ucx")
+
 #: Payloads up to this size come with their frame: below it a rendezvous costs more than a copy.
 SMALL: Final = 128 << 10
 #: Blocks travel in pieces of this size (of a 1,024th of the payload, if that is more).
@@ -61,7 +64,9 @@ _INTRODUCTION = struct.Struct("<4sHHHQQ")
 _MAGIC: Final = b"kvux"
 _TOKEN = struct.Struct("<Q")
 _ADDRESS_SIZE_MAX: Final = 16 << 10
-_FABRICS: Final = ("rc", "dc", "ud", "ib", "cuda", "gdr", "rocm", "ze", "srd", "all")
+#: Lanes of RDMA, and those of them over which a receiver can read the sender's memory.
+_FABRICS: Final = ("rc", "dc", "ud", "ib", "srd", "all")
+_READING: Final = frozenset({"rc", "dc"})
 
 
 class UcxTransport:
@@ -142,7 +147,8 @@ class UcxTransport:
     def unproven(self) -> bool:
         """Without a lane of a fabric UCX has nothing that tcp has not."""
         lanes = self._settings.get("TLS") or os.environ.get("UCX_TLS", "")
-        return not (_on_fabric(lanes) and _rdma_devices() and _has_verbs())
+        named = any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))
+        return not (named and _rdma_devices() and _has_verbs())
 
     async def _workers(self, host: str) -> Workers:
         await asyncio.to_thread(_load)
@@ -245,21 +251,43 @@ class UcxStream(Stream):
         self._met().meet(address, number)
 
     async def meet(self, deadline: float) -> None:
-        """The server's half of being introduced, until the client's token has come by UCX."""
+        """The server's half of being introduced, and of `prove`."""
         await self.be_introduced(deadline)
+        tokens = [bytearray(_TOKEN.size) for _ in range(2)]
+        async with self._moving() as transfer:
+            for token in tokens:
+                transfer.receive(memoryview(token))
+            await self.introduce(deadline)
+            await transfer.until(0, deadline)
+            self._send_token(transfer)
+            await transfer.until(0, deadline)
+        if any(token != _TOKEN.pack(self._met().number) for token in tokens):
+            raise BadFrame("that is not the token")
+
+    async def prove(self, deadline: float) -> None:
+        """Send the token, twice, and receive one: the lanes work, and make a rendezvous.
+
+        The first also sets up the lanes; only after that can be seen how a message goes.
+        """
         token = bytearray(_TOKEN.size)
         async with self._moving() as transfer:
+            transfer.send(memoryview(_TOKEN.pack(self._met().theirs)))
+            await transfer.until(0, deadline)
             transfer.receive(memoryview(token))
-            await self.introduce(deadline)
+            self._send_token(transfer)
             await transfer.until(0, deadline)
         if token != _TOKEN.pack(self._met().number):
             raise BadFrame("that is not the token")
 
-    async def prove(self, deadline: float) -> None:
-        """Send the token. By rendezvous, so that bytes have gone both ways when it returns."""
-        async with self._moving() as transfer:
-            transfer.send(memoryview(_TOKEN.pack(self._met().theirs)))
-            await transfer.until(0, deadline)
+    def _send_token(self, transfer: Transfer) -> None:
+        """Raises LinkBroken for lanes over which UCX sends without being asked."""
+        if transfer.send(memoryview(_TOKEN.pack(self._met().theirs))):
+            why = (
+                "UCX sends without a rendezvous over these lanes, and what has begun to arrive "
+                "could not be stopped: leave UCX_RNDV_SCHEME to kvpool, or name other lanes"
+            )
+            log.error("link refused", why=why)  # the other side hears only that we hung up
+            raise LinkBroken(why)
 
     # --- payloads --------------------------------------------------------------------------
 
@@ -401,11 +429,13 @@ def defaults(lanes: str, *, local: bool) -> dict[str, str]:
 
     Rendezvous always, because it is what fills no buffer but ours, and what a closed endpoint
     ends. Who receives is active: a sender that writes into our memory by itself could do so after
-    we gave up on it.
+    we gave up on it. It reads the sender's memory only where every lane can do that: over one that
+    cannot, UCX would go without a rendezvous.
     """
+    words = {lane.strip().partition("_")[0] for lane in lanes.split(",")} - {"self"}
     chosen = {
         "RNDV_THRESH": "0",
-        "RNDV_SCHEME": "get_zcopy" if _on_fabric(lanes) else "am",
+        "RNDV_SCHEME": "get_zcopy" if words and words <= _READING else "am",
         "MAX_RNDV_RAILS": "2",
         "TCP_TX_SEG_SIZE": "256K",
         "TCP_RX_SEG_SIZE": "256K",
@@ -418,10 +448,6 @@ def defaults(lanes: str, *, local: bool) -> dict[str, str]:
     if local:
         chosen["NET_DEVICES"] = "lo"
     return chosen
-
-
-def _on_fabric(lanes: str) -> bool:
-    return any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))
 
 
 #: What the operator set; ucxx sets some of them, too, when it is imported.

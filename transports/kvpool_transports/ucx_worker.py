@@ -260,17 +260,22 @@ class Transfer:
     def __repr__(self) -> str:
         return f"<Transfer requests={len(self._requests)}>"
 
-    def send(self, buffer: memoryview) -> None:
-        """It belongs to UCX until the transfer has come to an end, or this far."""
+    def send(self, buffer: memoryview) -> bool:
+        """It belongs to UCX until the transfer has come to an end, or this far.
+
+        True when it has gone at once: then it waited for no receiver, so without a rendezvous.
+        """
         from ucxx._lib.arr import Array
         from ucxx._lib.libucxx import UCXXTag
 
         array = Array(buffer)
         with ucx_errors("send"):
             tag = UCXXTag(self._path.sending_tag())
-            self._requests.append(self._path.endpoint().tag_send(array, tag))
+            request = self._path.endpoint().tag_send(array, tag)
+        self._requests.append(request)
         self._keep.append(array)
         self._worker.kick()
+        return bool(request.completed)
 
     def receive(self, buffer: memoryview) -> None:
         """The same for a buffer that is to be filled."""
