@@ -180,7 +180,7 @@ async def test_a_mute_server_costs_nothing_but_time(installed: None) -> None:
     async def dial() -> None:
         with pytest.raises(Unavailable):
             await transport.connect(
-                address, cluster="default", client="test", deadline=loop.time() + 0.05
+                address, cluster=Cluster(), client="test", deadline=loop.time() + 0.05
             )
 
     await dial()
@@ -416,7 +416,7 @@ async def test_lanes_without_a_rendezvous_are_refused(
         with pytest.raises(LinkBroken):
             await UcxTransport(settings["client"]).connect(
                 running.servers[0].addresses[0],
-                cluster="default",
+                cluster=Cluster(),
                 client="test",
                 deadline=asyncio.get_running_loop().time() + 5,
             )
