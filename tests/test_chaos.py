@@ -381,6 +381,36 @@ async def test_a_killed_writers_space_is_back_at_once(cluster: Cluster) -> None:
             assert loop.time() - killed < patient(BUSY_S)
 
 
+FORKING_READER = """
+    import asyncio, os, signal, sys, kvpool
+    from tests.conftest import NAMESPACE, key
+    async def main():
+        config = kvpool.ClientConfig(masters=[sys.argv[1]], transports=["shm"])
+        async with await kvpool.connect(config=config) as pool:
+            async with pool.read_view(NAMESPACE, [key("forked")]) as views:
+                assert views[0].data is not None
+                if child := os.fork():
+                    print(child, flush=True)
+                signal.pause()
+    asyncio.run(main())
+"""
+
+
+async def test_a_killed_readers_child_holds_none_of_its_pins(cluster: Cluster) -> None:
+    """G4: pins die with their connection, whoever has inherited its socket."""
+    async with cluster.client("shm") as pool:
+        digest = key("forked")
+        await pool.write_to("server-0", NAMESPACE, digest, value(digest))
+        async with script(FORKING_READER, cluster.masters_of("clients")[0]) as reader:
+            child = int(await reader.line())
+            try:
+                await until(pool, "server-0", "pins", 1, patient(5))
+                reader.signal(signal.SIGKILL)
+                await until(pool, "server-0", "pins", 0, patient(5))
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
 async def test_a_frozen_writers_space_rests_until_it_is_dead_or_done(
     cluster: Cluster, end: signal.Signals

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
@@ -41,6 +43,28 @@ _IDLE_MAX = 8
 STASH = 64 << 10
 #: Seconds that a request may take to arrive, from its first byte.
 FRAME_S = 30.0
+
+
+#: Streams whose sockets a child would inherit.
+_open: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child: what is connected is the parent's, and ends with it.
+
+    A socket is closed when nobody has it open any more. Without this a child that lives on would
+    keep its parent's pins and reservations, which end with the connection. The numbers stay taken,
+    because the child's copies of the transports still hold them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for stream in list(_open):
+        number = stream.fileno()
+        if number >= 0:
+            os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Landing:
@@ -269,6 +293,11 @@ class Stream(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def fileno(self) -> int:
+        """Its socket's descriptor; -1 when there is none."""
+        socket = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return int(socket.fileno()) if socket is not None else -1
+
     # --- asyncio's side ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -276,6 +305,7 @@ class Stream(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         # Paused until the kernel has everything: that is when a pin may be released.
         self._transport.set_write_buffer_limits(high=0)
+        _open.add(self)
         if self.lost:  # aborted before it was made
             self._transport.abort()
 
@@ -307,6 +337,7 @@ class Stream(asyncio.BufferedProtocol):
         return self.owned
 
     def connection_lost(self, error: Exception | None) -> None:
+        _open.discard(self)
         self._fail(LinkBroken(f"connection lost: {error}" if error else "the peer went away"))
 
     def pause_writing(self) -> None:
