@@ -34,7 +34,7 @@ from kvpool.wire.messages import PAYLOAD, TYPES, Error
 from kvpool_transports import ucx, ucx_worker
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport, defaults, make_context
-from kvpool_transports.ucx_worker import Worker
+from kvpool_transports.ucx_worker import Path, Worker
 from tests.conftest import NAMESPACE, buffers, keys, value, values
 from tests.processes import until
 
@@ -479,6 +479,39 @@ def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.M
     for lanes, verbs, unproven in (("", True, True), ("rc,self", False, True), ("rc", True, False)):
         monkeypatch.setattr(ucx, "_has_verbs", lambda verbs=verbs: verbs)
         assert UcxTransport({"TLS": lanes}).unproven is unproven
+
+
+@pytest.mark.parametrize("doing", ["read", "write"])
+async def test_a_call_ends_when_ucx_has_let_go(
+    installed: None, monkeypatch: pytest.MonkeyPatch, doing: str
+) -> None:
+    """Cancelled, it waits for its buffers, however long UCX takes to give them back."""
+    close = Path.close
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(Path, "close", lambda path: loop.call_later(0.2, close, path) and None)
+    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
+        config = ClientConfig(masters=[running.address], transports=["ucx"])
+        async with running.pool(config) as pool:
+            chain = await stored(pool, "let go", 8)
+            (known,) = pool._servers._servers.values()
+            (channel,) = known.channels.values()
+            assert isinstance(channel, UcxChannel)
+            worker = channel._workers.current()
+            memory = buffers(8, 2 * SIZE)
+            call = asyncio.ensure_future(
+                pool.read(NAMESPACE, chain, memory)
+                if doing == "read"
+                else pool.write(NAMESPACE, keys("more", 8), memory)
+            )
+            while not worker._moving:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0)
+            (transfer,) = worker._moving
+            assert transfer._requests
+            call.cancel()
+            await asyncio.wait([call])
+            assert all(request.completed for request in transfer._requests)
+            assert not worker._moving
+            await asyncio.sleep(0.3)
 
 
 # --- many, and idle ------------------------------------------------------------------------
