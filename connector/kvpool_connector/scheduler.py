@@ -170,7 +170,7 @@ class Scheduler:
         for loaded in report.loaded:
             self.planner.load_ended(loaded, now)
         for probed in report.probed:
-            self.planner.load_time.observe(probed.size, probed.seconds)
+            self.planner.probe_ended(probed)
         outcome = Outcome([], [])
         for saved in report.saved:
             released, stored = self.planner.save_ended(saved, now)
@@ -215,6 +215,7 @@ class Scheduler:
         self._name()
         waiting, self._waiting = self._waiting, []
         for lookup in waiting:
+            self.planner.asked(lookup.request_id, self._clock())
             self._ask(lookup)
 
     def _name(self) -> None:
@@ -241,6 +242,8 @@ class Scheduler:
         if lookup is None:
             return
         if not self.namespaces:
+            # The first step brings what is missing, and may be slow: that is no reason to miss.
+            self.planner.asked(lookup.request_id, self._clock() + self._settings.start_wait_s)
             self._waiting.append(lookup)
             return
         if self._clock() < self._silent_until:

@@ -8,7 +8,6 @@ reported once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +31,8 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.settings import Settings
 
+#: Bytes of one read. What has come when a load is given up is used, in whole reads.
+_READ_BYTES: Final = 16 << 20
 #: A transfer that the pool's client did not end by its deadline is cut off so much later.
 _GRACE_S: Final = 1.0
 _CLOSE_S: Final = 5.0
@@ -71,7 +72,9 @@ class Worker:
         self._kernels: Callable[[], str] = str
         self._greeted = False
         self._step = 0
-        self._slots = asyncio.Semaphore(settings.transfers_max)
+        self._load_slots = asyncio.Semaphore(settings.transfers_max)
+        # Somebody waits for a load, and nobody for a save: these do not take all.
+        self._save_slots = asyncio.Semaphore(max(1, settings.transfers_max // 2))
         self._lock = threading.Lock()  # guards what follows: two threads
         self._report = Report(0)  # but for its step
         self._ended = Ended(set(), set(), set())
@@ -102,7 +105,9 @@ class Worker:
             if not self._thread.start(partial(self._save, save, context)):
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
         if work.probe is not None:
-            self._thread.start(partial(self._probe, work.probe, context))
+            started = self._thread.start(partial(self._probe, work.probe, context))
+            if not started:
+                self._probe_ended(0, 0.0)
 
     def ended(self) -> Ended:
         """The loads that have ended since the last call; each is in one answer."""
@@ -161,10 +166,11 @@ class Worker:
         came: set[int] = set()
         memory = self._memory[blocks.group]
         until = time.monotonic() + timeout_s
-        for first in range(0, len(blocks.digests), memory.at_once):
-            last = min(first + memory.at_once, len(blocks.digests))
+        step = min(memory.at_once, max(1, _READ_BYTES // memory.block_bytes))
+        for first in range(0, len(blocks.digests), step):
+            last = min(first + step, len(blocks.digests))
             ids = blocks.block_ids[first:last]
-            async with self._slots, memory.target(ids, context.marks[blocks.group]) as target:
+            async with self._load_slots, memory.target(ids, context.marks[blocks.group]) as target:
                 results = await pool.read(
                     context.namespaces[blocks.group],
                     blocks.digests[first:last],
@@ -179,6 +185,8 @@ class Worker:
                 else:
                     reason = "wrong size" if result.status.hit else result.status.label
                     self._count(f"load_miss {reason}", 1)
+            if len(came) < last:  # nothing behind a miss is of use
+                break
         return came
 
     def _load_ended(self, load: Load, size: int, missing: Sequence[int]) -> None:
@@ -223,7 +231,7 @@ class Worker:
         memory = self._memory[blocks.group]
         for first in range(0, len(blocks.digests), memory.at_once):
             digests = blocks.digests[first : first + memory.at_once]
-            async with self._slots:
+            async with self._save_slots:
                 source = await memory.source(
                     blocks.block_ids[first : first + memory.at_once], context.marks[blocks.group]
                 )
@@ -251,13 +259,12 @@ class Worker:
 
     async def _probe(self, probe: Probe, context: _Context) -> None:
         pool = self._thread.pool
-        if pool is None:
-            return
         began = time.monotonic()
         size = 0
-        with contextlib.suppress(KvpoolError, TimeoutError):
+        try:
             async with asyncio.timeout(probe.timeout_s + _GRACE_S):
-                for blocks in probe.blocks:
+                for blocks in probe.blocks if pool is not None else ():
+                    assert pool is not None
                     memory = self._memory[blocks.group]
                     scratch = [bytearray(memory.block_bytes) for _ in blocks.digests]
                     results = await pool.read(
@@ -269,7 +276,12 @@ class Worker:
                         timeout=probe.timeout_s,
                     )
                     size += sum(result.size for result in results if result.status.hit)
-        seconds = time.monotonic() - began
+        except (KvpoolError, TimeoutError):
+            pass  # then so much came in that time
+        finally:
+            self._probe_ended(size, time.monotonic() - began)
+
+    def _probe_ended(self, size: int, seconds: float) -> None:
         self._count("probes", 1)
         with self._lock:
             self._report.probed.append(Probed(size, seconds))
