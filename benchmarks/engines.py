@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ PREFIX = 2048
 #: Bytes per second; 0 is as fast as it goes.
 RATES = (0.0, 100e6, 30e6, 10e6, 3e6, 1e6, 100e3)
 ROUNDS = 8
+PAIRS = 24
 
 
 class Pair:
@@ -45,6 +47,14 @@ class Pair:
         for engine in (self.alone, self.pooled):
             for number in range(3):
                 engine.generate([prompt(900 + number, PREFIX, 0)])
+
+
+def cpu_s(engine: Engine) -> Counter[str]:
+    """CPU seconds of its process by kind of thread."""
+    used: Counter[str] = Counter()
+    for name, seconds in engine.ask("threads"):
+        used[name.rstrip("0123456789_- ")] += seconds
+    return used
 
 
 def first_token_s(engine: Engine, tokens: list[int]) -> float:
@@ -77,19 +87,29 @@ def overhead(console: Console, folder: Path) -> None:
     """Nothing is ever used again: all that the pool does is in vain."""
     pool = LocalPool()
     pair = Pair(folder, pool, "shm", "auto")
-    ratios = []
-    with closing(pair.alone, pair.pooled):
+    engines = (pair.alone, pair.pooled)
+    times: dict[Engine, list[float]] = {engine: [] for engine in engines}
+    with closing(*engines):
         pair.warm()
-        for turn in range(ROUNDS):
-            prompts = [prompt(1000 + 16 * turn + number, 500, 0) for number in range(16)]
-            order = (pair.alone, pair.pooled) if turn % 2 else (pair.pooled, pair.alone)
-            seconds = {e: e.generate(prompts, max_tokens=32)["seconds"] for e in order}
-            ratios.append(seconds[pair.alone] / seconds[pair.pooled])
+        before = [cpu_s(engine) for engine in engines]
+        for turn in range(PAIRS):
+            prompts = [prompt(1000 + 8 * turn + number, 500, 0) for number in range(8)]
+            for engine in engines[:: 1 if turn % 2 else -1]:
+                times[engine].append(engine.generate(prompts, max_tokens=32)["seconds"])
+        used = [cpu_s(engine) - earlier for engine, earlier in zip(engines, before, strict=True)]
     pool.close()
+    alone, pooled = times.values()
+    ratios = [one / other for one, other in zip(alone, pooled, strict=True)]
     console.print(
-        f"throughput without any reuse: {statistics.median(ratios):.3f} of that without a pool "
-        f"({min(ratios):.3f} to {max(ratios):.3f})"
+        f"throughput without any reuse: {statistics.median(alone) / statistics.median(pooled):.3f} "
+        f"of that without a pool (medians of {PAIRS} rounds of 8 prompts of 500 tokens, taking "
+        f"turns; pairs {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f})"
     )
+    for name in sorted(used[1]):
+        console.print(
+            f"  {name}: {used[1][name] / PAIRS * 1e3:.1f} ms of CPU a round, "
+            f"{used[0][name] / PAIRS * 1e3:.1f} without"
+        )
 
 
 def never_slower(console: Console, folder: Path) -> None:
@@ -140,7 +160,7 @@ def steady(console: Console, folder: Path) -> None:
             pair.pooled.forget()
             sizes.append(pair.pooled.ask("rss"))
         seconds = time.monotonic() - began
-        threads = pair.pooled.ask("threads")
+        threads = len(pair.pooled.ask("threads"))
     pins, reservations = server.store.pins, server.store.reservations
     pool.close()
     growth = sizes[-1] - sizes[len(sizes) // 2]

@@ -76,19 +76,7 @@ async def bench(options: Options, console: Console) -> Report:
     """Start a master and a server, measure, stop them."""
     report = Report(machine=machine())
     size = options.block_size * options.batch
-    async with AsyncExitStack() as stack:
-        master = await stack.enter_async_context(
-            process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
-        )
-        address = (await master.line()).removeprefix("master at ")
-        server = await stack.enter_async_context(
-            process_of(
-                *("kvpool", "server", "--masters", address, "--id", "bench"),
-                *("--capacity", str(4 * size), "--log-level", "error"),
-            )
-        )
-        await server.line()
-        await servers_up(address, 1)
+    async with serving(4 * size) as address:
         work = _Work(options, address, report, console)
         await work.bulk("shm", work.memcpy, "memcpy")
         await work.views()
@@ -99,6 +87,21 @@ async def bench(options: Options, console: Console) -> Report:
         await work.single("tcp")
         await work.loop_stall()
     return report
+
+
+@asynccontextmanager
+async def serving(capacity: int) -> AsyncIterator[str]:
+    """A master and a server of that many bytes, in processes of their own; where the master is."""
+    quiet = ("--log-level", "error")
+    async with AsyncExitStack() as stack:
+        master = await stack.enter_async_context(
+            process_of("kvpool", "master", "--bind", "127.0.0.1:0", *quiet)
+        )
+        address = (await master.line()).removeprefix("master at ")
+        server = ("server", "--masters", address, "--id", "bench", "--capacity", str(capacity))
+        await (await stack.enter_async_context(process_of("kvpool", *server, *quiet))).line()
+        await servers_up(address, 1)
+        yield address
 
 
 class _Work:

@@ -28,6 +28,9 @@ _FIGURES_S: Final = 1.0
 _SILENT_AFTER: Final = 3
 _SILENT_S: Final = 0.5
 _SILENT_S_MAX: Final = 5.0
+#: Lookups that end for one of these reasons had no answer in time; the log says so this often.
+_LATE: Final = ("lookup timeout", "no master", "silent pool")
+_COMPLAIN_S: Final = 60.0
 #: The estimated speed of computing is shown for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
 
@@ -112,6 +115,8 @@ class Scheduler:
         self._waiting: list[Lookup] = []  # until the ranks have said how their blocks are made
         self._answers: deque[Answer] = deque()  # from the pool's thread
         self._preempted: set[str] = set()
+        self._late = 0
+        self._complained_at = -_COMPLAIN_S
         self._unanswered = 0  # lookups in a row
         self._silent_until = 0.0
 
@@ -187,6 +192,7 @@ class Scheduler:
         self._told_at = now
         figures = dict(counters)
         counters.clear()
+        self._complain(figures, now)
         figures["load_bandwidth_bytes"] = self.planner.load_time.bandwidth
         prefill_s = self.planner.prefill_time.seconds(0, _RATE_TOKENS)
         if prefill_s:
@@ -202,6 +208,17 @@ class Scheduler:
         self._thread.close(1.0)
 
     # --- inside -----------------------------------------------------------------------------
+
+    def _complain(self, figures: Mapping[str, float], now: float) -> None:
+        """A pool that is too slow to be asked must not be lost on anybody who reads the log."""
+        self._late += int(sum(figures.get(f"miss {reason}", 0) for reason in _LATE))
+        if self._late and now - self._complained_at >= _COMPLAIN_S:
+            self._tell(
+                f"{self._late} prompts were computed without knowing what the pool has of them: no "
+                f"answer within lookup_timeout_s ({self._settings.lookup_timeout_s:g} s)"
+            )
+            self._late = 0
+            self._complained_at = now
 
     def _greet(self, hello: Hello) -> None:
         """A rank says how its blocks are made; with the last of them the namespaces are known."""

@@ -36,7 +36,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     given: dict[str, Any] = json.loads(sys.argv[1])
-    if given.get("tensor_parallel_size", 1) == 1:
+    ranks = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
+    if ranks == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         given.setdefault("distributed_executor_backend", "uni")
 

@@ -416,6 +416,8 @@ def test_a_silent_pool_is_not_asked_by_every_request(
 ) -> None:
     """A few requests wait for the timeout; then none does, until the pool may be back."""
     played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
+    told: list[str] = []
+    played.connector._scheduler._tell = told.append  # what stands in the log
     try:
         played.step()
         played.add("a", 64)
@@ -426,6 +428,7 @@ def test_a_silent_pool_is_not_asked_by_every_request(
             played.finish()
             time.sleep(0.06)
         assert played.counters["miss silent pool"] >= 3
+        assert len([text for text in told if "no answer within lookup_timeout_s" in text]) == 1
         assert played.free == BLOCKS - 1
     finally:
         played.close()
