@@ -522,6 +522,16 @@ def test_estimates_follow_what_was_measured() -> None:
     assert load.bandwidth > 0
 
 
+@pytest.mark.parametrize(("arrived", "expected_s"), [(0, 2.0), (4 << 20, 2.0), (7 << 20, 8 / 7)])
+def test_a_load_that_was_given_up_ends_what_was_known(arrived: int, expected_s: float) -> None:
+    """However fast the pool has been: otherwise the next requests would try it in vain, too."""
+    load = LoadTime()
+    for _ in range(20):
+        load.observe(8 << 20, 0.01)
+    load.gave_up(8 << 20, arrived, 1.0)
+    assert load.seconds(8 << 20) == pytest.approx(expected_s)
+
+
 def test_late_tokens_of_a_long_prompt_are_dearer() -> None:
     prefill = PrefillTime()
     assert prefill.seconds(0, 100) is None

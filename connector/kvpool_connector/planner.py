@@ -322,15 +322,19 @@ class Planner:
         if loading.waiting:
             return
         self._load_done(request, loading)
-        if loading.arrived or now - loading.since >= loading.timeout_s:
+        took_s = now - loading.since
+        if not loading.complete and took_s >= loading.timeout_s:
+            self.load_time.gave_up(loading.size, loading.arrived, took_s)
+        elif loading.arrived and took_s >= (request.estimates[1] or math.inf):
+            self.load_time.disappointed(loading.arrived, took_s)
+        elif loading.arrived:
             # What was lost without a wait says nothing about the pool's speed.
-            self.load_time.observe(loading.arrived, now - loading.since)
-            prefill_s = request.estimates[1]
-            if prefill_s is not None and self.load_time.seconds(loading.size) >= prefill_s:
-                # Slow for once, as a first load is, or from now on? The next request must not be
-                # the one to find out.
-                self._plan_probe(request, loading.first, loading.last, now)
-        self.counters["load_s"] += now - loading.since
+            self.load_time.observe(loading.arrived, took_s)
+        if self.load_time.seconds(loading.size) >= (request.estimates[1] or math.inf):
+            # Slow for once, as a first load is, or from now on? The next request must not be the
+            # one to find out.
+            self._plan_probe(request, loading.first, loading.last, now)
+        self.counters["load_s"] += took_s
         self.counters["loads"] += 1
         if not loading.complete:
             self.counters["loads_failed"] += 1
@@ -345,8 +349,10 @@ class Planner:
     def probe_ended(self, probed: Probed) -> None:
         """One rank is through with a probe."""
         self._probing = max(0, self._probing - 1)
-        if probed.size or probed.seconds >= self._limits.load_timeout_s:
+        if probed.size:
             self.load_time.observe(probed.size, probed.seconds)
+        elif probed.seconds >= self._limits.load_timeout_s:
+            self.load_time.gave_up(_PROBE_BYTES, 0, probed.seconds)
 
     # --- saving ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ microseconds' work for each block that is new.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from kvpool_connector.estimates import StepTimes
 from kvpool_connector.messages import Hello, Report, Work
 from kvpool_connector.planner import Group, Hints, Limits, Lookup, Planner, Scheduled, Stored
 from kvpool_connector.settings import Settings
+from kvpool_connector.worker import IDLE_S
 
 #: Figures that are always there, such as the hooks' own time, are reported this often.
 _FIGURES_S: Final = 1.0
@@ -114,6 +116,8 @@ class Scheduler:
         self._hellos: dict[int, Hello] = {}
         self._waiting: list[Lookup] = []  # until the ranks have said how their blocks are made
         self._answers: deque[Answer] = deque()  # from the pool's thread
+        self._answered = threading.Event()
+        self._asking = 0  # lookups under way
         self._preempted: set[str] = set()
         self._late = 0
         self._complained_at = -_COMPLAIN_S
@@ -160,11 +164,18 @@ class Scheduler:
                 self._preempted.add(request_id)
         self._step += 1
         self._times.began(self._step, step.prefill, now)
+        idle = not step.scheduled
         if not self.namespaces:
-            return Work(self._step), []
+            return Work(self._step, idle=idle), []
         plan = self.planner.step(step.scheduled, still_there, now)
-        work = Work(self._step, self.namespaces, plan.loads, plan.saves, plan.probe)
+        work = Work(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, idle)
         return work, plan.keep
+
+    def rest(self, work: Work) -> None:
+        """Let the pool's thread have the interpreter, if the engine only waits for answers."""
+        if work.idle and not work.loads and self._asking:
+            self._answered.wait(IDLE_S)
+        self._answered.clear()
 
     def reported(self, report: Report) -> Outcome:
         """What the workers say after a step."""
@@ -269,10 +280,13 @@ class Scheduler:
         work = partial(self._look_up, lookup, self.namespaces)
         if self._thread.pool is None or not self._thread.start(work):
             self.planner.found(lookup.request_id, lookup.serial, (), "no pool")
+        else:
+            self._asking += 1
 
     def _take_answers(self) -> None:
         while self._answers:
             answer = self._answers.popleft()
+            self._asking -= 1
             silent = any(match.stopped is ReadStatus.NO_MASTER for match in answer.matches)
             self._unanswered = self._unanswered + 1 if silent or not answer.matches else 0
             if self._unanswered >= _SILENT_AFTER:
@@ -295,6 +309,7 @@ class Scheduler:
             matches, reason = [], type(error).__name__
         answer = Answer(lookup.request_id, lookup.serial, tuple(matches), reason)
         self._answers.append(answer)
+        self._answered.set()
 
     async def _hint(self, hints: Hints) -> None:
         """In the pool's thread."""

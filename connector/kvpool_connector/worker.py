@@ -31,11 +31,16 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.settings import Settings
 
-#: Bytes of one read. What has come when a load is given up is used, in whole reads.
-_READ_BYTES: Final = 16 << 20
+#: A load is at most so many reads, of at least so many bytes. What has come when it is given up is
+#: used, in whole reads.
+_READS: Final = 8
+_READ_BYTES_MIN: Final = 2 << 20
 #: A transfer that the pool's client did not end by its deadline is cut off so much later.
 _GRACE_S: Final = 1.0
 _CLOSE_S: Final = 5.0
+#: An engine that has nothing to compute steps on and on until its transfers have ended, and keeps
+#: the interpreter from the thread that does them. Such a step waits so long for news instead.
+IDLE_S: Final = 0.001
 
 
 class Rank(NamedTuple):
@@ -75,7 +80,10 @@ class Worker:
         self._load_slots = asyncio.Semaphore(settings.transfers_max)
         # Somebody waits for a load, and nobody for a save: these do not take all.
         self._save_slots = asyncio.Semaphore(max(1, settings.transfers_max // 2))
+        self._idle = False
+        self._news = threading.Event()  # something has ended
         self._lock = threading.Lock()  # guards what follows: two threads
+        self._under_way = 0
         self._report = Report(0)  # but for its step
         self._ended = Ended(set(), set(), set())
         self._counters: dict[str, float] = {}
@@ -90,6 +98,7 @@ class Worker:
         if not work.loads:
             return
         context = self._context(work)
+        self._began(len(work.loads))
         for load in work.loads:
             if not self._thread.start(partial(self._load, load, context)):
                 self._load_ended(load, 0, [i for blocks in load.blocks for i in blocks.block_ids])
@@ -97,10 +106,12 @@ class Worker:
     def save(self, work: Work) -> None:
         """Start the saves of a step, which has been computed; returns at once."""
         self._step = work.step
+        self._idle = work.idle
         self._greeted |= bool(work.namespaces)
         if not work.saves and work.probe is None:
             return
         context = self._context(work)
+        self._began(len(work.saves) + (work.probe is not None))
         for save in work.saves:
             if not self._thread.start(partial(self._save, save, context)):
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
@@ -111,6 +122,9 @@ class Worker:
 
     def ended(self) -> Ended:
         """The loads that have ended since the last call; each is in one answer."""
+        if self._idle and self._under_way:
+            self._news.wait(IDLE_S)
+        self._news.clear()
         with self._lock:
             ended, self._ended = self._ended, Ended(set(), set(), set())
         return ended
@@ -135,6 +149,10 @@ class Worker:
     def close(self) -> None:
         """End everything, by a deadline."""
         self._thread.close(_CLOSE_S)
+
+    def _began(self, transfers: int) -> None:
+        with self._lock:
+            self._under_way += transfers
 
     def _context(self, work: Work) -> _Context:
         return _Context(work.namespaces, [memory.mark() for memory in self._memory])
@@ -166,7 +184,8 @@ class Worker:
         came: set[int] = set()
         memory = self._memory[blocks.group]
         until = time.monotonic() + timeout_s
-        step = min(memory.at_once, max(1, _READ_BYTES // memory.block_bytes))
+        size = max(len(blocks.digests) * memory.block_bytes // _READS, _READ_BYTES_MIN)
+        step = min(memory.at_once, -(-size // memory.block_bytes))
         for first in range(0, len(blocks.digests), step):
             last = min(first + step, len(blocks.digests))
             ids = blocks.block_ids[first:last]
@@ -196,6 +215,8 @@ class Worker:
                 self._ended.failed.add(load.request_id)
                 self._ended.bad_blocks.update(missing)
             self._report.loaded.append(Loaded(load.request_id, size, not missing))
+            self._under_way -= 1
+        self._news.set()
         self._count("load_bytes", size)
         self._count("load_blocks_missing", len(missing))
 
@@ -255,6 +276,8 @@ class Worker:
         rows = tuple((group, digest, status) for (group, digest), status in refused.items())
         with self._lock:
             self._report.saved.append(Saved(save.job, size, rows))
+            self._under_way -= 1
+        self._news.set()
         self._count("save_bytes", size)
 
     async def _probe(self, probe: Probe, context: _Context) -> None:
@@ -285,6 +308,8 @@ class Worker:
         self._count("probes", 1)
         with self._lock:
             self._report.probed.append(Probed(size, seconds))
+            self._under_way -= 1
+        self._news.set()
 
     def _count(self, name: str, amount: float) -> None:
         if amount:
