@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,17 +29,21 @@ PROMPTS = 6
 PAIRS = 16
 
 
+SIZES = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
+
+
+def model() -> Path:
+    cached = Path(tempfile.gettempdir()) / "kvpool-bench-model"
+    return tiny_model.make(cached, layers=8, hidden=256)
+
+
 class Pair:
     """An engine with a pool, and one without."""
 
     def __init__(self, folder: Path, pool: LocalPool, transport: str, load: str) -> None:
-        cached = Path(tempfile.gettempdir()) / "kvpool-bench-model"
-        model = tiny_model.make(cached, layers=8, hidden=256)
-        sizes = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
         config = transfer(pool.master, transports=[transport], load=load, lookup_timeout_s=0.05)
-        self.pool = pool
-        self.alone = Engine(model, folder / "alone.log", **sizes)
-        self.pooled = Engine(model, folder / "pooled.log", kv_transfer_config=config, **sizes)
+        self.alone = Engine(model(), folder / "alone.log", **SIZES)
+        self.pooled = Engine(model(), folder / "pooled.log", kv_transfer_config=config, **SIZES)
 
     def warm(self) -> None:
         """The first requests of a process are slow."""
@@ -147,28 +150,32 @@ def never_slower(console: Console, folder: Path) -> None:
 
 
 def steady(console: Console, folder: Path) -> None:
-    """A thousand requests, half of them hits: does anything grow?"""
+    """A thousand requests, half of them hits: does anything grow, more than without a pool?"""
     pool = LocalPool()
     pair = Pair(folder, pool, "shm", "always")
     (server,) = pool.dev.servers
-    sizes: list[int] = []
-    with closing(pair.alone, pair.pooled):
-        began = time.monotonic()
+    engines = (pair.pooled, pair.alone)
+    held: dict[Engine, list[dict[str, int]]] = {engine: [] for engine in engines}
+    with closing(*engines):
         for turn in range(10):
-            for number in range(5):
-                prompts = [prompt(20 * turn + number // 2 * 10 + n, 200, 100) for n in range(20)]
-                pair.pooled.generate(prompts, max_tokens=4)
-            pair.pooled.forget()
-            sizes.append(pair.pooled.ask("rss"))
-        seconds = time.monotonic() - began
-        threads = len(pair.pooled.ask("threads"))
-    pins, reservations = server.store.pins, server.store.reservations
+            for engine in engines:
+                for number in range(5):
+                    first = 20 * turn + number // 2 * 10
+                    prompts = [prompt(first + n, 200, 100) for n in range(20)]
+                    engine.generate(prompts, max_tokens=4)
+                engine.forget()
+                held[engine].append(engine.ask("held"))
+        hits = pair.pooled.metrics()["vllm:kvpool_hit_tokens dram"]
+        pool.settled()
+        pins, reservations = server.store.pins, server.store.reservations
     pool.close()
-    growth = sizes[-1] - sizes[len(sizes) // 2]
-    console.print(
-        f"1,000 requests in {seconds:.0f} s: the engine's memory grew by {growth / 2**20:.1f} MiB "
-        f"in the second half; {threads} threads; pins {pins}, reservations {reservations}"
-    )
+    console.print(f"1,000 requests of 200 tokens, {hits:.0f} tokens of the pool; each hundred:")
+    with_pool, alone = held.values()
+    for name in with_pool[0]:
+        unit, of = (1 << 20, " (MiB)") if name == "memory" else (1, "")
+        one, other = ([f"{now[name] / unit:.4g}" for now in those] for those in (with_pool, alone))
+        console.print(f"  {name}{of}: {' '.join(one)}; without a pool {' '.join(other)}")
+    console.print(f"  in the end: pins {pins}, reservations {reservations}")
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import sys
@@ -83,9 +85,17 @@ def main() -> None:
             llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1), use_tqdm=False)
         return True
 
-    def rss(told: dict[str, Any]) -> int:
+    def held(told: dict[str, Any]) -> dict[str, int]:
+        """What must not grow: bytes of memory, file descriptors, asyncio tasks, threads."""
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            pages = int(file.read().split()[1])
+        tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]
+        return {
+            "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "tasks": sum(not task.done() for task in tasks),
+            "threads": threading.active_count(),
+        }
 
     def threads(told: dict[str, Any]) -> list[tuple[str, float]]:
         """Each thread of Python's, and the CPU seconds that it has used."""
@@ -99,7 +109,7 @@ def main() -> None:
         "generate": generate,
         "metrics": metrics,
         "forget": forget,
-        "rss": rss,
+        "held": held,
         "threads": threads,
     }
     print(json.dumps("ready"), file=answers)
