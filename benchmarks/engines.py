@@ -12,12 +12,11 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from examples import tiny_model
 from tests.vllm.helpers import Engine, LocalPool, closing, prompt, transfer
@@ -26,25 +25,39 @@ PREFIX = 2048
 #: Bytes per second; 0 is as fast as it goes.
 RATES = (0.0, 100e6, 30e6, 10e6, 3e6, 1e6, 100e3)
 ROUNDS = 8
+PROMPTS = 6
+PAIRS = 16
+
+
+SIZES = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
+
+
+def model() -> Path:
+    cached = Path(tempfile.gettempdir()) / "kvpool-bench-model"
+    return tiny_model.make(cached, layers=8, hidden=256)
 
 
 class Pair:
     """An engine with a pool, and one without."""
 
     def __init__(self, folder: Path, pool: LocalPool, transport: str, load: str) -> None:
-        cached = Path(tempfile.gettempdir()) / "kvpool-bench-model"
-        model = tiny_model.make(cached, layers=8, hidden=256)
-        sizes = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
         config = transfer(pool.master, transports=[transport], load=load, lookup_timeout_s=0.05)
-        self.pool = pool
-        self.alone = Engine(model, folder / "alone.log", **sizes)
-        self.pooled = Engine(model, folder / "pooled.log", kv_transfer_config=config, **sizes)
+        self.alone = Engine(model(), folder / "alone.log", **SIZES)
+        self.pooled = Engine(model(), folder / "pooled.log", kv_transfer_config=config, **SIZES)
 
     def warm(self) -> None:
         """The first requests of a process are slow."""
         for engine in (self.alone, self.pooled):
             for number in range(3):
                 engine.generate([prompt(900 + number, PREFIX, 0)])
+
+
+def cpu_s(engine: Engine) -> Counter[str]:
+    """CPU seconds of its process by kind of thread."""
+    used: Counter[str] = Counter()
+    for name, seconds in engine.ask("threads"):
+        used[name.rstrip("0123456789_- ")] += seconds
+    return used
 
 
 def first_token_s(engine: Engine, tokens: list[int]) -> float:
@@ -65,89 +78,104 @@ def hits(console: Console, folder: Path) -> None:
         pool.settled()
         first_token_s(pair.pooled, prompts[0])
         times = [(first_token_s(pair.alone, p), first_token_s(pair.pooled, p)) for p in prompts]
+        metrics = pair.pooled.metrics()
     pool.close()
     alone, pooled = (statistics.median(column) for column in zip(*times, strict=True))
     console.print(
         f"hit of a prompt of {PREFIX} tokens: {pooled * 1e3:.0f} ms to the first token, computed "
         f"{alone * 1e3:.0f} ms: {alone / pooled:.1f} x"
     )
+    for name, value in sorted(metrics.items()):
+        if name.startswith(("vllm:kvpool_load", "vllm:kvpool_decisions", "vllm:kvpool_misses")):
+            console.print(f"  {name.removeprefix('vllm:kvpool_')}: {value:.6g}")
 
 
 def overhead(console: Console, folder: Path) -> None:
     """Nothing is ever used again: all that the pool does is in vain."""
     pool = LocalPool()
     pair = Pair(folder, pool, "shm", "auto")
-    ratios = []
-    with closing(pair.alone, pair.pooled):
+    engines = (pair.alone, pair.pooled)
+    times: dict[Engine, list[float]] = {engine: [] for engine in engines}
+    with closing(*engines):
         pair.warm()
-        for turn in range(ROUNDS):
-            prompts = [prompt(1000 + 16 * turn + number, 500, 0) for number in range(16)]
-            order = (pair.alone, pair.pooled) if turn % 2 else (pair.pooled, pair.alone)
-            seconds = {e: e.generate(prompts, max_tokens=32)["seconds"] for e in order}
-            ratios.append(seconds[pair.alone] / seconds[pair.pooled])
+        before = [cpu_s(engine) for engine in engines]
+        for turn in range(PAIRS):
+            prompts = [prompt(1000 + 8 * turn + number, 500, 0) for number in range(8)]
+            for engine in engines[:: 1 if turn % 2 else -1]:
+                times[engine].append(engine.generate(prompts, max_tokens=32)["seconds"])
+        used = [cpu_s(engine) - earlier for engine, earlier in zip(engines, before, strict=True)]
     pool.close()
+    alone, pooled = times.values()
+    ratios = [one / other for one, other in zip(alone, pooled, strict=True)]
     console.print(
-        f"throughput without any reuse: {statistics.median(ratios):.3f} of that without a pool "
-        f"({min(ratios):.3f} to {max(ratios):.3f})"
+        f"throughput without any reuse: {statistics.median(alone) / statistics.median(pooled):.3f} "
+        f"of that without a pool (medians of {PAIRS} rounds of 8 prompts of 500 tokens, taking "
+        f"turns; pairs {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f})"
     )
+    for name in sorted(used[1]):
+        console.print(
+            f"  {name}: {used[1][name] / PAIRS * 1e3:.1f} ms of CPU a round, "
+            f"{used[0][name] / PAIRS * 1e3:.1f} without"
+        )
 
 
 def never_slower(console: Console, folder: Path) -> None:
     pool = LocalPool()
     pair = Pair(folder, pool, "tcp", "auto")
-    table = Table(title=f"time to first token of a prompt of {PREFIX} tokens that the pool has")
-    for column in ("link", "alone, median", "pool, median", "pool, worst", "loaded", "ratio"):
-        table.add_column(column, justify="right")
+    console.print(f"seconds to the first token of a prompt of {PREFIX} tokens that the pool has")
+    console.print("        link | alone: median worst | pool: median first worst | loads (failed)")
     with closing(pair.alone, pair.pooled):
         pair.warm()
-        prompts = [prompt(number, PREFIX, 0) for number in range(ROUNDS)]
+        prompts = [prompt(number, PREFIX, 0) for number in range(PROMPTS)]
         for tokens in prompts:
             pair.pooled.generate([tokens])
         pool.settled()
         for rate in RATES:
             pool.weather.rate = rate
-            before = pair.pooled.metrics().get("vllm:kvpool_decisions load", 0.0)
-            alone, pooled = [], []
-            for tokens in prompts:
-                alone.append(first_token_s(pair.alone, tokens))
-                pooled.append(first_token_s(pair.pooled, tokens))
-            loaded = pair.pooled.metrics().get("vllm:kvpool_decisions load", 0.0) - before
+            before = pair.pooled.metrics()
+            times = [(first_token_s(pair.alone, p), first_token_s(pair.pooled, p)) for p in prompts]
+            after = pair.pooled.metrics()
+            alone, pooled = ([*column] for column in zip(*times, strict=True))
             one, other = statistics.median(alone), statistics.median(pooled)
-            table.add_row(
-                f"{rate / 1e6:g} MB/s" if rate else "unlimited",
-                f"{one * 1e3:.0f} ms",
-                f"{other * 1e3:.0f} ms",
-                f"{max(pooled) * 1e3:.0f} ms",
-                f"{loaded:.0f} of {ROUNDS}",
-                f"{one / other:.2f} x",
+            loads, failed = (
+                after.get(name, 0.0) - before.get(name, 0.0)
+                for name in ("vllm:kvpool_decisions load", "vllm:kvpool_loads_failed")
+            )
+            link = f"{rate / 1e6:g} MB/s" if rate else "unlimited"
+            console.print(
+                f"{link:>12} | {one:13.3f} {max(alone):5.3f} | {other:12.3f} {pooled[0]:5.3f} "
+                f"{max(pooled):5.3f} | {loads:.0f} of {PROMPTS} ({failed:.0f}): {one / other:.2f} x"
             )
     pool.close()
-    console.print(table)
 
 
 def steady(console: Console, folder: Path) -> None:
-    """A thousand requests, half of them hits: does anything grow?"""
+    """A thousand requests, half of them hits: does anything grow, more than without a pool?"""
     pool = LocalPool()
     pair = Pair(folder, pool, "shm", "always")
     (server,) = pool.dev.servers
-    sizes: list[int] = []
-    with closing(pair.alone, pair.pooled):
-        began = time.monotonic()
+    engines = (pair.pooled, pair.alone)
+    held: dict[Engine, list[dict[str, int]]] = {engine: [] for engine in engines}
+    with closing(*engines):
         for turn in range(10):
-            for number in range(5):
-                prompts = [prompt(20 * turn + number // 2 * 10 + n, 200, 100) for n in range(20)]
-                pair.pooled.generate(prompts, max_tokens=4)
-            pair.pooled.forget()
-            sizes.append(pair.pooled.ask("rss"))
-        seconds = time.monotonic() - began
-        threads = pair.pooled.ask("threads")
-    pins, reservations = server.store.pins, server.store.reservations
+            for engine in engines:
+                for number in range(5):
+                    first = 20 * turn + number // 2 * 10
+                    prompts = [prompt(first + n, 200, 100) for n in range(20)]
+                    engine.generate(prompts, max_tokens=4)
+                engine.forget()
+                held[engine].append(engine.ask("held"))
+        hits = pair.pooled.metrics()["vllm:kvpool_hit_tokens dram"]
+        pool.settled()
+        pins, reservations = server.store.pins, server.store.reservations
     pool.close()
-    growth = sizes[-1] - sizes[len(sizes) // 2]
-    console.print(
-        f"1,000 requests in {seconds:.0f} s: the engine's memory grew by {growth / 2**20:.1f} MiB "
-        f"in the second half; {threads} threads; pins {pins}, reservations {reservations}"
-    )
+    console.print(f"1,000 requests of 200 tokens, {hits:.0f} tokens of the pool; each hundred:")
+    with_pool, alone = held.values()
+    for name in with_pool[0]:
+        unit, of = (1 << 20, " (MiB)") if name == "memory" else (1, "")
+        one, other = ([f"{now[name] / unit:.4g}" for now in those] for those in (with_pool, alone))
+        console.print(f"  {name}{of}: {' '.join(one)}; without a pool {' '.join(other)}")
+    console.print(f"  in the end: pins {pins}, reservations {reservations}")
 
 
 def main() -> None:

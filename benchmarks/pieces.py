@@ -13,7 +13,6 @@ import asyncio
 import secrets
 import statistics
 import time
-from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +21,7 @@ from rich.console import Console
 
 import kvpool
 from kvpool import ClientConfig, Namespace
-from kvpool.bench import Row, table
-from kvpool.children import process_of, servers_up
+from kvpool.bench import Row, serving, table
 from kvpool_connector.memory import memory_of
 
 _TARGET = 0.6
@@ -106,19 +104,7 @@ async def measure(shape: Shape, master: str, rounds: int) -> list[Row]:
 
 
 async def run(rounds: int) -> list[Row]:
-    async with AsyncExitStack() as stack:
-        master = await stack.enter_async_context(
-            process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
-        )
-        address = (await master.line()).removeprefix("master at ")
-        server = await stack.enter_async_context(
-            process_of(
-                *("kvpool", "server", "--masters", address, "--capacity", "512MiB"),
-                *("--log-level", "error"),
-            )
-        )
-        await server.line()
-        await servers_up(address, 1)
+    async with serving(512 << 20) as address:
         return [row for shape in SHAPES for row in await measure(shape, address, rounds)]
 
 

@@ -84,7 +84,8 @@ def make(
                 num_experts_per_tok=2,
                 first_k_dense_replace=layers,
                 moe_intermediate_size=64,
-                **{**common, "num_key_value_heads": heads},
+                # vLLM does not tie this one's: without weights of its own it would say nothing.
+                **{**common, "num_key_value_heads": heads, "tie_word_embeddings": False},
             )
         )
     else:

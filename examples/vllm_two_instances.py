@@ -15,6 +15,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ TURN_TOKENS = 250
 ANSWER_TOKENS = 40
 _START_S = 300.0
 _ANSWER_S = 120.0
+_WHY = re.compile(r'^vllm:kvpool_\w+_total{.*(?:decision|reason)="(\w+)".*} (\S+)$', re.M)
 
 
 class Turn(NamedTuple):
@@ -45,6 +47,7 @@ class Turn(NamedTuple):
     pool: int
     first_token_s: float
     answer: tuple[int, ...]
+    why: str  # what the connector decided, and why the pool had no more
 
 
 class Instance:
@@ -88,7 +91,7 @@ class Instance:
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Turn:
         """Have it continue a prompt, greedily."""
-        before = self._hits()
+        before, whys = self._hits(), self._whys()
         body = {
             "model": "tiny",
             "prompt": list(prompt),
@@ -122,7 +125,8 @@ class Instance:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         pool = self._hits() - before
         own = max(0, cached - pool)
-        return Turn(self.name, len(prompt), own, pool, first_token_s, tuple(answer))
+        why = ", ".join(sorted(name for name, n in self._whys().items() if n > whys.get(name, 0)))
+        return Turn(self.name, len(prompt), own, pool, first_token_s, tuple(answer), why)
 
     def metrics(self) -> dict[str, float]:
         """Its counters, summed over labels."""
@@ -144,6 +148,14 @@ class Instance:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _whys(self) -> dict[str, float]:
+        """How often the connector decided what, and found no more for which reason."""
+        found: dict[str, float] = {}
+        for label, value in _WHY.findall(self._get("/metrics")[1]):
+            name = label.replace("_", " ")
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
 
     def _hits(self) -> int:
         return int(self.metrics().get("vllm:external_prefix_cache_hits_total", 0))
@@ -224,16 +236,17 @@ def main() -> None:
         model = tiny_model.make(logs / "model", layers=8, hidden=256)
         print("two vllm serve with one pool; starting takes a minute or two ...", flush=True)
         with pool() as master:
-            shared = played(model, logs, transfer(master))
+            # All of this may share two cores: a lookup that waits for its turn is no miss yet.
+            shared = played(model, logs, transfer(master, lookup_timeout_s=0.5))
         print("the same without a pool ...", flush=True)
         alone = played(model, logs, None)
-    print("\nturn instance  prompt |  own  pool   TTFT | without a pool:  own   TTFT  same answer")
+    print("\nturn instance  prompt |  own  pool   TTFT | without a pool:  own   TTFT  same   why")
     for number, (one, other) in enumerate(zip(shared, alone, strict=True), 1):
         print(
             f"{number:4} {one.instance:>8} {one.prompt:7} | {one.own:4} {one.pool:5} "
             f"{one.first_token_s * 1e3:4.0f} ms |"
             f" {other.own:20} {other.first_token_s * 1e3:4.0f} ms"
-            f"  {'yes' if one.answer == other.answer else 'NO'}"
+            f"  {'yes' if one.answer == other.answer else 'NO':4}  {one.why}"
         )
     if any(one.answer != other.answer for one, other in zip(shared, alone, strict=True)):
         raise SystemExit("the answers differ")

@@ -77,20 +77,7 @@ async def bench(options: Options, console: Console) -> Report:
     report = Report(machine=machine())
     size = options.block_size * options.batch
     schemes = list(registry.transports(_LISTEN))  # ucx is an extra, and may not be there
-    async with AsyncExitStack() as stack:
-        master = await stack.enter_async_context(
-            process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
-        )
-        address = (await master.line()).removeprefix("master at ")
-        server = await stack.enter_async_context(
-            process_of(
-                *("kvpool", "server", "--masters", address, "--id", "bench"),
-                *("--capacity", str(4 * size), "--log-level", "error"),
-                *("--listen", ",".join(_LISTEN[scheme] for scheme in schemes)),
-            )
-        )
-        await server.line()
-        await servers_up(address, 1)
+    async with serving(4 * size, schemes) as address:
         work = _Work(options, address, report, console)
         await work.bulk("shm", work.memcpy, "memcpy")
         await work.views()
@@ -102,6 +89,23 @@ async def bench(options: Options, console: Console) -> Report:
             await work.single(scheme)
         await work.loop_stall(schemes)
     return report
+
+
+@asynccontextmanager
+async def serving(capacity: int, schemes: Sequence[str] = ("shm", "tcp")) -> AsyncIterator[str]:
+    """A master and a server of that many bytes, in processes of their own; where the master is."""
+    quiet = ("--log-level", "error")
+    async with AsyncExitStack() as stack:
+        master = await stack.enter_async_context(
+            process_of("kvpool", "master", "--bind", "127.0.0.1:0", *quiet)
+        )
+        address = (await master.line()).removeprefix("master at ")
+        listen = ",".join(_LISTEN[scheme] for scheme in schemes)
+        server = ("server", "--masters", address, "--id", "bench")
+        server += ("--capacity", str(capacity), "--listen", listen)
+        await (await stack.enter_async_context(process_of("kvpool", *server, *quiet))).line()
+        await servers_up(address, 1)
+        yield address
 
 
 class _Work:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
 
@@ -80,6 +81,27 @@ async def pool_dev(request: pytest.FixtureRequest) -> AsyncIterator[dev.Dev]:
     async with dev.serve("16MiB", listen=tuple(listen)) as running:
         yield running
         _check(running)
+
+
+@pytest.fixture
+def dev_in_thread() -> Iterator[dev.Dev]:
+    """A pool of 64 MiB in a thread of its own, for callers that are no coroutines."""
+    found: list[dev.Dev] = []
+    up, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def main() -> None:
+        async with dev.serve("64MiB") as running:
+            found.append(running)
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    assert up.wait(10)
+    yield found[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
 
 
 @pytest.fixture

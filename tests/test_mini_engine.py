@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -40,26 +38,11 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[dev.Dev]:
+def pool(monkeypatch: pytest.MonkeyPatch, dev_in_thread: dev.Dev) -> dev.Dev:
     """A pool in a thread of its own; whoever uses it has time."""
     monkeypatch.setattr(connector, "CONNECT_S", 20.0)
     monkeypatch.setattr(connector, "SAVE_S", 20.0)
-    found: list[dev.Dev] = []
-    up, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
-
-    async def main() -> None:
-        async with dev.serve("64MiB") as running:
-            found.append(running)
-            up.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    assert up.wait(10)
-    yield found[0]
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
+    return dev_in_thread
 
 
 @pytest.fixture
@@ -323,6 +306,7 @@ def test_the_document_quotes_the_code() -> None:
     assert len((HERE / "examples/mini_engine/connector.py").read_text().splitlines()) < 150
 
 
+@pytest.mark.timeout(120)
 def test_the_example_runs() -> None:
     """It ends with 0 when all of its engines, each in a process of its own, said the same."""
     done = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
 from kvpool_connector.estimates import LoadTime, PrefillTime, StepTimes
-from kvpool_connector.messages import Loaded, Saved
+from kvpool_connector.messages import Loaded, Probed, Saved
 from kvpool_connector.planner import (
     RETRIES_WAITING_MAX,
     Group,
@@ -97,6 +97,18 @@ def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
     assert played.planner.counters["miss lookup timeout"] == 1
 
 
+def test_a_lookup_that_could_not_begin_has_its_time_from_its_beginning() -> None:
+    played = Played(lookup_timeout_s=0.05)
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    assert played.offer("a", 100) is None
+    played.now += 1.0
+    played.planner.asked("a", played.now)
+    assert played.offer("a", 100) is None
+    played.planner.found("a", lookup.serial, [matched(6)], "")
+    assert played.offer("a", 100) == 96
+
+
 def test_what_the_pool_has_is_offered_and_loaded_once() -> None:
     played = Played()
     played.look_up("a", 100, 5)
@@ -171,17 +183,75 @@ def test_loads_on_their_way_make_the_next_one_slower() -> None:
         played.allocate(name, 7, expected)
 
 
-def test_a_load_gives_up_when_computing_would_have_been_done() -> None:
+@pytest.mark.parametrize(
+    ("mebibytes_s", "timeout_s"),
+    [(None, 0.96), (1000.0, 0.5 * 0.96), (25.0, 3 * 6 / 25), (10.0, 0.96)],
+)
+def test_a_load_gives_up_before_computing_would_have_been_done(
+    mebibytes_s: float | None, timeout_s: float
+) -> None:
+    """After three times what was expected, within half and all of the time of computing."""
     played = Played(load_timeout_s=10.0)
-    played.planner.prefill_time.observe([(0, 1000)], 10.0)
-    for _ in range(5):
-        played.planner.load_time.observe(1 << 20, 0.001)
+    played.planner.prefill_time.observe([(0, 1000)], 10.0)  # 96 tokens in 0.96 s
+    if mebibytes_s is not None:
+        played.planner.load_time.observe(6 << 20, 6 / mebibytes_s)
     played.look_up("a", 100, 6)
-    played.offer("a", 100)
+    assert played.offer("a", 100) == 96
     played.allocate("a", 7, 96)
     (load,) = played.idle().loads
-    assert load.timeout_s == pytest.approx(1.5 * 0.96)
-    assert Played(load="always").planner is not None
+    assert load.timeout_s == pytest.approx(timeout_s)
+
+
+def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None:
+    """A first load opens the way: what it takes says little about the second."""
+    played = Played()
+    played.planner.prefill_time.observe([(0, 1000)], 1.0)  # 96 tokens in 96 ms
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 96
+    played.allocate("a", 7, 96)
+    played.idle()
+    played.now += 0.3
+    played.planner.load_ended(Loaded("a", 6 << 20, True), played.now)
+    assert played.planner.saving  # the engine goes on stepping, for this
+    probe = played.idle().probe
+    assert probe is not None
+    assert probe.blocks[0].digests == tuple(hashes("a", 64))  # 4 MiB
+    played.planner.probe_ended(Probed(4 << 20, 0.004))
+    played.look_up("b", 100, 6)
+    assert played.offer("b", 100) == 96
+
+
+def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None:
+    played = Played()
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    (save,) = played.step("a", 0, 100).saves
+    assert played.planner.probe_ended(Probed(0, 0.001)) is None
+    assert not played.planner.load_time.samples  # nothing came, and nobody waited
+    played.saved(save.job)
+    probe = played.idle().probe
+    assert probe is not None
+    assert probe.blocks[0].digests == tuple(hashes("a", 64))
+    assert played.idle().probe is None
+    played.planner.probe_ended(Probed(4 << 20, 0.004))
+    assert played.planner.load_time.samples == 1
+    assert not Played(load="never").idle().probe
+
+
+def test_one_probe_at_a_time() -> None:
+    """A pool that does not answer is not asked more and more."""
+    played = Played()
+    played.planner.prefill_time.observe([(0, 1000)], 0.1)
+    played.planner.load_time.observe(10 << 20, 10.0)
+    probes = []
+    for number in range(4):
+        played.look_up(f"r{number}", 100, 6)
+        assert played.offer(f"r{number}", 100) == 0
+        probes.append(played.idle().probe is not None)
+        played.now += 6
+        if number == 2:
+            played.planner.probe_ended(Probed(0, 10.0))
+    assert probes == [True, False, False, True]
 
 
 def test_no_more_loads_at_once_than_allowed() -> None:
@@ -241,6 +311,7 @@ def test_blocks_are_kept_until_every_rank_has_acknowledged() -> None:
     assert played.saved(save.job) == []
     played.planner.finished("a")
     assert played.saved(save.job) == [1, 2, 3, 4]
+    assert played.idle().probe is not None  # of what was just saved
     assert not played.planner.saving
     assert played.saved(save.job) == []  # never twice
 
@@ -449,6 +520,16 @@ def test_estimates_follow_what_was_measured() -> None:
         load.observe(1 << 20, 10.0)
     assert load.seconds(1 << 20) == pytest.approx(10.0, rel=0.05)
     assert load.bandwidth > 0
+
+
+@pytest.mark.parametrize(("arrived", "expected_s"), [(0, 2.0), (4 << 20, 2.0), (7 << 20, 8 / 7)])
+def test_a_load_that_was_given_up_ends_what_was_known(arrived: int, expected_s: float) -> None:
+    """However fast the pool has been: otherwise the next requests would try it in vain, too."""
+    load = LoadTime()
+    for _ in range(20):
+        load.observe(8 << 20, 0.01)
+    load.gave_up(8 << 20, arrived, 1.0)
+    assert load.seconds(8 << 20) == pytest.approx(expected_s)
 
 
 def test_late_tokens_of_a_long_prompt_are_dearer() -> None:

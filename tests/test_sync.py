@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,26 +17,9 @@ from tests.conftest import NAMESPACE, buffers, key, keys, value, values
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    """A pool that runs in a thread of its own."""
-    found: list[str] = []
-    up = threading.Event()
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
-
-    async def main() -> None:
-        async with dev.serve("32MiB") as running:
-            found.append(running.address)
-            up.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    assert up.wait(10)
-    yield found[0]
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
+def address(dev_in_thread: dev.Dev) -> str:
+    """Of a pool that runs in a thread of its own."""
+    return dev_in_thread.address
 
 
 def test_threads_share_a_pool(address: str) -> None:

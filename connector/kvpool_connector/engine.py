@@ -61,13 +61,22 @@ def rank_of(vllm_config: Any, kv_cache_config: Any) -> Rank:
 
 def memories_of(caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> list[BlockMemory]:
     """The memory of each group. Raises ConfigError where it cannot be taken block by block."""
-    try:
-        return [
-            memory_of({layer: caches[layer] for layer in group.layer_names if layer in caches})
-            for group in kv_cache_config.kv_cache_groups
-        ]
-    except Unsupported as error:
-        raise ConfigError(f"this KV cache layout is not supported: {error}") from None
+    memories = []
+    for group in kv_cache_config.kv_cache_groups:
+        layers = {layer: caches[layer] for layer in group.layer_names if layer in caches}
+        try:
+            memory = memory_of(layers)
+        except Unsupported as error:
+            raise ConfigError(f"this KV cache layout is not supported: {error}") from None
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        needed = sum(specs.get(layer, group.kv_cache_spec).real_page_size_bytes for layer in layers)
+        if memory.block_bytes < needed:  # scales that are kept elsewhere, say
+            raise ConfigError(
+                f"this KV cache layout is not supported: a block has {needed} bytes, "
+                f"and its tensors show {memory.block_bytes} of them"
+            )
+        memories.append(memory)
+    return memories
 
 
 def packing_of(vllm_config: Any) -> str:

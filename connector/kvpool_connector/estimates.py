@@ -11,6 +11,8 @@ from typing import Final
 _DECAY: Final = 0.8
 #: A load so many times faster than expected says that the pool has changed.
 _NEWS: Final = 4.0
+#: A load that brought nothing in some time would have taken this much longer, for all we know.
+_UNKNOWN: Final = 2.0
 #: Assumed of a pool before anything was measured: a slow local network.
 _PRIOR_LATENCY_S: Final = 0.002
 _PRIOR_BYTES_S: Final = 1e9
@@ -25,11 +27,24 @@ class LoadTime:
         self.samples = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
+    def gave_up(self, size: int, arrived: int, seconds: float) -> None:
+        """Only a part of a load had come when it was given up: what was before is over.
+
+        Of a load of which nothing had come all that is known is that it takes longer.
+        """
+        self._forget()
+        self.observe(arrived or size, seconds if arrived else _UNKNOWN * seconds)
+
+    def disappointed(self, size: int, seconds: float) -> None:
+        """A load took longer than what it was to save: the pool is not what it was."""
+        self._forget()
+        self.observe(size, seconds)
+
     def observe(self, size: int, seconds: float) -> None:
-        """A load of `size` bytes took so long; one that was given up counts what had come."""
+        """A load of `size` bytes took so long."""
         x, y = float(max(size, 1)), max(seconds, 1e-6)
         if y * _NEWS < self.seconds(size):  # so much faster that what was before is over
-            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+            self._forget()
         self.samples += 1
         self._weight = self._weight * _DECAY + 1
         self._x = self._x * _DECAY + x
@@ -46,8 +61,11 @@ class LoadTime:
         """Bytes per second, latency apart."""
         return 1 / self._line()[1]
 
+    def _forget(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
     def _line(self) -> tuple[float, float]:
-        if not self.samples:
+        if not self._weight:
             return _PRIOR_LATENCY_S, 1 / _PRIOR_BYTES_S
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x

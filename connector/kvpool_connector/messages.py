@@ -55,6 +55,8 @@ class Work:
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     probe: Probe | None = None
+    #: The engine computes nothing in this step.
+    idle: bool = False
 
 
 class Hello(NamedTuple):

@@ -23,18 +23,21 @@ from typing import Final, NamedTuple
 
 from kvpool.types import ROOT, Match, WriteStatus
 from kvpool_connector.estimates import LoadTime, PrefillTime
-from kvpool_connector.messages import Blocks, Load, Loaded, Probe, Save, Saved
+from kvpool_connector.messages import Blocks, Load, Loaded, Probe, Probed, Save, Saved
 
 #: Refused saves that wait for their next try; the oldest are dropped.
 RETRIES_WAITING_MAX: Final = 4096
 #: Of those, how many go with one step.
 _RETRIES_PER_STEP: Final = 64
 _RETRY_AFTER_S: Final = 0.5
-#: A load may take this much longer than computing its tokens before it is given up ...
-_PATIENCE: Final = 1.5
-#: ... or, while nobody knows how long computing takes, than it was estimated itself.
-_FIRST_PATIENCE: Final = 3.0
-_LOAD_TIMEOUT_S_MIN: Final = 0.25
+#: A load is given up when it takes so much longer than expected; but not before this share of the
+#: time that computing its tokens takes, and not after all of it. So when a pool becomes slow, the
+#: first load after that costs half of a recompute as a rule, and once.
+_PATIENCE: Final = 3.0
+_PATIENCE_SHARE_MIN: Final = 0.5
+_LOAD_TIMEOUT_S_MIN: Final = 0.05
+#: The same while nobody knows how long computing takes.
+_FIRST_TIMEOUT_S_MIN: Final = 0.25
 #: Bytes that a probe reads at most.
 _PROBE_BYTES: Final = 4 << 20
 #: What may work next time. ALREADY_STORED and BYPASSED are final, TOO_LARGE will not change.
@@ -197,12 +200,13 @@ class Planner:
         self._saving: set[tuple[int, bytes]] = set()
         self._retries: OrderedDict[tuple[int, bytes], tuple[float, _Place]] = OrderedDict()
         self._probe: Probe | None = None
+        self._probing = 0  # ranks that are not through with one
         self._probed_at = -math.inf
 
     @property
     def saving(self) -> bool:
-        """Blocks are kept for saves that are not acknowledged."""
-        return bool(self._jobs)
+        """The engine must go on stepping: for saves that are not acknowledged, or for a probe."""
+        return bool(self._jobs) or self._probe is not None
 
     @property
     def loading(self) -> int:
@@ -231,6 +235,12 @@ class Planner:
         request.matches, request.verdict, request.offered = (), None, None
         request.saved = [0] * len(self._groups)
         return self._lookup(request_id, request, tokens)
+
+    def asked(self, request_id: str, now: float) -> None:
+        """Its lookup begins then, and so does its time: before that nobody could be asked."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.asked_at = now
 
     def found(self, request_id: str, serial: int, matches: Sequence[Match], reason: str) -> None:
         """The answer to a lookup. Without matches it is a miss, for that reason."""
@@ -266,7 +276,7 @@ class Planner:
         last = min(self._available(request.matches), (tokens - 1) // self._unit * self._unit)
         request.verdict = self._judge(request, computed, last)
         if request.verdict is not Verdict.LOAD:
-            if request.verdict is Verdict.SLOWER:
+            if request.verdict is Verdict.SLOWER and self._probe_due(now):
                 self._plan_probe(request, computed, last, now)
             return 0
         request.offered = (computed, last)
@@ -312,10 +322,19 @@ class Planner:
         if loading.waiting:
             return
         self._load_done(request, loading)
-        if loading.arrived or now - loading.since >= loading.timeout_s:
+        took_s = now - loading.since
+        if not loading.complete and took_s >= loading.timeout_s:
+            self.load_time.gave_up(loading.size, loading.arrived, took_s)
+        elif loading.arrived and took_s >= (request.estimates[1] or math.inf):
+            self.load_time.disappointed(loading.arrived, took_s)
+        elif loading.arrived:
             # What was lost without a wait says nothing about the pool's speed.
-            self.load_time.observe(loading.arrived, now - loading.since)
-        self.counters["load_s"] += now - loading.since
+            self.load_time.observe(loading.arrived, took_s)
+        if self.load_time.seconds(loading.size) >= (request.estimates[1] or math.inf):
+            # Slow for once, as a first load is, or from now on? The next request must not be the
+            # one to find out.
+            self._plan_probe(request, loading.first, loading.last, now)
+        self.counters["load_s"] += took_s
         self.counters["loads"] += 1
         if not loading.complete:
             self.counters["loads_failed"] += 1
@@ -326,6 +345,14 @@ class Planner:
                 min(known, loading.first // group.block_size)
                 for known, group in zip(request.saved, self._groups, strict=True)
             ]
+
+    def probe_ended(self, probed: Probed) -> None:
+        """One rank is through with a probe."""
+        self._probing = max(0, self._probing - 1)
+        if probed.size:
+            self.load_time.observe(probed.size, probed.seconds)
+        elif probed.seconds >= self._limits.load_timeout_s:
+            self.load_time.gave_up(_PROBE_BYTES, 0, probed.seconds)
 
     # --- saving ---------------------------------------------------------------------------
 
@@ -340,6 +367,8 @@ class Planner:
         `still_there(block_id, group, digest)` says whether a block still has these contents.
         """
         plan = Plan(loads=self._loads, probe=self._probe)
+        if self._probe is not None:
+            self._probing = self._ranks
         self._loads, self._probe = [], None
         sessions: dict[tuple[str, float | None], list[_Place]] = {}
         for one in scheduled if self._limits.save else ():
@@ -383,6 +412,10 @@ class Planner:
                 self._retry(place._replace(attempts=place.attempts + 1), now)
             else:
                 self.counters[f"dropped {refusal.label}"] += 1
+        if stored and not self.load_time.samples and self._probe_due(now):
+            # Before the first load: it is to be weighed, too, and not to wait for a connection.
+            digests = tuple(block.digest for block in stored if not block.group)
+            self._try(Blocks(0, digests[: self._probe_blocks], ()), now)
         return [place.block_id for place in job.places], stored
 
     def preempted(self, request_id: str) -> None:
@@ -471,12 +504,19 @@ class Planner:
                     match=match,
                 )
             )
-        load_s, prefill_s = request.estimates
-        timeout_s = self._limits.load_timeout_s
-        if self._limits.load == "auto":
-            patience_s = load_s * _FIRST_PATIENCE if prefill_s is None else prefill_s * _PATIENCE
-            timeout_s = min(timeout_s, max(patience_s, _LOAD_TIMEOUT_S_MIN))
-        return Load(request_id, tuple(blocks), timeout_s)
+        return Load(request_id, tuple(blocks), self._patience_s(*request.estimates))
+
+    def _patience_s(self, load_s: float, prefill_s: float | None) -> float:
+        """When a load that was expected to take `load_s` is given up."""
+        if self._limits.load != "auto":
+            return self._limits.load_timeout_s
+        if prefill_s is None:
+            patience_s = max(load_s * _PATIENCE, _FIRST_TIMEOUT_S_MIN)
+        elif not self.load_time.samples:  # it may just as well take as long as computing
+            patience_s = prefill_s
+        else:
+            patience_s = min(max(load_s * _PATIENCE, prefill_s * _PATIENCE_SHARE_MIN), prefill_s)
+        return min(self._limits.load_timeout_s, max(patience_s, _LOAD_TIMEOUT_S_MIN))
 
     def _count_decision(self, request: _Request, tokens: int) -> None:
         verdict, request.verdict = request.verdict, None
@@ -502,19 +542,26 @@ class Planner:
             for group, size in zip(self._groups, self.block_bytes, strict=True)
         )
 
+    def _probe_due(self, now: float) -> bool:
+        return now - self._probed_at >= self._limits.probe_every_s
+
+    @property
+    def _probe_blocks(self) -> int:
+        return max(1, _PROBE_BYTES // max(1, self.block_bytes[0]))
+
     def _plan_probe(self, request: _Request, first: int, last: int, now: float) -> None:
-        """Loads are refused: see in the background whether that is still right."""
-        if now - self._probed_at < self._limits.probe_every_s:
-            return
-        self._probed_at = now
+        """See in the background whether it is right to refuse what a request could load."""
         group = self._groups[0]
-        count = max(1, _PROBE_BYTES // max(1, self.block_bytes[0]))
         start = first // group.block_size
-        stop = min(last // group.block_size, start + count)
+        stop = min(last // group.block_size, start + self._probe_blocks)
         digests = tuple(_digest(request.hashes, group, i) for i in range(start, stop))
-        match = request.matches[0].of(start, stop)
-        blocks = Blocks(0, digests, (), match=match)
-        self._probe = Probe((blocks,), self._limits.load_timeout_s)
+        self._try(Blocks(0, digests, (), match=request.matches[0].of(start, stop)), now)
+
+    def _try(self, blocks: Blocks, now: float) -> None:
+        """One probe at a time, and only where its answer decides anything."""
+        if self._limits.load == "auto" and blocks.digests and not self._probing:
+            self._probed_at = now
+            self._probe = Probe((blocks,), self._limits.load_timeout_s)
 
     def _complete(self, request: _Request, one: Scheduled) -> Iterable[_Place]:
         """The blocks of a request that are complete after this step and not known to be saved."""

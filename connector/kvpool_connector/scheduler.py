@@ -7,6 +7,7 @@ microseconds' work for each block that is new.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from kvpool_connector.estimates import StepTimes
 from kvpool_connector.messages import Hello, Report, Work
 from kvpool_connector.planner import Group, Hints, Limits, Lookup, Planner, Scheduled, Stored
 from kvpool_connector.settings import Settings
+from kvpool_connector.worker import IDLE_S
 
 #: Figures that are always there, such as the hooks' own time, are reported this often.
 _FIGURES_S: Final = 1.0
@@ -28,6 +30,9 @@ _FIGURES_S: Final = 1.0
 _SILENT_AFTER: Final = 3
 _SILENT_S: Final = 0.5
 _SILENT_S_MAX: Final = 5.0
+#: Lookups that end for one of these reasons had no answer in time; the log says so this often.
+_LATE: Final = ("lookup timeout", "no master", "silent pool")
+_COMPLAIN_S: Final = 60.0
 #: The estimated speed of computing is shown for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
 
@@ -111,7 +116,11 @@ class Scheduler:
         self._hellos: dict[int, Hello] = {}
         self._waiting: list[Lookup] = []  # until the ranks have said how their blocks are made
         self._answers: deque[Answer] = deque()  # from the pool's thread
+        self._answered = threading.Event()
+        self._asking = 0  # lookups under way
         self._preempted: set[str] = set()
+        self._late = 0
+        self._complained_at = -_COMPLAIN_S
         self._unanswered = 0  # lookups in a row
         self._silent_until = 0.0
 
@@ -155,11 +164,18 @@ class Scheduler:
                 self._preempted.add(request_id)
         self._step += 1
         self._times.began(self._step, step.prefill, now)
+        idle = not step.scheduled
         if not self.namespaces:
-            return Work(self._step), []
+            return Work(self._step, idle=idle), []
         plan = self.planner.step(step.scheduled, still_there, now)
-        work = Work(self._step, self.namespaces, plan.loads, plan.saves, plan.probe)
+        work = Work(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, idle)
         return work, plan.keep
+
+    def rest(self, work: Work) -> None:
+        """Let the pool's thread have the interpreter, if the engine only waits for answers."""
+        if work.idle and not work.loads and self._asking:
+            self._answered.wait(IDLE_S)
+        self._answered.clear()
 
     def reported(self, report: Report) -> Outcome:
         """What the workers say after a step."""
@@ -170,7 +186,7 @@ class Scheduler:
         for loaded in report.loaded:
             self.planner.load_ended(loaded, now)
         for probed in report.probed:
-            self.planner.load_time.observe(probed.size, probed.seconds)
+            self.planner.probe_ended(probed)
         outcome = Outcome([], [])
         for saved in report.saved:
             released, stored = self.planner.save_ended(saved, now)
@@ -187,6 +203,7 @@ class Scheduler:
         self._told_at = now
         figures = dict(counters)
         counters.clear()
+        self._complain(figures, now)
         figures["load_bandwidth_bytes"] = self.planner.load_time.bandwidth
         prefill_s = self.planner.prefill_time.seconds(0, _RATE_TOKENS)
         if prefill_s:
@@ -203,6 +220,17 @@ class Scheduler:
 
     # --- inside -----------------------------------------------------------------------------
 
+    def _complain(self, figures: Mapping[str, float], now: float) -> None:
+        """A pool that is too slow to be asked must not be lost on anybody who reads the log."""
+        self._late += int(sum(figures.get(f"miss {reason}", 0) for reason in _LATE))
+        if self._late and now - self._complained_at >= _COMPLAIN_S:
+            self._tell(
+                f"{self._late} prompts were computed without knowing what the pool has of them: no "
+                f"answer within lookup_timeout_s ({self._settings.lookup_timeout_s:g} s)"
+            )
+            self._late = 0
+            self._complained_at = now
+
     def _greet(self, hello: Hello) -> None:
         """A rank says how its blocks are made; with the last of them the namespaces are known."""
         if self.namespaces or hello.rank in self._hellos:
@@ -215,6 +243,7 @@ class Scheduler:
         self._name()
         waiting, self._waiting = self._waiting, []
         for lookup in waiting:
+            self.planner.asked(lookup.request_id, self._clock())
             self._ask(lookup)
 
     def _name(self) -> None:
@@ -241,6 +270,8 @@ class Scheduler:
         if lookup is None:
             return
         if not self.namespaces:
+            # The first step brings what is missing, and may be slow: that is no reason to miss.
+            self.planner.asked(lookup.request_id, self._clock() + self._settings.start_wait_s)
             self._waiting.append(lookup)
             return
         if self._clock() < self._silent_until:
@@ -249,10 +280,13 @@ class Scheduler:
         work = partial(self._look_up, lookup, self.namespaces)
         if self._thread.pool is None or not self._thread.start(work):
             self.planner.found(lookup.request_id, lookup.serial, (), "no pool")
+        else:
+            self._asking += 1
 
     def _take_answers(self) -> None:
         while self._answers:
             answer = self._answers.popleft()
+            self._asking -= 1
             silent = any(match.stopped is ReadStatus.NO_MASTER for match in answer.matches)
             self._unanswered = self._unanswered + 1 if silent or not answer.matches else 0
             if self._unanswered >= _SILENT_AFTER:
@@ -275,6 +309,7 @@ class Scheduler:
             matches, reason = [], type(error).__name__
         answer = Answer(lookup.request_id, lookup.serial, tuple(matches), reason)
         self._answers.append(answer)
+        self._answered.set()
 
     async def _hint(self, hints: Hints) -> None:
         """In the pool's thread."""

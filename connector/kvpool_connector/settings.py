@@ -44,13 +44,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_s: Seconds = 10.0
     #: A save that is not acknowledged by then lets go of the engine's blocks.
     save_timeout_s: Seconds = 10.0
-    #: How long the engine's start may wait for the pool. Without it the engine serves alone.
+    #: How long the engine's start may wait for the pool, without which it serves alone, and a first
+    #: request for the workers' first word.
     start_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
     #: Save what was generated, too: the next turn of a conversation contains it.
     save_decode: bool = True
     #: Loads at once; beyond it prompts are recomputed.
     loads_max: Count = 32
-    #: Reads and writes that one process has under way at once.
+    #: Reads that one process has under way at once, and half as many writes beside them.
     transfers_max: Count = 4
     #: Share of the engine's blocks that saves may keep from being reused; the others wait.
     save_share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25

@@ -157,6 +157,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if keep:
             self._pool.touch([self._pool.blocks[block] for block in keep])
         self._took(began)
+        self._of_scheduler().rest(work)
         return WorkMetadata(work)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -8,7 +8,6 @@ reported once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +31,16 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.settings import Settings
 
+#: A load is at most so many reads, of at least so many bytes. What has come when it is given up is
+#: used, in whole reads.
+_READS: Final = 8
+_READ_BYTES_MIN: Final = 2 << 20
 #: A transfer that the pool's client did not end by its deadline is cut off so much later.
 _GRACE_S: Final = 1.0
 _CLOSE_S: Final = 5.0
+#: An engine that has nothing to compute steps on and on until its transfers have ended, and keeps
+#: the interpreter from the thread that does them. Such a step waits so long for news instead.
+IDLE_S: Final = 0.001
 
 
 class Rank(NamedTuple):
@@ -71,8 +77,13 @@ class Worker:
         self._kernels: Callable[[], str] = str
         self._greeted = False
         self._step = 0
-        self._slots = asyncio.Semaphore(settings.transfers_max)
+        self._load_slots = asyncio.Semaphore(settings.transfers_max)
+        # Somebody waits for a load, and nobody for a save: these do not take all.
+        self._save_slots = asyncio.Semaphore(max(1, settings.transfers_max // 2))
+        self._idle = False
+        self._news = threading.Event()  # something has ended
         self._lock = threading.Lock()  # guards what follows: two threads
+        self._under_way = 0
         self._report = Report(0)  # but for its step
         self._ended = Ended(set(), set(), set())
         self._counters: dict[str, float] = {}
@@ -87,6 +98,7 @@ class Worker:
         if not work.loads:
             return
         context = self._context(work)
+        self._began(len(work.loads))
         for load in work.loads:
             if not self._thread.start(partial(self._load, load, context)):
                 self._load_ended(load, 0, [i for blocks in load.blocks for i in blocks.block_ids])
@@ -94,18 +106,25 @@ class Worker:
     def save(self, work: Work) -> None:
         """Start the saves of a step, which has been computed; returns at once."""
         self._step = work.step
+        self._idle = work.idle
         self._greeted |= bool(work.namespaces)
         if not work.saves and work.probe is None:
             return
         context = self._context(work)
+        self._began(len(work.saves) + (work.probe is not None))
         for save in work.saves:
             if not self._thread.start(partial(self._save, save, context)):
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
         if work.probe is not None:
-            self._thread.start(partial(self._probe, work.probe, context))
+            started = self._thread.start(partial(self._probe, work.probe, context))
+            if not started:
+                self._probe_ended(0, 0.0)
 
     def ended(self) -> Ended:
         """The loads that have ended since the last call; each is in one answer."""
+        if self._idle and self._under_way:
+            self._news.wait(IDLE_S)
+        self._news.clear()
         with self._lock:
             ended, self._ended = self._ended, Ended(set(), set(), set())
         return ended
@@ -130,6 +149,10 @@ class Worker:
     def close(self) -> None:
         """End everything, by a deadline."""
         self._thread.close(_CLOSE_S)
+
+    def _began(self, transfers: int) -> None:
+        with self._lock:
+            self._under_way += transfers
 
     def _context(self, work: Work) -> _Context:
         return _Context(work.namespaces, [memory.mark() for memory in self._memory])
@@ -161,10 +184,12 @@ class Worker:
         came: set[int] = set()
         memory = self._memory[blocks.group]
         until = time.monotonic() + timeout_s
-        for first in range(0, len(blocks.digests), memory.at_once):
-            last = min(first + memory.at_once, len(blocks.digests))
+        size = max(len(blocks.digests) * memory.block_bytes // _READS, _READ_BYTES_MIN)
+        step = min(memory.at_once, -(-size // memory.block_bytes))
+        for first in range(0, len(blocks.digests), step):
+            last = min(first + step, len(blocks.digests))
             ids = blocks.block_ids[first:last]
-            async with self._slots, memory.target(ids, context.marks[blocks.group]) as target:
+            async with self._load_slots, memory.target(ids, context.marks[blocks.group]) as target:
                 results = await pool.read(
                     context.namespaces[blocks.group],
                     blocks.digests[first:last],
@@ -179,6 +204,8 @@ class Worker:
                 else:
                     reason = "wrong size" if result.status.hit else result.status.label
                     self._count(f"load_miss {reason}", 1)
+            if len(came) < last:  # nothing behind a miss is of use
+                break
         return came
 
     def _load_ended(self, load: Load, size: int, missing: Sequence[int]) -> None:
@@ -188,6 +215,8 @@ class Worker:
                 self._ended.failed.add(load.request_id)
                 self._ended.bad_blocks.update(missing)
             self._report.loaded.append(Loaded(load.request_id, size, not missing))
+            self._under_way -= 1
+        self._news.set()
         self._count("load_bytes", size)
         self._count("load_blocks_missing", len(missing))
 
@@ -223,7 +252,7 @@ class Worker:
         memory = self._memory[blocks.group]
         for first in range(0, len(blocks.digests), memory.at_once):
             digests = blocks.digests[first : first + memory.at_once]
-            async with self._slots:
+            async with self._save_slots:
                 source = await memory.source(
                     blocks.block_ids[first : first + memory.at_once], context.marks[blocks.group]
                 )
@@ -247,17 +276,18 @@ class Worker:
         rows = tuple((group, digest, status) for (group, digest), status in refused.items())
         with self._lock:
             self._report.saved.append(Saved(save.job, size, rows))
+            self._under_way -= 1
+        self._news.set()
         self._count("save_bytes", size)
 
     async def _probe(self, probe: Probe, context: _Context) -> None:
         pool = self._thread.pool
-        if pool is None:
-            return
         began = time.monotonic()
         size = 0
-        with contextlib.suppress(KvpoolError, TimeoutError):
+        try:
             async with asyncio.timeout(probe.timeout_s + _GRACE_S):
-                for blocks in probe.blocks:
+                for blocks in probe.blocks if pool is not None else ():
+                    assert pool is not None
                     memory = self._memory[blocks.group]
                     scratch = [bytearray(memory.block_bytes) for _ in blocks.digests]
                     results = await pool.read(
@@ -269,10 +299,17 @@ class Worker:
                         timeout=probe.timeout_s,
                     )
                     size += sum(result.size for result in results if result.status.hit)
-        seconds = time.monotonic() - began
+        except (KvpoolError, TimeoutError):
+            pass  # then so much came in that time
+        finally:
+            self._probe_ended(size, time.monotonic() - began)
+
+    def _probe_ended(self, size: int, seconds: float) -> None:
         self._count("probes", 1)
         with self._lock:
             self._report.probed.append(Probed(size, seconds))
+            self._under_way -= 1
+        self._news.set()
 
     def _count(self, name: str, amount: float) -> None:
         if amount:

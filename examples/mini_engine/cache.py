@@ -18,10 +18,7 @@ BLOCK: Final = 16
 
 
 def prefix_keys(tokens: Sequence[int]) -> list[bytes]:
-    """A key for each full block. It hashes the key before it as well, so it names a whole prefix.
-
-    It must: what a layer keeps of a token depends on every token before.
-    """
+    """A key for each full block. It hashes the key before it, too: so it names a whole prefix."""
     packed, keys, parent = np.asarray(tokens, "<i8"), [], b""
     for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
         parent = hashlib.sha256(parent + packed[first : first + BLOCK].tobytes()).digest()
@@ -32,8 +29,8 @@ def prefix_keys(tokens: Sequence[int]) -> list[bytes]:
 class Memory:
     """Keys and values: [block, layer, key or value, token, head, number].
 
-    The block comes first: it is one contiguous run of bytes with all of its layers in it. So it
-    goes to the pool as it lies, and what is read from the pool lands where attention reads it.
+    The block comes first: so it is one run of bytes with all of its layers in it, goes to the pool
+    as it lies, and is read from the pool to where attention reads it.
     """
 
     def __init__(self, shape: Shape, blocks: int) -> None:
@@ -67,13 +64,9 @@ class Books:
 
     def __init__(self, blocks: int) -> None:
         self._users = [0] * blocks
-        self._idle = dict.fromkeys(range(blocks))  # in the order in which they will be taken
+        self.idle = dict.fromkeys(range(blocks))  # in the order in which they will be taken
         self._by_key: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-
-    @property
-    def idle(self) -> int:
-        return len(self._idle)
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest prefix that is here: hold them before you do anything else."""
@@ -81,8 +74,8 @@ class Books:
 
     def take(self, count: int) -> list[int]:
         """Hold `count` idle blocks, least recently used first. What they held is forgotten."""
-        assert count <= self.idle, f"{count} blocks of {self.idle}"
-        taken = list(islice(self._idle, count))
+        assert count <= len(self.idle), f"{count} blocks of {len(self.idle)}"
+        taken = list(islice(self.idle, count))
         for block in taken:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._by_key[key]
@@ -92,14 +85,14 @@ class Books:
     def hold(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self._users[block] += 1
-            self._idle.pop(block, None)
+            self.idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
         """The last one becomes idle first: a prefix is of use without its tail."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
-                self._idle[block] = None
+                self.idle[block] = None
 
     def name(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         """What these blocks hold is found by these keys, where no other block is already."""

@@ -1,8 +1,7 @@
 """The connector: this engine's side of a kvpool, on the public API alone.
 
-docs/write-a-connector.md explains it step by step. `load` is on the way of a request and bounded by
-what it saves, `save` is behind it. Neither raises: without a pool, or with a bad one, the engine
-computes, as it would have done anyway.
+docs/write-a-connector.md explains it. `load` is on the way of a request and bounded by what it
+saves, `save` is behind it. Neither raises: without a pool, or with a bad one, the engine computes.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ PAUSE_S: Final = 5.0
 SAVE_S: Final = 2.0
 #: Saves that may be pending; what comes on top is not saved.
 SAVES_MAX: Final = 4
-
 #: Answers, to reads and writes, that tell of a pool in trouble and not of a single block.
 _TROUBLE: Final = frozenset({"NO_MASTER", "SERVER_LOST", "DEADLINE"})
 
 Keys: TypeAlias = Sequence[bytes]
 Buffers: TypeAlias = Sequence[memoryview]
-
 log = logging.getLogger(__name__)
 
 
@@ -52,10 +49,9 @@ class Connector:
         self._connect()
 
     def load(self, keys: Keys, buffers: Buffers, compute_s: float) -> int:
-        """Fill the first buffers with the longest prefix that the pool has; how many.
+        """Fill the first buffers with the longest prefix that the pool has; how many are good.
 
-        It waits no longer than computing would take, at `compute_s` for a block. What the other
-        buffers contain afterwards means nothing.
+        It waits no longer than computing would take, at `compute_s` for a block.
         """
         if self._pool is None or time.monotonic() < self._resume_at:
             return 0

@@ -18,13 +18,9 @@ from examples.mini_engine.model import Model, attention
 from kvpool import Namespace
 
 #: Tokens that prefill computes at once: whole blocks.
-#:
-#: Does a cached prefix give the same bits as a computed one? Only if what follows is computed in
-#: the same shapes. A matrix product adds up in an order that depends on its size: a row alone gives
-#: other last bits than the same row among 128. So prompts are cut at multiples of CHUNK whatever
-#: was found, and what is found counts in whole chunks only: the chunks that are left have the
-#: shapes, places and inputs that they always have. For the same reason decode always computes BATCH
-#: rows, some for nobody, and what decode has computed is not shared.
+#: A cached prefix gives the bits of a computed one only if the rest is computed in equal shapes:
+#: sums depend on their order. So prompts are cut at multiples of CHUNK, what is found counts in
+#: whole chunks, decode computes BATCH rows, some for nobody, and what it computes is not shared.
 CHUNK: Final = 8 * BLOCK
 #: Requests that decode together.
 BATCH: Final = 8
@@ -104,7 +100,7 @@ class Engine:
         found = _whole_chunks(self._books.find(keys))
         self._books.hold(found)
         missing = -(-(len(request.prompt) + request.new_tokens) // BLOCK) - len(found)
-        if missing > self._books.idle:
+        if missing > len(self._books.idle):
             self._books.release(found)
             if not self._running:
                 wait([self._saving[0][0]])  # it holds the rest

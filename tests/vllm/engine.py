@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import sys
@@ -36,7 +38,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     given: dict[str, Any] = json.loads(sys.argv[1])
-    if given.get("tensor_parallel_size", 1) == 1:
+    ranks = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
+    if ranks == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         given.setdefault("distributed_executor_backend", "uni")
 
@@ -82,18 +85,31 @@ def main() -> None:
             llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1), use_tqdm=False)
         return True
 
-    def rss(told: dict[str, Any]) -> int:
+    def held(told: dict[str, Any]) -> dict[str, int]:
+        """What must not grow: bytes of memory, file descriptors, asyncio tasks, threads."""
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            pages = int(file.read().split()[1])
+        tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]
+        return {
+            "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "tasks": sum(not task.done() for task in tasks),
+            "threads": threading.active_count(),
+        }
 
-    def threads(told: dict[str, Any]) -> int:
-        return threading.active_count()
+    def threads(told: dict[str, Any]) -> list[tuple[str, float]]:
+        """Each thread of Python's, and the CPU seconds that it has used."""
+        return [
+            (thread.name, time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
+            for thread in threading.enumerate()
+            if thread.ident is not None
+        ]
 
     commands: dict[str, Any] = {
         "generate": generate,
         "metrics": metrics,
         "forget": forget,
-        "rss": rss,
+        "held": held,
         "threads": threads,
     }
     print(json.dumps("ready"), file=answers)

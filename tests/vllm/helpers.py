@@ -184,20 +184,6 @@ class LocalPool:
             time.sleep(1.5)  # a heartbeat
         raise AssertionError("blocks keep coming")
 
-    @property
-    def moved(self) -> int:
-        """Bytes that clients and servers have exchanged over tcp."""
-        return sum(proxy.moved for proxy in self._shaped.proxies)
-
-    def cut(self) -> None:
-        """Reset every connection over tcp, now, and refuse new ones."""
-
-        async def cut() -> None:
-            for proxy in self._shaped.proxies:
-                proxy.cut()
-
-        self.run(cut())
-
     def corrupt(self, every: int = 1) -> int:
         """Flip a bit in every n-th block; how many."""
 
@@ -244,6 +230,39 @@ class PoolProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+class SlowServer:
+    """A block server in a process of its own, whose link can be made slow."""
+
+    def __init__(self, master: str) -> None:
+        self.moved = 0  # bytes, in both directions
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.slow_server", master],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it is up
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def slow(self, rate: float) -> None:
+        """Bytes per second from here on."""
+        assert self._process.stdin is not None
+        print(rate, file=self._process.stdin, flush=True)
+
+    def kill(self) -> None:
+        """With -9."""
+        self._process.kill()
+        self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.moved = int(line)
 
 
 def free_port() -> int:

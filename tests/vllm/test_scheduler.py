@@ -17,9 +17,12 @@ from vllm.config import (
     KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,7 +45,9 @@ pytestmark = pytest.mark.timeout(120)
 class Played:
     """The scheduler of an engine, and what its worker says."""
 
-    def __init__(self, model: Path, transfer_config: dict[str, Any], **options: Any) -> None:
+    def __init__(
+        self, model: Path, transfer_config: dict[str, Any], *, ranks: int = 1, **options: Any
+    ) -> None:
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
         cache.kv_cache_layout, cache.num_gpu_blocks = "LBHNC", BLOCKS
         config = VllmConfig(
@@ -80,6 +85,7 @@ class Played:
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         assert isinstance(self.scheduler.connector, KVPoolConnector)
         self.connector = self.scheduler.connector
+        self._ranks = ranks
         self.greeted = False
         self.counters: Counter[str] = Counter()
         self.saves: list[Save] = []  # that nobody has acknowledged
@@ -89,19 +95,34 @@ class Played:
         free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free
 
-    def add(self, name: str, tokens: int, first: int = 0) -> Any:
+    def request(self, name: str, tokens: int, first: int = 0, **extras: Any) -> Any:
+        """As the engine makes it, with vLLM's own block hashes."""
         sampling = SamplingParams(max_tokens=4)
         sampling.update_from_generation_config({}, 2)
-        request = Request(
+        return Request(
             request_id=name,
             prompt_token_ids=list(range(first, first + tokens)),
             sampling_params=sampling,
             pooling_params=None,
-            mm_features=None,
             block_hasher=self._hasher,
+            **extras,
         )
+
+    def add(self, name: str, tokens: int, first: int = 0) -> Any:
+        request = self.request(name, tokens, first)
         self.scheduler.add_request(request)
         return request
+
+    def offered(self, request: Any) -> int:
+        """Tokens that the connector says it can load, asked as the scheduler does."""
+        self.connector.on_new_request(request)
+        for _ in range(1000):
+            tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
+            if tokens is not None:
+                self.connector.request_finished_all_groups(request, ())
+                return int(tokens)
+            time.sleep(0.002)
+        raise AssertionError("no answer")
 
     def step(self, **told: Any) -> tuple[Any, Work]:
         """One step of the engine, whose worker reports `told`; a first step says who it is."""
@@ -111,7 +132,7 @@ class Played:
         report = Report(work.step, told.pop("hellos", []), told.pop("loaded", []))
         report.saved += told.pop("saved", [])
         if not self.greeted:
-            report.hellos.append(Hello(0, "packing", (SIZE,)))
+            report.hellos += [Hello(rank, "packing", (SIZE,)) for rank in range(self._ranks)]
             self.greeted = True
         ids = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(
@@ -144,7 +165,7 @@ class Played:
     def acknowledged(self) -> list[Saved]:
         """Every save has ended, and the pool has it."""
         saves, self.saves = self.saves, []
-        return [Saved(save.job, 0, ()) for save in saves]
+        return [Saved(save.job, 0, ()) for save in saves for _ in range(self._ranks)]
 
     def finish(self) -> None:
         """Let every request come to its end, each save acknowledged at once."""
@@ -179,11 +200,11 @@ def played(pool: LocalPool, model: Callable[..., Path]) -> Iterator[Played]:
     played.close()
 
 
-def store(pool: LocalPool, played: Played, request: Any, blocks: int) -> None:
+def store(pool: LocalPool, played: Played, request: Any, blocks: int, part: int = 0) -> None:
     """Put the beginning of a request's prompt into the pool."""
     chain = [bytes(digest) for digest in request.block_hashes[:blocks]]
     data = [bytes([number]) * SIZE for number in range(blocks)]
-    pool.ask(lambda client: client.write(played.namespace, chain, data))
+    pool.ask(lambda client: client.write(played.namespace, chain, data, part=part))
 
 
 def warmed(pool: LocalPool, played: Played, tokens: int = 64) -> None:
@@ -257,6 +278,90 @@ def test_a_bad_block_is_computed_again(pool: LocalPool, played: Played) -> None:
     assert played.free == BLOCKS - 1
 
 
+def image(name: str) -> MultiModalFeatureSpec:
+    """20 tokens of a picture, from the second block on."""
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(BLOCK + 4, 20))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "shared"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, 0),
+        ({"cache_salt": "a"}, {}, 0),
+        (
+            {"lora_request": LoRARequest("one", 1, "/one")},
+            {"lora_request": LoRARequest("two", 2, "/two")},
+            0,
+        ),
+        ({"lora_request": LoRARequest("one", 1, "/one")}, {}, 0),
+        ({"mm_features": [image("cat")]}, {"mm_features": [image("dog")]}, BLOCK),
+    ],
+    ids=["salts", "salted and not", "adapters", "adapted and not", "pictures"],
+)
+def test_what_vllm_hashes_with_the_tokens_keeps_them_apart(
+    pool: LocalPool,
+    model: Callable[..., Path],
+    own: dict[str, Any],
+    other: dict[str, Any],
+    shared: int,
+) -> None:
+    """The same tokens, two engines: found with the same salt, adapter and pictures, and only so."""
+    config = transfer(pool.master)
+    writer, reader = Played(model(), config), Played(model(), config)
+    try:
+        writer.step()
+        reader.step()
+        store(pool, writer, writer.request("a", 65, **own), 4)
+        assert reader.offered(reader.request("b", 65, **own)) == 64
+        assert reader.offered(reader.request("c", 65, **other)) == shared
+    finally:
+        writer.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_every_ranks_part_is_needed(pool: LocalPool, model: Callable[..., Path], axis: str) -> None:
+    parallel = ParallelConfig(**{axis: 2})
+    played = Played(model(), transfer(pool.master), ranks=2, parallel_config=parallel)
+    try:
+        played.step()
+        assert played.namespace.parts == 2
+        assert f"{axis[0]}p=2" in played.namespace.name
+        request = played.request("a", 65)
+        store(pool, played, request, 4)
+        assert played.offered(played.request("b", 65)) == 0
+        store(pool, played, request, 4, part=1)
+        assert played.offered(played.request("c", 65)) == 64
+    finally:
+        played.close()
+
+
+def test_the_first_request_does_not_miss_because_the_first_step_is_slow(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """Nobody can be asked before the workers have said how their blocks are made."""
+    writer = Played(model(), transfer(pool.master))
+    writer.step()
+    store(pool, writer, writer.request("a", 65), 4)
+    writer.close()
+    settings = {"lookup_timeout_s": 0.2, "start_wait_s": 5.0}
+    played = Played(model(), transfer(pool.master, **settings))
+    try:
+        request = played.request("b", 65)
+        played.connector.on_new_request(request)
+        time.sleep(0.3)  # the step in which it is met
+        assert played.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+        played.step()
+        for _ in range(100):
+            tokens, _ = played.connector.get_num_new_matched_tokens(request, 0)
+            if tokens is not None:
+                break
+            time.sleep(0.002)
+        assert tokens == 64
+    finally:
+        played.close()
+
+
 class Recorder:
     """Where events are published."""
 
@@ -311,6 +416,8 @@ def test_a_silent_pool_is_not_asked_by_every_request(
 ) -> None:
     """A few requests wait for the timeout; then none does, until the pool may be back."""
     played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
+    told: list[str] = []
+    played.connector._scheduler._tell = told.append  # what stands in the log
     try:
         played.step()
         played.add("a", 64)
@@ -321,6 +428,7 @@ def test_a_silent_pool_is_not_asked_by_every_request(
             played.finish()
             time.sleep(0.06)
         assert played.counters["miss silent pool"] >= 3
+        assert len([text for text in told if "no answer within lookup_timeout_s" in text]) == 1
         assert played.free == BLOCKS - 1
     finally:
         played.close()
