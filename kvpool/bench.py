@@ -15,7 +15,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,8 +101,8 @@ async def serving(capacity: int, schemes: Sequence[str] = ("shm", "tcp")) -> Asy
         )
         address = (await master.line()).removeprefix("master at ")
         listen = ",".join(_LISTEN[scheme] for scheme in schemes)
-        server = ("server", "--masters", address, "--id", "bench")
-        server += ("--capacity", str(capacity), "--listen", listen)
+        place = ("--capacity", str(capacity), "--listen", listen)
+        server = ("server", "--masters", address, "--id", "bench", *place)
         await (await stack.enter_async_context(process_of("kvpool", *server, *quiet))).line()
         await servers_up(address, 1)
         yield address
