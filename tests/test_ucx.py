@@ -30,13 +30,14 @@ from kvpool.link import ZmqNetwork
 from kvpool.protocols import Peer, Reading
 from kvpool.types import Cluster, Wanted
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
-from kvpool.wire.messages import PAYLOAD, TYPES, Error
+from kvpool.wire.messages import PAYLOAD, TYPES, Error, Hello, Welcome
 from kvpool_transports import ucx, ucx_worker
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport, defaults, make_context
 from kvpool_transports.ucx_worker import Path, Worker
 from tests.conftest import NAMESPACE, buffers, keys, value, values
 from tests.processes import until
+from tests.raw import frame
 
 SIZE = 2 << 20
 
@@ -154,6 +155,10 @@ async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage
     async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
         host, port = running.servers[0].addresses[0].removeprefix("ucx://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frame(Hello("default", "test")))
+        type, body_size, _ = decode_header(await reader.readexactly(HEADER_SIZE))
+        assert type == TYPES[Welcome]
+        await reader.readexactly(body_size)
         writer.write(encode_frame(PAYLOAD, b"", len(garbage)) + garbage)
         head = await asyncio.wait_for(reader.readexactly(HEADER_SIZE), 5)
         assert decode_header(head)[0] == TYPES[Error]

@@ -111,15 +111,15 @@ class UcxTransport:
             with os_errors(f"server at {address}"):
                 async with asyncio.timeout_at(deadline), workers.pairing:
                     _, stream = await loop.create_connection(make, host, port)
-                    await _pair(stream, workers, deadline)
-            try:
-                await stream.prove(deadline)
-                await exchanges.greet(
-                    stream, cluster=cluster, client=client, server="", deadline=deadline
-                )
-            except BaseException:
-                stream.abort()
-                raise
+                    try:
+                        await exchanges.greet(
+                            stream, cluster=cluster, client=client, server="", deadline=deadline
+                        )
+                        await _pair(stream, workers, deadline)
+                        await stream.prove(deadline)
+                    except BaseException:
+                        stream.abort()
+                        raise
             return stream
 
         streams = StreamPool(dial)
@@ -189,11 +189,16 @@ class _UcxListener:
 
 
 class _Session(Session):
-    """One that is introduced before it is greeted."""
+    """One that is introduced when it has been greeted: UCX hears of nobody who is not let in."""
 
     async def greet(self) -> Connection:
-        await cast(UcxStream, self.stream).meet(asyncio.get_running_loop().time() + HELLO_S)
-        return await super().greet()
+        connection = await super().greet()
+        try:
+            await cast(UcxStream, self.stream).meet(asyncio.get_running_loop().time() + HELLO_S)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
 
 async def _pair(stream: UcxStream, workers: Workers, deadline: float) -> None:
@@ -208,7 +213,6 @@ async def _pair(stream: UcxStream, workers: Workers, deadline: float) -> None:
         await stream.be_introduced(deadline)
     except BaseException:
         workers.renew()
-        stream.abort()
         raise
 
 
@@ -263,6 +267,7 @@ class UcxStream(Stream):
             await transfer.until(0, deadline)
         if any(token != _TOKEN.pack(self._met().number) for token in tokens):
             raise BadFrame("that is not the token")
+        await super().send(None, deadline=deadline)  # ready for requests
 
     async def prove(self, deadline: float) -> None:
         """Send the token, twice, and receive one: the lanes work, and make a rendezvous.
@@ -278,6 +283,7 @@ class UcxStream(Stream):
             await transfer.until(0, deadline)
         if token != _TOKEN.pack(self._met().number):
             raise BadFrame("that is not the token")
+        await self._word(deadline)
 
     def _send_token(self, transfer: Transfer) -> None:
         """Raises LinkBroken for lanes over which UCX sends without being asked."""
