@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks.peers import failures, limits, report, sessions, work
 from benchmarks.peers.contract import Failed, Shape
-from benchmarks.peers.field import CONTENDERS, Contender, Field
+from benchmarks.peers.field import CONTENDERS, HARDENED, Contender, Field
 from benchmarks.peers.processes import Rig
 from kvpool import process
 from kvpool.config import parse_size
@@ -84,6 +84,7 @@ class Parts:
         self._run = run
         self._options = options
         self._systems = options.systems.split(",")
+        self._hardened = [n for n in HARDENED if n.partition("-")[0] in self._systems]
         self._region = parse_size(options.region)
         self._shape = Shape(parse_size(options.capacity))
         seconds, rounds = (options.seconds, 5) if not options.quick else (2.0, 2)
@@ -119,16 +120,15 @@ class Parts:
                 self._add(await work.match(contenders, count, self._effort), contenders)
 
     async def replay(self) -> None:
-        """176 MiB: a little more than the working set of 24 sessions, as `kvpool replay` has it."""
-        shape = Shape(parse_size("176MiB"))
+        """88 MiB: a little more than the working set of 12 live sessions."""
+        shape = Shape(parse_size("88MiB"))
         async with self._field.contenders(self._systems, shape) as contenders:
-            count = 12 if self._options.quick else 60
-            self._add(await sessions.replay(contenders, count, 24), contenders)
+            count = 4 if self._options.quick else 30
+            self._add(await sessions.replay(contenders, count, 12), contenders)
 
     async def pressure(self) -> None:
         shape = Shape(parse_size("512MiB"))
-        systems = [name for name in self._systems if name != "kvpool-tcp"]
-        async with self._field.contenders(systems, shape) as contenders:
+        async with self._field.contenders(self._hardened, shape) as contenders:
             self._add(await sessions.pressure(contenders, shape.capacity), contenders)
 
     async def memory(self) -> None:
@@ -138,12 +138,11 @@ class Parts:
             self._add(await sessions.memory(contenders, count), contenders)
 
     async def failures(self) -> None:
-        systems = [name for name in self._systems if name != "kvpool-tcp"]
         patience = failures.Patience()
         if self._options.quick:
             patience = failures.Patience(6.0, 4.0, 3.0, 5.0, 2)
         for what in self._options.failures.split(","):
-            rows, abouts = await failures.play(self._field, what, systems, patience)
+            rows, abouts = await failures.play(self._field, what, self._hardened, patience)
             self._add(rows, abouts)
 
     def _add(self, rows: list[work.Row], who: Sequence[Contender] | dict[str, Any]) -> None:
@@ -175,6 +174,9 @@ def main() -> int:
         process.run(run())
     except (Failed, KvpoolError) as error:
         console.print(f"[red]failed[/]: {error}", highlight=False)
+        return 1
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        console.print("[yellow]stopped[/]; what was measured so far:")
         return 1
     finally:
         report.show(found, console)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.peers.processes import Process, Rig
+from benchmarks.peers.processes import Process
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 #: As a system wants its keys: 32 raw bytes, or the same as hexadecimal digits.
@@ -137,6 +137,9 @@ class System(Protocol):
     def client(self) -> dict[str, Any]:
         """What a client process needs to know."""
 
+    async def close(self) -> None:
+        """Let go of what it holds in this process; its processes end with the rig."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -147,9 +150,3 @@ class Shape:
     replicas: int = 1
     #: System by system, what is to be different: `{"mooncake": {"lease_ms": "500"}}`.
     tuning: dict[str, dict[str, str]] = field(default_factory=dict)
-
-
-class Factory(Protocol):
-    """Makes a system that has not started."""
-
-    def __call__(self, rig: Rig, shape: Shape) -> System: ...

@@ -100,7 +100,7 @@ async def master_restarted(trial: Trial, patience: Patience) -> dict[str, Any]:
         nonlocal found
         answer = await client.do("visible", first=0, count=_BLOCKS)
         found = max(found, answer["visible"])
-        return found == _BLOCKS
+        return bool(found == _BLOCKS)
 
     seconds = await until(all_back, patience.freeze_s, 0.1)
     reader = await trial.client()
@@ -168,14 +168,14 @@ async def play(
     rows = []
     abouts = {}
     for name in systems:
-        if name in field.missing:
+        if name.partition("-")[0] in field.missing:
             continue
         async with AsyncExitStack() as stack:
             trial = Trial(field, name, shape, stack)
             try:
                 figures = await trial_of(trial, patience)
             except Missing as why:
-                field.missing[name] = str(why)
+                field.missing[name.partition("-")[0]] = str(why)
                 continue
             rows.append(Row("failures", what, name, figures))
             abouts[name] = trial.system.about()

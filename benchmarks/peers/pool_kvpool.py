@@ -132,6 +132,8 @@ class KvpoolClient:
     async def load(self, keys: Sequence[Key], blocks: Blocks) -> int:
         match = await self.pool.match(_NAMESPACE, _raw(keys))
         there = match.length
+        if not there:
+            return 0
         results = await self.pool.read(
             _NAMESPACE, _raw(keys[:there]), blocks.views[:there], match=match
         )

@@ -98,6 +98,8 @@ class RedisSystem:
             "paths": [self._path(number) for number in range(self._shape.stores)],
             "ports": self._ports,
             "replicas": self._shape.replicas,
+            # With a replica to turn to there is no reason to wait long for the first server.
+            "timeout_s": 0.25 if self._shape.replicas > 1 else 60.0,
         }
 
     async def close(self) -> None:
@@ -139,7 +141,7 @@ class RedisClient:
     def __init__(self, about: dict[str, Any]) -> None:
         self._paths: list[str] = about["paths"]
         self._replicas: int = about["replicas"]
-        self._timeout_s: float = about.get("timeout_s", 60.0)
+        self._timeout_s: float = about["timeout_s"]
         self._numbers: dict[Key, int] = {}
 
     def key(self, number: int) -> Key:

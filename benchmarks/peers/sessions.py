@@ -1,4 +1,4 @@
-"""Work that takes longer than a round: agentic sessions, memory that runs full, memory per block."""
+"""Work that takes longer than a round: agentic sessions, a pool that runs full, memory."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ async def serve(about: dict[str, Any]) -> None:
             try:
                 _answer(await COMMANDS[command.pop("do")](bench, **command))
             except Exception as error:
-                _answer({"failed": f"{type(error).__name__}: {error}"})
+                _answer({"error": f"{type(error).__name__}: {error}"})
     finally:
         await client.close()
 
