@@ -41,6 +41,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=12.0, help="for one figure, about")
     known = ",".join(failures.FAILURES)
     parser.add_argument("--failures", default=known, help=f"which of {known}")
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="mooncake.NAME=VALUE",
+        help="a flag of a peer's server, or an MC_ variable; again for more",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller blocks")
     parser.add_argument("--results", type=Path, default=RESULTS / "peers.json")
     parser.add_argument("--report", action="store_true", help="measure nothing, show what is there")
@@ -86,7 +93,12 @@ class Parts:
         self._systems = options.systems.split(",")
         self._hardened = [n for n in HARDENED if n.partition("-")[0] in self._systems]
         self._region = parse_size(options.region)
-        self._shape = Shape(parse_size(options.capacity))
+        self._tuning: dict[str, dict[str, str]] = {}
+        for text in options.tune:
+            place, _, value = text.partition("=")
+            system, _, name = place.partition(".")
+            self._tuning.setdefault(system, {})[name] = value
+        self._shape = Shape(parse_size(options.capacity), tuning=self._tuning)
         seconds, rounds = (options.seconds, 5) if not options.quick else (2.0, 2)
         self._effort = work.Effort(rounds=rounds, seconds=seconds)
         self._sizes = [parse_size(size) for size in options.sizes.split(",")]

@@ -18,7 +18,8 @@ from benchmarks.peers.work import Row
 
 _MIB = 1 << 20
 _BLOCK = _MIB
-_BLOCKS = 64
+_BLOCKS = 32
+_READERS = 3
 _TWO = Shape(1024 * _MIB, stores=2, replicas=2)
 
 
@@ -52,25 +53,31 @@ class Trial:
 
 
 async def owner_lost(trial: Trial, patience: Patience, number: int) -> dict[str, Any]:
-    """Two replicas of every block; one owner is killed, or frozen, while a client reads."""
+    """Two replicas of every block; one owner is killed, or frozen, under readers."""
     frozen = number == signal.SIGSTOP
     await trial.begin()
-    reader = await trial.client()
-    filled = await reader.do("fill", first=0, count=_BLOCKS, size=_BLOCK, copies=2)
+    readers = [await trial.client() for _ in range(_READERS)]  # each may prefer another owner
+    filled = await readers[0].do("fill", first=0, count=_BLOCKS, size=_BLOCK, copies=2)
     await asyncio.sleep(1.0)
     seconds = (patience.freeze_s if frozen else patience.watch_s) + 2
-    what: dict[str, Any] = {"first": 0, "count": _BLOCKS, "size": _BLOCK, "pause_s": 0.002}
-    reader.ask("read_for", seconds=seconds, **what)
+    what: dict[str, Any] = {"first": 0, "count": _BLOCKS, "size": _BLOCK, "pause_s": 0.01}
+    for place, reader in enumerate(readers):
+        reader.ask("read_for", seconds=seconds, place=place, **what)
     await asyncio.sleep(2.0)
     struck = time.monotonic()
     trial.system.processes["store-0"].signal(number)
-    answer = await reader.answer()
-    after = [at for at in answer["failed"] if at > struck]
-    slow = [seconds for seconds, began in answer["slowest"] if began + seconds > struck]
+    answers = [await reader.answer() for reader in readers]
+    after = [at for answer in answers for at in answer["failed"] if at > struck]
+    slow = [
+        seconds
+        for answer in answers
+        for seconds, began in answer["slowest"]
+        if began + seconds > struck
+    ]
     return {
-        "reads": answer["reads"],
-        "failed_reads": len(answer["failed"]),
-        "wrong": answer["wrong"],
+        "reads": sum(answer["reads"] for answer in answers),
+        "failed_reads": sum(len(answer["failed"]) for answer in answers),
+        "wrong": sum(answer["wrong"] for answer in answers),
         "longest_read": max(slow, default=0.0),
         "recovered_after": max(after) - struck if after else 0.0,
         "refused": filled["refused"],

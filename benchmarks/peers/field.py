@@ -21,8 +21,8 @@ from benchmarks.peers.processes import Process, Rig
 
 #: kvpool-tcp is kvpool with clients that are not told of shared memory.
 CONTENDERS = ("kvpool", "kvpool-tcp", "mooncake", "redis")
-#: For what is about failures and full memory: no tcp, and mooncake also with settings that make it
-#: notice sooner: a lease that probes renew for less long, a shorter time to live, a shorter timeout.
+#: For what is about failures and full memory: no tcp, and mooncake also with settings that have it
+#: notice sooner: a shorter lease, which probes renew, a shorter time to live, shorter timeouts.
 HARDENED = ("kvpool", "mooncake", "mooncake-tuned", "redis")
 _TUNED = {
     "default_kv_lease_ttl": "1000",

@@ -18,6 +18,9 @@ from benchmarks.peers.processes import Process, Rig, free_ports, until
 _PIECE = 64 << 20
 #: Read from the socket at once; the library's default is 64 KiB.
 _SOCKET_READ = 1 << 20
+_TIMEOUT_S = 60.0
+#: With a replica to turn to there is no reason to wait long for the first server.
+_HEDGE_S = 0.25
 
 
 class RedisSystem:
@@ -98,8 +101,7 @@ class RedisSystem:
             "paths": [self._path(number) for number in range(self._shape.stores)],
             "ports": self._ports,
             "replicas": self._shape.replicas,
-            # With a replica to turn to there is no reason to wait long for the first server.
-            "timeout_s": 0.25 if self._shape.replicas > 1 else 60.0,
+            "timeout_s": _HEDGE_S if self._shape.replicas > 1 else _TIMEOUT_S,
         }
 
     async def close(self) -> None:
@@ -160,17 +162,19 @@ class RedisClient:
                 self._command_packer = packer
 
         self._errors = (redis.RedisError, OSError)
-        self._servers = [
-            redis.Redis(
+
+        def server(path: str, timeout_s: float) -> Any:
+            return redis.Redis(
                 connection_pool=redis.ConnectionPool(
                     connection_class=Connection,
                     path=path,
                     socket_read_size=_SOCKET_READ,
-                    socket_timeout=self._timeout_s,
+                    socket_timeout=timeout_s,
                 )
             )
-            for path in self._paths
-        ]
+
+        self._servers = [server(path, _TIMEOUT_S) for path in self._paths]
+        self._readers = [server(path, self._timeout_s) for path in self._paths]
         for server in self._servers:
             server.ping()
 
@@ -229,14 +233,14 @@ class RedisClient:
                 server.delete(*mine)
 
     async def close(self) -> None:
-        for server in self._servers:
+        for server in (*self._servers, *self._readers):
             server.close()
 
     def _mget(self, server: int, keys: Sequence[Key]) -> list[bytes | None]:
         others = range(server, len(self._servers)) if self._replicas > 1 else [server]
         for number in others:
             try:
-                values: list[bytes | None] = self._servers[number].mget(keys)
+                values: list[bytes | None] = self._readers[number].mget(keys)
                 return values
             except self._errors:
                 continue

@@ -14,13 +14,13 @@ _SLOW = 5
 
 
 async def read_for(
-    bench: Bench, first: int, count: int, size: int, seconds: float, pause_s: float
+    bench: Bench, first: int, count: int, size: int, seconds: float, pause_s: float, place: int = 0
 ) -> dict[str, Any]:
-    """Read blocks that `fill` has written, one after the other, over and over."""
-    source, target = bench.memory.blocks(size, count)
+    """Read blocks that `fill` has written, one after the other, over and over, into a place apart."""
+    source, _ = bench.memory.blocks(size, count)
+    _, target = bench.memory.blocks(size, count, place * count * size)
     keys = [bench.client.key(first + number) for number in range(count)]
     mine = [target.part(n, n + 1) for n in range(count)]
-    stamp(source, first)
     until = time.monotonic() + seconds
     calls: list[tuple[float, float]] = []
     failed: list[float] = []
