@@ -144,7 +144,7 @@ class Parts:
             self._add(await sessions.pressure(contenders, shape.capacity), contenders)
 
     async def memory(self) -> None:
-        systems = [name for name in self._systems if name != "kvpool-tcp"]
+        systems = [name for name in self._systems if name not in ("kvpool-tcp", "mooncake-shm")]
         async with self._field.contenders(systems, self._shape) as contenders:
             count = 10_000 if self._options.quick else 100_000
             self._add(await sessions.memory(contenders, count), contenders)

@@ -65,6 +65,13 @@ class Memory:
         self.source: Bytes = whole[: size // 2]
         self.target: Bytes = whole[size // 2 :]
 
+    def copied_to(self, source: Bytes, target: Bytes) -> Memory:
+        """The same in other memory, for a system that has to make its own."""
+        np.copyto(source, self.source)
+        other = object.__new__(Memory)
+        other.source, other.target = source, target
+        return other
+
     @staticmethod
     def create(size: int) -> int:
         """A memfd for two regions of `size` bytes."""
@@ -92,7 +99,8 @@ class Client(Protocol):
     def key(self, number: int) -> Key:
         """How this system spells key `number`."""
 
-    async def open(self, memory: Memory) -> None: ...
+    async def open(self, memory: Memory) -> Memory:
+        """Connect; the memory to work with, which is `memory` unless the system wants its own."""
 
     async def write(
         self, keys: Sequence[Key], blocks: Blocks, copies: int = 1, after: Key | None = None

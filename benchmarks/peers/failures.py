@@ -111,7 +111,13 @@ async def master_restarted(trial: Trial, patience: Patience) -> dict[str, Any]:
 
     seconds = await until(all_back, patience.freeze_s, 0.1)
     reader = await trial.client()
-    what: dict[str, Any] = {"first": 0, "count": _BLOCKS, "size": _BLOCK, "pause_s": 0.0}
+    what: dict[str, Any] = {
+        "first": 0,
+        "count": _BLOCKS,
+        "size": _BLOCK,
+        "pause_s": 0.0,
+        "place": 0,
+    }
     answer = await reader.do("read_for", seconds=1.0, **what)
     return {
         "visible": found / _BLOCKS,

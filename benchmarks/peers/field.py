@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import pool_kvpool
+from benchmarks.peers import pool_kvpool, pool_mooncake
 from benchmarks.peers.contract import Failed, Memory, Missing, Shape, System
 from benchmarks.peers.pool_kvpool import KvpoolSystem
 from benchmarks.peers.pool_mooncake import MooncakeSystem
 from benchmarks.peers.pool_redis import RedisSystem
 from benchmarks.peers.processes import Process, Rig
 
-#: kvpool-tcp is kvpool with clients that are not told of shared memory.
-CONTENDERS = ("kvpool", "kvpool-tcp", "mooncake", "redis")
+#: kvpool-tcp is kvpool with clients that are not told of shared memory. mooncake has a client in
+#: the engine's process, as its vLLM connector has; mooncake-shm goes through the store of its host.
+CONTENDERS = ("kvpool", "kvpool-tcp", "mooncake", "mooncake-shm", "redis")
+_VARIANTS = {"kvpool-tcp": pool_kvpool.over_tcp, "mooncake-shm": pool_mooncake.on_host}
 #: For what is about failures and full memory: no tcp, and mooncake also with settings that have it
 #: notice sooner: a shorter lease, which probes renew, a shorter time to live, shorter timeouts.
 HARDENED = ("kvpool", "mooncake", "mooncake-tuned", "redis")
@@ -97,7 +99,7 @@ class Field:
             systems: dict[str, System] = {}
             found = []
             for name in names:
-                system_name = name.removesuffix("-tcp")
+                system_name = name.partition("-")[0] if name in _VARIANTS else name
                 if system_name.partition("-")[0] in self.missing:
                     continue
                 try:
@@ -115,8 +117,8 @@ class Field:
     async def worker(self, rig: Rig, name: str, system: System) -> Worker:
         """One more client of a system that runs."""
         about = system.client()
-        if name == "kvpool-tcp":
-            about = pool_kvpool.over_tcp(about)
+        if name in _VARIANTS:
+            about = _VARIANTS[name](about)
         about["pids"] = [process.pid for process in system.processes.values()]
         about["memory_fd"] = self._fd
         process = await rig.run(

@@ -110,8 +110,9 @@ class KvpoolClient:
     def key(self, number: int) -> Key:
         return digest(number)
 
-    async def open(self, memory: Memory) -> None:
+    async def open(self, memory: Memory) -> Memory:
         self._pool = await kvpool.connect(config=self._config)
+        return memory
 
     async def write(
         self, keys: Sequence[Key], blocks: Blocks, copies: int = 1, after: Key | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib.util
 import re
 import urllib.request
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.peers.contract import Blocks, Failed, Key, Memory, Missing, Shape
 from benchmarks.peers.pool_kvpool import digest
@@ -81,6 +84,7 @@ class MooncakeSystem:
             "master": self._address,
             "environment": self._environment,
             "replicas": self._shape.replicas,
+            "stores": [f"127.0.0.1:{port}" for port in self._stores],
         }
 
     async def close(self) -> None:
@@ -147,6 +151,11 @@ def _programs() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def on_host(about: dict[str, Any]) -> dict[str, Any]:
+    """The same pool for clients that go through the store process of their host, in its memory."""
+    return {**about, "host": about["stores"][0]}
+
+
 class MooncakeClient:
     """A client without memory of its own to offer, with both regions registered."""
 
@@ -154,6 +163,7 @@ class MooncakeClient:
         from mooncake import store
 
         self._master = about["master"]
+        self._host = about.get("host", "")
         self._store = store.MooncakeDistributedStore()
         self._config = store.ReplicateConfig()
         self._config.replica_num = about["replicas"]
@@ -161,13 +171,31 @@ class MooncakeClient:
     def key(self, number: int) -> Key:
         return digest(number).hex()
 
-    async def open(self, memory: Memory) -> None:
-        code = self._store.setup("127.0.0.1", _METADATA, 0, _LOCAL_BUFFER, "tcp", "", self._master)
-        if code:
+    async def open(self, memory: Memory) -> Memory:
+        if self._host:
+            memory = self._open_on_host(memory)
+        elif code := self._store.setup(
+            "127.0.0.1", _METADATA, 0, _LOCAL_BUFFER, "tcp", "", self._master
+        ):
             raise Failed(f"mooncake: setup says {code}")
         for region in (memory.source, memory.target):
             if code := self._store.register_buffer(region.ctypes.data, region.nbytes):
                 raise Failed(f"mooncake: register_buffer says {code}")
+        return memory
+
+    def _open_on_host(self, memory: Memory) -> Memory:
+        """A `dummy` client: what it reads and writes lies in memory that the store maps, too."""
+        size = len(memory.source)
+        if code := self._store.setup_dummy(2 * size + _LOCAL_BUFFER, _LOCAL_BUFFER, self._host):
+            raise Failed(f"mooncake: setup_dummy says {code}")
+        regions = []
+        for _ in range(2):
+            address = self._store.alloc_from_mem_pool(size)
+            if not address:
+                raise Failed(f"mooncake: alloc_from_mem_pool of {size} bytes failed")
+            region = (ctypes.c_uint8 * size).from_address(address)
+            regions.append(np.frombuffer(memoryview(region), np.uint8))
+        return memory.copied_to(*regions)
 
     async def write(
         self, keys: Sequence[Key], blocks: Blocks, copies: int = 1, after: Key | None = None

@@ -151,7 +151,7 @@ class RedisClient:
         self._numbers[key] = number % (1 if self._replicas > 1 else len(self._paths))
         return key
 
-    async def open(self, memory: Memory) -> None:
+    async def open(self, memory: Memory) -> Memory:
         import redis
         from redis.connection import PythonRespSerializer, UnixDomainSocketConnection
 
@@ -175,8 +175,9 @@ class RedisClient:
 
         self._servers = [server(path, _TIMEOUT_S) for path in self._paths]
         self._readers = [server(path, self._timeout_s) for path in self._paths]
-        for server in self._servers:
-            server.ping()
+        for one in self._servers:
+            one.ping()
+        return memory
 
     async def write(
         self, keys: Sequence[Key], blocks: Blocks, copies: int = 1, after: Key | None = None

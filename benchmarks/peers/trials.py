@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.client import Bench, stamp, wrong_bytes
+from benchmarks.peers.client import Bench, wrong_bytes
 
 _SLOW = 5
 
 
 async def read_for(
-    bench: Bench, first: int, count: int, size: int, seconds: float, pause_s: float, place: int = 0
+    bench: Bench, first: int, count: int, size: int, seconds: float, pause_s: float, place: int
 ) -> dict[str, Any]:
-    """Read blocks that `fill` has written, one after the other, over and over, into a place apart."""
+    """Read blocks that `fill` has written, one after the other, over and over.
+
+    Each reader of the same blocks has a `place` of its own to read into.
+    """
     source, _ = bench.memory.blocks(size, count)
     _, target = bench.memory.blocks(size, count, place * count * size)
     keys = [bench.client.key(first + number) for number in range(count)]

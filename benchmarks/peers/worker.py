@@ -45,8 +45,7 @@ async def serve(about: dict[str, Any]) -> None:
     """Do what is asked for, one command at a time, until stdin ends."""
     memory = Memory(about["memory_fd"])
     client = _CLIENTS[about["system"]](about)
-    await client.open(memory)
-    bench = Bench(client, memory, about["pids"])
+    bench = Bench(client, await client.open(memory), about["pids"])
     _answer({"ready": True})
     try:
         while line := await asyncio.to_thread(sys.stdin.readline):
