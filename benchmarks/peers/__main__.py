@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.peers import failures, limits, report, sessions, work
+from benchmarks.peers import failures, limits, plot, report, sessions, work
 from benchmarks.peers.contract import Failed, Shape
 from benchmarks.peers.field import CONTENDERS, HARDENED, Contender, Field
 from benchmarks.peers.processes import Rig
@@ -62,6 +62,7 @@ async def measure(options: argparse.Namespace, console: Console, found: report.R
         rig = Rig(cores, stack)
         field = Field(rig, parse_size(options.region))
         stack.callback(field.close)
+        options.results.parent.mkdir(parents=True, exist_ok=True)
         run = report.machine(cores)
         run["limits"] = {
             "memcpy": await limits.memcpy(),
@@ -192,6 +193,9 @@ def main() -> int:
         return 1
     finally:
         report.show(found, console)
+        picture = options.results.with_suffix(".svg")
+        if plot.draw(found, picture):
+            console.print(f"written to {options.results} and {picture}")
     return 0
 
 

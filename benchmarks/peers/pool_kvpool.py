@@ -47,9 +47,11 @@ class KvpoolSystem:
             )
             if not await process.line():
                 raise Failed(f"kvpool server: {process.last_words()}")
-        self._pool = await kvpool.connect(self._master)
-        if await until(self._all_there, 10) is None:
-            raise Failed("kvpool: the servers did not register in 10 s")
+        # Patient: beside this, gigabytes of an earlier system may just be given back.
+        config = ClientConfig(masters=[self._master], timeout_s=_TIMEOUT_S, attempt_s=10.0)
+        self._pool = await kvpool.connect(config=config)
+        if await until(self._all_there, 20) is None:
+            raise Failed("kvpool: the servers did not register in 20 s")
 
     async def restart(self, role: str) -> None:
         if role != "master":
