@@ -56,8 +56,7 @@ async def write(
 ) -> list[WriteStatus]:
     """`Channel.write`, for blocks in any number of pieces."""
     if _is_piecewise(type(channel)):
-        channel = cast(Piecewise, channel)
-        return await channel.write_pieces(writing, blocks, deadline=deadline)
+        return await cast(Piecewise, channel).write_pieces(writing, blocks, deadline=deadline)
     whole = [
         Outgoing(
             block.digest,
@@ -74,8 +73,7 @@ async def read(
 ) -> list[ReadResult]:
     """`Channel.read`, into any number of pieces."""
     if _is_piecewise(type(channel)):
-        channel = cast(Piecewise, channel)
-        return await channel.read_pieces(reading, blocks, deadline=deadline)
+        return await cast(Piecewise, channel).read_pieces(reading, blocks, deadline=deadline)
     whole = [
         Wanted(
             block.digest,
