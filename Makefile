@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 
 FUZZ_VENV := .venv-fuzz
 VLLM_VENV := .venv-vllm
+PEERS_VENV := .venv-peers
 SEEDS ?= 0:2000
 
-.PHONY: demo demo-vllm test test-vllm check bench sim chaos fuzz clean
+.PHONY: demo demo-vllm test test-vllm check bench bench-peers sim chaos fuzz clean
 
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
@@ -29,6 +30,9 @@ check: $(VENV)/ready  ## lint and types
 
 bench: $(VENV)/ready  ## speed, as ratios to limits measured in the same run
 	$(BIN)/python -m benchmarks.run
+
+bench-peers: $(PEERS_VENV)/ready  ## beside Mooncake Store and Redis; ARGS="--quick --only reads,failures"
+	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find
 	$(BIN)/python -m kvpool.testing.simulation --seeds $(SEEDS)
@@ -69,6 +73,19 @@ $(VLLM_VENV)/ready: pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-vllm]'
 	@touch $@
 
+# What Mooncake's wheel wants of Debian, and Redis. Without root or apt-get it goes on with what is
+# there; the benchmark leaves out who cannot run, and says why.
+PEERS_DEBIAN := libcurl4 libibverbs1 libnuma1 liburing2 redis-server
+$(PEERS_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	@dpkg --status $(PEERS_DEBIAN) > /dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends $(PEERS_DEBIAN); } || \
+		echo "not installed, some peers may be left out: apt-get install $(PEERS_DEBIAN)"
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[peers]' || \
+		$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check -e . 'matplotlib' 'redis[hiredis]'
+	@touch $@
+
 $(VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -78,4 +95,4 @@ $(VENV)/ready: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) demo.svg
+	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) demo.svg

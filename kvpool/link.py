@@ -53,6 +53,10 @@ _GREETING_S = 0.3
 _GREETING_SIZE = 64
 #: Messages taken from a socket before the loop gets to do something else.
 _BURST = 64
+#: As plain numbers: each operation on zmq's enums costs microseconds, some for every message.
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+_POLLIN, _NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class ZmqNetwork:
@@ -205,9 +209,12 @@ class _Socket:
         self._drain_planned = False
         for _ in range(_BURST):
             # Asking first is cheaper than the exception that an empty queue raises.
-            if self.closed or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if self.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
                 return
-            self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
+            parts = [self._socket.recv(_NOBLOCK)]
+            while self._socket.get(_RCVMORE):
+                parts.append(self._socket.recv(_NOBLOCK))
+            self._receive(parts)
         self._drain_soon()
 
     def _drain_soon(self) -> None:
@@ -218,7 +225,9 @@ class _Socket:
     def send(self, parts: list[bytes]) -> bool:
         """Hand over one message; False when the peer's queue is full or it is gone."""
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            for part in parts[:-1]:
+                self._socket.send(part, _MORE)
+            self._socket.send(parts[-1], _NOBLOCK)
         except zmq.ZMQError:
             return False
         finally:

@@ -108,7 +108,9 @@ class MappedChannel:
     ) -> list[ReadResult]:
         room = [block.size for block in blocks]
         async with self._streams.stream(deadline) as stream:
-            pinned, hits, sources = await self._pin(stream, reading, blocks, room, deadline)
+            statuses, pinned, hits, sources = await self._pin(
+                stream, reading, blocks, room, deadline
+            )
             if hits:
                 seeds: list[int | None] = [None] * len(hits)
                 if reading.verify:
@@ -125,12 +127,15 @@ class MappedChannel:
                     stream.send_now(Unpin())
                 elif not reading.verify:
                     raise LinkBroken("the pins were lost while their bytes were copied")
-        results = [ReadResult(s) for s in exchanges.read_statuses(pinned.statuses, len(blocks))]
-        if hits:
-            expected = pinned.checksums if reading.verify else [0] * len(hits)
-            arrived = exchanges.verified(pinned.sizes, expected, got)
-            for position, result in zip(hits, arrived, strict=True):
-                results[position] = result
+        if not hits:
+            return [ReadResult(status) for status in statuses]
+        expected = pinned.checksums if reading.verify else [0] * len(hits)
+        arrived = exchanges.verified(pinned.sizes, expected, got)
+        if len(hits) == len(blocks):
+            return arrived
+        results = [ReadResult(status) for status in statuses]
+        for position, result in zip(hits, arrived, strict=True):
+            results[position] = result
         return results
 
     @asynccontextmanager
@@ -141,8 +146,10 @@ class MappedChannel:
         blocks = [Wanted(digest, nothing) for digest in digests]
         room = [BLOCK_SIZE_MAX] * len(digests)
         async with self._streams.stream(deadline) as stream:
-            pinned, hits, sources = await self._pin(stream, reading, blocks, room, deadline)
-            views = [View(s) for s in exchanges.read_statuses(pinned.statuses, len(digests))]
+            statuses, pinned, hits, sources = await self._pin(
+                stream, reading, blocks, room, deadline
+            )
+            views = [View(status) for status in statuses]
             checksums = [0] * len(digests)
             for index, position in enumerate(hits):
                 views[position] = View(ReadStatus.HIT, sources[index])
@@ -183,7 +190,7 @@ class MappedChannel:
         blocks: Sequence[Wanted | Scattered],
         room: list[int],
         deadline: float,
-    ) -> tuple[Pinned, list[int], list[memoryview]]:
+    ) -> tuple[list[ReadStatus], Pinned, list[int], list[memoryview]]:
         await stream.send(exchanges.read_request(reading, blocks, room), deadline=deadline)
         pinned = await stream.expect(Pinned, deadline=deadline)
         if reading.patience is not None:
@@ -199,7 +206,7 @@ class MappedChannel:
             memory.view(offset, size)
             for offset, size in zip(pinned.offsets, pinned.sizes, strict=True)
         ]
-        return pinned, hits, sources
+        return statuses, pinned, hits, sources
 
 
 @contextlib.contextmanager
@@ -214,8 +221,10 @@ def _borrowed(memory: list[memoryview], jobs: list[Job] | None = None) -> Iterat
         yield
     finally:
         for view in memory:
-            with contextlib.suppress(BufferError):  # somebody still looks
+            try:
                 view.release()
+            except BufferError:  # somebody still looks
+                pass
         memory.clear()
         if jobs is not None:
             jobs.clear()

@@ -46,6 +46,7 @@ from kvpool_transports.streams import Stream, StreamPool, os_errors
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 _MADV_POPULATE_WRITE = 23
 _PREFAULT_STEP = 64 << 20
+_HUGE_PAGE = 2 << 20
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _UCRED = struct.Struct("iII")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -176,7 +177,7 @@ class _Mapping:
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+        self._map = _mapped(fd, size, access)
         self._map.madvise(mmap.MADV_DONTFORK)  # a child must not inherit a writer's mapping
         self.memory = memoryview(self._map)
         self._advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
@@ -205,6 +206,26 @@ class _Mapping:
             size = min(_PREFAULT_STEP, len(self.memory) - offset)
             if self._stop.is_set() or _libc.madvise(start + offset, size, self._advice):
                 return
+
+
+def _mapped(fd: int, size: int, access: int) -> mmap.mmap:
+    """At the end of a huge page where that can be had: the server's memory has them, and only so
+    are they mapped here as what they are.
+
+    Kernels fill the address space from above, and `mmap` cannot ask for an address: so what is too
+    much is filled first.
+    """
+    mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+    too_high = _address(mapped, size) % _HUGE_PAGE
+    if too_high and size >= _HUGE_PAGE:
+        mapped.close()
+        with mmap.mmap(-1, too_high):
+            mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+    return mapped
+
+
+def _address(mapped: mmap.mmap, size: int) -> int:
+    return int(np.frombuffer(mapped, np.uint8, size).ctypes.data)
 
 
 class _Segment:
