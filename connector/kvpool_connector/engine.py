@@ -132,6 +132,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError("KVPoolConnector does not support Mamba layers: their state is no block")
     if tuple(kv_cache_config.prefix_cacheable_group_ids) != tuple(range(len(groups))):
         raise ConfigError("KVPoolConnector supports models only whose every KV group is cacheable")
+    whole_prompts_only = not vllm_config.scheduler_config.enable_chunked_prefill
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    if vllm_config.model_config.use_mla and whole_prompts_only and loads:
+        # Seen with vLLM's reference MLA for CPUs: what is computed behind a loaded prefix is wrong.
+        raise ConfigError(
+            "KVPoolConnector cannot load for this model: vLLM has turned chunked prefill off, and "
+            'computes MLA wrongly behind a prefix that is there already; "kv_producer" can save'
+        )
     if not vllm_config.cache_config.enable_prefix_caching and len(groups) > 1:
         raise ConfigError("KVPoolConnector needs prefix caching for a model with several KV groups")
 
