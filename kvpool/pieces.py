@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -55,8 +55,8 @@ async def write(
     channel: Channel, writing: Writing, blocks: Sequence[Gathered], deadline: float
 ) -> list[WriteStatus]:
     """`Channel.write`, for blocks in any number of pieces."""
-    if _is_piecewise(type(channel)):
-        return await cast(Piecewise, channel).write_pieces(writing, blocks, deadline=deadline)
+    if _is_piecewise(channel):
+        return await channel.write_pieces(writing, blocks, deadline=deadline)
     whole = [
         Outgoing(
             block.digest,
@@ -72,8 +72,8 @@ async def read(
     channel: Channel, reading: Reading, blocks: Sequence[Scattered], deadline: float
 ) -> list[ReadResult]:
     """`Channel.read`, into any number of pieces."""
-    if _is_piecewise(type(channel)):
-        return await cast(Piecewise, channel).read_pieces(reading, blocks, deadline=deadline)
+    if _is_piecewise(channel):
+        return await channel.read_pieces(reading, blocks, deadline=deadline)
     whole = [
         Wanted(
             block.digest,
@@ -88,8 +88,12 @@ async def read(
     return results
 
 
+def _is_piecewise(channel: Channel) -> TypeGuard[Piecewise]:
+    return _kind_is_piecewise(type(channel))
+
+
 @functools.cache
-def _is_piecewise(kind: type[Channel]) -> bool:
+def _kind_is_piecewise(kind: type[Channel]) -> bool:
     """Once for each kind of channel: looking a class over for a protocol takes 20 us."""
     return issubclass(kind, Piecewise)
 

@@ -135,7 +135,7 @@ class Parts:
     async def replay(self) -> None:
         """88 MiB: a little more than the working set of 12 live sessions."""
         shape = Shape(parse_size("88MiB"))
-        async with self._field.contenders(self._systems, shape) as contenders:
+        async with self._field.contenders(self._systems, shape, apart=True) as contenders:
             count = 4 if self._options.quick else 30
             self._add(await sessions.replay(contenders, count, 12), contenders)
 

@@ -91,15 +91,20 @@ class Field:
 
     @asynccontextmanager
     async def contenders(
-        self, names: Sequence[str], shape: Shape, clients: int = 1
+        self, names: Sequence[str], shape: Shape, clients: int = 1, *, apart: bool = False
     ) -> AsyncIterator[list[Contender]]:
-        """Those that can run here, started; stopped at the end. `missing`: why the others not."""
+        """Those that can run here, started; stopped at the end. `missing`: why the others not.
+
+        `apart`: two kinds of clients of one system, too, get a pool each, which fills with what
+        they themselves wrote.
+        """
         async with AsyncExitStack() as stack:
             rig = Rig(self.rig.cores, stack)
             systems: dict[str, System] = {}
             found = []
             for name in names:
-                system_name = name.partition("-")[0] if name in _VARIANTS else name
+                shared = name in _VARIANTS and not apart
+                system_name = name.partition("-")[0] if shared else name
                 if system_name.partition("-")[0] in self.missing:
                     continue
                 try:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.field import CONTENDERS
 from benchmarks.peers.report import Results
 
 _COLOURS = {
@@ -32,7 +31,7 @@ def draw(found: Results, path: Path) -> bool:
     from matplotlib import pyplot
 
     parts = found.parts()
-    panels = [panel for panel in _PANELS if panel[1] in parts]
+    panels = [panel for panel in _PANELS if any(map(panel[5], parts.get(panel[1], ())))]
     if not panels:
         return False
     columns = min(3, len(panels))
@@ -61,7 +60,7 @@ def draw(found: Results, path: Path) -> bool:
 def _bars(axis: Any, whats: Whats, figure: str, factor: float) -> None:
     """Groups of bars: a group for what was done, a bar for each system."""
     found = {name for systems in whats.values() for name in systems}
-    names = [name for name in _COLOURS if name in found and name in (*CONTENDERS, *_COLOURS)]
+    names = [name for name in _COLOURS if name in found]
     width = 0.8 / max(1, len(names))
     for place, name in enumerate(names):
         values = [systems.get(name, {}).get(figure) for systems in whats.values()]
@@ -72,7 +71,8 @@ def _bars(axis: Any, whats: Whats, figure: str, factor: float) -> None:
     axis.grid(axis="y", color=_GRID)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7, frameon=False)
+    if names:
+        axis.legend(fontsize=7, frameon=False)
 
 
 def _short(what: str) -> str:

@@ -209,11 +209,11 @@ class _Mapping:
 
 
 def _mapped(fd: int, size: int, access: int) -> mmap.mmap:
-    """At the end of a huge page where that can be had: the server's memory has them, and only so
-    are they mapped here as what they are.
+    """A server's memory, at a multiple of a huge page where that can be had.
 
-    Kernels fill the address space from above, and `mmap` cannot ask for an address: so what is too
-    much is filled first.
+    It lies in huge pages, as far as the server could get them; at any other address they would be
+    mapped here in small ones. Kernels fill the address space from above, and `mmap` cannot ask
+    for an address: so what is too much is filled first.
     """
     mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
     too_high = _address(mapped, size) % _HUGE_PAGE
