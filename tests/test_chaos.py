@@ -508,7 +508,8 @@ async def chaos(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def test_a_short_chaos_breaks_no_promise() -> None:
-    process = await chaos("--seconds", "8", "--seed", "2", "--allowance-s", "2", "--json")
+    allowance = f"{patient(3.0):.1f}"
+    process = await chaos("--seconds", "8", "--seed", "2", "--allowance-s", allowance, "--json")
     out, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     found = json.loads(out)
