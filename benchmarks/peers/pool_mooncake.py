@@ -6,6 +6,8 @@ import asyncio
 import ctypes
 import importlib.util
 import re
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +21,7 @@ from benchmarks.peers.pool_kvpool import digest
 from benchmarks.peers.processes import Process, Rig, free_ports, until
 
 _PACKAGE = "mooncake-transfer-engine-non-cuda"
+_LIBRARIES = "libcurl4 libibverbs1 libnuma1 liburing2"
 _LOCAL_BUFFER = 64 << 20
 _METADATA = "P2PHANDSHAKE"
 
@@ -44,7 +47,7 @@ class MooncakeSystem:
         self._flags = {n: v for n, v in tuning.items() if not n.startswith("MC_")}
 
     async def start(self) -> None:
-        self._programs = _programs()
+        self._programs = await asyncio.to_thread(_programs)
         await self._start_master()
         for number in range(self._shape.stores):
             await self._start_store(number)
@@ -145,6 +148,11 @@ def _programs() -> Path:
         version(_PACKAGE)
     except PackageNotFoundError:
         raise Missing(f"mooncake: pip install {_PACKAGE} (make bench-peers does)") from None
+    # In a process of its own: it wants libraries that pip does not bring, and starts threads.
+    tried = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True)
+    if tried.returncode:
+        why = (tried.stderr.decode(errors="replace").splitlines() or ["it cannot be loaded"])[-1]
+        raise Missing(f"mooncake: {why}; apt-get install {_LIBRARIES}")
     spec = importlib.util.find_spec("mooncake")
     if spec is None or not spec.submodule_search_locations:
         raise Missing("mooncake: the package cannot be found")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import socket
 import subprocess
@@ -38,6 +39,8 @@ class RedisSystem:
     async def start(self) -> None:
         if shutil.which("redis-server") is None:
             raise Missing("redis: apt-get install redis-server")
+        if not all(map(importlib.util.find_spec, ("redis", "hiredis"))):
+            raise Missing("redis: pip install redis hiredis (make bench-peers does)")
         for number in range(self._shape.stores):
             await self.restart(f"store-{number}")
 
