@@ -68,17 +68,19 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> No
         await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-async def pool_dev(request: pytest.FixtureRequest) -> AsyncIterator[dev.Dev]:
-    """One master and one server of 16 MiB, whose books are checked at the end.
-
-    It listens for ucx, too, in tests that have it as a parameter.
-    """
-    listen = ["inproc://", "shm://", "tcp://127.0.0.1:0"]
+def listening(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Where a server listens: for ucx, too, in tests that have it as a parameter."""
+    listen = ("inproc://", "shm://", "tcp://127.0.0.1:0")
     callspec = getattr(request.node, "callspec", None)
     if callspec is not None and "ucx" in callspec.params.values():
-        listen.append("ucx://127.0.0.1:0")
-    async with dev.serve("16MiB", listen=tuple(listen)) as running:
+        listen += ("ucx://127.0.0.1:0",)
+    return listen
+
+
+@pytest.fixture
+async def pool_dev(request: pytest.FixtureRequest) -> AsyncIterator[dev.Dev]:
+    """One master and one server of 16 MiB, whose books are checked at the end."""
+    async with dev.serve("16MiB", listen=listening(request)) as running:
         yield running
         _check(running)
 

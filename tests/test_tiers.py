@@ -20,7 +20,7 @@ from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tier
 from kvpool_tiers.dram import Dram
-from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, values
+from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values
 
 BLOCK = 64 << 10
 MEMORY = "dram:2MiB"
@@ -32,9 +32,10 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def tiered(file: Path) -> AsyncIterator[dev.Dev]:
+async def tiered(request: pytest.FixtureRequest, file: Path) -> AsyncIterator[dev.Dev]:
     """One server of 32 blocks in memory and 256 in a file; its books are checked at the end."""
-    async with dev.serve(tiers=[MEMORY, f"nvme:{file}:16MiB"]) as running:
+    tiers = [MEMORY, f"nvme:{file}:16MiB"]
+    async with dev.serve(tiers=tiers, listen=listening(request)) as running:
         yield running
         running.servers[0].stack.check()
         running.master.directory.check()

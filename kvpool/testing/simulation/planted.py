@@ -282,8 +282,8 @@ BUGS: Sequence[Bug] = (
         "skip-checksum",
         "G1",
         "kvpool_transports.exchanges",
-        "ReadResult(ReadStatus.HIT, size) if one == other else",
-        "ReadResult(ReadStatus.HIT, size) if one == one else",
+        "ReadResult(hit, size) if one == other else corrupt",
+        "ReadResult(hit, size) if one == one else corrupt",
     ),
     # --- masters
     Bug(
