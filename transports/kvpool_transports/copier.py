@@ -24,8 +24,6 @@ from kvpool.errors import DeadlineExceeded, LinkBroken
 STEP = 256 << 10
 #: Below this, a thread's wake-up costs more than the copy.
 INLINE_MAX = 384 << 10
-#: Small blocks are copied on the loop's thread; so many bytes, and somebody else has his turn.
-_TURN = 1 << 20
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -85,8 +83,6 @@ class Copier:
         total = sum(sizes)
         if total <= self._inline_max:
             return [_copy(job, None) for job in jobs]
-        if max(sizes) <= STEP:
-            return await self._in_turns(jobs, sizes, deadline)
         loop = asyncio.get_running_loop()
         shares = _shares(
             jobs, sizes, min(self.threads, -(-total // max(1, self._inline_max))), total
@@ -111,29 +107,6 @@ class Copier:
         if self._stopped:
             raise LinkBroken("the channel was closed while it copied")
         return [sum_ for share in done for sum_ in share]
-
-    async def _in_turns(
-        self, jobs: Sequence[Job], sizes: Sequence[int], deadline: float
-    ) -> list[int]:
-        """Small blocks, on the loop's thread, which others have in between.
-
-        With blocks this small two threads mostly wait for each other to let go of the GIL: the
-        same work takes them a third more CPU, and no less time.
-        """
-        loop = asyncio.get_running_loop()
-        sums: list[int] = []
-        copied = 0
-        for job, size in zip(jobs, sizes, strict=True):
-            sums.append(_copy(job, None))
-            copied += size
-            if copied >= _TURN:
-                copied = 0
-                await asyncio.sleep(0)
-                if self._stopped:
-                    raise LinkBroken("the channel was closed while it copied")
-                if loop.time() >= deadline:
-                    raise DeadlineExceeded("copying did not end in time")
-        return sums
 
     def stop(self) -> None:
         """End every run: when this returns, no thread touches their buffers any more.
