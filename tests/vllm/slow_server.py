@@ -15,6 +15,7 @@ from kvpool.config import ServerConfig
 from kvpool.link import ZmqNetwork
 from kvpool.server import BlockServer
 from kvpool.testing.shaped import ShapedTransport
+from kvpool.types import Cluster
 from kvpool_transports.tcp import TcpTransport
 
 
@@ -26,7 +27,7 @@ async def serve(master: str) -> None:
     shaped = ShapedTransport(TcpTransport())
     server = BlockServer(
         config,
-        cluster="default",
+        cluster=Cluster(),
         network=ZmqNetwork(),
         transports={"tcp": shaped},
         tiers=tiers,
