@@ -38,7 +38,7 @@ _COMMAND: Final = "python -m kvpool.testing.simulation"
 def main(
     seeds: Annotated[str, typer.Option(help="first:last, the last one excluded")] = "0:2000",
     jobs: Annotated[int, typer.Option(min=0, help="processes; 0: one for each core")] = 0,
-    ops: Annotated[int, typer.Option(min=1, help="operations in each history")] = 50,
+    ops: Annotated[int, typer.Option(min=1, help="operations in each history")] = 40,
     without: Annotated[str, typer.Option(help="kinds of fault to leave out, by comma")] = "",
     seed: Annotated[int | None, typer.Option(help="play one history")] = None,
     trace: Annotated[bool, typer.Option(help="print every event of it")] = False,
