@@ -119,6 +119,28 @@ async def test_a_proof_is_good_for_its_own_connection_only() -> None:
                 assert await peer.refusal() == "Unauthenticated"
 
 
+async def test_a_server_that_only_claims_to_know_the_secret_gets_no_proof() -> None:
+    """Who has taken over an address can send a challenge; the client must not go on with it."""
+    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)  # Hello
+        writer.write(frame(wire.Challenge(bytes(32), bytes(32))))
+        heard.set_result(await reader.read(4096))
+        writer.close()
+
+    async with await asyncio.start_server(impostor, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(Unauthenticated, match="the server does not know"):
+            await TcpTransport().connect(
+                f"tcp://127.0.0.1:{port}",
+                cluster=OURS,
+                client="client",
+                deadline=asyncio.get_running_loop().time() + 5,
+            )
+        assert await heard == b""
+
+
 async def test_skipping_the_proof_is_refused() -> None:
     async with pool_of(OURS) as running, raw(running) as peer:
         await peer.ask(wire.Hello("default", "raw", bytes(32)), wire.Challenge)
