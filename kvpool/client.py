@@ -9,6 +9,7 @@ an exception; exceptions are for calls that are wrong in themselves.
 from __future__ import annotations
 
 import asyncio
+import enum
 import functools
 import itertools
 import os
@@ -45,6 +46,7 @@ from kvpool.protocols import (
     Writing,
 )
 from kvpool.reach import Masters, Patience, Servers, Silent, together
+from kvpool.sightings import Sighting, Sightings
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     COPIES_MAX,
@@ -92,6 +94,14 @@ _HOMELESS: Final = (
 )
 
 
+class _FoundBy(enum.Enum):
+    """Who says where the blocks of a read are."""
+
+    MATCH = enum.auto()
+    MASTER = enum.auto()
+    SIGHTING = enum.auto()
+
+
 @dataclass(slots=True)
 class _Fetch:
     """One `Pool.read` on its way; lists run parallel to the digests."""
@@ -103,8 +113,22 @@ class _Fetch:
     results: list[ReadResult]
     places: list[list[str]]  # servers to ask, best last
     deadline: float
+    found_by: _FoundBy
+    others: bool = False  # somebody else may have them, too, but it is not known who
     silent: set[str] = field(default_factory=set)
-    corrupt: dict[str, list[bytes]] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
+    corrupt: dict[str, dict[bytes, None]] = field(default_factory=dict)
+
+    def has_others(self, position: int) -> bool:
+        """Whether somebody else may have the block, as far as is known."""
+        return self.others or bool(self.places[position])
+
+    def leave(self, server: str, positions: Iterable[int]) -> None:
+        """It was silent: others are asked first, who may be no better; then it is asked again."""
+        self.silent.add(server)
+        if self.found_by is not _FoundBy.SIGHTING:  # a master will name it again
+            for position in positions:
+                self.places[position].insert(0, server)
 
 
 async def connect(
@@ -168,6 +192,7 @@ class Pool:
         self._servers = Servers(
             config, cluster, self._host, transports, self._masters, self.counters, chance
         )
+        self._sightings = Sightings()
 
     def __repr__(self) -> str:
         return f"<Pool {'closed' if self._closed else 'open'} {self._servers!r}>"
@@ -279,10 +304,20 @@ class Pool:
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
         memory = [pieces.writable(buffer, i) for i, buffer in enumerate(buffers)]
         sizes = [pieces.size(views) for views in memory]
-        results, places = await self._locate(namespace, digests, part, match, deadline)
+        found_by = _FoundBy.MASTER if match is None else _FoundBy.MATCH
+        seen = self._sightings.of(namespace, part, digests) if match is None else []
+        if seen:
+            found_by = _FoundBy.SIGHTING
+            results = [ReadResult(ReadStatus.NOT_YET)] * len(seen)
+            places = [[sighting.server] for sighting in seen]
+        else:
+            results, places = await self._locate(namespace, digests, part, match, deadline)
         reading = Reading(namespace, part, self._config.verify)
-        fetch = _Fetch(reading, digests, memory, sizes, results, places, deadline)
+        fetch = _Fetch(reading, digests, memory, sizes, results, places, deadline, found_by)
+        fetch.others = not all(sighting.alone for sighting in seen)
         await self._fetch(fetch, range(len(digests)))
+        if seen:
+            await self._fetch_moved(fetch)
         await self._report_corrupt(fetch)
         self._count(results)
         for position, result in enumerate(results):
@@ -398,13 +433,14 @@ class Pool:
                 for position in range(group[-1] + 1, len(blocks)):
                     statuses[position] = WriteStatus.DEADLINE
                 break
-        for position, status in enumerate(statuses):
-            self.counters[f"write_{status.name.lower()}"] += 1
-            if status is WriteStatus.TOO_LARGE:
-                raise TooLarge(
-                    f"block {digests[position].hex()[:12]} has {blocks[position].size} "
-                    "bytes, more than any server's whole segment"
-                )
+        for status, count in Counter(statuses).items():
+            self.counters[f"write_{status.name.lower()}"] += count
+        if WriteStatus.TOO_LARGE in statuses:
+            position = statuses.index(WriteStatus.TOO_LARGE)
+            raise TooLarge(
+                f"block {digests[position].hex()[:12]} has {blocks[position].size} "
+                "bytes, more than any server's whole segment"
+            )
         return statuses
 
     async def write_to(
@@ -572,6 +608,22 @@ class Pool:
                 for server, batch in groups:
                     group.create_task(self._fetch_from(fetch, server, batch))
 
+    async def _fetch_moved(self, fetch: _Fetch) -> None:
+        """What was not where it had been seen: let a master say where it is."""
+        missing = [i for i, result in enumerate(fetch.results) if not result.status.hit]
+        if not missing:
+            return
+        namespace, part, *_ = fetch.reading
+        digests = [fetch.digests[i] for i in missing]
+        self._sightings.lost(digests)
+        fetch.found_by, fetch.others = _FoundBy.MASTER, False
+        results, places = await self._locate(namespace, digests, part, None, fetch.deadline)
+        for position, result, servers in zip(missing, results, places, strict=True):
+            fetch.places[position] = [s for s in servers if s not in fetch.given_up]
+            if fetch.places[position] or not servers:
+                fetch.results[position] = result
+        await self._fetch(fetch, missing)
+
     async def _fetch_from(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
         """Ask one server until it has nothing more for us, then the next for what is missing.
 
@@ -581,7 +633,7 @@ class Pool:
         heard = self._loop.time()
         waiting = positions
         while waiting:
-            hedged = bool(fetch.places[waiting[0]]) and server not in fetch.silent
+            hedged = fetch.has_others(waiting[0]) and server not in fetch.silent
             await self._ask(fetch, server, waiting)
             now = self._loop.time()
             still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]
@@ -589,16 +641,14 @@ class Pool:
                 heard = now
             waiting = still
             if waiting and hedged and now - heard >= self._config.hedge_s:
-                fetch.silent.add(server)
-                for position in waiting:  # the others may be no better: then it is asked again
-                    fetch.places[position].insert(0, server)
+                fetch.leave(server, waiting)
                 break
         await self._fetch(fetch, positions)
 
     async def _ask(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
         """One question to one server, and what came of it."""
         blocks = [Scattered(fetch.digests[i], fetch.memory[i], fetch.sizes[i]) for i in positions]
-        hedged = bool(fetch.places[positions[0]]) and server not in fetch.silent
+        hedged = fetch.has_others(positions[0]) and server not in fetch.silent
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
             async with Patience(silence_s) as patience:
@@ -614,14 +664,22 @@ class Pool:
             answer = [ReadResult(_why(error))] * len(positions)
             if isinstance(error, Silent):
                 self._servers.silent(server, given_up=not hedged)
-                fetch.silent.add(server)
-            if isinstance(error, Silent) and hedged:
-                for position in positions:  # the others may be no better: then it is asked again
-                    fetch.places[position].insert(0, server)
+                if hedged:
+                    fetch.leave(server, positions)
+                else:
+                    fetch.silent.add(server)
+                    fetch.given_up.add(server)
+        seen = []
         for position, result in zip(positions, answer, strict=True):
             fetch.results[position] = result
-            if result.status is ReadStatus.CORRUPT:
-                fetch.corrupt.setdefault(server, []).append(fetch.digests[position])
+            if result.status is ReadStatus.HIT:
+                seen.append(fetch.digests[position])
+            elif result.status is ReadStatus.CORRUPT:
+                fetch.corrupt.setdefault(server, {})[fetch.digests[position]] = None
+        if fetch.found_by is _FoundBy.MASTER:
+            namespace, part, *_ = fetch.reading
+            alone = not fetch.places[positions[0]]
+            self._sightings.saw(Sighting(namespace, part, server, alone), seen)
 
     async def _write_batch(
         self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
@@ -657,12 +715,17 @@ class Pool:
                     for server, batch in batches
                 ]
             )
-            for (_, batch), answer in zip(batches, answers, strict=True):
+            for (server, batch), answer in zip(batches, answers, strict=True):
+                seen = []
                 for index, position in enumerate(batch):
                     status = answer[index] if not isinstance(answer, KvpoolError) else _lost(answer)
                     statuses[position] = _better(statuses[position], status)
                     needed[position] -= status not in _HOMELESS
-                    made[position] += status.present
+                    if status.present:
+                        made[position] += 1
+                        seen.append(blocks[position].digest)
+                namespace, part, *_ = writing
+                self._sightings.saw(Sighting(namespace, part, server, copies == 1), seen)
         if copies > 1:
             self.counters["copies_missing"] += sum(max(0, copies - count) for count in made)
         return statuses
@@ -687,7 +750,7 @@ class Pool:
 
     async def _report_corrupt(self, fetch: _Fetch) -> None:
         namespace, part = fetch.reading.namespace, fetch.reading.part
-        for server, digests in fetch.corrupt.items():
+        for server, digests in [(s, list(d)) for s, d in fetch.corrupt.items()]:
             log.error("wrong checksum", server=server, blocks=len(digests))
             self.counters["corrupt"] += len(digests)
             suspect = functools.partial(_suspect, namespace, part, digests, fetch.deadline)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 
@@ -26,10 +26,12 @@ from kvpool.types import (
     WriteStatus,
 )
 
+_PIECES: Final = (list, tuple)
+
 
 def readable(memory: Memory, index: int) -> tuple[memoryview, ...]:
     """The pieces of one block's memory. Raises BadBuffer or TooLarge."""
-    if not isinstance(memory, list | tuple):
+    if not isinstance(memory, _PIECES):
         return (_view(memory, index),)
     if not memory:
         raise BadBuffer(f"buffer {index} has no pieces: a block has at least one byte")
@@ -42,13 +44,13 @@ def readable(memory: Memory, index: int) -> tuple[memoryview, ...]:
 def writable(memory: Memory, index: int) -> tuple[memoryview, ...]:
     """The same, for memory that a block is read into."""
     pieces = readable(memory, index)
-    if any(piece.readonly for piece in pieces):
+    if pieces[0].readonly or any(piece.readonly for piece in pieces[1:]):
         raise BadBuffer(f"buffer {index} is read-only: a block cannot be read into it")
     return pieces
 
 
 def size(pieces: Sequence[memoryview]) -> int:
-    return sum(map(len, pieces))
+    return len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
 
 
 async def write(

@@ -415,9 +415,9 @@ class Servers:
             server,
             lambda channel: pieces.write(channel, writing, blocks, deadline),
             deadline,
-            sum(pieces.size(block.pieces) for block in blocks),
+            sum([block.size for block in blocks]),
             lambda statuses: sum(
-                pieces.size(block.pieces)
+                block.size
                 for block, status in zip(blocks, statuses, strict=True)
                 if status is WriteStatus.STORED
             ),

@@ -144,9 +144,9 @@ def _copy(job: Job, brake: _Brake | None) -> int:
     source, target, seed, hash_source = job
     if len(source) == len(target) == 1 and len(source[0]) <= STEP:
         return _copy_one(source[0], target[0], seed, hash_source, brake)
-    hasher = xxhash.xxh3_64(seed=job.seed) if job.seed is not None else None
+    hasher = xxhash.xxh3_64(seed=seed) if seed is not None else None
     step = STEP if hasher is not None else 16 * STEP
-    for piece, copied in _steps(job.source, job.target, step):
+    for piece, copied in _steps(source, target, step):
         if copied is not None:
             if brake is None:
                 np.copyto(copied, piece)
@@ -155,7 +155,7 @@ def _copy(job: Job, brake: _Brake | None) -> int:
                     if brake.pulled:
                         return 0
                     np.copyto(copied, piece)
-            if not job.hash_source:
+            if not hash_source:
                 piece = copied
         if hasher is not None:
             hasher.update(piece.data)
@@ -170,11 +170,10 @@ def _copy_one(
     brake: _Brake | None,
 ) -> int:
     """The same for a block that is one step: most time of a small one goes into Python."""
-    count = len(source)
-    if count < len(target):
-        target = target[:count]
+    if len(source) < len(target):
+        target = target[: len(source)]
     if brake is None:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        target[:] = source  # it keeps the GIL, but nobody else copies
     else:
         with brake.lock:
             if brake.pulled:
@@ -182,9 +181,7 @@ def _copy_one(
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
     if seed is None:
         return 0
-    hasher = xxhash.xxh3_64(seed=seed)
-    hasher.update(source if hash_source else target)
-    return hasher.intdigest()
+    return xxhash.xxh3_64_intdigest(source if hash_source else target, seed)
 
 
 def _steps(

@@ -1,0 +1,78 @@
+"""A block that was seen lately is asked for where it was; whatever has become of it is noticed."""
+
+from __future__ import annotations
+
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev
+from kvpool.sightings import Sighting, Sightings
+from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+
+HERE = Sighting(NAMESPACE, 0, "here", alone=True)
+
+
+async def read(pool: Pool, chain: list[bytes]) -> list[ReadStatus]:
+    """The statuses; hits have the right bytes."""
+    got = buffers(len(chain))
+    results = await pool.read(NAMESPACE, chain, got)
+    for digest, buffer, result in zip(chain, got, results, strict=True):
+        assert not result.status.hit or buffer == value(digest)
+    return [result.status for result in results]
+
+
+async def test_what_was_written_or_read_is_read_again_without_a_master(pool_dev: dev.Dev) -> None:
+    chain, other = keys("chain", 8), keys("other", 4)
+    async with pool_dev.pool() as writer, pool_dev.pool() as reader, pool_dev.pool() as third:
+        await writer.write(NAMESPACE, chain, values(chain))
+        assert set(await read(reader, chain[:5])) == {ReadStatus.HIT}
+        await third.write(NAMESPACE, other, values(other))
+        await pool_dev.master.close()
+        assert set(await read(writer, chain)) == {ReadStatus.HIT}
+        assert set(await read(reader, chain[:5])) == {ReadStatus.HIT}
+        # Of these nobody has told it anything.
+        assert set(await read(reader, chain[5:])) == {ReadStatus.NO_MASTER}
+
+
+async def test_what_has_moved_is_found_where_it_is_now(two_servers: dev.Dev) -> None:
+    chain = keys("chain", 6)
+    first, second = (server.server for server in two_servers.servers)
+    async with two_servers.pool() as pool, two_servers.pool() as other:
+        for digest in chain:
+            await pool.write_to(first, NAMESPACE, digest, value(digest))
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        await other.remove(NAMESPACE, chain)
+        for digest in chain[:4]:
+            await other.write_to(second, NAMESPACE, digest, value(digest))
+        assert await read(pool, chain) == [ReadStatus.HIT] * 4 + [ReadStatus.REMOVED] * 2
+
+
+async def test_a_server_that_is_gone_is_forgotten(two_servers: dev.Dev) -> None:
+    chain = keys("chain", 6)
+    config = ClientConfig(masters=[two_servers.address], transports=["tcp"])
+    async with two_servers.pool(config) as pool:
+        assert set(await pool.write(NAMESPACE, chain, values(chain), copies=2)) == {
+            WriteStatus.STORED
+        }
+        for server in two_servers.servers:
+            assert set(await read(pool, chain)) == {ReadStatus.HIT}
+            await server.close()
+        assert ReadStatus.HIT not in await read(pool, chain)
+
+
+def test_all_or_nothing() -> None:
+    sightings = Sightings()
+    sightings.saw(HERE, keys("a", 3))
+    assert sightings.of(NAMESPACE, 0, keys("a", 3)) == [HERE] * 3
+    assert sightings.of(NAMESPACE, 0, [*keys("a", 3), key("b")]) == []
+    assert sightings.of(NAMESPACE, 1, keys("a", 3)) == []
+    assert sightings.of(Namespace("another"), 0, keys("a", 3)) == []
+    sightings.lost(keys("a", 1))
+    assert sightings.of(NAMESPACE, 0, keys("a", 1)) == []
+    assert sightings.of(NAMESPACE, 0, keys("a", 3)[1:]) == [HERE] * 2
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
+    sightings = Sightings(limit=100)
+    chain = keys("chain", 1000)
+    sightings.saw(HERE, chain)
+    assert 50 <= len(sightings) <= 100
+    assert sightings.of(NAMESPACE, 0, chain[-50:]) == [HERE] * 50
+    assert sightings.of(NAMESPACE, 0, chain[:1]) == []
