@@ -124,7 +124,7 @@ class MappedChannel:
                 with _borrowed(sources, jobs):
                     got = await self._copier.run(jobs, deadline=deadline)
                 if not stream.lost:
-                    stream.send_now(Unpin())
+                    stream.send_if_idle(Unpin())
                 elif not reading.verify:
                     raise LinkBroken("the pins were lost while their bytes were copied")
         if not hits:
@@ -161,7 +161,7 @@ class MappedChannel:
                     )
                 yield views
             if hits and not stream.lost:
-                stream.send_now(Unpin())
+                stream.send_if_idle(Unpin())
 
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float

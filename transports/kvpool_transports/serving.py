@@ -25,6 +25,7 @@ from kvpool.wire import auth
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
+    TYPES,
     Challenge,
     Data,
     Error,
@@ -117,6 +118,7 @@ class Session:
         self._scheme = scheme
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
+        self._pins: list[Pin] = []
 
     async def run(self) -> None:
         """Serve until the client goes. Whatever happens ends this link only.
@@ -140,6 +142,9 @@ class Session:
             self._connection = await self.greet()
             while True:
                 frame = await self.stream.receive(deadline=None)
+                self._let_go(self._connection)
+                if frame.type == TYPES[Unpin]:
+                    continue
                 # What the books do for a client that has hung up must not go on without it.
                 async with self.stream.while_open():
                     await self._answer(frame, self._connection)
@@ -279,19 +284,24 @@ class Session:
         await self.stream.receive(sink, deadline=deadline)
 
     async def _read(self, read: Read, connection: Connection) -> None:
-        """Pin, send (or show), unpin."""
+        """Pin, then send, or show."""
         namespace, digests = unpack_batch(read)
         _check_part(namespace, read.part)
         if len(read.room) != len(digests):
             raise BadMessage(f"{len(digests)} digests, {len(read.room)} sizes")
         pins = await connection.pin(namespace, read.part, digests, read.room)
-        try:
-            if self._mapped:
-                await self._show(pins)
-            else:
-                await self._carry(pins, connection)
-        finally:
-            connection.unpin(pins)
+        self._pins = pins
+        if self._mapped:
+            await self._show(pins)
+        else:
+            await self._carry(pins, connection)
+            self._let_go(connection)
+
+    def _let_go(self, connection: Connection) -> None:
+        """Unpin what the last request has pinned."""
+        if self._pins:
+            connection.unpin(self._pins)
+            self._pins = []
 
     async def _carry(self, pins: list[Pin], connection: Connection) -> None:
         hits = [pin for pin in pins if pin.extent is not None]
@@ -309,6 +319,10 @@ class Session:
             raise
 
     async def _show(self, pins: list[Pin]) -> None:
+        """Say where they lie. The pins stay until the client sends something else, or goes.
+
+        Never until some time has passed (G4).
+        """
         extents = [pin.extent for pin in pins if pin.extent is not None]
         await self._send(
             Pinned(
@@ -318,9 +332,6 @@ class Session:
                 [pin.checksum for pin in pins if pin.status is ReadStatus.HIT],
             )
         )
-        if extents:
-            # No deadline: a pin ends with Unpin or with the connection, never with a clock (G4).
-            await self.stream.expect(Unpin, deadline=None)
 
 
 def _tag(reserve: Reserve) -> Tag | None:

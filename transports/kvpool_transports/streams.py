@@ -179,6 +179,7 @@ class Stream(asyncio.BufferedProtocol):
         #: owner still does with the peer's memory must have ended by then.
         self.owned = True
         self.lost = False
+        self._last_word: Message | None = None
         self._why: KvpoolError | None = None
 
     def __repr__(self) -> str:
@@ -201,6 +202,7 @@ class Stream(asyncio.BufferedProtocol):
         them may be released. With `seeds`, each buffer is hashed piece by piece as it leaves.
         """
         type, body = encode(message) if message is not None else (PAYLOAD, b"")
+        self._last_word = None
         self._writable().write(encode_frame(type, body, sum(map(len, payload))))
         checksums: list[int] = []
         for index, buffer in enumerate(payload):
@@ -223,6 +225,16 @@ class Stream(asyncio.BufferedProtocol):
     def send_now(self, message: Message) -> None:
         """Queue a small frame that nobody waits for."""
         self._writable().write(encode_frame(*encode(message)))
+
+    def send_if_idle(self, message: Message) -> None:
+        """Queue a small frame for when the loop comes round, unless another one goes before it.
+
+        For what the next request says, too: sending wakes the peer, and it may take our core while
+        our caller waits for what has just arrived.
+        """
+        if self._last_word is None:
+            self._loop.call_soon(self._send_last_word)
+        self._last_word = message
 
     async def receive(self, sink: Sink = no_payload, *, deadline: float | None) -> Frame:
         """The next frame, with its payload in place.
@@ -349,6 +361,11 @@ class Stream(asyncio.BufferedProtocol):
             self._flushed.set_result(None)
 
     # --- inside ----------------------------------------------------------------------------
+
+    def _send_last_word(self) -> None:
+        message, self._last_word = self._last_word, None
+        if message is not None and not self.lost:
+            self.send_now(message)
 
     def _writable(self) -> asyncio.Transport:
         if self.lost or self._transport is None:

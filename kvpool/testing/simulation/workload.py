@@ -366,7 +366,8 @@ class Client:
         missing = self.pool.counters["copies_missing"] - missing
         judge = Judge(world, began, self._timeout_s)
         judge.write(namespace, chain, part, statuses, copies if not missing else 1)
-        if visible and namespace is ONE and self._chance.random() < 0.5:
+        new_to_us = WriteStatus.ALREADY_STORED in statuses  # by somebody who may still wait
+        if visible and namespace is ONE and (self._chance.random() < 0.5 or new_to_us):
             wrote, began = began, world.loop.now
             match = await self._timed(
                 self.pool.match(namespace, chain, timeout=self._timeout_s), "match"
@@ -394,7 +395,7 @@ class Client:
             await self._read_now(ONE, chain, self._stale)
 
         await self._side_by_side(
-            [write(self._chance.uniform(0, 0.03)) for _ in range(3)]
+            [write(0.03 * self._chance.random() ** 3) for _ in range(3)]
             + [read(self._chance.uniform(0, 0.2)) for _ in range(2)]
         )
 
