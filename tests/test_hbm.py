@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from kvpool import device
+from kvpool.device import STEP, Lane
 from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable, UsageError
 from kvpool.protocols import Addressable, DeviceAddressable
 from kvpool_tiers import hbm
-from kvpool_tiers.hbm import STEP, Hbm
+from kvpool_tiers.hbm import Hbm
 from tests.conftest import eventually
 
 torch = pytest.importorskip("torch", reason="the HBM tier needs torch")
@@ -44,11 +46,11 @@ async def read(tier: Hbm, offset: int, size: int) -> bytearray:
     return buffer
 
 
-def lanes(tier: Hbm) -> list[hbm._Lane]:
+def lanes(tier: Hbm) -> list[Lane]:
     """All of them, which must be idle."""
-    found = [tier._lanes.get_nowait() for _ in range(tier._lanes.qsize())]
+    found = [tier._copier._lanes.get_nowait() for _ in range(tier._copier._lanes.qsize())]
     for lane in found:
-        tier._lanes.put(lane)
+        tier._copier._lanes.put(lane)
     return found
 
 
@@ -88,7 +90,7 @@ def late() -> Iterator[Hbm]:
     LateTensor.stream = []
     assert tier._memory is not None
     tier._memory = tier._memory.as_subclass(LateTensor)
-    for slot in lanes(tier)[0]._slots:
+    for slot in lanes(tier)[0].slots:
         slot.tensor = slot.tensor.as_subclass(LateTensor)
         slot.mark = Mark()
     yield tier
@@ -100,7 +102,7 @@ def late() -> Iterator[Hbm]:
 async def test_a_device_may_copy_as_late_as_it_likes(
     late: Hbm, size: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hbm, "_is_pinned", lambda address: pinned)
+    monkeypatch.setattr(device, "_is_pinned", lambda address: pinned)
     data = content(size, size)
     source = bytearray(data)
     await late.write_from(256, memoryview(source))
@@ -111,9 +113,9 @@ async def test_a_device_may_copy_as_late_as_it_likes(
 async def test_memory_that_is_pinned_is_not_staged(
     tier: Hbm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hbm, "_is_pinned", lambda address: True)
+    monkeypatch.setattr(device, "_is_pinned", lambda address: True)
     for lane in lanes(tier):
-        del lane._slots[0].array, lane._slots[1].array
+        del lane.slots[0].array, lane.slots[1].array
     data = content("pinned", 3 * STEP + 1)
     await tier.write_from(0, memoryview(data))
     assert await read(tier, 0, len(data)) == data
@@ -125,9 +127,9 @@ async def test_memory_that_is_pinned_in_part_is_staged(
     """A registered range may end in the middle of a buffer: CUDA refuses to copy across its end."""
     data = content("in part", 2 * STEP)
     first = np.frombuffer(data, np.uint8).ctypes.data
-    monkeypatch.setattr(hbm, "_is_pinned", lambda address: address == first)
+    monkeypatch.setattr(device, "_is_pinned", lambda address: address == first)
     for lane in lanes(tier):
-        del lane._slots[0].array
+        del lane.slots[0].array
     with pytest.raises(AttributeError):  # it wanted a slot
         await tier.write_from(0, memoryview(data))
 
@@ -163,7 +165,7 @@ async def gated() -> tuple[Hbm, Gate]:
     """One lane, whose device has stopped."""
     tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
     gate = Gate()
-    for slot in lanes(tier)[0]._slots:
+    for slot in lanes(tier)[0].slots:
         slot.mark = gate
     return tier, gate
 
@@ -179,7 +181,7 @@ async def test_a_cancelled_call_waits_for_the_device(gated: tuple[Hbm, Gate]) ->
     gate.open = lambda: True
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert tier._lanes.qsize() == 1
+    assert tier._copier._lanes.qsize() == 1
     tier.close()
 
 
@@ -203,7 +205,7 @@ async def test_a_call_that_is_cancelled_before_its_turn_waits_for_nobody(
 
 async def test_closing_ends_what_runs(gated: tuple[Hbm, Gate]) -> None:
     tier, gate = gated
-    gate.open = lambda: all(call.stopped for call in tuple(tier._calls))
+    gate.open = lambda: all(call.stopped for call in tuple(tier._copier._calls))
     calls = [tier.write_from(0, memoryview(bytes(10))) for _ in range(3)]
     running = [asyncio.ensure_future(call) for call in calls]
     await eventually(lambda: gate.waiting)
@@ -224,7 +226,7 @@ async def test_an_error_of_the_device_is_unavailable(
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
 
         for lane in lanes(tier):
-            patch.setattr(lane._slots[1].mark, "synchronize", fails)
+            patch.setattr(lane.slots[1].mark, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"device cpu: .*unspecified launch failure$"):
             await tier.write_from(0, memoryview(bytes(2 * STEP)))
         with pytest.raises(Unavailable):
