@@ -14,7 +14,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -45,6 +45,7 @@ from kvpool.protocols import (
     Writing,
 )
 from kvpool.reach import Masters, Patience, Servers, Silent, together
+from kvpool.staging import OnDevice, Rows, Seen, Staging, on_device
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     COPIES_MAX,
@@ -98,7 +99,7 @@ class _Fetch:
 
     reading: Reading
     digests: Sequence[bytes]
-    memory: Sequence[tuple[memoryview, ...]]
+    memory: list[tuple[memoryview, ...]]
     sizes: Sequence[int]
     results: list[ReadResult]
     places: list[list[str]]  # servers to ask, best last
@@ -165,6 +166,7 @@ class Pool:
         self.counters: Counter[str] = Counter()
         self._masters = Masters(network, config)
         self._host = host or this_host()
+        self._staging = Staging(config.device_staging, self.counters)
         self._servers = Servers(
             config, cluster, self._host, transports, self._masters, self.counters, chance
         )
@@ -259,7 +261,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Memory],
+        buffers: Sequence[Seen],
         *,
         part: int = 0,
         match: Match | None = None,
@@ -268,21 +270,24 @@ class Pool:
         """Fill each buffer with its block, or say why not: one result per block.
 
         A buffer may be a list of several pieces of memory, which are filled one after the other.
-        With the `match` that these digests (or a longer chain that begins with them) were found
-        by, no master is asked again. When it returns or raises, nobody writes to the buffers any
-        more; buffers of misses may have been written to, and their contents mean nothing.
+        It may lie on a CUDA device: the device then waits for what the calling thread has asked
+        of it on its current stream, and has the bytes when a hit is returned. With the `match`
+        that these digests (or a longer chain that begins with them) were found by, no master is
+        asked again. When it returns or raises, nobody writes to the buffers any more; buffers of
+        misses may have been written to, and their contents mean nothing. Raises Unavailable when
+        a device fails.
         """
         deadline = self._begin(timeout)
         check_digests(digests)
         _check_part(namespace, part)
         if len(buffers) != len(digests):
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
-        memory = [pieces.writable(buffer, i) for i, buffer in enumerate(buffers)]
-        sizes = [pieces.size(views) for views in memory]
+        memory, device, sizes = _split(buffers, pieces.writable)
         results, places = await self._locate(namespace, digests, part, match, deadline)
         reading = Reading(namespace, part, self._config.verify)
         fetch = _Fetch(reading, digests, memory, sizes, results, places, deadline)
-        await self._fetch(fetch, range(len(digests)))
+        await self._fetch(fetch, [i for i in range(len(digests)) if i not in device])
+        await self._fetch_staged(fetch, device)
         await self._report_corrupt(fetch)
         self._count(results)
         for position, result in enumerate(results):
@@ -343,7 +348,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Memory],
+        buffers: Sequence[Seen],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -360,9 +365,10 @@ class Pool:
         `parent` (ROOT at the start of a prompt), unless `parents` names them all. `copies` are
         on servers of their own: with fewer servers, or no room on some, there are fewer, which
         `counters["copies_missing"]` tells; a block with one copy is stored. A buffer may be a list
-        of several pieces of memory: the block is their concatenation. With `visible` the call
-        returns when every living master can be asked for the blocks. The buffers are the caller's
-        again when it returns or raises.
+        of several pieces of memory: the block is their concatenation. It may lie on a CUDA device:
+        what is stored is what the calling thread's current stream leaves there. With `visible`
+        the call returns when every living master can be asked for the blocks. The buffers are the
+        caller's again when it returns or raises.
 
         With a `session`, the blocks are part of what that conversation says: when it ends, or
         goes on from an earlier point, those that nobody else uses go first. `resume_in` says in
@@ -379,33 +385,25 @@ class Pool:
         if parents is None:
             parents = [parent, *digests[:-1]]
         _check_parents(parents, digests, size)
-        blocks = [
-            Gathered(digest, parent_of, memory, pieces.size(memory))
-            for digest, parent_of, memory in zip(
-                digests,
-                parents,
-                [pieces.readable(buffer, i) for i, buffer in enumerate(buffers)],
-                strict=True,
-            )
-        ]
+        memory, device, sizes = _split(buffers, pieces.readable)
         writing = Writing(namespace, part, visible, tag)
-        statuses = [WriteStatus.NO_MASTER] * len(blocks)
-        for group in _batches(range(len(blocks)), [block.size for block in blocks]):
-            written = await self._write_batch(writing, [blocks[i] for i in group], copies, deadline)
-            for position, status in zip(group, written, strict=True):
-                statuses[position] = status
-            if any(status is WriteStatus.DEADLINE for status in written):
-                for position in range(group[-1] + 1, len(blocks)):
-                    statuses[position] = WriteStatus.DEADLINE
-                break
-        for position, status in enumerate(statuses):
+
+        async def send(rows: Rows) -> dict[int, WriteStatus]:
+            blocks = [Gathered(digests[i], parents[i], rows[i], sizes[i]) for i in rows]
+            written = await self._write_blocks(writing, blocks, copies, deadline)
+            return dict(zip(rows, written, strict=True))
+
+        statuses = await send({i: views for i, views in enumerate(memory) if i not in device})
+        if device:
+            statuses |= await self._staging.write(device, send, deadline)
+        for position, status in statuses.items():
             self.counters[f"write_{status.name.lower()}"] += 1
             if status is WriteStatus.TOO_LARGE:
                 raise TooLarge(
-                    f"block {digests[position].hex()[:12]} has {blocks[position].size} "
+                    f"block {digests[position].hex()[:12]} has {sizes[position]} "
                     "bytes, more than any server's whole segment"
                 )
-        return statuses
+        return [statuses[position] for position in range(len(digests))]
 
     async def write_to(
         self,
@@ -490,6 +488,7 @@ class Pool:
             self._closed = True
             await self._servers.close()
             self._masters.close()
+            self._staging.close()
             if self._owns_network:
                 self._network.close()
 
@@ -572,6 +571,21 @@ class Pool:
                 for server, batch in groups:
                     group.create_task(self._fetch_from(fetch, server, batch))
 
+    async def _fetch_staged(self, fetch: _Fetch, blocks: Mapping[int, OnDevice]) -> None:
+        """The same for blocks whose memory lies on a device: rows of the host stand in for it."""
+
+        async def into(rows: Rows) -> Mapping[int, ReadResult]:
+            for position, row in rows.items():
+                fetch.memory[position] = row
+            await self._fetch(fetch, rows)
+            return {position: fetch.results[position] for position in rows}
+
+        known = {i: block for i, block in blocks.items() if fetch.places[i]}
+        if known:
+            staged = await self._staging.read(known, into, fetch.deadline)
+            for position, result in staged.items():
+                fetch.results[position] = result
+
     async def _fetch_from(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
         """Ask one server until it has nothing more for us, then the next for what is missing.
 
@@ -622,6 +636,19 @@ class Pool:
             fetch.results[position] = result
             if result.status is ReadStatus.CORRUPT:
                 fetch.corrupt.setdefault(server, []).append(fetch.digests[position])
+
+    async def _write_blocks(
+        self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
+    ) -> list[WriteStatus]:
+        """As many as there are, in batches; what follows one that is late is late, too."""
+        statuses = [WriteStatus.DEADLINE] * len(blocks)
+        for group in _batches(range(len(blocks)), [block.size for block in blocks]):
+            written = await self._write_batch(writing, [blocks[i] for i in group], copies, deadline)
+            for position, status in zip(group, written, strict=True):
+                statuses[position] = status
+            if any(status is WriteStatus.DEADLINE for status in written):
+                break
+        return statuses
 
     async def _write_batch(
         self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
@@ -702,6 +729,19 @@ class Pool:
             else:
                 self.counters[f"read_{status.name.lower()}"] += 1
         self.counters["read_hit"] += hits
+
+
+def _split(
+    buffers: Sequence[Seen], look: Callable[[Memory, int], tuple[memoryview, ...]]
+) -> tuple[list[tuple[memoryview, ...]], dict[int, OnDevice], list[int]]:
+    """The memory of each block, of those on a device apart, and the sizes of all."""
+    seen = on_device(buffers)
+    device = {i: buffer for i, buffer in enumerate(seen) if isinstance(buffer, OnDevice)}
+    memory = [
+        () if isinstance(buffer, OnDevice) else look(buffer, i) for i, buffer in enumerate(seen)
+    ]
+    sizes = [device[i].size if i in device else pieces.size(m) for i, m in enumerate(memory)]
+    return memory, device, sizes
 
 
 def _batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

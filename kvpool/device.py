@@ -237,6 +237,8 @@ class Lane:
     def __init__(self, device: torch.device, staged: torch.Tensor) -> None:
         import torch
 
+        # Also into tensors that were made in it: elsewhere torch refuses to.
+        self._unwatched: Callable[[], AbstractContextManager[object]] = torch.inference_mode
         self._on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         marks: list[Mark] = [_Past(), _Past()]
         if device.type == "cuda":
@@ -250,7 +252,7 @@ class Lane:
 
     def copy(self, calls: Sequence[_Call]) -> None:
         """However this ends, the device touches none of their memory any more."""
-        with self._on_stream():
+        with self._unwatched(), self._on_stream():
             try:
                 staged = [call for call in calls if not self._direct(call)]
                 self._stage_in([call for call in staged if not call.to_host])

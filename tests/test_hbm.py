@@ -1,7 +1,6 @@
 """The HBM tier, on the device `cpu`: staging that is never early or late, and what it refuses.
 
-What only CUDA does, copying later than it was asked to, is done here by `LateTensor`: a copy
-happens when its mark is waited for, at the last moment that CUDA allows.
+What only CUDA does, copying later than it was asked to, is done here by `tests/late.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +9,19 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvpool import device
-from kvpool.device import STEP, Lane
+from kvpool.device import STEP
 from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable, UsageError
 from kvpool.protocols import Addressable, DeviceAddressable
 from kvpool_tiers import hbm
 from kvpool_tiers.hbm import Hbm
 from tests.conftest import eventually
+from tests.late import Gate, LateTensor, lanes, make_late
 
 torch = pytest.importorskip("torch", reason="the HBM tier needs torch")
 
@@ -46,53 +46,15 @@ async def read(tier: Hbm, offset: int, size: int) -> bytearray:
     return buffer
 
 
-def lanes(tier: Hbm) -> list[Lane]:
-    """All of them, which must be idle."""
-    found = [tier._copier._lanes.get_nowait() for _ in range(tier._copier._lanes.qsize())]
-    for lane in found:
-        tier._copier._lanes.put(lane)
-    return found
-
-
 # --- a device that is as late as it may be ------------------------------------------------
-
-
-class LateTensor(torch.Tensor):  # type: ignore[misc,name-defined,unused-ignore]
-    """Copies to and from it wait on the stream that `Mark` keeps."""
-
-    stream: list[Callable[[], object]]
-
-    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> LateTensor:
-        assert non_blocking, "the thread would wait for the device's other work"
-        plain, other = self.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)
-        LateTensor.stream.append(lambda: plain.copy_(other))
-        return self
-
-
-class Mark:
-    """Waiting for it does what was started before it was recorded, and not more."""
-
-    def __init__(self) -> None:
-        self._behind = 0
-
-    def record(self) -> None:
-        self._behind = len(LateTensor.stream)
-
-    def synchronize(self) -> None:
-        for number in range(self._behind):
-            LateTensor.stream[number]()
-            LateTensor.stream[number] = lambda: None
 
 
 @pytest.fixture
 def late() -> Iterator[Hbm]:
     tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
-    LateTensor.stream = []
     assert tier._memory is not None
     tier._memory = tier._memory.as_subclass(LateTensor)
-    for slot in lanes(tier)[0].slots:
-        slot.tensor = slot.tensor.as_subclass(LateTensor)
-        slot.mark = Mark()
+    make_late(tier._copier)
     yield tier
     tier.close()
 
@@ -114,7 +76,7 @@ async def test_memory_that_is_pinned_is_not_staged(
     tier: Hbm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "_is_pinned", lambda address: True)
-    for lane in lanes(tier):
+    for lane in lanes(tier._copier):
         del lane.slots[0].array, lane.slots[1].array
     data = content("pinned", 3 * STEP + 1)
     await tier.write_from(0, memoryview(data))
@@ -128,7 +90,7 @@ async def test_memory_that_is_pinned_in_part_is_staged(
     data = content("in part", 2 * STEP)
     first = np.frombuffer(data, np.uint8).ctypes.data
     monkeypatch.setattr(device, "_is_pinned", lambda address: address == first)
-    for lane in lanes(tier):
+    for lane in lanes(tier._copier):
         del lane.slots[0].array
     with pytest.raises(AttributeError):  # it wanted a slot
         await tier.write_from(0, memoryview(data))
@@ -144,28 +106,12 @@ async def test_more_calls_than_lanes(tier: Hbm) -> None:
     assert await asyncio.gather(*(read(tier, o, size) for o in places)) == list(places.values())
 
 
-class Gate:
-    """A mark that is not passed before it is opened."""
-
-    def __init__(self) -> None:
-        self.waiting = False
-        self.open: Callable[[], bool] = lambda: False
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        self.waiting = True
-        while not self.open():
-            pass
-
-
 @pytest.fixture
 async def gated() -> tuple[Hbm, Gate]:
     """One lane, whose device has stopped."""
     tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
     gate = Gate()
-    for slot in lanes(tier)[0].slots:
+    for slot in lanes(tier._copier)[0].slots:
         slot.mark = gate
     return tier, gate
 
@@ -225,7 +171,7 @@ async def test_an_error_of_the_device_is_unavailable(
         def fails() -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
 
-        for lane in lanes(tier):
+        for lane in lanes(tier._copier):
             patch.setattr(lane.slots[1].mark, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"device cpu: .*unspecified launch failure$"):
             await tier.write_from(0, memoryview(bytes(2 * STEP)))
