@@ -132,13 +132,14 @@ class Staging:
                     async with self._room(blocks, numbers, deadline) as places:
                         async with fetching:
                             found = await fetch(self._rows(places))
-                        came = [
-                            (p, found[p.number].size) for p in places if found[p.number].status.hit
-                        ]
-                        results.update(
-                            (n, miss) for n, miss in found.items() if not miss.status.hit
-                        )
-                        await self._cross(came, deadline, to_host=False)
+                        hits = []
+                        for place in places:
+                            result = found[place.number]
+                            if result.status.hit:
+                                hits.append((place, result.size))
+                            else:
+                                results[place.number] = result
+                        await self._cross(hits, deadline, to_host=False)
                         results.update(found)
                 except DeadlineExceeded:
                     continue
@@ -162,8 +163,8 @@ class Staging:
                     async with self._room(blocks, numbers, deadline) as places:
                         # Locks let nobody past who came first: parents are sent before children.
                         async with filling:
-                            all_ = [(place, place.block.size) for place in places]
-                            await self._cross(all_, deadline, to_host=True)
+                            whole = [(place, place.block.size) for place in places]
+                            await self._cross(whole, deadline, to_host=True)
                         async with sending:
                             statuses.update(await send(self._rows(places)))
                 except DeadlineExceeded:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -146,9 +147,10 @@ async def test_tensors_of_any_type_and_in_pieces(tcp: Pool) -> None:
     data = value(name, SIZE)
     layers = [on_gpu(data[i::4]).view(torch.bfloat16).view(4, -1) for i in range(4)]
     assert await tcp.write(NAMESPACE, [name], [layers]) == [WriteStatus.STORED]
-    with torch.inference_mode():
+    with torch.inference_mode():  # as in most engines' threads
         target = [torch.zeros(SIZE // 16, dtype=torch.int32).as_subclass(OnGpu) for _ in range(4)]
-    assert hits(await tcp.read(NAMESPACE, [name], [target])) == [True]
+        seen = staging.on_device([target])
+    assert hits(await tcp.read(NAMESPACE, [name], seen)) == [True]
     assert [content(piece) for piece in target] == [data[i::4] for i in range(4)]
 
 
@@ -185,6 +187,59 @@ async def test_many_calls_share_the_staging_memory(tcp: Pool) -> None:
     assert not tcp._staging._taken
 
 
+async def test_blocks_are_sent_in_order_while_others_cross(
+    copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parents first: a child is placed where its parent is. And neither side waits idly."""
+    monkeypatch.setattr(staging, "ROUND", SIZE)
+    both = staging.Staging(6 * SIZE, Counter())
+    blocks = {i: block for i, block in enumerate(staging.on_device([empty() for _ in range(7)]))}
+    deadline = asyncio.get_running_loop().time() + 5
+    sent: list[object] = []
+    waited = [0]
+
+    async def send(rows: staging.Rows) -> dict[int, WriteStatus]:
+        sent.append(tuple(rows))
+        await asyncio.sleep(0.01 if len(sent) % 2 else 0)
+        ahead = both._counters["staged_write_bytes"] // SIZE - len(sent) // 2
+        waited.append(ahead)
+        sent.append(None)
+        return dict.fromkeys(rows, WriteStatus.STORED)
+
+    statuses = await both.write(blocks, send, deadline)  # type: ignore[arg-type]
+    assert sent == [one for i in range(7) for one in ((i,), None)]  # one at a time
+    assert list(statuses.values()) == [WriteStatus.STORED] * 7
+    assert max(waited) == 2  # the next one had crossed while this one was sent
+    both.close()
+
+
+async def test_a_large_block_is_not_passed_for_ever_by_small_ones(
+    copiers: list[DeviceCopier],
+) -> None:
+    both = staging.Staging(4 * SIZE, Counter())
+    deadline = asyncio.get_running_loop().time() + 5
+    order: list[int] = []
+
+    async def takes(size: int, held: asyncio.Event) -> None:
+        (block,) = staging.on_device([empty(size)])
+        async with both._room({0: block}, [0], deadline):  # type: ignore[dict-item]
+            order.append(size)
+            await held.wait()
+
+    first, others = asyncio.Event(), asyncio.Event()
+    others.set()
+    tasks = [asyncio.ensure_future(takes(3 * SIZE, first))]
+    await eventually(lambda: len(order) == 1)
+    for size in (4 * SIZE, SIZE, SIZE):
+        tasks.append(asyncio.ensure_future(takes(size, others)))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    first.set()
+    await asyncio.gather(*tasks)
+    assert order == [3 * SIZE, 4 * SIZE, SIZE, SIZE]
+    both.close()
+
+
 async def test_tensors_of_the_host_are_used_in_place(tcp: Pool) -> None:
     name = key("host")
     data = value(name, SIZE)
@@ -202,8 +257,9 @@ async def test_tensors_of_the_host_are_used_in_place(tcp: Pool) -> None:
 
 
 async def test_bytes_that_fail_their_checksum_never_reach_the_device(
-    client: Pool, pool_dev: dev.Dev
+    client: Pool, pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(staging, "ROUND", 3 * SIZE)  # one round, with a hole in it
     (server,) = pool_dev.servers
     chain = keys("rot", 3)
     await client.write(NAMESPACE, chain, values(chain, SIZE))
