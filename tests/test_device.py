@@ -193,7 +193,7 @@ async def test_blocks_are_sent_in_order_while_others_cross(
     """Parents first: a child is placed where its parent is. And neither side waits idly."""
     monkeypatch.setattr(staging, "ROUND", SIZE)
     both = staging.Staging(6 * SIZE, Counter())
-    blocks = {i: block for i, block in enumerate(staging.on_device([empty() for _ in range(7)]))}
+    blocks = dict(enumerate(staging.on_device([empty() for _ in range(7)])))
     deadline = asyncio.get_running_loop().time() + 5
     sent: list[object] = []
     waited = [0]
@@ -206,6 +206,14 @@ async def test_blocks_are_sent_in_order_while_others_cross(
         sent.append(None)
         return dict.fromkeys(rows, WriteStatus.STORED)
 
+    cross = both._cross
+    crossing = iter([0.02])
+
+    async def slow_at_first(*args: Any, **kwargs: Any) -> None:
+        await asyncio.sleep(next(crossing, 0))
+        await cross(*args, **kwargs)
+
+    monkeypatch.setattr(both, "_cross", slow_at_first)
     statuses = await both.write(blocks, send, deadline)  # type: ignore[arg-type]
     assert sent == [one for i in range(7) for one in ((i,), None)]  # one at a time
     assert list(statuses.values()) == [WriteStatus.STORED] * 7
