@@ -2,7 +2,7 @@
 
 A device copies from and to *pinned* host memory: pages that the kernel will not move. Memory that
 is pinned already (somebody registered it with CUDA) is copied from and to directly. Any other
-goes in steps of 1 MiB through two pinned slots that take turns: while the device copies one, a
+goes in steps of 1 MiB through two pinned halves that take turns: while the device copies one, a
 thread copies the other. The thread works on a CUDA stream of its own, so it waits for its own
 copies and not for what the device computes; the event loop waits for nothing.
 
@@ -220,7 +220,7 @@ class _Past:
         pass
 
 
-class Slot:
+class Half:
     """Pinned host memory, and the mark behind the device's last copy from or to it."""
 
     __slots__ = ("array", "mark", "tensor")
@@ -232,7 +232,7 @@ class Slot:
 
 
 class Lane:
-    """What one thread at a time copies with: a stream, and two slots that take turns."""
+    """What one thread at a time copies with: a stream, and two halves that take turns."""
 
     def __init__(self, device: torch.device, staged: torch.Tensor) -> None:
         import torch
@@ -246,9 +246,9 @@ class Lane:
             self._on_stream = lambda: torch.cuda.stream(stream)
             # Blocking: a thread that waits sleeps. By default it would spin, on a core.
             marks = [torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True)]
-        halves = (staged[:STEP], staged[STEP:])
-        self.slots = [Slot(half, mark) for half, mark in zip(halves, marks, strict=True)]
-        self._turns = itertools.cycle(self.slots)
+        parts = (staged[:STEP], staged[STEP:])
+        self.halves = [Half(part, mark) for part, mark in zip(parts, marks, strict=True)]
+        self._turns = itertools.cycle(self.halves)
 
     def copy(self, calls: Sequence[_Call]) -> None:
         """However this ends, the device touches none of their memory any more."""
@@ -258,8 +258,8 @@ class Lane:
                 self._stage_in([call for call in staged if not call.to_host])
                 self._stage_out([call for call in staged if call.to_host])
             finally:
-                for slot in self.slots:
-                    slot.mark.synchronize()
+                for half in self.halves:
+                    half.mark.synchronize()
 
     def _direct(self, call: _Call) -> bool:
         """Let the device copy from or to the host's memory itself. False if it cannot."""
@@ -268,34 +268,34 @@ class Lane:
             return False
         taken = 0
         for rows, array in call.steps(DIRECT_STEP):
-            slot = next(self._turns)
-            slot.mark.synchronize()  # two steps are under way, so that the device never idles
+            half = next(self._turns)
+            half.mark.synchronize()  # two steps are under way, so that the device never idles
             if call.stopped:
                 break
             _copy(rows, host[taken : taken + len(array)], to_host=call.to_host)
             taken += len(array)
-            slot.mark.record()
+            half.mark.record()
         return True
 
     def _stage_in(self, calls: Sequence[_Call]) -> None:
-        """The host fills a slot while the device empties the other."""
+        """The host fills a half while the device empties the other."""
         for rows, array in itertools.chain.from_iterable(call.steps(STEP) for call in calls):
-            slot = next(self._turns)
-            slot.mark.synchronize()
-            np.copyto(slot.array[: len(array)], array)  # without the GIL
-            _copy(rows, slot.tensor[: len(array)], to_host=False)
-            slot.mark.record()
+            half = next(self._turns)
+            half.mark.synchronize()
+            np.copyto(half.array[: len(array)], array)  # without the GIL
+            _copy(rows, half.tensor[: len(array)], to_host=False)
+            half.mark.record()
 
     def _stage_out(self, calls: Sequence[_Call]) -> None:
-        """The device fills a slot while the host empties the other: it is one step ahead."""
-        ahead: tuple[Slot, Bytes] | None = None
+        """The device fills a half while the host empties the other: it is one step ahead."""
+        ahead: tuple[Half, Bytes] | None = None
         for rows, array in itertools.chain.from_iterable(call.steps(STEP) for call in calls):
-            slot = next(self._turns)
-            _copy(rows, slot.tensor[: len(array)], to_host=True)
-            slot.mark.record()
+            half = next(self._turns)
+            _copy(rows, half.tensor[: len(array)], to_host=True)
+            half.mark.record()
             if ahead is not None:
                 _empty(*ahead)
-            ahead = slot, array
+            ahead = half, array
         if ahead is not None:
             _empty(*ahead)
 
@@ -312,9 +312,9 @@ def _copy(rows: Sequence[torch.Tensor], host: torch.Tensor, *, to_host: bool) ->
             row.copy_(part, non_blocking=True)
 
 
-def _empty(slot: Slot, target: Bytes) -> None:
-    slot.mark.synchronize()
-    np.copyto(target, slot.array[: len(target)])
+def _empty(half: Half, target: Bytes) -> None:
+    half.mark.synchronize()
+    np.copyto(target, half.array[: len(target)])
 
 
 def _pinned(array: Bytes) -> torch.Tensor | None:

@@ -254,6 +254,9 @@ class Staging:
                             f"{self._capacity} bytes of pinned host memory for {device} cannot be "
                             f"had: {first_line(error)}; see client.device_staging"
                         ) from None
+                    if self._closed:
+                        made[1].close()
+                        raise Closed("the pool is closed")
                     self._array, self._copiers[device] = made
 
     def _made(self, device: torch.device) -> tuple[Bytes, DeviceCopier]:

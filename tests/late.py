@@ -84,9 +84,9 @@ def lanes(copier: DeviceCopier) -> list[Lane]:
 
 def make_late(copier: DeviceCopier) -> None:
     for lane in lanes(copier):
-        for slot in lane.slots:
-            slot.tensor = slot.tensor.as_subclass(LateTensor)
-            slot.mark = LateMark()
+        for half in lane.halves:
+            half.tensor = half.tensor.as_subclass(LateTensor)
+            half.mark = LateMark()
 
 
 def _nothing() -> None:

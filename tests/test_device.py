@@ -330,8 +330,8 @@ async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
     await tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))])
     gate = Gate()
     for lane in lanes(copiers[0]):
-        for slot in lane.slots:
-            slot.mark = gate
+        for half in lane.halves:
+            half.mark = gate
 
     def begun(timeout: float) -> asyncio.Future[Any]:
         call: Any = (
@@ -363,8 +363,8 @@ async def test_closing_the_pool_ends_its_calls(tcp: Pool, copiers: list[DeviceCo
     gate = Gate()
     gate.open = lambda: all(call.stopped for call in tuple(copiers[0]._calls))
     for lane in lanes(copiers[0]):
-        for slot in lane.slots:
-            slot.mark = gate
+        for half in lane.halves:
+            half.mark = gate
     reading = asyncio.ensure_future(tcp.read(NAMESPACE, chain, [empty()]))
     await eventually(lambda: gate.waiting)
     await tcp.close()
@@ -384,8 +384,8 @@ async def test_an_error_of_the_device_is_told(
 
     with monkeypatch.context() as patch:
         for lane in lanes(copiers[0]):
-            patch.setattr(lane.slots[1], "mark", Gate())
-            patch.setattr(lane.slots[1].mark, "synchronize", fails)
+            patch.setattr(lane.halves[1], "mark", Gate())
+            patch.setattr(lane.halves[1].mark, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"illegal memory access was encountered$"):
             await tcp.read(NAMESPACE, chain, [empty()])
     stream().clear()

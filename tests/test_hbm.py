@@ -77,7 +77,7 @@ async def test_memory_that_is_pinned_is_not_staged(
 ) -> None:
     monkeypatch.setattr(device, "_is_pinned", lambda address: True)
     for lane in lanes(tier._copier):
-        del lane.slots[0].array, lane.slots[1].array
+        del lane.halves[0].array, lane.halves[1].array
     data = content("pinned", 3 * STEP + 1)
     await tier.write_from(0, memoryview(data))
     assert await read(tier, 0, len(data)) == data
@@ -91,8 +91,8 @@ async def test_memory_that_is_pinned_in_part_is_staged(
     first = np.frombuffer(data, np.uint8).ctypes.data
     monkeypatch.setattr(device, "_is_pinned", lambda address: address == first)
     for lane in lanes(tier._copier):
-        del lane.slots[0].array
-    with pytest.raises(AttributeError):  # it wanted a slot
+        del lane.halves[0].array
+    with pytest.raises(AttributeError):  # it wanted a half
         await tier.write_from(0, memoryview(data))
 
 
@@ -111,8 +111,8 @@ async def gated() -> tuple[Hbm, Gate]:
     """One lane, whose device has stopped."""
     tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
     gate = Gate()
-    for slot in lanes(tier._copier)[0].slots:
-        slot.mark = gate
+    for half in lanes(tier._copier)[0].halves:
+        half.mark = gate
     return tier, gate
 
 
@@ -172,7 +172,7 @@ async def test_an_error_of_the_device_is_unavailable(
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
 
         for lane in lanes(tier._copier):
-            patch.setattr(lane.slots[1].mark, "synchronize", fails)
+            patch.setattr(lane.halves[1].mark, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"device cpu: .*unspecified launch failure$"):
             await tier.write_from(0, memoryview(bytes(2 * STEP)))
         with pytest.raises(Unavailable):
