@@ -139,6 +139,7 @@ class Staging:
                                 hits.append((place, result.size))
                             else:
                                 results[place.number] = result
+                        await _passed([place.block for place, _ in hits], deadline)
                         await self._cross(hits, deadline, to_host=False)
                         results.update(found)
                 except DeadlineExceeded:
@@ -170,6 +171,10 @@ class Staging:
                 except DeadlineExceeded:
                     continue
 
+        try:
+            await _passed(blocks.values(), deadline)  # holding nothing that others wait for
+        except DeadlineExceeded:
+            return statuses
         await _side_by_side(some)
         return statuses
 
@@ -272,21 +277,22 @@ class Staging:
         """Copy so many bytes of each place. Raises DeadlineExceeded; Unavailable: the device."""
         memory = self._memory()
         async with _in_time(deadline):
-            for mark in {mark for place, _ in moves for mark in place.block.after}:
-                await _passed(mark)
             for device, rows, start, size in _joined(moves):
                 copier = self._copiers[device]
                 await copier.copy(rows, memory[start : start + size], to_host=to_host)
                 self._counters[f"staged_{'write' if to_host else 'read'}_bytes"] += size
 
 
-async def _passed(mark: Mark) -> None:
+async def _passed(blocks: Iterable[OnDevice], deadline: float) -> None:
+    """Wait until the device has come to where the blocks' owner was. Raises DeadlineExceeded."""
     # Asked, not waited for in a thread: nothing has begun, so a caller may give up at any time,
     # whatever the device is busy with. A device sets no events of ours.
     try:
-        while not mark.query():  # noqa: ASYNC110
-            await asyncio.sleep(_MARK_S)
-    except RuntimeError as error:  # of the work that the caller gave it
+        async with _in_time(deadline):
+            for mark in {mark for block in blocks for mark in block.after}:
+                while not mark.query():  # noqa: ASYNC110
+                    await asyncio.sleep(_MARK_S)
+    except RuntimeError as error:  # of the work that the owner gave it
         raise Unavailable(f"device: {first_line(error)}") from None
 
 

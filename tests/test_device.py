@@ -313,6 +313,7 @@ async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     monkeypatch.setattr(Past, "passed", False)
     writing = asyncio.ensure_future(tcp.write(NAMESPACE, chain, [source]))
     await asyncio.sleep(0.05)
+    assert not tcp._staging._taken  # it holds nothing that others wait for
     source.as_subclass(torch.Tensor).copy_(on_gpu(value(name, SIZE)).as_subclass(torch.Tensor))
     monkeypatch.setattr(Past, "passed", True)
     assert await writing == [WriteStatus.STORED]
@@ -393,6 +394,19 @@ async def test_an_error_of_the_device_is_told(
     assert hits(await tcp.read(NAMESPACE, chain, [got])) == [True]
     assert got == value(name, SIZE)
     assert not tcp._staging._taken
+
+
+async def test_an_error_of_the_callers_own_work_is_told(
+    tcp: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reports it to whoever asks next."""
+
+    def fails(_: Past) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered\nCompile with")
+
+    monkeypatch.setattr(Past, "query", fails)
+    with pytest.raises(Unavailable, match="device-side assert triggered$"):
+        await tcp.write(NAMESPACE, [key("assert")], [empty()])
 
 
 def test_threads_have_streams_of_their_own(
