@@ -405,7 +405,7 @@ async def test_an_error_of_the_callers_own_work_is_told(
         raise RuntimeError("CUDA error: device-side assert triggered\nCompile with")
 
     monkeypatch.setattr(Past, "query", fails)
-    with pytest.raises(Unavailable, match="device-side assert triggered$"):
+    with pytest.raises(Unavailable, match=r"device-side assert triggered$"):
         await tcp.write(NAMESPACE, [key("assert")], [empty()])
 
 
