@@ -15,7 +15,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,6 +47,7 @@ from kvpool.protocols import (
 )
 from kvpool.reach import Masters, Patience, Servers, Silent, together
 from kvpool.sightings import Sighting, Sightings
+from kvpool.staging import OnDevice, Rows, Seen, Staging, on_device
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     COPIES_MAX,
@@ -108,7 +109,8 @@ class _Fetch:
 
     reading: Reading
     digests: Sequence[bytes]
-    memory: Sequence[tuple[memoryview, ...]]
+    memory: list[tuple[memoryview, ...]]
+    device: Mapping[int, OnDevice]  # positions whose memory is there
     sizes: Sequence[int]
     results: list[ReadResult]
     places: list[list[str]]  # servers to ask, best last
@@ -189,6 +191,7 @@ class Pool:
         self.counters: Counter[str] = Counter()
         self._masters = Masters(network, config)
         self._host = host or this_host()
+        self._staging = Staging(config.device_staging, self.counters)
         self._servers = Servers(
             config, cluster, self._host, transports, self._masters, self.counters, chance
         )
@@ -284,7 +287,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Memory],
+        buffers: Sequence[Seen],
         *,
         part: int = 0,
         match: Match | None = None,
@@ -293,17 +296,19 @@ class Pool:
         """Fill each buffer with its block, or say why not: one result per block.
 
         A buffer may be a list of several pieces of memory, which are filled one after the other.
-        With the `match` that these digests (or a longer chain that begins with them) were found
-        by, no master is asked again. When it returns or raises, nobody writes to the buffers any
-        more; buffers of misses may have been written to, and their contents mean nothing.
+        It may lie on a CUDA device: the device then waits for what the calling thread has asked
+        of it on its current stream, and has the bytes when a hit is returned. With the `match`
+        that these digests (or a longer chain that begins with them) were found by, no master is
+        asked again. When it returns or raises, nobody writes to the buffers any more; buffers of
+        misses may have been written to, and their contents mean nothing. Raises Unavailable when
+        a device fails.
         """
         deadline = self._begin(timeout)
         check_digests(digests)
         _check_part(namespace, part)
         if len(buffers) != len(digests):
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
-        memory = [pieces.writable(buffer, i) for i, buffer in enumerate(buffers)]
-        sizes = [pieces.size(views) for views in memory]
+        memory, device, sizes = _split(buffers, pieces.writable)
         found_by = _FoundBy.MASTER if match is None else _FoundBy.MATCH
         seen = self._sightings.of(namespace, part, digests) if match is None else []
         if seen:
@@ -313,9 +318,9 @@ class Pool:
         else:
             results, places = await self._locate(namespace, digests, part, match, deadline)
         reading = Reading(namespace, part, self._config.verify)
-        fetch = _Fetch(reading, digests, memory, sizes, results, places, deadline, found_by)
+        fetch = _Fetch(reading, digests, memory, device, sizes, results, places, deadline, found_by)
         fetch.others = not all(sighting.alone for sighting in seen)
-        await self._fetch(fetch, range(len(digests)))
+        await self._fetch_all(fetch, range(len(digests)))
         if seen:
             await self._fetch_moved(fetch)
         await self._report_corrupt(fetch)
@@ -378,7 +383,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Memory],
+        buffers: Sequence[Seen],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -395,9 +400,10 @@ class Pool:
         `parent` (ROOT at the start of a prompt), unless `parents` names them all. `copies` are
         on servers of their own: with fewer servers, or no room on some, there are fewer, which
         `counters["copies_missing"]` tells; a block with one copy is stored. A buffer may be a list
-        of several pieces of memory: the block is their concatenation. With `visible` the call
-        returns when every living master can be asked for the blocks. The buffers are the caller's
-        again when it returns or raises.
+        of several pieces of memory: the block is their concatenation. It may lie on a CUDA device:
+        what is stored is what the calling thread's current stream leaves there. With `visible`
+        the call returns when every living master can be asked for the blocks. The buffers are the
+        caller's again when it returns or raises.
 
         With a `session`, the blocks are part of what that conversation says: when it ends, or
         goes on from an earlier point, those that nobody else uses go first. `resume_in` says in
@@ -414,34 +420,26 @@ class Pool:
         if parents is None:
             parents = [parent, *digests[:-1]]
         _check_parents(parents, digests, size)
-        blocks = [
-            Gathered(digest, parent_of, memory, pieces.size(memory))
-            for digest, parent_of, memory in zip(
-                digests,
-                parents,
-                [pieces.readable(buffer, i) for i, buffer in enumerate(buffers)],
-                strict=True,
-            )
-        ]
+        memory, device, sizes = _split(buffers, pieces.readable)
         writing = Writing(namespace, part, visible, tag)
-        statuses = [WriteStatus.NO_MASTER] * len(blocks)
-        for group in _batches(range(len(blocks)), [block.size for block in blocks]):
-            written = await self._write_batch(writing, [blocks[i] for i in group], copies, deadline)
-            for position, status in zip(group, written, strict=True):
-                statuses[position] = status
-            if any(status is WriteStatus.DEADLINE for status in written):
-                for position in range(group[-1] + 1, len(blocks)):
-                    statuses[position] = WriteStatus.DEADLINE
-                break
-        for status, count in Counter(statuses).items():
+
+        async def send(rows: Rows) -> dict[int, WriteStatus]:
+            blocks = [Gathered(digests[i], parents[i], rows[i], sizes[i]) for i in rows]
+            written = await self._write_blocks(writing, blocks, copies, deadline)
+            return dict(zip(rows, written, strict=True))
+
+        statuses = await send({i: views for i, views in enumerate(memory) if i not in device})
+        if device:
+            statuses |= await self._staging.write(device, send, deadline)
+        for status, count in Counter(statuses.values()).items():
             self.counters[f"write_{status.name.lower()}"] += count
-        if WriteStatus.TOO_LARGE in statuses:
-            position = statuses.index(WriteStatus.TOO_LARGE)
-            raise TooLarge(
-                f"block {digests[position].hex()[:12]} has {blocks[position].size} "
-                "bytes, more than any server's whole segment"
-            )
-        return statuses
+        for position, status in statuses.items():
+            if status is WriteStatus.TOO_LARGE:
+                raise TooLarge(
+                    f"block {digests[position].hex()[:12]} has {sizes[position]} "
+                    "bytes, more than any server's whole segment"
+                )
+        return [statuses[position] for position in range(len(digests))]
 
     async def write_to(
         self,
@@ -526,6 +524,7 @@ class Pool:
             self._closed = True
             await self._servers.close()
             self._masters.close()
+            self._staging.close()
             if self._owns_network:
                 self._network.close()
 
@@ -611,7 +610,7 @@ class Pool:
     async def _fetch_moved(self, fetch: _Fetch) -> None:
         """What was not where it had been seen: let a master say where it is."""
         missing = [i for i, result in enumerate(fetch.results) if not result.status.hit]
-        if not missing:
+        if not missing or self._loop.time() >= fetch.deadline:
             return
         namespace, part, *_ = fetch.reading
         digests = [fetch.digests[i] for i in missing]
@@ -622,7 +621,29 @@ class Pool:
             fetch.places[position] = [s for s in servers if s not in fetch.given_up]
             if fetch.places[position] or not servers:
                 fetch.results[position] = result
-        await self._fetch(fetch, missing)
+        await self._fetch_all(fetch, missing)
+
+    async def _fetch_all(self, fetch: _Fetch, positions: Iterable[int]) -> None:
+        """Blocks for the host's memory as they come, those for a device by way of it."""
+        if not fetch.device:
+            return await self._fetch(fetch, positions)
+        await self._fetch(fetch, [i for i in positions if i not in fetch.device])
+        staged = {i: fetch.device[i] for i in positions if i in fetch.device and fetch.places[i]}
+        if staged:
+            await self._fetch_staged(fetch, staged)
+
+    async def _fetch_staged(self, fetch: _Fetch, blocks: Mapping[int, OnDevice]) -> None:
+        """The same for blocks whose memory lies on a device: rows of the host stand in for it."""
+
+        async def into(rows: Rows) -> Mapping[int, ReadResult]:
+            for position, row in rows.items():
+                fetch.memory[position] = row
+            await self._fetch(fetch, rows)
+            return {position: fetch.results[position] for position in rows}
+
+        staged = await self._staging.read(blocks, into, fetch.deadline)
+        for position, result in staged.items():
+            fetch.results[position] = result
 
     async def _fetch_from(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
         """Ask one server until it has nothing more for us, then the next for what is missing.
@@ -680,6 +701,19 @@ class Pool:
             namespace, part, *_ = fetch.reading
             alone = not fetch.places[positions[0]]
             self._sightings.saw(Sighting(namespace, part, server, alone), seen)
+
+    async def _write_blocks(
+        self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
+    ) -> list[WriteStatus]:
+        """As many as there are, in batches; what follows one that is late is late, too."""
+        statuses = [WriteStatus.DEADLINE] * len(blocks)
+        for group in _batches(range(len(blocks)), [block.size for block in blocks]):
+            written = await self._write_batch(writing, [blocks[i] for i in group], copies, deadline)
+            for position, status in zip(group, written, strict=True):
+                statuses[position] = status
+            if any(status is WriteStatus.DEADLINE for status in written):
+                break
+        return statuses
 
     async def _write_batch(
         self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
@@ -765,6 +799,25 @@ class Pool:
             else:
                 self.counters[f"read_{status.name.lower()}"] += 1
         self.counters["read_hit"] += hits
+
+
+def _split(
+    buffers: Sequence[Seen], look: Callable[[Memory, int], tuple[memoryview, ...]]
+) -> tuple[list[tuple[memoryview, ...]], dict[int, OnDevice], list[int]]:
+    """The memory of each block, of those on a device apart, and the sizes of all."""
+    memory: list[tuple[memoryview, ...]] = []
+    device: dict[int, OnDevice] = {}
+    sizes = []
+    for position, buffer in enumerate(on_device(buffers)):
+        if isinstance(buffer, OnDevice):
+            device[position] = buffer
+            memory.append(())
+            sizes.append(buffer.size)
+        else:
+            views = look(buffer, position)
+            memory.append(views)
+            sizes.append(pieces.size(views))
+    return memory, device, sizes
 
 
 def _batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

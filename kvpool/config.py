@@ -101,6 +101,9 @@ class ClientConfig(_Section, frozen=True):
     hedge_s: Seconds = 0.1
     #: Check the checksum of every block that is read.
     verify: bool = True
+    #: Pinned memory through which blocks go from and to CUDA devices; none is taken before the
+    #: first of them. A block must fit, several rounds of 16 MiB should.
+    device_staging: Size = 128 << 20
     #: The same as of a server.
     ucx_tls: str = ""
     ucx_devices: str = ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import os
 import platform
 import secrets
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -14,9 +17,11 @@ import msgspec
 from kvpool import registry
 from kvpool.client import Pool
 from kvpool.config import ClientConfig, Config, cluster_of, transport_settings
+from kvpool.device import first_line
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.link import ZmqNetwork, why_silent
 from kvpool.protocols import Described
+from kvpool.staging import ROUND
 from kvpool.types import Cluster, Member, Namespace
 
 _TRIAL_SIZE = 1 << 20
@@ -34,6 +39,7 @@ class Finding(NamedTuple):
 async def examine(settings: Config) -> list[Finding]:
     """Look at this machine, the masters, the servers, and one real block on each transport."""
     findings = [_python(), _loop(), _kernel(), _huge_pages(), *_transports(settings.client)]
+    findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
     findings += [await _master(settings, address) for address in settings.client.masters]
     findings += await _pool(settings)
     return findings
@@ -101,6 +107,40 @@ def _transports(config: ClientConfig) -> list[Finding]:
         else:
             findings.append(Finding(f"transport {scheme}", "ok", note))
     return findings
+
+
+def device_memory(config: ClientConfig) -> Finding:
+    """How blocks would go from and to memory of a GPU: staged, or not at all, and why."""
+    check = "device memory"
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    advice = "pip install a torch that is built for CUDA" if gpus else ""
+    verdict = "warn" if gpus else "ok"
+    here = f"the driver knows {gpus} GPUs" if gpus else "no NVIDIA driver"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(check, verdict, f"not used: torch is not installed; {here}", advice)
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding(check, "warn", f"not used: {first_line(error)}", "install torch again")
+    if not torch.cuda.is_available():
+        why = "finds no device" if torch.version.cuda else "was built without CUDA"
+        text = f"not used: torch {torch.__version__} {why}; {here}"
+        return Finding(check, verdict, text, advice if not torch.version.cuda else _NO_DEVICE)
+    devices = ", ".join(
+        f"cuda:{n} {torch.cuda.get_device_name(n)}" for n in range(torch.cuda.device_count())
+    )
+    text = (
+        f"{devices}: staged through {config.device_staging >> 20} MiB of pinned memory, over every "
+        "transport; not direct (GPUDirect RDMA, CUDA IPC), because the host verifies what is read"
+    )
+    if config.device_staging < 2 * ROUND:
+        advice = f"client.device_staging below {2 * ROUND >> 20} MiB: rounds wait for each other"
+        return Finding(check, "warn", text, advice)
+    return Finding(check, "ok", text)
+
+
+#: What to do when torch could use a GPU and there is none that it can.
+_NO_DEVICE = "see nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is new enough for torch"
 
 
 async def _master(settings: Config, address: str) -> Finding:

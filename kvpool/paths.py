@@ -77,7 +77,13 @@ class Choice(Generic[P]):
         return first + [path for path in self._paths if path not in first]
 
     def moved(self, path: P, size: int, seconds: float, now: float) -> bool:
-        """A call over `path` took so long; True when it decided that another path is `best`."""
+        """A call over `path` took so long; True when it decided that another path is `best`.
+
+        One that is not of these, such as shared memory on the server's own host, is compared with
+        none of them.
+        """
+        if path not in self._rates:
+            return False
         trial = path == self._trial
         if trial:
             self._out = False

@@ -21,6 +21,7 @@ from kvpool import client
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
+from kvpool.staging import Seen, on_device
 from kvpool.types import (
     ROOT,
     Cluster,
@@ -28,7 +29,6 @@ from kvpool.types import (
     HintStatus,
     Match,
     Member,
-    Memory,
     Namespace,
     ReadResult,
     WriteStatus,
@@ -86,12 +86,13 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Memory],
+        buffers: Sequence[Seen],
         *,
         part: int = 0,
         match: Match | None = None,
         timeout: float | None = None,
     ) -> list[ReadResult]:
+        buffers = on_device(buffers)  # here: streams belong to threads
         return self._run(
             self._pool.read(namespace, digests, buffers, part=part, match=match, timeout=timeout),
             timeout,
@@ -101,7 +102,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Memory],
+        buffers: Sequence[Seen],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -112,6 +113,7 @@ class Pool:
         resume_in: float | None = None,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
+        buffers = on_device(buffers)
         return self._run(
             self._pool.write(
                 namespace,

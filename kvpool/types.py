@@ -10,16 +10,24 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kvpool.errors import BadKey, UsageError
 
-#: Anything that exposes its memory: bytes, bytearray, memoryview, numpy array, CPU tensor.
+#: Anything that exposes its memory: bytes, bytearray, memoryview, numpy array.
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+
+class DeviceBuffer(Protocol):
+    """Memory of a CUDA device, as array libraries show it; a torch tensor, also one of the host."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
 
 #: The memory of one block: one buffer, or several whose concatenation is the block. An engine
 #: that keeps each layer apart passes the pieces as they lie, and nobody puts them together first.
-Memory: TypeAlias = "Buffer | Sequence[Buffer]"
+Memory: TypeAlias = "Buffer | DeviceBuffer | Sequence[Buffer | DeviceBuffer]"
 
 #: The parent of a chain's first block.
 ROOT: Final = b""

@@ -107,9 +107,9 @@ def dev_in_thread() -> Iterator[dev.Dev]:
 
 
 @pytest.fixture
-async def two_servers() -> AsyncIterator[dev.Dev]:
+async def two_servers(request: pytest.FixtureRequest) -> AsyncIterator[dev.Dev]:
     """One master and two servers of 16 MiB each."""
-    async with dev.serve("16MiB", servers=2) as running:
+    async with dev.serve("16MiB", servers=2, listen=listening(request)) as running:
         yield running
         _check(running)
 

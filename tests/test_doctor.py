@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from kvpool import Namespace, Pool, dev
-from kvpool.doctor import compared
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool import ClientConfig, Namespace, Pool, dev
+from kvpool.doctor import compared, device_memory
 from tests.conftest import keys, values
 
 
@@ -37,3 +42,29 @@ async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev, pool: Pool
         await pool.write(namespace, chain, values(chain, 16))
     listed = await pool.namespaces()
     assert listed == [(namespace, 2) for namespace in names]
+
+
+def test_it_says_how_blocks_reach_a_gpu_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(Path, "glob", lambda *_: iter([Path("0000:01:00.0")]))
+        patch.setattr(torch.version, "cuda", None)
+        without = device_memory(ClientConfig())
+        assert without.verdict == "warn"
+        assert "without CUDA; the driver knows 1 GPUs" in without.text
+        assert "built for CUDA" in without.advice
+        patch.setattr(torch.version, "cuda", "13.0")
+        assert "nvidia-smi" in device_memory(ClientConfig()).advice
+        patch.setattr(Path, "glob", lambda *_: iter(()))
+        assert device_memory(ClientConfig()).verdict == "ok"  # nobody expects one
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+        there = device_memory(ClientConfig())
+        assert there.verdict == "ok"
+        assert "cuda:0 Some GPU: staged through 128 MiB of pinned memory" in there.text
+        assert device_memory(ClientConfig(device_staging=1 << 20)).verdict == "warn"
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "not used" in device_memory(ClientConfig()).text

@@ -24,8 +24,11 @@ from kvpool.master import Master
 from kvpool.protocols import Peer
 from kvpool.wire.messages import Hello, Reserved, Welcome
 from kvpool_transports.streams import Stream
-from tests.conftest import NAMESPACE, buffers, eventually, key, keys, patient, value, values
+from tests.conftest import NAMESPACE, UCX, buffers, eventually, key, keys, patient, value, values
 from tests.raw import payload, raw, reserve
+
+#: More than travels with its words over ucx, if there are a few of them.
+LARGE = 64 << 10
 
 # --- masters ---------------------------------------------------------------------------
 
@@ -63,16 +66,18 @@ async def test_a_restarted_master_has_the_map_back_within_two_heartbeats(
         await master.close()
 
 
-async def test_reads_with_a_match_need_no_master(pool_dev: dev.Dev) -> None:
+@pytest.mark.parametrize("scheme", ["inproc", UCX])
+async def test_reads_with_a_match_need_no_master(pool_dev: dev.Dev, scheme: str) -> None:
     chain = keys("known", 10)
-    async with pool_dev.pool() as pool:
-        await pool.write(NAMESPACE, chain, values(chain))
+    config = ClientConfig(masters=[pool_dev.address], transports=[scheme])
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain, LARGE))
         match = await pool.match(NAMESPACE, chain)
         await pool_dev.master.close()
-        got = buffers(10)
+        got = buffers(10, LARGE)
         results = await pool.read(NAMESPACE, chain, got, match=match)
         assert all(result.status.hit for result in results)
-        assert got == values(chain)
+        assert got == values(chain, LARGE)
         lost = await pool.match(NAMESPACE, chain, timeout=0.3)
         assert (lost.length, lost.stopped) == (0, ReadStatus.NO_MASTER)
         (status,) = await pool.write(NAMESPACE, [key("w")], [b"x"], timeout=0.3)
@@ -132,16 +137,17 @@ async def test_a_master_of_another_cluster_is_refused(pool_dev: dev.Dev) -> None
 # --- servers ---------------------------------------------------------------------------
 
 
-async def test_a_lost_server_is_a_miss_with_a_reason(two_servers: dev.Dev) -> None:
+@pytest.mark.parametrize("scheme", ["tcp", UCX])
+async def test_a_lost_server_is_a_miss_with_a_reason(two_servers: dev.Dev, scheme: str) -> None:
     """G6: the other server's blocks are still read; the lost ones are misses, in time."""
     async with two_servers.pool(
-        ClientConfig(masters=[two_servers.address], transports=["tcp"])
+        ClientConfig(masters=[two_servers.address], transports=[scheme])
     ) as pool:
         mine: dict[str, list[bytes]] = {"dev-0": [], "dev-1": []}
         for digest in keys("spread", 12):
             for server in mine:
                 if len(mine[server]) < 6:
-                    await pool.write_to(server, NAMESPACE, digest, value(digest))
+                    await pool.write_to(server, NAMESPACE, digest, value(digest, LARGE))
                     mine[server].append(digest)
                     break
         match_all = [*mine["dev-0"], *mine["dev-1"]]
@@ -149,27 +155,28 @@ async def test_a_lost_server_is_a_miss_with_a_reason(two_servers: dev.Dev) -> No
         await two_servers.servers[1].close()
         loop = asyncio.get_running_loop()
         started = loop.time()
-        got = buffers(12)
+        got = buffers(12, LARGE)
         results = await pool.read(NAMESPACE, match_all, got, timeout=2)
         assert loop.time() - started < patient(2)
         assert [r.status.hit for r in results] == [True] * 6 + [False] * 6
         assert {r.status for r in results[6:]} == {ReadStatus.SERVER_LOST}
-        assert got[:6] == values(match_all[:6])
+        assert got[:6] == values(match_all[:6], LARGE)
 
 
-async def test_the_next_transport_is_used_when_one_fails(pool_dev: dev.Dev) -> None:
+@pytest.mark.parametrize("scheme", ["shm", UCX])
+async def test_the_next_transport_is_used_when_one_fails(pool_dev: dev.Dev, scheme: str) -> None:
     chain = keys("fallback", 4)
-    config = ClientConfig(masters=[pool_dev.address], transports=["shm", "tcp"])
+    config = ClientConfig(masters=[pool_dev.address], transports=[scheme, "tcp"], measure=False)
     async with pool_dev.pool(config) as pool:
-        await pool.write(NAMESPACE, chain, values(chain))
+        await pool.write(NAMESPACE, chain, values(chain, LARGE))
         (server,) = pool_dev.servers
-        shm = next(x for x in server._listeners if x.address.startswith("shm"))
-        await shm.close()
-        got = buffers(4)
+        first = next(x for x in server._listeners if x.address.startswith(scheme))
+        await first.close()
+        got = buffers(4, LARGE)
         results = await pool.read(NAMESPACE, chain, got)
         assert all(result.status.hit for result in results)
-        assert got == values(chain)
-        assert pool.counters["failed_shm"] == 1
+        assert got == values(chain, LARGE)
+        assert pool.counters[f"failed_{scheme}"] == 1
 
 
 async def test_a_silent_server_that_comes_back_is_simply_back(pool_dev: dev.Dev) -> None:
@@ -197,11 +204,14 @@ async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
     server.store.check()
 
 
-async def test_an_unread_answer_holds_its_pins_and_then_lets_go(pool_dev: dev.Dev) -> None:
+@pytest.mark.parametrize("scheme", ["tcp", UCX])
+async def test_an_unread_answer_holds_its_pins_and_then_lets_go(
+    pool_dev: dev.Dev, scheme: str
+) -> None:
     """A peer that stops reading keeps its own pins only; they go with its connection (G4)."""
     (server,) = pool_dev.servers
     chain = keys("unread", 12)
-    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    config = ClientConfig(masters=[pool_dev.address], transports=[scheme])
     async with pool_dev.pool(config) as pool:
         await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
         slow = asyncio.create_task(pool.read(NAMESPACE, chain, buffers(12, 1 << 20)))
@@ -218,10 +228,11 @@ async def test_an_unread_answer_holds_its_pins_and_then_lets_go(pool_dev: dev.De
 # --- limits ----------------------------------------------------------------------------
 
 
-async def test_no_more_connections_than_allowed(pool_dev: dev.Dev) -> None:
+@pytest.mark.parametrize("scheme", ["tcp", UCX])
+async def test_no_more_connections_than_allowed(pool_dev: dev.Dev, scheme: str) -> None:
     (server,) = pool_dev.servers
     held = [server.connect(Peer("test")) for _ in range(1024)]
-    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    config = ClientConfig(masters=[pool_dev.address], transports=[scheme])
     async with pool_dev.pool(config) as pool:
         with pytest.raises(Overloaded, match="the limit"):
             await pool.write_to("dev-0", NAMESPACE, key("x"), b"x", timeout=1)

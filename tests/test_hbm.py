@@ -1,7 +1,6 @@
 """The HBM tier, on the device `cpu`: staging that is never early or late, and what it refuses.
 
-What only CUDA does, copying later than it was asked to, is done here by `LateTensor`: a copy
-happens when its mark is waited for, at the last moment that CUDA allows.
+What only CUDA does, copying later than it was asked to, is done here by `tests/late.py`.
 """
 
 from __future__ import annotations
@@ -10,16 +9,19 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from kvpool import device
+from kvpool.device import STEP
 from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable, UsageError
 from kvpool.protocols import Addressable, DeviceAddressable
 from kvpool_tiers import hbm
-from kvpool_tiers.hbm import STEP, Hbm
+from kvpool_tiers.hbm import Hbm
 from tests.conftest import eventually
+from tests.late import Gate, LateTensor, lanes, make_late
 
 torch = pytest.importorskip("torch", reason="the HBM tier needs torch")
 
@@ -44,53 +46,15 @@ async def read(tier: Hbm, offset: int, size: int) -> bytearray:
     return buffer
 
 
-def lanes(tier: Hbm) -> list[hbm._Lane]:
-    """All of them, which must be idle."""
-    found = [tier._lanes.get_nowait() for _ in range(tier._lanes.qsize())]
-    for lane in found:
-        tier._lanes.put(lane)
-    return found
-
-
 # --- a device that is as late as it may be ------------------------------------------------
-
-
-class LateTensor(torch.Tensor):  # type: ignore[misc,name-defined,unused-ignore]
-    """Copies to and from it wait on the stream that `Mark` keeps."""
-
-    stream: list[Callable[[], object]]
-
-    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> LateTensor:
-        assert non_blocking, "the thread would wait for the device's other work"
-        plain, other = self.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)
-        LateTensor.stream.append(lambda: plain.copy_(other))
-        return self
-
-
-class Mark:
-    """Waiting for it does what was started before it was recorded, and not more."""
-
-    def __init__(self) -> None:
-        self._behind = 0
-
-    def record(self) -> None:
-        self._behind = len(LateTensor.stream)
-
-    def synchronize(self) -> None:
-        for number in range(self._behind):
-            LateTensor.stream[number]()
-            LateTensor.stream[number] = lambda: None
 
 
 @pytest.fixture
 def late() -> Iterator[Hbm]:
     tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
-    LateTensor.stream = []
     assert tier._memory is not None
     tier._memory = tier._memory.as_subclass(LateTensor)
-    for slot in lanes(tier)[0]._slots:
-        slot.tensor = slot.tensor.as_subclass(LateTensor)
-        slot.mark = Mark()
+    make_late(tier._copier)
     yield tier
     tier.close()
 
@@ -100,7 +64,7 @@ def late() -> Iterator[Hbm]:
 async def test_a_device_may_copy_as_late_as_it_likes(
     late: Hbm, size: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hbm, "_is_pinned", lambda address: pinned)
+    monkeypatch.setattr(device, "_is_pinned", lambda address: pinned)
     data = content(size, size)
     source = bytearray(data)
     await late.write_from(256, memoryview(source))
@@ -111,9 +75,9 @@ async def test_a_device_may_copy_as_late_as_it_likes(
 async def test_memory_that_is_pinned_is_not_staged(
     tier: Hbm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hbm, "_is_pinned", lambda address: True)
-    for lane in lanes(tier):
-        del lane._slots[0].array, lane._slots[1].array
+    monkeypatch.setattr(device, "_is_pinned", lambda address: True)
+    for lane in lanes(tier._copier):
+        del lane.halves[0].array, lane.halves[1].array
     data = content("pinned", 3 * STEP + 1)
     await tier.write_from(0, memoryview(data))
     assert await read(tier, 0, len(data)) == data
@@ -125,10 +89,10 @@ async def test_memory_that_is_pinned_in_part_is_staged(
     """A registered range may end in the middle of a buffer: CUDA refuses to copy across its end."""
     data = content("in part", 2 * STEP)
     first = np.frombuffer(data, np.uint8).ctypes.data
-    monkeypatch.setattr(hbm, "_is_pinned", lambda address: address == first)
-    for lane in lanes(tier):
-        del lane._slots[0].array
-    with pytest.raises(AttributeError):  # it wanted a slot
+    monkeypatch.setattr(device, "_is_pinned", lambda address: address == first)
+    for lane in lanes(tier._copier):
+        del lane.halves[0].array
+    with pytest.raises(AttributeError):  # it wanted a half
         await tier.write_from(0, memoryview(data))
 
 
@@ -142,29 +106,13 @@ async def test_more_calls_than_lanes(tier: Hbm) -> None:
     assert await asyncio.gather(*(read(tier, o, size) for o in places)) == list(places.values())
 
 
-class Gate:
-    """A mark that is not passed before it is opened."""
-
-    def __init__(self) -> None:
-        self.waiting = False
-        self.open: Callable[[], bool] = lambda: False
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        self.waiting = True
-        while not self.open():
-            pass
-
-
 @pytest.fixture
 async def gated() -> tuple[Hbm, Gate]:
     """One lane, whose device has stopped."""
     tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
     gate = Gate()
-    for slot in lanes(tier)[0]._slots:
-        slot.mark = gate
+    for half in lanes(tier._copier)[0].halves:
+        half.mark = gate
     return tier, gate
 
 
@@ -179,7 +127,7 @@ async def test_a_cancelled_call_waits_for_the_device(gated: tuple[Hbm, Gate]) ->
     gate.open = lambda: True
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert tier._lanes.qsize() == 1
+    assert tier._copier._lanes.qsize() == 1
     tier.close()
 
 
@@ -203,7 +151,7 @@ async def test_a_call_that_is_cancelled_before_its_turn_waits_for_nobody(
 
 async def test_closing_ends_what_runs(gated: tuple[Hbm, Gate]) -> None:
     tier, gate = gated
-    gate.open = lambda: all(call.stopped for call in tuple(tier._calls))
+    gate.open = lambda: all(call.stopped for call in tuple(tier._copier._calls))
     calls = [tier.write_from(0, memoryview(bytes(10))) for _ in range(3)]
     running = [asyncio.ensure_future(call) for call in calls]
     await eventually(lambda: gate.waiting)
@@ -223,8 +171,8 @@ async def test_an_error_of_the_device_is_unavailable(
         def fails() -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
 
-        for lane in lanes(tier):
-            patch.setattr(lane._slots[1].mark, "synchronize", fails)
+        for lane in lanes(tier._copier):
+            patch.setattr(lane.halves[1].mark, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"device cpu: .*unspecified launch failure$"):
             await tier.write_from(0, memoryview(bytes(2 * STEP)))
         with pytest.raises(Unavailable):

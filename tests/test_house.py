@@ -69,7 +69,7 @@ def test_types_and_errors_stand_below_everything() -> None:
 
 
 def test_transports_and_tiers_know_contracts_only() -> None:
-    allowed = ("types", "errors", "protocols", "wire", "checksum", "logs")
+    allowed = ("types", "errors", "protocols", "wire", "checksum", "device", "logs")
     for path in files("transports", "tiers"):
         for name in imports(path):
             if within(name, "kvpool") and name != "kvpool.logs":

@@ -246,6 +246,15 @@ async def test_a_client_comes_back_from_a_slower_path() -> None:
         assert pool.counters["chosen_slow"] == 0
 
 
+async def test_large_calls_over_a_nearer_path_are_not_compared() -> None:
+    """On the server's own host: shared memory serves, beside two paths that would reach further."""
+    near, far, other = Paced("near", 0.0), Paced("far", 0.0), Paced("other", 0.0)
+    near.same_host = True
+    async with client({"near": near, "far": far, "other": other}) as (pool, chain):
+        await reads(pool, chain, CALLS + 2)
+        assert (near.calls, far.calls, other.calls) == (CALLS + 2, 0, 0)
+
+
 async def test_what_is_unproven_comes_after_what_is_not() -> None:
     first, second = Paced("first", 0.0, unproven=True), Paced("second", 0.0)
     async with client({"first": first, "second": second}) as (pool, chain):

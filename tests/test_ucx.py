@@ -9,7 +9,6 @@ import asyncio
 import gc
 import json
 import os
-import random
 import signal
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -35,7 +34,7 @@ from kvpool_transports import ucx, ucx_worker
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport, defaults, make_context
 from kvpool_transports.ucx_worker import Path, Worker
-from tests.conftest import NAMESPACE, buffers, keys, value, values
+from tests.conftest import NAMESPACE, buffers, eventually, keys, value, values
 from tests.processes import until
 from tests.raw import frame
 
@@ -327,35 +326,51 @@ async def test_a_stopped_transfer_is_over(installed: None, steps: int) -> None:
     assert all(buffer == b"\xa5" * SIZE for buffer in got)
 
 
+@pytest.fixture
+def small_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a frozen server has sent is soon read: else whole pieces are, and receives end."""
+    monkeypatch.setenv("UCX_TCP_SNDBUF", "64K")
+    monkeypatch.setenv("UCX_TCP_RCVBUF", "64K")
+
+
 async def test_calls_that_met_at_the_same_time_end_apart(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+    small_sockets: None, running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled while the server is frozen, each ends at once.
+    """Cancelled while the server is frozen, a read ends at once.
 
     UCX joins the ends of two workers in the order in which they are made. If streams did not meet
     one after the other, a read's receives could belong to another stream's end, and not be stopped
-    before the server wakes.
+    before the server wakes or that one closes, too. Here they introduce themselves in one order and
+    would make their ends in the other, if nobody held them back.
     """
-    heard = UcxStream.be_introduced
+    heard, said = UcxStream.be_introduced, UcxStream.introduce
+    order: dict[UcxStream, int] = {}
 
-    async def slowly(stream: UcxStream, deadline: float) -> None:
-        await asyncio.sleep(chance.random() / 20)
+    async def in_turn(stream: UcxStream, deadline: float) -> None:
+        order[stream] = len(order)
+        await asyncio.sleep(order[stream] * 0.05)
+        await said(stream, deadline)
+
+    async def the_other_way_round(stream: UcxStream, deadline: float) -> None:
+        await asyncio.sleep(0.3 - order[stream] * 0.1)
         await heard(stream, deadline)
 
-    chance = random.Random(7)
-    monkeypatch.setattr(UcxStream, "be_introduced", slowly)
+    monkeypatch.setattr(UcxStream, "introduce", in_turn)
+    monkeypatch.setattr(UcxStream, "be_introduced", the_other_way_round)
     async with running.client("ucx", hedge_s=20, attempt_s=20, timeout_s=30) as pool:
-        chain = await stored(pool, "together", 16)
-        got = [buffers(16, SIZE) for _ in range(6)]
-        await asyncio.gather(*(pool.read(NAMESPACE, chain, into) for into in got))
-        calls = [asyncio.ensure_future(pool.read(NAMESPACE, chain, into)) for into in got]
-        await asyncio.sleep(0.02)
+        chain = await stored(pool, "together", 32)
+        warm = [buffers(1, SIZE) for _ in range(3)]  # the first has the stream that there was
+        await asyncio.gather(*(pool.read(NAMESPACE, chain[:1], into) for into in warm))
+        assert len(order) == 3
+        got = buffers(32, SIZE)
+        call = asyncio.ensure_future(pool.read(NAMESPACE, chain, got))  # the others are idle
+        await eventually(lambda: any(got[0][:8]))
         running.server.signal(signal.SIGSTOP)
         try:
-            for call in calls:
-                call.cancel()
-                await asyncio.wait([call], timeout=2)
-                assert call.done()
+            assert not call.done()
+            call.cancel()
+            await asyncio.wait([call], timeout=2)
+            assert call.done()
         finally:
             running.server.signal(signal.SIGCONT)
 

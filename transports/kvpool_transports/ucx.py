@@ -140,7 +140,7 @@ class UcxTransport:
         return (
             f"UCX {'.'.join(map(str, _version()))}, lanes {said['TLS']}, devices "
             f"{said['NET_DEVICES']}, up to {said['MAX_RNDV_RAILS']} rails, rendezvous "
-            f"{said['RNDV_SCHEME']}; {_fabric()}; {_devices(context.cuda_support)}"
+            f"{said['RNDV_SCHEME']}; {_fabric()}"
         )
 
     @property
@@ -485,14 +485,6 @@ def _has_verbs() -> bool:
     places = spec.submodule_search_locations or [] if spec is not None else []
     own = [module for place in places for module in Place(place).glob("lib/ucx/libuct_ib*")]
     return bool(own) or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in os.environ
-
-
-def _devices(cuda: bool) -> str:
-    """How the memory of a GPU would travel."""
-    if not cuda:
-        return "host memory only (UCX_TLS has no CUDA lane)"
-    peer = Place("/sys/module/nvidia_peermem").exists()
-    return f"CUDA lanes, {'GPUDirect by nvidia-peermem' if peer else 'no nvidia-peermem'}"
 
 
 def _version() -> tuple[int, int]:
