@@ -16,6 +16,7 @@ import numpy as np
 from kvpool.errors import BadBuffer, TooLarge
 from kvpool.protocols import Channel, Piecewise, Reading, Writing
 from kvpool.types import (
+    BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
     Gathered,
     Memory,
@@ -27,6 +28,8 @@ from kvpool.types import (
 )
 
 _PIECES: Final = (list, tuple)
+#: Bytes that one call to a channel carries; larger batches go in several.
+_BATCH_BYTES: Final = 256 << 20
 
 
 def readable(memory: Memory, index: int) -> tuple[memoryview, ...]:
@@ -51,6 +54,20 @@ def writable(memory: Memory, index: int) -> tuple[memoryview, ...]:
 
 def size(pieces: Sequence[memoryview]) -> int:
     return len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+
+
+def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Consecutive positions in batches that a channel takes in one call."""
+    batches: list[list[int]] = []
+    held = 0
+    for position in positions:
+        size = sizes[position]
+        if not batches or len(batches[-1]) >= BATCH_BLOCKS_MAX or held + size > _BATCH_BYTES:
+            batches.append([])
+            held = 0
+        batches[-1].append(position)
+        held += size
+    return batches
 
 
 async def write(

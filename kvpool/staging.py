@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from kvpool import pieces
 from kvpool.device import Bytes, DeviceCopier, first_line, pinned
 from kvpool.errors import (
     BadBuffer,
@@ -88,6 +89,33 @@ def on_device(buffers: Sequence[Seen]) -> Sequence[Seen]:
         return buffers
     marks: dict[torch.device, Mark] = {}
     return [_seen(buffer, index, marks) for index, buffer in enumerate(buffers)]
+
+
+class Buffers(NamedTuple):
+    """The memory of each block; of those on a device apart; the sizes of all."""
+
+    memory: list[tuple[memoryview, ...]]
+    device: dict[int, OnDevice]
+    sizes: list[int]
+
+
+def split(
+    buffers: Sequence[Seen], look: Callable[[Memory, int], tuple[memoryview, ...]]
+) -> Buffers:
+    """What a caller gave us; `look` is for memory of the host. Raises BadBuffer and TooLarge."""
+    memory: list[tuple[memoryview, ...]] = []
+    device: dict[int, OnDevice] = {}
+    sizes = []
+    for position, buffer in enumerate(on_device(buffers)):
+        if isinstance(buffer, OnDevice):
+            device[position] = buffer
+            memory.append(())
+            sizes.append(buffer.size)
+        else:
+            views = look(buffer, position)
+            memory.append(views)
+            sizes.append(pieces.size(views))
+    return Buffers(memory, device, sizes)
 
 
 class _Place(NamedTuple):

@@ -36,7 +36,9 @@ class Bug(NamedTuple):
 
 _STORE = "kvpool.core.store"
 _DIRECTORY = "kvpool.core.directory"
-_CLIENT = "kvpool.client"
+_LOOKUP = "kvpool.lookup"
+_READER = "kvpool.reader"
+_WRITER = "kvpool.writer"
 _REACH = "kvpool.reach"
 _SERVER = "kvpool.server"
 _STREAMS = "kvpool_transports.streams"
@@ -121,7 +123,7 @@ BUGS: Sequence[Bug] = (
     Bug(
         "moved-blocks-are-not-looked-for",
         "G6",
-        _CLIENT,
+        _READER,
         "            await self._fetch_moved(fetch)\n",
         "            pass\n",
     ),
@@ -239,14 +241,14 @@ BUGS: Sequence[Bug] = (
     Bug(
         "beyond-the-match-is-a-hit",
         "G1",
-        _CLIENT,
+        _LOOKUP,
         "unknown = ReadStatus.NEVER_WRITTEN if unknown.hit else unknown",
         "pass",
     ),
     Bug(
         "failed-load-reported-loaded",
         "G1",
-        _CLIENT,
+        _READER,
         "answer = [ReadResult(_why(error))] * len(positions)",
         "answer = [ReadResult(ReadStatus.HIT)] * len(positions)",
     ),
@@ -267,21 +269,21 @@ BUGS: Sequence[Bug] = (
     Bug(
         "no-failover",
         "G6",
-        _CLIENT,
+        _READER,
         "        await self._fetch(fetch, positions)\n\n    async def _ask(",
         "\n    async def _ask(",
     ),
     Bug(
         "no-hedge",
         "G6",
-        _CLIENT,
+        _READER,
         "silence_s = self._config.hedge_s if hedged else self._config.attempt_s",
         "silence_s = 60.0",
     ),
     Bug(
         "replica-on-same-server",
         "copies",
-        _CLIENT,
+        _WRITER,
         "enumerate(itertools.islice(servers, max(needed)))",
         "enumerate(list(itertools.islice(servers, 1)) * max(needed))",
     ),
@@ -497,7 +499,7 @@ BUGS: Sequence[Bug] = (
     Bug(
         "not-yet-is-final",
         "G5",
-        _CLIENT,
+        _READER,
         "still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]",
         "still = [i for i in waiting if fetch.results[i].status is None]",
     ),
