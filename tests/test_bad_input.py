@@ -283,8 +283,6 @@ async def test_writes(watched: dev.Dev, scheme: str, name: str) -> None:
 
 PINNED = {
     "unpin twice": frame(wire.Unpin()) * 2,
-    "a read while pinned": frame(read(CHAIN[0])),
-    "a write while pinned": frame(reserve(key("a"))),
     "an unpin with bytes": frame(wire.Unpin(), b"bytes"),
     "a hello while pinned": HELLO,
 }
@@ -300,6 +298,18 @@ async def test_pins(watched: dev.Dev, name: str) -> None:
         await peer.send(PINNED[name])
         assert await peer.refusal() in ("BadMessage", "BadFrame")
         await eventually(lambda: server.store.pins == 0)
+
+
+@pytest.mark.parametrize(("request_", "pins"), [(read(CHAIN[0]), 1), (reserve(key("a")), 0)])
+async def test_a_request_lets_go_of_what_the_one_before_it_held(
+    watched: dev.Dev, request_: wire.Message, pins: int
+) -> None:
+    (server,) = watched.servers
+    async with raw(watched, "shm") as peer:
+        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
+        await peer.ask(read(*CHAIN), wire.Pinned)
+        await peer.ask(request_, wire.Pinned if pins else wire.Reserved)
+        assert server.store.pins == pins
 
 
 async def test_rooms_for_fewer_blocks_than_asked_for(watched: dev.Dev) -> None:

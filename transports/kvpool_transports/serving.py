@@ -142,8 +142,7 @@ class Session:
             self._connection = await self.greet()
             while True:
                 frame = await self.stream.receive(deadline=None)
-                self._let_go(self._connection)
-                if frame.type == TYPES[Unpin]:
+                if self._let_go(self._connection) and frame.type == TYPES[Unpin]:
                     continue
                 # What the books do for a client that has hung up must not go on without it.
                 async with self.stream.while_open():
@@ -290,18 +289,20 @@ class Session:
         if len(read.room) != len(digests):
             raise BadMessage(f"{len(digests)} digests, {len(read.room)} sizes")
         pins = await connection.pin(namespace, read.part, digests, read.room)
-        self._pins = pins
+        self._pins = [pin for pin in pins if pin.extent is not None]
         if self._mapped:
             await self._show(pins)
         else:
             await self._carry(pins, connection)
             self._let_go(connection)
 
-    def _let_go(self, connection: Connection) -> None:
-        """Unpin what the last request has pinned."""
-        if self._pins:
-            connection.unpin(self._pins)
-            self._pins = []
+    def _let_go(self, connection: Connection) -> bool:
+        """Unpin what the last request has pinned, if it has."""
+        if not self._pins:
+            return False
+        connection.unpin(self._pins)
+        self._pins = []
+        return True
 
     async def _carry(self, pins: list[Pin], connection: Connection) -> None:
         hits = [pin for pin in pins if pin.extent is not None]

@@ -110,8 +110,8 @@ BUGS: Sequence[Bug] = (
         "pin-outlives-its-read",
         "G4",
         _SERVING,
-        "            connection.unpin(self._pins)\n            self._pins = []\n",
-        "            self._pins = []\n",
+        "        connection.unpin(self._pins)\n        self._pins = []\n",
+        "        self._pins = []\n",
     ),
     Bug(
         "shown-and-let-go",
