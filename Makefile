@@ -14,8 +14,8 @@ SEEDS ?= 0:2000
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
 
-test: $(VENV)/ready  ## the whole suite
-	$(BIN)/pytest
+test: $(VENV)/ready  ## the whole suite, two tests at a time
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 test-vllm: $(VLLM_VENV)/ready  ## the connector on real vLLM engines, on a CPU
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
