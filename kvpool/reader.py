@@ -104,7 +104,7 @@ class Reader:
     ) -> list[ReadResult]:
         """As `Pool.read`, except that a buffer that is too small is one of the results."""
         found_by = _FoundBy.MASTER if match is None else _FoundBy.MATCH
-        seen = self._sightings.of(namespace, part, digests) if match is None else []
+        seen = self._sightings.of(namespace, digests) if match is None else []
         if seen:
             found_by = _FoundBy.SIGHTING
             results = [ReadResult(ReadStatus.NOT_YET)] * len(seen)
@@ -265,9 +265,8 @@ class Reader:
             elif result.status is ReadStatus.CORRUPT:
                 fetch.corrupt.setdefault(server, {})[fetch.digests[position]] = None
         if fetch.found_by is _FoundBy.MASTER:
-            namespace, part, *_ = fetch.reading
             alone = not fetch.places[positions[0]]
-            self._sightings.saw(Sighting(namespace, part, server, alone), seen)
+            self._sightings.saw(Sighting(fetch.reading.namespace, server, alone), seen)
 
     async def _report_corrupt(self, fetch: _Fetch) -> None:
         namespace, part = fetch.reading.namespace, fetch.reading.part

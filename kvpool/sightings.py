@@ -18,10 +18,9 @@ SIGHTINGS_MAX: Final = 32_768
 
 
 class Sighting(NamedTuple):
-    """One server had blocks of one part, and nobody else if `alone`; shared by all of a batch."""
+    """One server had these blocks, and nobody else if `alone`; shared by all of a batch."""
 
     namespace: Namespace
-    part: int
     server: str
     alone: bool
 
@@ -38,18 +37,23 @@ class Sightings:
         return len(self._young) + len(self._old)
 
     def saw(self, sighting: Sighting, digests: Iterable[bytes]) -> None:
-        """These blocks are there, or were a moment ago."""
+        """These blocks are there, or were a moment ago.
+
+        Those of several parts are not remembered: only a master knows whether all of them are.
+        """
+        if sighting.namespace.parts > 1:
+            return
         for digest in digests:
             if len(self._young) >= self._half:
                 self._old, self._young = self._young, {}
             self._young[digest] = sighting
 
-    def of(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> list[Sighting]:
+    def of(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Sighting]:
         """Where each block was; nothing unless every one of them was seen."""
         sightings = []
         for digest in digests:
             seen = self._young.get(digest) or self._old.get(digest)
-            if seen is None or seen.part != part or seen.namespace != namespace:
+            if seen is None or seen.namespace != namespace:
                 return []
             sightings.append(seen)
         return sightings

@@ -128,8 +128,7 @@ class Writer:
                     if status.present:
                         made[position] += 1
                         seen.append(blocks[position].digest)
-                namespace, part, *_ = writing
-                self._sightings.saw(Sighting(namespace, part, server, copies == 1), seen)
+                self._sightings.saw(Sighting(writing.namespace, server, copies == 1), seen)
         if copies > 1:
             self._counters["copies_missing"] += sum(max(0, copies - count) for count in made)
         return statuses

@@ -6,7 +6,7 @@ from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev
 from kvpool.sightings import Sighting, Sightings
 from tests.conftest import NAMESPACE, buffers, key, keys, value, values
 
-HERE = Sighting(NAMESPACE, 0, "here", alone=True)
+HERE = Sighting(NAMESPACE, "here", alone=True)
 
 
 async def read(pool: Pool, chain: list[bytes]) -> list[ReadStatus]:
@@ -57,16 +57,27 @@ async def test_a_server_that_is_gone_is_forgotten(two_servers: dev.Dev) -> None:
         assert ReadStatus.HIT not in await read(pool, chain)
 
 
+async def test_a_part_is_no_block(pool_dev: dev.Dev) -> None:
+    namespace, digest = Namespace("test/model", parts=2), key("a")
+    got = buffers(1)
+    async with pool_dev.pool() as pool:
+        await pool.write(namespace, [digest], [value(digest)], part=0)
+        (result,) = await pool.read(namespace, [digest], got, part=0)
+        assert result.status is ReadStatus.PART_MISSING
+        await pool.write(namespace, [digest], [value(digest)], part=1)
+        (result,) = await pool.read(namespace, [digest], got, part=0)
+        assert result.status.hit
+
+
 def test_all_or_nothing() -> None:
     sightings = Sightings()
     sightings.saw(HERE, keys("a", 3))
-    assert sightings.of(NAMESPACE, 0, keys("a", 3)) == [HERE] * 3
-    assert sightings.of(NAMESPACE, 0, [*keys("a", 3), key("b")]) == []
-    assert sightings.of(NAMESPACE, 1, keys("a", 3)) == []
-    assert sightings.of(Namespace("another"), 0, keys("a", 3)) == []
+    assert sightings.of(NAMESPACE, keys("a", 3)) == [HERE] * 3
+    assert sightings.of(NAMESPACE, [*keys("a", 3), key("b")]) == []
+    assert sightings.of(Namespace("another"), keys("a", 3)) == []
     sightings.lost(keys("a", 1))
-    assert sightings.of(NAMESPACE, 0, keys("a", 1)) == []
-    assert sightings.of(NAMESPACE, 0, keys("a", 3)[1:]) == [HERE] * 2
+    assert sightings.of(NAMESPACE, keys("a", 1)) == []
+    assert sightings.of(NAMESPACE, keys("a", 3)[1:]) == [HERE] * 2
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
@@ -74,5 +85,5 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     chain = keys("chain", 1000)
     sightings.saw(HERE, chain)
     assert 50 <= len(sightings) <= 100
-    assert sightings.of(NAMESPACE, 0, chain[-50:]) == [HERE] * 50
-    assert sightings.of(NAMESPACE, 0, chain[:1]) == []
+    assert sightings.of(NAMESPACE, chain[-50:]) == [HERE] * 50
+    assert sightings.of(NAMESPACE, chain[:1]) == []
