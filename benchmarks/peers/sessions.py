@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.peers.contract import Failed
 from benchmarks.peers.field import Contender
+from benchmarks.peers.processes import Process
 from benchmarks.peers.work import Row, quantile
 from kvpool import workload
 
@@ -16,6 +17,9 @@ _PROMPT = 16
 _SMALL = 64
 _PRESSURE_BLOCK = 1 << 20
 _REPLAY_BLOCK = 64 << 10
+#: Memory is taken to have settled when it changes by less than this in a second.
+_SETTLED_BYTES = 256 << 10
+_SETTLED_S_MAX = 60
 
 
 async def replay(contenders: Sequence[Contender], sessions: int, concurrent: int) -> list[Row]:
@@ -83,14 +87,21 @@ async def memory(contenders: Sequence[Contender], count: int) -> list[Row]:
     for contender in contenders:
         worker, processes = contender.workers[0], contender.system.processes.values()
         await worker.do("many", first=1 << 40, count=256, size=_SMALL)
-        await asyncio.sleep(1.0)
-        before = [process.memory() for process in processes]
+        before = await _settled(processes)
         answer = await worker.do("many", first=1 << 41, count=count, size=_SMALL)
-        await asyncio.sleep(2.0)
-        after = [process.memory() for process in processes]
-        grown = sum(
-            sum(new.values()) - sum(old.values()) for old, new in zip(before, after, strict=True)
-        )
+        grown = await _settled(processes) - before
         figures = {"bytes_per_block": grown / count - _SMALL, "refused": answer["refused"]}
         rows.append(Row("memory", f"{count:,} blocks of {_SMALL} bytes", contender.name, figures))
     return rows
+
+
+async def _settled(processes: Iterable[Process]) -> int:
+    """Their memory, when it grows no more: a server touches its segment in the background."""
+    last = 0
+    for _ in range(_SETTLED_S_MAX):
+        now = sum(sum(process.memory().values()) for process in processes)
+        if abs(now - last) < _SETTLED_BYTES:
+            return now
+        last = now
+        await asyncio.sleep(1.0)
+    raise Failed(f"the memory of the servers still changes after {_SETTLED_S_MAX} s")

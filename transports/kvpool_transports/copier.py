@@ -22,8 +22,8 @@ from kvpool.errors import DeadlineExceeded, LinkBroken
 
 #: Bytes copied and then hashed while they are in the cache.
 STEP = 256 << 10
-#: Below this, a thread's wake-up costs more than the copy.
-INLINE_MAX = 384 << 10
+#: Below this, a thread's wake-up costs more than the copy; the loop waits a third of a millisecond.
+INLINE_MAX = 1 << 20
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
