@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import pytest
+
 from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev
+from kvpool.server import _Connection
 from kvpool.sightings import Sighting, Sightings
 from tests.conftest import NAMESPACE, buffers, key, keys, value, values
 
@@ -67,6 +73,51 @@ async def test_a_part_is_no_block(pool_dev: dev.Dev) -> None:
         await pool.write(namespace, [digest], [value(digest)], part=1)
         (result,) = await pool.read(namespace, [digest], got, part=0)
         assert result.status.hit
+
+
+def fall_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """The server of this name answers no reads any more; how often it was asked."""
+    asked: list[str] = []
+    pin = _Connection.pin
+
+    async def never(self: _Connection, *question: Any) -> Any:
+        if self._server.server != name:
+            return await pin(self, *question)
+        asked.append(name)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(_Connection, "pin", never)
+    return asked
+
+
+def impatient(running: dev.Dev) -> ClientConfig:
+    return ClientConfig(
+        masters=[running.address], transports=["tcp"], hedge_s=0.1, attempt_s=0.4, timeout_s=20
+    )
+
+
+async def test_a_silent_server_that_is_alone_is_asked_once(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = keys("chain", 4)
+    async with pool_dev.pool(impatient(pool_dev)) as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        asked = fall_silent(monkeypatch, pool_dev.servers[0].server)
+        assert set(await read(pool, chain)) == {ReadStatus.DEADLINE}
+        assert len(asked) == 1
+
+
+async def test_a_silent_server_that_is_not_alone_is_left_for_another(
+    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = keys("chain", 4)
+    async with two_servers.pool(impatient(two_servers)) as pool:
+        await pool.write(NAMESPACE, chain, values(chain), copies=2)
+        seen = {s.server for s in pool._reader._sightings.of(NAMESPACE, chain)}
+        asked = fall_silent(monkeypatch, *seen)
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        assert len(asked) == 1
+        assert pool.counters["hedged"] == 1  # after hedge_s, not given up after attempt_s
 
 
 def test_all_or_nothing() -> None:
