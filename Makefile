@@ -18,7 +18,7 @@ test: $(VENV)/ready  ## the whole suite, two tests at a time
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 test-vllm: $(VLLM_VENV)/ready  ## the connector on real vLLM engines, on a CPU
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/ready  ## two vllm serve and a conversation that alternates between them
 	$(VLLM_VENV)/bin/python -m examples.vllm_two_instances
@@ -35,8 +35,8 @@ bench-peers: $(PEERS_VENV)/ready  ## beside Mooncake Store and Redis; ARGS="--qu
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find
-	$(BIN)/python -m kvpool.testing.simulation --seeds $(SEEDS)
-	$(BIN)/python -m kvpool.testing.simulation --bugs
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --bugs
 
 fuzz: SECONDS ?= 60
 fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
@@ -46,7 +46,7 @@ fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
 
 chaos: SECONDS ?= 1200
 chaos: $(VENV)/ready  ## real processes, killed, frozen and cut off for SECONDS=1200; SEED=7 repeats
-	$(BIN)/python -m kvpool.testing.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 $(FUZZ_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }

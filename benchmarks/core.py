@@ -9,13 +9,13 @@ import tracemalloc
 
 from rich.console import Console
 
-from kvpool import process
-from kvpool.bench import Row, table
+from kvpool import runtime as process
 from kvpool.config import MasterConfig
-from kvpool.core.directory import Directory
-from kvpool.core.store import Store
-from kvpool.link import ZmqNetwork
-from kvpool.master import Master
+from kvpool.master.service import Master
+from kvpool.master.state.directory import Directory
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.server.state.store import Store
+from kvpool.tools.bench import Row, table
 from kvpool.types import ROOT, Namespace, WriteStatus
 from kvpool.wire import messages
 

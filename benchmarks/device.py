@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.transports import WAYS, Lane, lane
-from kvpool import Namespace, WriteStatus, process
-from kvpool.bench import machine
+from kvpool import Namespace, WriteStatus
+from kvpool import runtime as process
 from kvpool.errors import KvpoolError
+from kvpool.tools.bench import machine
 
 _NAMESPACE: Final = Namespace("bench")
 _BATCH, _SIZE = 64, 2 << 20

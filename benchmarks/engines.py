@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from examples import tiny_model
-from tests.vllm.helpers import Engine, LocalPool, closing, prompt, transfer
+from tests.connector.vllm.helpers import Engine, LocalPool, closing, prompt, transfer
 
 PREFIX = 2048
 #: Bytes per second; 0 is as fast as it goes.

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
-from kvpool import process
-from kvpool.bench import Row, table
+from kvpool import runtime as process
 from kvpool.errors import ConfigError
+from kvpool.tools.bench import Row, table
 from kvpool_tiers.hbm import Hbm
 
 #: Size and number of the blocks that are copied at a time.

@@ -23,13 +23,13 @@ from typing import Final
 
 from rich.console import Console
 
-from kvpool import process
-from kvpool.bench import Row, table
-from kvpool.hosts import resident_bytes
+from kvpool import runtime as process
+from kvpool.runtime import resident_bytes
+from kvpool.tools.bench import Row, table
 from kvpool.types import Namespace, Record
 from kvpool_tiers.dram import Dram
-from kvpool_tiers.nvme import Nvme
-from kvpool_tiers.nvme_format import Geometry
+from kvpool_tiers.nvme.format import Geometry
+from kvpool_tiers.nvme.tier import Nvme
 
 _CAPACITY: Final = 2 << 30
 _QUEUE_DEPTH: Final = 16

@@ -21,8 +21,8 @@ from rich.console import Console
 
 import kvpool
 from kvpool import ClientConfig, Namespace
-from kvpool.bench import Row, serving, table
-from kvpool_connector.memory import memory_of
+from kvpool.tools.bench import Row, serving, table
+from kvpool_connector.block_memory import memory_of
 
 _TARGET = 0.6
 

@@ -16,11 +16,13 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from kvpool import process, registry
-from kvpool.bench import Row, table
-from kvpool.core import eviction, hints
-from kvpool.core.policies import arc, density, lease
-from kvpool.core.store import Store
+from kvpool import registry
+from kvpool import runtime as process
+from kvpool.server.eviction import arc, density, lease
+from kvpool.server.eviction import lru as eviction
+from kvpool.server.eviction import session_hints as hints
+from kvpool.server.state.store import Store
+from kvpool.tools.bench import Row, table
 from kvpool.types import ROOT, Namespace, Tag, WriteStatus
 
 NAMESPACE = Namespace("bench")

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import core, policies
-from kvpool import process
-from kvpool.bench import Options, bench, table
+from kvpool import runtime as process
+from kvpool.tools.bench import Options, bench, table
 
 RESULTS = Path(__file__).parent / "results"
 

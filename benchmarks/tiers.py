@@ -26,12 +26,13 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.nvme import Bare
-from kvpool import Pool, process
-from kvpool.bench import Row, table
+from kvpool import Pool
+from kvpool import runtime as process
 from kvpool.checksum import checksum
-from kvpool.children import process_of, servers_up
-from kvpool.client import connect
+from kvpool.client.pool import connect
 from kvpool.config import ClientConfig
+from kvpool.tools.bench import Row, table
+from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool.types import Namespace, TierUsage
 
 _BLOCK: Final = 2 << 20

@@ -24,11 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 import kvpool
-from kvpool import ClientConfig, Namespace, Pool, WriteStatus, process
-from kvpool.bench import machine
-from kvpool.children import Child, process_of, servers_up
+from kvpool import ClientConfig, Namespace, Pool, WriteStatus
+from kvpool import runtime as process
 from kvpool.errors import KvpoolError
-from kvpool.replay import quantiles
+from kvpool.tools.bench import machine
+from kvpool.tools.replay import quantiles
+from kvpool.tools.subprocesses import Child, process_of, servers_up
 
 _NAMESPACE = Namespace("bench")
 _BATCH, _SIZE, _SINGLE = 64, 2 << 20, 64 << 10

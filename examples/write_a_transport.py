@@ -21,10 +21,10 @@ from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.testing import TRANSPORT_CHECKS, check_transport
 from kvpool.types import Cluster
-from kvpool_transports import exchanges
-from kvpool_transports.carried import CarriedChannel
-from kvpool_transports.serving import Sessions
-from kvpool_transports.streams import Stream, StreamPool, os_errors
+from kvpool_transports.streams import requests as exchanges
+from kvpool_transports.streams.channel import CarriedChannel
+from kvpool_transports.streams.server import Sessions
+from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
 
 
 class UnixTransport:

@@ -8,7 +8,7 @@ a server *what*.
     results = await pool.read(namespace, chain[: match.length], buffers, match=match)
 """
 
-from kvpool.client import Pool, connect
+from kvpool.client.pool import Pool, connect
 from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig, read_secret
 from kvpool.errors import (
     BadBuffer,

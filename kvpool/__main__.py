@@ -1,5 +1,5 @@
 """`python -m kvpool` is `kvpool`."""
 
-from kvpool.cli import main
+from kvpool.cli.app import main
 
 main()

@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvpool import registry
-from kvpool.client import Pool
-from kvpool.config import ClientConfig, MasterConfig, ServerConfig, parse_size
-from kvpool.link import ZmqNetwork
-from kvpool.master import Master
+from kvpool.client.pool import Pool
+from kvpool.config import ClientConfig, MasterConfig, ServerConfig
+from kvpool.master.service import Master
+from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Transport
-from kvpool.server import BlockServer
+from kvpool.server.block_server import BlockServer
 from kvpool.types import Cluster
+from kvpool.units import parse_size
 
 _REGISTERED_WITHIN_S = 10.0
 

@@ -13,11 +13,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvpool import logs
-from kvpool.config import ServerConfig, TierSpec, parse_bool, parse_size, parse_tier
-from kvpool.core.eviction import Policy
-from kvpool.core.store import Entry
+from kvpool.config import ServerConfig, TierSpec, parse_tier
 from kvpool.errors import ConfigError
 from kvpool.protocols import Tier, Transport
+from kvpool.protocols.policy import Policy
+from kvpool.units import parse_bool, parse_size
 
 TRANSPORTS = "kvpool.transports"
 TIERS = "kvpool.tiers"
@@ -149,9 +149,9 @@ def _converted(text: str, like: bool | int | float | str, name: str) -> bool | i
     return text
 
 
-def policy(name: str, capacity: int) -> Policy[Entry]:
+def policy(name: str, capacity: int) -> Policy[Any]:
     """A new policy for a store of `capacity` bytes. Raises ConfigError when there is none."""
-    made: Policy[Entry] = _load(POLICIES, name, "policy")(capacity)
+    made: Policy[Any] = _load(POLICIES, name, "policy")(capacity)
     return made
 
 

@@ -17,11 +17,11 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from kvpool import client
+from kvpool.client import pool as client
+from kvpool.client.device_staging import Seen, on_device
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
-from kvpool.staging import Seen, on_device
 from kvpool.types import (
     ROOT,
     Cluster,

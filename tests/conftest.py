@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
-from kvpool.link import ZmqNetwork
+from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Link
 
 NAMESPACE = Namespace("test/model")

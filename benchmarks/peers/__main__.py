@@ -18,9 +18,9 @@ from benchmarks.peers import failures, limits, plot, report, sessions, work
 from benchmarks.peers.contract import Failed, Shape
 from benchmarks.peers.field import CONTENDERS, HARDENED, Contender, Field
 from benchmarks.peers.processes import Rig
-from kvpool import process
-from kvpool.config import parse_size
+from kvpool import runtime as process
 from kvpool.errors import KvpoolError
+from kvpool.units import parse_size
 
 RESULTS = Path(__file__).parent.parent / "results"
 PARTS = ("reads", "singles", "clients", "match", "replay", "pressure", "memory", "failures")

@@ -10,7 +10,7 @@ from benchmarks.peers.contract import Failed
 from benchmarks.peers.field import Contender
 from benchmarks.peers.processes import Process
 from benchmarks.peers.work import Row, quantile
-from kvpool import workload
+from kvpool.tools import workloads as workload
 
 _TURNS_A_TIME = 20
 _PROMPT = 16

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.peers.client import Bench, stamp, wrong_bytes
 from benchmarks.peers.contract import Failed, Key
-from kvpool import workload
+from kvpool.tools import workloads as workload
 
 
 async def round_trip(

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.peers import pool_kvpool, pool_mooncake, pool_redis, tasks, trials
 from benchmarks.peers.client import Bench
 from benchmarks.peers.contract import Client, Memory
-from kvpool import process
+from kvpool import runtime as process
 
 _CLIENTS: dict[str, Callable[[dict[str, Any]], Client]] = {
     "kvpool": pool_kvpool.KvpoolClient,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.types import ROOT, Match, WriteStatus
-from kvpool_connector.estimates import LoadTime, PrefillTime
+from kvpool_connector.cost_model import LoadTime, PrefillTime
 from kvpool_connector.messages import Blocks, Load, Loaded, Probe, Probed, Save, Saved
 
 #: Refused saves that wait for their next try; the oldest are dropped.

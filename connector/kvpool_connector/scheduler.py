@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, Match, Namespace, ReadStatus
 from kvpool_connector import namespace
-from kvpool_connector.background import PoolThread
-from kvpool_connector.estimates import StepTimes
+from kvpool_connector.cost_model import StepTimes
 from kvpool_connector.messages import Hello, Report, Work
 from kvpool_connector.planner import Group, Hints, Limits, Lookup, Planner, Scheduled, Stored
+from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker import IDLE_S
 

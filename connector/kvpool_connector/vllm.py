@@ -32,12 +32,12 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool_connector import settings
-from kvpool_connector.background import PoolThread
-from kvpool_connector.engine import engine_of, events_of, memories_of, packing_of, rank_of
 from kvpool_connector.messages import Report, Work
 from kvpool_connector.planner import Scheduled
+from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.scheduler import Scheduler, Step, hints_of
 from kvpool_connector.stats import PromMetrics, Stats
+from kvpool_connector.vllm_config import engine_of, events_of, memories_of, packing_of, rank_of
 from kvpool_connector.worker import Worker
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, Namespace, Pool, WriteStatus
-from kvpool_connector.background import PoolThread
-from kvpool_connector.memory import BlockMemory
+from kvpool_connector.block_memory import BlockMemory
 from kvpool_connector.messages import (
     Blocks,
     Hello,
@@ -29,6 +28,7 @@ from kvpool_connector.messages import (
     Saved,
     Work,
 )
+from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.settings import Settings
 
 #: A load is at most so many reads, of at least so many bytes. What has come when it is given up is

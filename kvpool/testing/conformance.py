@@ -21,8 +21,9 @@ from types import ModuleType
 from typing import Final, TypeVar
 
 from kvpool.protocols import Tier, Transport
-from kvpool.testing import ending_checks, tier_checks, transport_checks
-from kvpool.testing.stage import ConformanceError, NotDeclared, TransportCheck
+from kvpool.testing import lifecycle_checks as ending_checks
+from kvpool.testing import tier_checks, transport_checks
+from kvpool.testing.harness import ConformanceError, NotDeclared, TransportCheck
 from kvpool.testing.tier_checks import TierCheck
 
 __all__ = [

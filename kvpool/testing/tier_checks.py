@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvpool.errors import KvpoolError, UsageError
 from kvpool.protocols import Addressable, Durable, Mappable, Tier
-from kvpool.testing.stage import NotDeclared, Scene, blank, content, digest, named, told
+from kvpool.testing.harness import NotDeclared, Scene, blank, content, digest, named, told
 from kvpool.types import ROOT, Namespace, Record
 
 CAPACITY: Final = 1 << 20

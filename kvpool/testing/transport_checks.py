@@ -10,7 +10,7 @@ import asyncio
 
 from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, Writing
-from kvpool.testing.stage import (
+from kvpool.testing.harness import (
     CAPACITY,
     LARGE,
     NAMESPACE,

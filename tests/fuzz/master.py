@@ -12,7 +12,7 @@ import atheris
 with atheris.instrument_imports(include=["kvpool"]):
     from kvpool.config import MasterConfig
     from kvpool.errors import KvpoolError
-    from kvpool.master import Master
+    from kvpool.master.service import Master
     from kvpool.wire import frames, messages
 
 from tests.fuzz.driver import Record, fuzz

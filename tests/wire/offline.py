@@ -14,11 +14,11 @@ from typing import Any
 
 from kvpool.config import ServerConfig
 from kvpool.protocols import Handler, Link, Listener
-from kvpool.server import BlockServer
+from kvpool.server.block_server import BlockServer
 from kvpool.types import Cluster
 from kvpool_tiers.dram import Dram
-from kvpool_transports.serving import Session
-from kvpool_transports.streams import Stream
+from kvpool_transports.streams.server import Session
+from kvpool_transports.streams.stream import Stream
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from kvpool.config import MasterConfig
 from kvpool.errors import KvpoolError, PeerError, Unavailable
-from kvpool.master import Master
+from kvpool.master.service import Master
 from kvpool.protocols import Reading
 from kvpool.types import Namespace, Wanted
 from kvpool.wire import frames, messages
-from kvpool_transports.carried import CarriedChannel
-from kvpool_transports.streams import Stream, StreamPool
+from kvpool_transports.streams.channel import CarriedChannel
+from kvpool_transports.streams.stream import Stream, StreamPool
 from tests.wire import offline
 from tests.wire.samples import DIGESTS, KEYS, SAMPLES
 

@@ -1,6 +1,6 @@
 """HBM: one buffer on a CUDA device, reached from host memory through pinned staging.
 
-How bytes cross between host and device, and why nobody waits for it: `kvpool/device.py`. On the
+How bytes cross between host and device, and why nobody waits for it: `device_copy.py`. On the
 device `cpu` the same code runs, with copies that are done when they return.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpool.device import STEP, DeviceCopier, first_line
+from kvpool.device_copy import STEP, DeviceCopier, first_line
 from kvpool.errors import BadBuffer, Closed, ConfigError, UsageError
 from kvpool_tiers.dram import memory_available
 

@@ -30,8 +30,8 @@ from kvpool.protocols import (
     Writing,
 )
 from kvpool.types import Cluster, Namespace, Outgoing, ReadResult, Wanted, WriteStatus
-from kvpool_transports import exchanges
-from kvpool_transports.copier import Copier, Job
+from kvpool_transports.copy_pool import Copier, Job
+from kvpool_transports.streams import requests as exchanges
 
 
 class InprocTransport:

@@ -37,11 +37,11 @@ from kvpool.protocols import (
     Mappable,
 )
 from kvpool.types import Cluster
-from kvpool_transports import exchanges
-from kvpool_transports.copier import Copier
-from kvpool_transports.mapped import MappedChannel
-from kvpool_transports.serving import Session, Sessions
-from kvpool_transports.streams import Stream, StreamPool, os_errors
+from kvpool_transports.copy_pool import Copier
+from kvpool_transports.streams import requests as exchanges
+from kvpool_transports.streams.mapped_channel import MappedChannel
+from kvpool_transports.streams.server import Session, Sessions
+from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 _MADV_POPULATE_WRITE = 23

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
-from kvpool_transports import exchanges
-from kvpool_transports.carried import CarriedChannel
-from kvpool_transports.serving import Sessions
-from kvpool_transports.streams import Stream, StreamPool, os_errors
+from kvpool_transports.streams import requests as exchanges
+from kvpool_transports.streams.channel import CarriedChannel
+from kvpool_transports.streams.server import Sessions
+from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
 
 
 class TcpTransport:

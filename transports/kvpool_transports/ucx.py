@@ -40,10 +40,17 @@ from kvpool.protocols import BlockStore, Channel, Connection, Listener
 from kvpool.types import Cluster
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message, Welcome, decode_answer
-from kvpool_transports import exchanges
-from kvpool_transports.carried import CarriedChannel
-from kvpool_transports.serving import HELLO_S, Session, Sessions
-from kvpool_transports.streams import Landing, Sink, Stream, StreamPool, no_payload, os_errors
+from kvpool_transports.streams import requests as exchanges
+from kvpool_transports.streams.channel import CarriedChannel
+from kvpool_transports.streams.server import HELLO_S, Session, Sessions
+from kvpool_transports.streams.stream import (
+    Landing,
+    Sink,
+    Stream,
+    StreamPool,
+    no_payload,
+    os_errors,
+)
 from kvpool_transports.tcp import TcpListener, parse, tune
 from kvpool_transports.ucx_worker import Path, Transfer, Worker, Workers
 

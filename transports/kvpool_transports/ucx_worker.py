@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool import logs
 from kvpool.errors import BadMessage, KvpoolError, LinkBroken
-from kvpool_transports.streams import by
+from kvpool_transports.streams.stream import by
 
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext, UCXEndpoint, UCXRequest

@@ -1,0 +1,194 @@
+"""The engine's KV cache as memory that the pool can read and write.
+
+Memory of this process is used in place: a block's pieces are handed to the pool as they lie. That
+of a device is staged: one gather on the device, one copy to page-locked memory, and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final, Protocol
+
+import torch
+
+from kvpool.types import Memory
+from kvpool_connector.kv_layout import Strip, Unsupported, View, describe, strips
+
+#: Staging memory of one transfer; larger ones go in several turns.
+STAGING_BYTES: Final = 256 << 20
+
+
+class BlockMemory(Protocol):
+    """Blocks of one KV cache group."""
+
+    block_bytes: int
+    packing: str
+    #: Blocks that one `source` or `target` takes.
+    at_once: int
+
+    def mark(self) -> Any:
+        """What the engine has asked its device for so far. Called by the engine's thread."""
+
+    async def source(self, block_ids: Sequence[int], after: Any) -> list[Memory]:
+        """The bytes of these blocks as of a `mark`, to be read until the blocks change."""
+
+    def target(
+        self, block_ids: Sequence[int], after: Any
+    ) -> AbstractAsyncContextManager[list[Memory]]:
+        """Memory for these blocks; what was written into it is theirs when the `with` has ended."""
+
+
+def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) -> list[View]:
+    """How the layers of a group lie; new allocations are added to `buffers`, as bytes."""
+    views = []
+    for layer in sorted(layers, key=_natural):
+        tensor = layers[layer]
+        storage = tensor.untyped_storage()
+        known = [b.untyped_storage().data_ptr() for b in buffers]
+        if storage.data_ptr() not in known:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            buffers.append(whole.set_(storage))
+            known.append(storage.data_ptr())
+        views.append(
+            View(
+                layer,
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.element_size(),
+                int(tensor.storage_offset()),
+                known.index(storage.data_ptr()),
+            )
+        )
+    return views
+
+
+def memory_of(layers: Mapping[str, torch.Tensor]) -> BlockMemory:
+    """The memory of a group, blocks first in each tensor. Raises Unsupported."""
+    buffers: list[torch.Tensor] = []
+    views = views_of(layers, buffers)
+    if not views:
+        raise Unsupported("a KV cache group without layers")
+    if all(buffer.device.type == "cpu" for buffer in buffers):
+        return InPlace(views, buffers)
+    return Staged(views, buffers)
+
+
+class InPlace:
+    """Blocks in memory of this process."""
+
+    def __init__(self, views: Sequence[View], buffers: Sequence[torch.Tensor]) -> None:
+        self._strips = strips(views)
+        self._bytes = [buffer.numpy().data for buffer in buffers]
+        self.block_bytes = sum(strip.size for strip in self._strips)
+        self.packing = describe(views)
+        self.at_once = 1 << 30
+
+    def mark(self) -> None:
+        return None
+
+    async def source(self, block_ids: Sequence[int], after: None) -> list[Memory]:
+        return [self._pieces(block) for block in block_ids]
+
+    @asynccontextmanager
+    async def target(self, block_ids: Sequence[int], after: None) -> AsyncIterator[list[Memory]]:
+        yield [self._pieces(block) for block in block_ids]
+
+    def _pieces(self, block: int) -> list[Any]:
+        return [
+            self._bytes[buffer][start + block * stride : start + block * stride + size]
+            for buffer, start, stride, size in self._strips
+        ]
+
+
+class Staged:
+    """Blocks in memory of a device, which the host cannot address.
+
+    The device's work is done in a thread of its own and on a stream of its own, so that neither
+    the engine nor the pool waits for it. Each block is one row of a page-locked buffer.
+    """
+
+    def __init__(self, views: Sequence[View], buffers: Sequence[torch.Tensor]) -> None:
+        self._strips = strips(views)
+        self._device = buffers[0].device
+        self.block_bytes = sum(strip.size for strip in self._strips)
+        self.packing = describe(views)
+        self.at_once = max(1, STAGING_BYTES // self.block_bytes)
+        blocks = views[0].shape[0]
+        self._rows = [_rows(buffers[strip.buffer], strip, blocks) for strip in self._strips]
+        self._executor = ThreadPoolExecutor(1, "kvpool-stage")
+        cuda = self._device.type == "cuda"
+        self._pinned = cuda
+        self._stream = torch.cuda.Stream(self._device) if cuda else None
+
+    def mark(self) -> Any:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    async def source(self, block_ids: Sequence[int], after: Any) -> list[Memory]:
+        staged = await self._do(lambda: self._gather(block_ids, after))
+        return [row.numpy().data for row in staged]
+
+    @asynccontextmanager
+    async def target(self, block_ids: Sequence[int], after: Any) -> AsyncIterator[list[Memory]]:
+        staged = await self._do(lambda: self._staging(len(block_ids)))
+        yield [row.numpy().data for row in staged]
+        await self._do(lambda: self._scatter(block_ids, staged, after))
+
+    async def _do(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # A cancelled call must not leave the thread at work on memory that is given back.
+        task = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+
+    def _staging(self, count: int) -> torch.Tensor:
+        return torch.empty(count, self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def _gather(self, block_ids: Sequence[int], after: Any) -> torch.Tensor:
+        host = self._staging(len(block_ids))
+        with torch.cuda.stream(self._stream):  # no stream: no effect
+            if self._stream is not None:
+                self._stream.wait_event(after)
+            ids = torch.tensor(block_ids, device=self._device)
+            device = torch.empty(host.shape, dtype=torch.uint8, device=self._device)
+            start = 0
+            for rows in self._rows:
+                device[:, start : start + rows.shape[1]] = rows.index_select(0, ids)
+                start += rows.shape[1]
+            host.copy_(device, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return host
+
+    def _scatter(self, block_ids: Sequence[int], host: torch.Tensor, after: Any) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None:  # who had these blocks before may still be at work
+                self._stream.wait_event(after)
+            ids = torch.tensor(block_ids, device=self._device)
+            device = host.to(self._device, non_blocking=True)
+            start = 0
+            for rows in self._rows:
+                rows.index_copy_(0, ids, device[:, start : start + rows.shape[1]])
+                start += rows.shape[1]
+        if self._stream is not None:
+            self._stream.synchronize()
+        return host
+
+
+def _rows(buffer: torch.Tensor, strip: Strip, blocks: int) -> torch.Tensor:
+    """One piece of every block, as a row each; no copy."""
+    return torch.as_strided(buffer, (blocks, strip.size), (strip.stride, 1), strip.start)
+
+
+def _natural(layer: str) -> tuple[tuple[int, int | str], ...]:
+    """Layer 10 comes after layer 9."""
+    words = layer.split(".")
+    return tuple((0, int(word)) if word.isdigit() else (1, word) for word in words)

@@ -1,0 +1,190 @@
+"""What the connector must know of a vLLM engine, read from its configuration.
+
+Everything here looks into vLLM; nothing else but `vllm.py` and `stats.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import vllm
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.core import kv_cache_utils
+
+from kvpool import ConfigError
+from kvpool_connector import fingerprint, namespace
+from kvpool_connector.block_memory import BlockMemory, memory_of
+from kvpool_connector.kv_layout import Unsupported
+from kvpool_connector.planner import Group, Stored
+from kvpool_connector.scheduler import Engine
+from kvpool_connector.settings import Settings
+from kvpool_connector.worker import Rank
+
+#: What events call memory that engines reach over the pool.
+_MEDIUM: Final = "CPU"
+
+
+def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Engine:
+    """The engine as the scheduler half sees it. Raises ConfigError for what is not supported."""
+    check_supported(vllm_config, kv_cache_config)
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    hash_block = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+    for spec in specs:
+        if spec.block_size % hash_block:
+            raise ConfigError(f"blocks of {spec.block_size} tokens, hashes of {hash_block}")
+    return Engine(
+        groups=tuple(Group(spec.block_size, spec.block_size // hash_block) for spec in specs),
+        kinds=tuple(_kind(spec) for spec in specs),
+        fields=_fields(vllm_config, kv_cache_config, settings, hash_block),
+        seed=_seed,
+        ranks=ranks,
+        parts=ranks // max(1, kv_cache_config.kv_tp_replicas),
+        blocks=kv_cache_config.num_blocks,
+        loads=vllm_config.kv_transfer_config.is_kv_consumer,
+        saves=vllm_config.kv_transfer_config.is_kv_producer,
+    )
+
+
+def rank_of(vllm_config: Any, kv_cache_config: Any) -> Rank:
+    """Who this worker is. Raises ConfigError for what is not supported."""
+    check_supported(vllm_config, kv_cache_config)
+    tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
+    number = get_pp_group().rank_in_group * tensor_parallel + get_tp_group().rank_in_group
+    replicas = max(1, kv_cache_config.kv_tp_replicas)
+    return Rank(number, number // replicas, number % replicas == 0)
+
+
+def memories_of(caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> list[BlockMemory]:
+    """The memory of each group. Raises ConfigError where it cannot be taken block by block."""
+    memories = []
+    for group in kv_cache_config.kv_cache_groups:
+        layers = {layer: caches[layer] for layer in group.layer_names if layer in caches}
+        try:
+            memory = memory_of(layers)
+        except Unsupported as error:
+            raise ConfigError(f"this KV cache layout is not supported: {error}") from None
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        needed = sum(specs.get(layer, group.kv_cache_spec).real_page_size_bytes for layer in layers)
+        if memory.block_bytes < needed:  # scales that are kept elsewhere, say
+            raise ConfigError(
+                f"this KV cache layout is not supported: a block has {needed} bytes, "
+                f"and its tensors show {memory.block_bytes} of them"
+            )
+        memories.append(memory)
+    return memories
+
+
+def packing_of(vllm_config: Any) -> str:
+    """What the kernels do with the inside of a block: backend and instruction set of each layer."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return ";".join(
+        f"{name}:{type(getattr(layer, 'impl', layer)).__name__}:{getattr(layer, 'isa', '')}"
+        for name, layer in sorted(layers.items())
+    )
+
+
+def events_of(
+    stored: Iterable[Stored], requests: Mapping[str, Any], kv_cache_config: Any
+) -> list[BlockStored]:
+    """KV events for what the pool has now, in the form of the engine's own."""
+    events = []
+    for block in stored:
+        request = requests.get(block.request_id)
+        if request is None:
+            continue
+        spec = kv_cache_config.kv_cache_groups[block.group].kv_cache_spec
+        first, last = block.number * spec.block_size, (block.number + 1) * spec.block_size
+        hashed = kv_cache_config.hash_block_size or spec.block_size
+        parent = request.block_hashes[first // hashed - 1] if first else None
+        lora = getattr(request.lora_request, "name", None)
+        events.append(
+            BlockStored(
+                block_hashes=[kv_cache_utils.maybe_convert_block_hash(block.digest)],
+                parent_block_hash=parent and kv_cache_utils.maybe_convert_block_hash(parent),
+                token_ids=list(request.all_token_ids[first:last]),
+                block_size=spec.block_size,
+                lora_id=None,
+                medium=_MEDIUM,
+                lora_name=lora,
+                group_idx=block.group,
+                locality="REMOTE",
+            )
+        )
+    return events
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError for an engine whose blocks cannot be shared."""
+    parallel = vllm_config.parallel_config
+    groups: Sequence[Any] = kv_cache_config.kv_cache_groups
+    for size, what in (
+        (parallel.decode_context_parallel_size, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size, "prefill context parallelism"),
+    ):
+        if size > 1:
+            raise ConfigError(f"KVPoolConnector does not support {what} ({size})")
+    if kv_cache_config.has_mamba_layers:
+        raise ConfigError("KVPoolConnector does not support Mamba layers: their state is no block")
+    if tuple(kv_cache_config.prefix_cacheable_group_ids) != tuple(range(len(groups))):
+        raise ConfigError("KVPoolConnector supports models only whose every KV group is cacheable")
+    whole_prompts_only = not vllm_config.scheduler_config.enable_chunked_prefill
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    if vllm_config.model_config.use_mla and whole_prompts_only and loads:
+        # Seen with vLLM's reference MLA for CPUs: what is computed behind a loaded prefix is wrong.
+        raise ConfigError(
+            "KVPoolConnector cannot load for this model: vLLM has turned chunked prefill off, and "
+            'computes MLA wrongly behind a prefix that is there already; "kv_producer" can save'
+        )
+    if not vllm_config.cache_config.enable_prefix_caching and len(groups) > 1:
+        raise ConfigError("KVPoolConnector needs prefix caching for a model with several KV groups")
+
+
+def _kind(spec: Any) -> str:
+    window = getattr(spec, "sliding_window", None)
+    return type(spec).__name__.removesuffix("Spec") + (f"-{window}" if window else "")
+
+
+def _fields(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, hash_block: int
+) -> dict[str, object]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    return {
+        "tenant": settings.tenant,
+        "model": settings.model or model.model.rstrip("/").rpartition("/")[2],
+        "weights": settings.revision or _weights(vllm_config),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization or "none",
+        "kv": cache.cache_dtype,
+        "block": "+".join(
+            str(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
+        ),
+        "hash": f"{cache.prefix_caching_hash_algo}/{hash_block}",
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "layout": kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default",
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+    }
+
+
+def _weights(vllm_config: Any) -> str:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        return f"dummy-{model.seed}"
+    try:
+        return fingerprint.weights(model.model, model.revision or "")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot tell which weights these are ({error}): set revision in "
+            "kv_connector_extra_config to a name that is the same for the same weights only"
+        ) from None
+
+
+def _seed() -> str:
+    """What all hashes begin with; vLLM decides on it after it has made the connector."""
+    return namespace.digest(kv_cache_utils.get_none_hash_seed(), 8)

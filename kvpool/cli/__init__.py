@@ -1,0 +1,5 @@
+"""The `kvpool` command."""
+
+from kvpool.cli.app import main
+
+__all__ = ["main"]

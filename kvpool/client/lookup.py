@@ -1,0 +1,168 @@
+"""Where blocks are: what a client asks masters, and what it makes of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.client.servers import Masters, Servers
+from kvpool.errors import BadKey, MasterLost, Unavailable
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    BlockKey,
+    Explanation,
+    Match,
+    Namespace,
+    ReadResult,
+    ReadStatus,
+    Replica,
+    Run,
+    check_digest_size,
+    check_digests,
+)
+from kvpool.wire import messages as wire
+
+#: Keys in one question to a master: an answer where every block lies elsewhere must fit, too.
+_FIND_KEYS: Final = 4096
+#: Pages of a list that a master may send.
+_PAGES_MAX: Final = 1000
+
+
+class Lookup:
+    """Questions to masters; any one that answers will do."""
+
+    def __init__(self, masters: Masters, servers: Servers) -> None:
+        self._masters = masters
+        self._servers = servers
+
+    async def match(self, namespace: Namespace, chain: Sequence[bytes], deadline: float) -> Match:
+        """As `Pool.match`."""
+        size = check_digest_size(chain)
+        runs: list[Run] = []
+        for first in range(0, len(chain), _FIND_KEYS):
+            digests = chain[first : first + _FIND_KEYS]
+            packed = b"".join(digests)
+            if len(packed) != size * len(digests):  # cheaper than looking at hundreds of keys
+                check_digests(chain)
+            try:
+                found = await self._find(namespace, packed, size, True, deadline)
+                runs += _runs(found, first, len(digests))
+            except Unavailable:
+                return Match(tuple(runs), first, ReadStatus.NO_MASTER)
+            if found.misses:
+                length = runs[-1].last + 1 if runs else 0
+                return Match(tuple(runs), length, _miss(found.misses[0]))
+        return Match(tuple(runs), len(chain), ReadStatus.HIT)
+
+    async def explain(
+        self, namespace: Namespace, digests: Sequence[bytes], deadline: float
+    ) -> list[Explanation]:
+        """As `Pool.explain`."""
+        size = check_digests(digests)
+        answers: list[Explanation] = []
+        for first in range(0, len(digests), BATCH_BLOCKS_MAX):
+            batch = digests[first : first + BATCH_BLOCKS_MAX]
+            request = wire.Explain(namespace.name, namespace.parts, size, b"".join(batch))
+            explained = await self._masters.ask(request, wire.Explained, deadline)
+            if len(explained.blocks) != len(batch):
+                raise MasterLost(f"a master answered for {len(explained.blocks)} of {len(batch)}")
+            answers += [
+                Explanation(
+                    BlockKey(namespace, digest),
+                    _read_status(status),
+                    tuple(Replica(*replica) for replica in replicas),
+                    text,
+                )
+                for digest, (status, text, replicas) in zip(batch, explained.blocks, strict=True)
+            ]
+        return answers
+
+    async def namespaces(self, deadline: float) -> list[tuple[Namespace, int]]:
+        """As `Pool.namespaces`."""
+        found: list[tuple[Namespace, int]] = []
+        for _ in range(_PAGES_MAX):
+            last = found[-1][0] if found else None
+            question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
+            answer = await self._masters.ask(question, wire.NamespacesAre, deadline)
+            try:
+                found += [(Namespace(name, parts), n) for name, parts, n in answer.namespaces]
+            except BadKey as error:
+                raise MasterLost(f"a master answered with {error}") from None
+            if not answer.more or not answer.namespaces:
+                break
+        return found
+
+    async def locate(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        part: int,
+        match: Match | None,
+        deadline: float,
+    ) -> tuple[list[ReadResult], list[list[str]]]:
+        """For each block the result so far and the servers to ask, best last (they are popped)."""
+        # What a match does not cover was not asked for: never a hit, whatever the match says.
+        unknown = ReadStatus.NO_MASTER if match is None else match.stopped
+        unknown = ReadStatus.NEVER_WRITTEN if unknown.hit else unknown
+        results = [ReadResult(unknown)] * len(digests)
+        places: list[list[str]] = [[] for _ in digests]
+        runs: list[Run] = []
+        if match is not None:
+            runs = list(match.runs)
+        else:
+            for first in range(0, len(digests), _FIND_KEYS):
+                batch = digests[first : first + _FIND_KEYS]
+                try:
+                    packed = b"".join(batch)
+                    found = await self._find(namespace, packed, len(batch[0]), False, deadline)
+                    runs += _runs(found, first, len(batch))
+                except Unavailable:
+                    break
+                found_at = {i for run in runs for i in range(run.first, run.last + 1)}
+                misses = iter(found.misses)
+                for position in range(first, first + len(batch)):
+                    if position not in found_at:
+                        results[position] = ReadResult(_miss(next(misses, 0)))
+        for run in runs:
+            here = (replica.server for replica in run.replicas if replica.part == part)
+            servers = self._servers.best_first(here)[::-1]
+            for position in range(run.first, min(run.last + 1, len(digests))):
+                places[position] = list(servers)
+        return results, places
+
+    async def _find(
+        self, namespace: Namespace, packed: bytes, size: int, prefix: bool, deadline: float
+    ) -> wire.Found:
+        request = wire.Find(namespace.name, namespace.parts, size, packed, prefix)
+        return await self._masters.ask(request, wire.Found, deadline)
+
+
+def _runs(found: wire.Found, first: int, count: int) -> list[Run]:
+    """The runs of an answer, moved to their place in the whole chain.
+
+    Raises Unavailable for an answer that cannot be true, and so is none.
+    """
+    runs = []
+    position = covered = 0
+    for run_first, run_last, replicas in found.runs:
+        if not position <= run_first <= run_last < count:
+            raise Unavailable(f"a master answered with run {run_first}-{run_last} of {count}")
+        position = run_last + 1
+        covered += position - run_first
+        runs.append(Run(first + run_first, first + run_last, tuple(Replica(*r) for r in replicas)))
+    if not found.misses and covered != count:
+        raise Unavailable(f"a master answered for {covered} of {count} blocks")
+    return runs
+
+
+def _read_status(value: int) -> ReadStatus:
+    try:
+        return ReadStatus(value)
+    except ValueError:
+        return ReadStatus.NEVER_WRITTEN
+
+
+def _miss(value: int) -> ReadStatus:
+    """The reason of a miss; a master that calls it a hit knows none."""
+    status = _read_status(value)
+    return ReadStatus.NEVER_WRITTEN if status.hit else status

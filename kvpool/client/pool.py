@@ -1,0 +1,422 @@
+"""The client: what a program calls. It asks a master where, and servers what.
+
+Here calls are checked and get their deadline; `lookup.py` asks masters, `reader.py` and
+`writer.py` move blocks. A miss is an answer, never an exception; exceptions are for calls that
+are wrong in themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from kvpool import registry
+from kvpool.client import buffers as pieces
+from kvpool.client.device_staging import Seen, Staging, split
+from kvpool.client.location_cache import Sightings
+from kvpool.client.lookup import Lookup
+from kvpool.client.reader import Reader
+from kvpool.client.servers import Masters, Servers, together
+from kvpool.client.writer import Writer
+from kvpool.config import ClientConfig, transport_settings
+from kvpool.errors import (
+    BadBuffer,
+    BadKey,
+    Closed,
+    KvpoolError,
+    MasterLost,
+    TooLarge,
+    Unavailable,
+    UsageError,
+)
+from kvpool.net.zmq_rpc import ZmqNetwork, why_silent
+from kvpool.protocols import (
+    Channel,
+    Network,
+    Transport,
+    View,
+    Writing,
+)
+from kvpool.runtime import Host, this_host
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    COPIES_MAX,
+    ROOT,
+    Buffer,
+    Cluster,
+    Explanation,
+    Gathered,
+    HintStatus,
+    Match,
+    Member,
+    Namespace,
+    ReadResult,
+    ReadStatus,
+    Tag,
+    WriteStatus,
+    check_digests,
+    check_resume_in,
+    check_session,
+)
+from kvpool.wire import messages as wire
+
+
+async def connect(
+    *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
+) -> Pool:
+    """Open a pool on the masters at `host:port`; any one of them is enough.
+
+    A cluster with a secret is `Cluster(name, secret)`. Raises MasterLost when none answers within
+    the configured time.
+    """
+    cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
+    if config is None:
+        config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
+    settings = transport_settings(config)
+    transports = registry.transports(config.transports, settings=settings)
+    network = ZmqNetwork(cluster)
+    try:
+        pool = Pool(
+            config, cluster=cluster, network=network, transports=transports, owns_network=True
+        )
+    except BaseException:
+        network.close()
+        raise
+    try:
+        await pool.members()
+    except MasterLost as error:
+        await pool.close()
+        raise MasterLost(f"{error}{await why_silent(config.masters, cluster)}") from None
+    except BaseException:
+        await pool.close()
+        raise
+    return pool
+
+
+class Pool:
+    """The pool, as one client sees it. Belongs to the event loop that made it.
+
+    Every call takes `timeout` in seconds (default: `ClientConfig.timeout_s`) and ends by then.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        cluster: Cluster,
+        network: Network,
+        transports: Mapping[str, Transport],
+        owns_network: bool = False,
+        host: Host | None = None,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._config = config
+        self._network = network
+        self._owns_network = owns_network
+        self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
+        self._closed = False
+        self.counters: Counter[str] = Counter()
+        self._masters = Masters(network, config)
+        host = host or this_host()
+        counters = self.counters
+        self._servers = servers = Servers(
+            config, cluster, host, transports, self._masters, counters, chance
+        )
+        self._staging = staging = Staging(config.device_staging, counters)
+        sightings = Sightings()
+        self._lookup = lookup = Lookup(self._masters, servers)
+        self._reader = Reader(config, lookup, servers, sightings, staging, counters)
+        self._writer = Writer(host.id, self._masters, servers, sightings, staging, counters)
+
+    def __repr__(self) -> str:
+        return f"<Pool {'closed' if self._closed else 'open'} {self._servers!r}>"
+
+    async def __aenter__(self) -> Pool:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    # --- looking -------------------------------------------------------------------------
+
+    async def match(
+        self, namespace: Namespace, chain: Sequence[bytes], *, timeout: float | None = None
+    ) -> Match:
+        """The longest prefix of `chain` that the pool holds, and why it ends there.
+
+        It reserves nothing and touches nothing. Without any master the answer is an empty match
+        with the reason NO_MASTER.
+        """
+        return await self._lookup.match(namespace, chain, self._begin(timeout))
+
+    async def explain(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[Explanation]:
+        """Where each block is, or why it is not, in words. Raises MasterLost."""
+        return await self._lookup.explain(namespace, digests, self._begin(timeout))
+
+    async def members(self, *, timeout: float | None = None) -> list[Member]:
+        """Every server a master knows of, the silent ones included. Raises MasterLost."""
+        return await self._servers.refresh(self._begin(timeout))
+
+    async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        """The namespaces that have blocks, by name, and how many each. Raises MasterLost.
+
+        Of a thousand pages at most: more are not looked at.
+        """
+        return await self._lookup.namespaces(self._begin(timeout))
+
+    # --- reading -------------------------------------------------------------------------
+
+    async def read(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        buffers: Sequence[Seen],
+        *,
+        part: int = 0,
+        match: Match | None = None,
+        timeout: float | None = None,
+    ) -> list[ReadResult]:
+        """Fill each buffer with its block, or say why not: one result per block.
+
+        A buffer may be a list of several pieces of memory, which are filled one after the other.
+        It may lie on a CUDA device: the device then waits for what the calling thread has asked
+        of it on its current stream, and has the bytes when a hit is returned. With the `match`
+        that these digests (or a longer chain that begins with them) were found by, no master is
+        asked again. When it returns or raises, nobody writes to the buffers any more; buffers of
+        misses may have been written to, and their contents mean nothing. Raises Unavailable when
+        a device fails.
+        """
+        deadline = self._begin(timeout)
+        check_digests(digests)
+        _check_part(namespace, part)
+        if len(buffers) != len(digests):
+            raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
+        target = split(buffers, pieces.writable)
+        results = await self._reader.read(namespace, part, digests, target, match, deadline)
+        for position, result in enumerate(results):
+            if result.status is ReadStatus.BUFFER_TOO_SMALL:
+                raise BadBuffer(
+                    f"buffer {position} has {target.sizes[position]} bytes, block "
+                    f"{digests[position].hex()[:12]} is larger"
+                )
+        return results
+
+    @asynccontextmanager
+    async def read_view(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        *,
+        part: int = 0,
+        match: Match | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[list[View]]:
+        """The pool's own memory, pinned inside the `with`: no copy at all.
+
+        Where a server is not on this host, or its transport cannot show memory, the blocks are
+        misses with the reason REFUSED: use `read`. The memory is read-only.
+        """
+        deadline = self._begin(timeout)
+        check_digests(digests)
+        _check_part(namespace, part)
+        async with self._reader.read_view(namespace, part, digests, match, deadline) as views:
+            yield views
+
+    # --- writing -------------------------------------------------------------------------
+
+    async def write(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        buffers: Sequence[Seen],
+        *,
+        parent: bytes = ROOT,
+        parents: Sequence[bytes] | None = None,
+        part: int = 0,
+        copies: int = 1,
+        visible: bool = True,
+        session: str = "",
+        resume_in: float | None = None,
+        timeout: float | None = None,
+    ) -> list[WriteStatus]:
+        """Store blocks; one status per block.
+
+        The digests are a chain: each block's parent is the one before it, and the first one's is
+        `parent` (ROOT at the start of a prompt), unless `parents` names them all. `copies` are
+        on servers of their own: with fewer servers, or no room on some, there are fewer, which
+        `counters["copies_missing"]` tells; a block with one copy is stored. A buffer may be a list
+        of several pieces of memory: the block is their concatenation. It may lie on a CUDA device:
+        what is stored is what the calling thread's current stream leaves there. With `visible`
+        the call returns when every living master can be asked for the blocks. The buffers are the
+        caller's again when it returns or raises.
+
+        With a `session`, the blocks are part of what that conversation says: when it ends, or
+        goes on from an earlier point, those that nobody else uses go first. `resume_in` says in
+        how many seconds its next prompt is expected, as `hint` does, but in time for this write.
+        """
+        deadline = self._begin(timeout)
+        size = check_digests(digests)
+        _check_part(namespace, part)
+        tag = _tag(session, resume_in)
+        if not 1 <= copies <= COPIES_MAX:
+            raise UsageError(f"copies is {copies}, expected 1 to {COPIES_MAX}")
+        if len(buffers) != len(digests):
+            raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
+        if parents is None:
+            parents = [parent, *digests[:-1]]
+        _check_parents(parents, digests, size)
+        source = split(buffers, pieces.readable)
+        writing = Writing(namespace, part, visible, tag)
+        statuses = await self._writer.write(writing, digests, parents, source, copies, deadline)
+        for position, status in enumerate(statuses):
+            if status is WriteStatus.TOO_LARGE:
+                raise TooLarge(
+                    f"block {digests[position].hex()[:12]} has {source.sizes[position]} "
+                    "bytes, more than any server's whole segment"
+                )
+        return statuses
+
+    async def write_to(
+        self,
+        server: str,
+        namespace: Namespace,
+        digest: bytes,
+        buffer: Buffer,
+        *,
+        timeout: float | None = None,
+    ) -> WriteStatus:
+        """Store one block on a server of your choice: for trials and tools.
+
+        Raises ServerLost when that server cannot be reached.
+        """
+        deadline = self._begin(timeout)
+        check_digests([digest])
+        (view,) = pieces.readable(buffer, 0)
+        block = Gathered(digest, ROOT, (view,), len(view))
+        (status,) = await self._servers.write(
+            server, Writing(namespace, 0, True), [block], deadline
+        )
+        return status
+
+    async def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
+        """This conversation is over: of its blocks those that no other uses go first.
+
+        Advice, as `hint` is: it travels over one master to every server within a heartbeat, and
+        never raises for what the pool cannot do.
+        """
+        check_session(session)
+        return await self._hint(wire.Hint(session, None), timeout)
+
+    async def hint(
+        self, session: str, *, resume_in: float, timeout: float | None = None
+    ) -> HintStatus:
+        """In `resume_in` seconds this conversation is expected to go on; until then it stays.
+
+        Of all that are expected the furthest goes first. One that does not come lapses. The
+        status is the master's; what the servers made of it is in their counters.
+        """
+        check_session(session)
+        check_resume_in(resume_in)
+        return await self._hint(wire.Hint(session, resume_in), timeout)
+
+    async def _hint(self, hint: wire.Hint, timeout: float | None) -> HintStatus:
+        try:
+            hinted = await self._masters.ask(hint, wire.Hinted, self._begin(timeout))
+            status = HintStatus(hinted.status)
+        except (Unavailable, ValueError):
+            status = HintStatus.REFUSED
+        self.counters[f"hint_{status.name.lower()}"] += 1
+        return status
+
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[bool]:
+        """Forget blocks, every part and copy; True where the pool had one. Raises MasterLost."""
+        deadline = self._begin(timeout)
+        check_digests(digests)
+        removed = [False] * len(digests)
+        for first in range(0, len(digests), BATCH_BLOCKS_MAX):
+            batch = digests[first : first + BATCH_BLOCKS_MAX]
+            # Every living server, not only those in the map: the map may not know yet.
+            servers = [m.server for m in await self._servers.refresh(deadline) if m.alive]
+            answers = await together(
+                [
+                    self._servers.call(
+                        server, functools.partial(_remove, namespace, batch, deadline), deadline
+                    )
+                    for server in servers
+                ]
+            )
+            for answer in answers:
+                if not isinstance(answer, KvpoolError):
+                    for position, one in enumerate(answer):
+                        removed[first + position] |= one
+        return removed
+
+    async def close(self) -> None:
+        """End every call that is running, then every connection. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await self._servers.close()
+            self._masters.close()
+            self._staging.close()
+            if self._owns_network:
+                self._network.close()
+
+    # --- inside --------------------------------------------------------------------------
+
+    def _begin(self, timeout: float | None) -> float:
+        """The deadline of a call that starts now. Raises Closed in the wrong place."""
+        if self._closed:
+            raise Closed("the pool is closed")
+        if os.getpid() != self._pid:
+            raise Closed("the pool was opened before a fork: open another one in the child")
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not self._loop:
+            raise Closed(
+                "the pool belongs to another event loop or thread: use kvpool.sync.Pool from "
+                "threads, or open one pool in each loop"
+            )
+        seconds = self._config.timeout_s if timeout is None else timeout
+        return self._loop.time() + seconds
+
+
+async def _remove(
+    namespace: Namespace, digests: Sequence[bytes], deadline: float, channel: Channel
+) -> list[bool]:
+    return await channel.remove(namespace, digests, deadline=deadline)
+
+
+def _tag(session: str, resume_in: float | None) -> Tag | None:
+    if resume_in is not None:
+        check_resume_in(resume_in)
+    if session or resume_in is not None:
+        check_session(session)
+        return Tag(session, resume_in)
+    return None
+
+
+def _check_part(namespace: Namespace, part: int) -> None:
+    if not 0 <= part < namespace.parts:
+        raise BadKey(f"part {part} of a namespace with {namespace.parts} part(s)")
+
+
+def _check_parents(parents: Sequence[bytes], digests: Sequence[bytes], size: int) -> None:
+    if len(parents) != len(digests):
+        raise BadKey(f"{len(parents)} parents for {len(digests)} keys")
+    for index, (parent, digest) in enumerate(zip(parents, digests, strict=True)):
+        if parent != ROOT and len(parent) != size:
+            raise BadKey(f"parent {index} has {len(parent)} bytes, the keys have {size}")
+        if parent == digest:
+            raise BadKey(f"key {index} ({digest.hex()[:12]}) names itself as its parent")

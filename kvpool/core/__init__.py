@@ -1,1 +1,0 @@
-"""kvpool core: pure bookkeeping. No asyncio, no clock, no randomness, no I/O."""

@@ -1,0 +1,258 @@
+"""The master: the directory behind a socket.
+
+It answers each request at once from `core.directory`; nothing here waits, so the map is never
+seen half changed. It keeps no file and needs no peer: after a restart the servers tell it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from kvpool import logs
+from kvpool.config import MasterConfig, check_bind
+from kvpool.errors import BadMessage
+from kvpool.master.state.directory import Directory, Report
+from kvpool.master.state.hint_log import Relay
+from kvpool.protocols import Listener, Network
+from kvpool.types import Namespace, ReadStatus, Replica, TierUsage
+from kvpool.wire import messages as wire
+
+log = logs.get("kvpool.master")
+
+#: Of members in one answer: whatever servers say of themselves, it stays below BODY_SIZE_MAX.
+_PAGE_BYTES = 512 << 10
+
+M = TypeVar("M", bound=wire.Message)
+
+
+class Master:
+    """One master. `start`, then `close`; several side by side share nothing."""
+
+    def __init__(
+        self, config: MasterConfig, network: Network, *, directory: Directory | None = None
+    ) -> None:
+        self._config = config
+        self._network = network
+        if directory is None:
+            directory = Directory(timeout_s=config.timeout_s, forget_s=config.forget_s)
+        self.directory = directory
+        self._hints = Relay()
+        self._listener: Listener | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._started = 0.0
+        #: How many of each kind were answered.
+        self.requests: Counter[str] = Counter()
+        self._handlers: dict[int, Callable[[bytes], wire.Message]] = {}
+        self._handle(wire.Register, self._register)
+        self._handle(wire.Heartbeat, self._heartbeat)
+        self._handle(wire.Leave, self._leave)
+        self._handle(wire.Announce, self._announce)
+        self._handle(wire.Inventory, self._inventory)
+        self._handle(wire.Find, self._find)
+        self._handle(wire.Place, self._place)
+        self._handle(wire.Members, self._members)
+        self._handle(wire.Explain, self._explain)
+        self._handle(wire.Hint, self._hint)
+        self._handle(wire.Namespaces, self._namespaces)
+
+    def __repr__(self) -> str:
+        return f"<Master {self.address} {len(self.directory)} blocks>"
+
+    @property
+    def address(self) -> str:
+        """`host:port`, once started."""
+        return self._listener.address if self._listener is not None else ""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the address is taken or not loopback."""
+        check_bind(self._config.bind, self._config.insecure or self._network.authenticated)
+        self._started = self._now()
+        self._listener = await self._network.serve(self._config.bind, self.handle)
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        log.info("master is up", address=self.address)
+
+    async def close(self) -> None:
+        """Stop answering. The servers will tell the next master everything."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.wait([self._ticker])
+        if self._listener is not None:
+            await self._listener.close()
+
+    def handle(self, type: int, body: bytes) -> tuple[int, bytes]:
+        """Answer one request. Raises PeerError, which goes back to that peer as an `Error`."""
+        handler = self._handlers.get(type)
+        if handler is None:
+            raise BadMessage(f"message type {type} is no request to a master")
+        return wire.encode(handler(body))
+
+    def uptime_s(self, now: float) -> float:
+        return max(0.0, now - self._started)
+
+    def _handle(self, type: type[M], answer: Callable[[M], wire.Message]) -> None:
+        number, name = wire.TYPES[type], type.__name__.lower()
+
+        def handle(body: bytes) -> wire.Message:
+            self.requests[name] += 1
+            return answer(wire.decode(type, number, body))
+
+        self._handlers[number] = handle
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _tick(self) -> None:
+        while True:
+            self.directory.tick(self._now())
+            # A sweep goes on in small steps, between requests.
+            sweeping = self.directory.sweep()
+            await asyncio.sleep(0.001 if sweeping else self._config.timeout_s / 6)
+
+    # --- from servers ------------------------------------------------------------------
+
+    def _register(self, m: wire.Register) -> wire.Registered:
+        for name in (m.server, m.host, *m.addresses, *m.tiers):
+            if not name.isprintable():  # they end up on terminals and in logs
+                raise BadMessage(f"{name[:40]!r} is not printable")
+        accepted = self.directory.register(
+            m.server, m.epoch, m.host, m.addresses, m.tiers, m.capacity, self._now()
+        )
+        log.info("server registered" if accepted else "server id is taken", server=m.server)
+        return wire.Registered(accepted, self.address, self._hints.last)
+
+    def _heartbeat(self, m: wire.Heartbeat) -> wire.Known:
+        report = Report(
+            m.free,
+            m.used,
+            m.blocks,
+            m.pins,
+            m.reservations,
+            m.rss,
+            m.victim_age_s,
+            tuple(TierUsage(*msgspec.structs.astuple(tier)) for tier in m.tiers),
+        )
+        now = self._now()
+        if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now, m.sequence):
+            return wire.Known(False)
+        hints, heard = self._hints.since(m.hints_heard, wire.HINTS_MAX)
+        told = [(hint.session, max(0.0, now - hint.given), hint.resume_in) for hint in hints]
+        return wire.Known(True, told, heard)
+
+    def _leave(self, m: wire.Leave) -> wire.Known:
+        self.directory.leave(m.server, m.epoch)
+        return wire.Known(True)
+
+    def _announce(self, m: wire.Announce) -> wire.Announced:
+        changes = [_checked(change) for change in m.changes]
+        accepted = self.directory.accepts(m.server, m.epoch, m.sequence)
+        if accepted:
+            for change in changes:
+                self._apply(m.server, *change)
+        return wire.Announced(accepted is not False)
+
+    def _inventory(self, m: wire.Inventory) -> wire.Announced:
+        changes = [_checked(change) for change in m.changes]
+        accepted = self.directory.accepts_piece(m.server, m.epoch, m.sequence, m.piece)
+        if accepted:
+            for change in changes:
+                self._apply(m.server, *change)
+            if m.last:
+                self.directory.end_inventory(m.server)
+        return wire.Announced(accepted is not False)
+
+    def _apply(
+        self,
+        server: str,
+        change: wire.BlockChanges,
+        namespace: Namespace,
+        digests: tuple[bytes, ...],
+        status: ReadStatus,
+    ) -> None:
+        if status is ReadStatus.HIT:
+            self.directory.stored(server, namespace, change.part, change.tier, digests)
+        else:
+            self.directory.gone(server, namespace, change.part, digests, status)
+
+    # --- from clients ------------------------------------------------------------------
+
+    def _find(self, m: wire.Find) -> wire.Found:
+        namespace, digests = wire.unpack_keys(m)
+        runs, reasons = self.directory.find(namespace, digests, prefix=m.prefix)
+        return wire.Found(
+            [(run.first, run.last, _replicas(run.replicas)) for run in runs],
+            bytes(reasons.values()),
+        )
+
+    def _place(self, m: wire.Place) -> wire.Placed:
+        namespace, digests = wire.unpack_keys(m)
+        placement = self.directory.place(namespace, digests, m.parent, m.size, m.host, m.copies)
+        return wire.Placed(
+            list(placement.servers), bytes([min(copies, 255) for copies in placement.copies])
+        )
+
+    def _members(self, m: wire.Members) -> wire.MembersAre:
+        now = self._now()
+        members = sorted(self.directory.members(now), key=lambda member: member.server)
+        page: list[wire.MemberInfo] = []
+        size, more = 0, False
+        for member in members:
+            if member.server <= m.after:
+                continue
+            info = wire.MemberInfo(
+                **{
+                    **member._asdict(),
+                    "addresses": list(member.addresses),
+                    "tiers": list(member.tiers),
+                    "usage": [wire.TierUsage(*tier) for tier in member.usage],
+                }
+            )
+            size += wire.encoded_size(info)
+            if page and size > _PAGE_BYTES:
+                more = True
+                break
+            page.append(info)
+        return wire.MembersAre(self.address, self.uptime_s(now), len(self.directory), page, more)
+
+    def _hint(self, m: wire.Hint) -> wire.Hinted:
+        if not m.session.isprintable():
+            raise BadMessage(f"session {m.session[:40]!r} is not printable")
+        return wire.Hinted(self._hints.add(m.session, m.resume_s, self._now()))
+
+    def _namespaces(self, m: wire.Namespaces) -> wire.NamespacesAre:
+        found = self.directory.namespaces((m.after, m.parts), wire.NAMESPACES_MAX + 1)
+        page = found[: wire.NAMESPACES_MAX]
+        return wire.NamespacesAre(
+            [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
+            len(found) > len(page),
+        )
+
+    def _explain(self, m: wire.Explain) -> wire.Explained:
+        namespace, digests = wire.unpack_keys(m)
+        return wire.Explained(
+            [
+                (answer.status, answer.text, _replicas(answer.replicas))
+                for answer in self.directory.explain(namespace, digests)
+            ]
+        )
+
+
+def _checked(
+    change: wire.BlockChanges,
+) -> tuple[wire.BlockChanges, Namespace, tuple[bytes, ...], ReadStatus]:
+    """Everything about a change is looked at before any of its message is applied."""
+    namespace, digests = wire.unpack_keys(change)
+    if change.part >= namespace.parts:
+        raise BadMessage(f"part {change.part} of a namespace with {namespace.parts} parts")
+    try:
+        return change, namespace, digests, ReadStatus(change.status)
+    except ValueError as error:
+        raise BadMessage(str(error)) from None
+
+
+def _replicas(replicas: tuple[Replica, ...]) -> list[tuple[str, str, int]]:
+    return [(replica.server, replica.tier, replica.part) for replica in replicas]

@@ -1,0 +1,284 @@
+"""`kvpool doctor`: what keeps a pool from working or from being fast, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import platform
+import secrets
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvpool import registry
+from kvpool.client.device_staging import ROUND
+from kvpool.client.pool import Pool
+from kvpool.config import ClientConfig, Config, cluster_of, transport_settings
+from kvpool.device_copy import first_line
+from kvpool.errors import ConfigError, KvpoolError
+from kvpool.net.zmq_rpc import ZmqNetwork, why_silent
+from kvpool.protocols import Described
+from kvpool.types import Cluster, Member, Namespace
+
+_TRIAL_SIZE = 1 << 20
+
+
+class Finding(NamedTuple):
+    """One check. `verdict` is ok, warn or fail; `advice` says what to do unless it is ok."""
+
+    check: str
+    verdict: str
+    text: str
+    advice: str = ""
+
+
+async def examine(settings: Config) -> list[Finding]:
+    """Look at this machine, the masters, the servers, and one real block on each transport."""
+    findings = [_python(), _loop(), _kernel(), _huge_pages(), *_transports(settings.client)]
+    findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
+    findings += [await _master(settings, address) for address in settings.client.masters]
+    findings += await _pool(settings)
+    return findings
+
+
+def _python() -> Finding:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("kvpool", "pyzmq", "msgspec"))
+    return Finding("python", "ok", f"{platform.python_version()}, {packages}")
+
+
+def _loop() -> Finding:
+    try:
+        return Finding("event loop", "ok", f"uvloop {version('uvloop')}")
+    except ImportError:
+        return Finding("event loop", "warn", "asyncio's own", "pip install uvloop")
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    if not hasattr(os, "memfd_create"):
+        return Finding("kernel", "fail", f"{release} has no memfd", "use Linux >= 3.17")
+    if _kernel_version() < (5, 14):
+        return Finding(
+            "kernel", "warn", f"{release} cannot touch pages in advance", "use Linux >= 5.14"
+        )
+    return Finding("kernel", "ok", release)
+
+
+def _kernel_version() -> tuple[int, int]:
+    major, minor = platform.release().split(".")[:2]
+    return int(major), int(minor)
+
+
+def _huge_pages() -> Finding:
+    path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    try:
+        with open(path) as file:
+            mode = file.read().partition("[")[2].partition("]")[0]
+    except OSError:
+        mode = "unknown"
+    if mode in ("always", "advise", "within_size"):
+        return Finding("huge pages", "ok", f"shared memory: {mode}")
+    if mode == "never" and _kernel_version() >= (6, 1):
+        return Finding("huge pages", "ok", "shared memory: never; made of small ones afterwards")
+    return Finding("huge pages", "warn", f"shared memory: {mode}", f"echo advise > {path}")
+
+
+def _transports(config: ClientConfig) -> list[Finding]:
+    findings = []
+    known = registry.installed(registry.TRANSPORTS)
+    for scheme in config.transports:
+        if scheme not in known:
+            findings.append(
+                Finding(f"transport {scheme}", "warn", "not installed", "see README, extras")
+            )
+            continue
+        try:
+            made = registry.transport(scheme, transport_settings(config).get(scheme))
+            note = made.note if isinstance(made, Described) else known[scheme].value
+        except ConfigError as error:
+            # One of several is left out, and the pool works; the error says how to get it.
+            verdict = "ok" if len(config.transports) > 1 else "fail"
+            text = f"left out: {error}"
+            findings.append(Finding(f"transport {scheme}", verdict, text, "see README, extras"))
+        else:
+            findings.append(Finding(f"transport {scheme}", "ok", note))
+    return findings
+
+
+def device_memory(config: ClientConfig) -> Finding:
+    """How blocks would go from and to memory of a GPU: staged, or not at all, and why."""
+    check = "device memory"
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    advice = "pip install a torch that is built for CUDA" if gpus else ""
+    verdict = "warn" if gpus else "ok"
+    here = f"the driver knows {gpus} GPUs" if gpus else "no NVIDIA driver"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(check, verdict, f"not used: torch is not installed; {here}", advice)
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding(check, "warn", f"not used: {first_line(error)}", "install torch again")
+    if not torch.cuda.is_available():
+        why = "finds no device" if torch.version.cuda else "was built without CUDA"
+        text = f"not used: torch {torch.__version__} {why}; {here}"
+        return Finding(check, verdict, text, advice if not torch.version.cuda else _NO_DEVICE)
+    devices = ", ".join(
+        f"cuda:{n} {torch.cuda.get_device_name(n)}" for n in range(torch.cuda.device_count())
+    )
+    text = (
+        f"{devices}: staged through {config.device_staging >> 20} MiB of pinned memory, over every "
+        "transport; not direct (GPUDirect RDMA, CUDA IPC), because the host verifies what is read"
+    )
+    if config.device_staging < 2 * ROUND:
+        advice = f"client.device_staging below {2 * ROUND >> 20} MiB: rounds wait for each other"
+        return Finding(check, "warn", text, advice)
+    return Finding(check, "ok", text)
+
+
+#: What to do when torch could use a GPU and there is none that it can.
+_NO_DEVICE = "see nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is new enough for torch"
+
+
+async def _master(settings: Config, address: str) -> Finding:
+    only = _asking(settings.client, [address], settings.client.transports)
+    try:
+        async with _client(cluster_of(settings), only) as pool:
+            started = time.perf_counter()
+            members = await pool.members()
+    except KvpoolError as error:
+        hint = await why_silent([address], cluster_of(settings))
+        advice = "see secret_file" if hint else f"start it: kvpool master --bind {address}"
+        return Finding(f"master {address}", "fail", f"{error}{hint}", advice)
+    took_ms = (time.perf_counter() - started) * 1e3
+    alive = sum(member.alive for member in members)
+    text = f"answers in {took_ms:.1f} ms, {alive} of {len(members)} servers up"
+    if not alive:
+        return Finding(
+            f"master {address}", "fail", text, f"start one: kvpool server --masters {address}"
+        )
+    return Finding(f"master {address}", "ok", text)
+
+
+async def _pool(settings: Config) -> list[Finding]:
+    """Write, read and remove a block on every transport to every living server."""
+    findings = []
+    try:
+        async with _client(
+            cluster_of(settings),
+            _asking(settings.client, settings.client.masters, settings.client.transports),
+        ) as pool:
+            members = await pool.members()
+            findings += compared(await pool.namespaces())
+    except KvpoolError:
+        return []
+    for member in members:
+        if not member.alive:
+            findings.append(
+                Finding(
+                    f"server {member.server}",
+                    "warn",
+                    f"silent for {member.heard_s:.0f} s",
+                    "look at its log, or wait until it is forgotten",
+                )
+            )
+            continue
+        schemes = [address.partition("://")[0] for address in member.addresses]
+        findings += [
+            await _trial(settings, member, scheme)
+            for scheme in schemes
+            if scheme in settings.client.transports and scheme != "inproc"
+        ]
+    return findings
+
+
+#: What to do about a field in which two engines of one model differ.
+_ADVICE = {
+    "seed": "set PYTHONHASHSEED to the same value for every engine, or for none",
+    "hash": "give every engine the same --prefix-caching-hash-algo and block size",
+    "block": "give every engine the same --block-size",
+    "dtype": "give every engine the same --dtype",
+    "kv": "give every engine the same --kv-cache-dtype",
+    "weights": "these are different weights: rightly apart, or set the same revision",
+    "tp": "engines of different --tensor-parallel-size cannot share blocks",
+    "pp": "engines of different --pipeline-parallel-size cannot share blocks",
+    "layout": "give every engine the same VLLM_KV_CACHE_LAYOUT",
+    "packing": "their kernels pack blocks differently: same hardware and attention backend needed",
+    "vllm": "run the same version of vLLM",
+    "tenant": "tenants share nothing",
+    "generation": "one engine was told that its weights changed: restart the others",
+}
+#: Pairs of names that are told of.
+_APART_MAX = 8
+
+
+def compared(namespaces: list[tuple[Namespace, int]]) -> list[Finding]:
+    """Engines of one model that share nothing, and the fields that keep them apart.
+
+    Names are compared that consist of a word and then `field=value` pairs with a `model`.
+    """
+    known: dict[tuple[str, str, str], list[tuple[dict[str, str], int, int]]] = {}
+    for namespace, blocks in namespaces:
+        first, *pairs = namespace.name.split(" ")
+        fields = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if "model" in fields:
+            subject = (first, fields["model"], fields.get("group", ""))
+            known.setdefault(subject, []).append((fields, namespace.parts, blocks))
+    findings = []
+    for (_, model, _), names in known.items():
+        (one, _, _), *others = sorted(names, key=lambda name: -name[2])
+        for other, _, blocks in others:
+            apart = [f for f in {**one, **other} if one.get(f) != other.get(f)]
+            texts = [f"{f} {one.get(f, 'none')} and {other.get(f, 'none')}" for f in apart]
+            advice = "; ".join(_ADVICE[f] for f in apart if f in _ADVICE)
+            findings.append(
+                Finding(
+                    f"model {model}",
+                    "warn",
+                    f"{blocks} blocks are apart from the others: {', '.join(texts)}",
+                    advice or "make these fields equal to share blocks",
+                )
+            )
+    return findings[:_APART_MAX]
+
+
+async def _trial(settings: Config, member: Member, scheme: str) -> Finding:
+    check = f"server {member.server} over {scheme}"
+    config = _asking(settings.client, settings.client.masters, [scheme])
+    namespace = Namespace(f"kvpool-doctor/{secrets.token_hex(4)}")
+    key, data = secrets.token_bytes(32), secrets.token_bytes(_TRIAL_SIZE)
+    back = bytearray(_TRIAL_SIZE)
+    try:
+        async with _client(cluster_of(settings), config) as pool:
+            started = time.perf_counter()
+            written = await pool.write_to(member.server, namespace, key, data)
+            (result,) = await pool.read(namespace, [key], [back])
+            took_ms = (time.perf_counter() - started) * 1e3
+            await pool.remove(namespace, [key])
+    except KvpoolError as error:
+        return Finding(check, "fail", str(error), "check firewalls, user ids and namespaces")
+    if not written.present or not result.status.hit:
+        text = f"write: {written.label}, read: {result.status.label}"
+        return Finding(check, "fail", text, "look at the server's log")
+    if back != data:
+        return Finding(check, "fail", "wrong bytes came back", "stop using it and report this")
+    return Finding(check, "ok", f"1 MiB written and read back in {took_ms:.1f} ms")
+
+
+def _asking(config: ClientConfig, masters: list[str], transports: list[str]) -> ClientConfig:
+    return msgspec.structs.replace(
+        config, masters=masters, transports=transports, timeout_s=1.5, attempt_s=1.0
+    )
+
+
+def _client(cluster: Cluster, config: ClientConfig) -> Pool:
+    return Pool(
+        config,
+        cluster=cluster,
+        network=ZmqNetwork(cluster),
+        transports=registry.transports(config.transports, settings=transport_settings(config)),
+        owns_network=True,
+    )

@@ -1,0 +1,107 @@
+"""What every kvpool process has in common: its loop, its end, its garbage, its host.
+
+A process ends within a second of Ctrl-C or SIGTERM, or with the process that started it when it
+was told to; kernel-owned resources (sockets, memfds) go with it even after kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on uvloop where it is installed."""
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+async def until_stopped() -> None:
+    """Wait for Ctrl-C or SIGTERM."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await stop.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:  # it ended before we could ask
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def calm_garbage_collector() -> None:
+    """For processes that hold millions of blocks: never walk all of them in one pause.
+
+    A full collection stops the loop while it visits every entry, and finds nothing: the books hold
+    no cycles that outlive a block. Young garbage is still collected.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 50, 1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This process's surroundings, as servers and clients tell others of them."""
+
+    #: Equal for processes that can share memory.
+    id: str
+    #: For logs and default server ids.
+    name: str
+    #: `name/pid`, for logs.
+    process: str
+    #: Bytes of resident memory now.
+    resident: Callable[[], int]
+
+
+def this_host() -> Host:
+    """Where this process really runs."""
+    name = socket.gethostname()
+    return Host(host_id(), name, f"{name}/{os.getpid()}", resident_bytes)
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: one kernel, one network namespace.
+
+    (The network namespace, because abstract Unix sockets live in it.)
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def resident_bytes() -> int:
+    """This process's resident memory, shared pages included."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

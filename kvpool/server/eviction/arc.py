@@ -1,0 +1,179 @@
+"""ARC: recency and frequency, balanced by what turned out to be a mistake.
+
+Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003; here in bytes,
+over blocks of any size, and leaves only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, Generic
+
+from kvpool.protocols.policy import B, Verdict
+from kvpool.server.eviction.lru import LRU
+
+# What `heat` says: where a block belongs, and whether it is still on its way in. A newcomer is
+# touched twice, reserved and sealed, and that is one use.
+_ONCE_NEW: Final = 1
+_AGAIN_NEW: Final = 2
+_ONCE: Final = 3
+_AGAIN: Final = 4
+
+#: Ghosts at most, whatever the size of the blocks: 100 MB of them.
+_GHOSTS_MAX: Final = 1 << 20
+
+
+class ARC(Generic[B]):
+    """Blocks used once and blocks used again, each least recently used first.
+
+    How many bytes the first kind may have is learned from *ghosts*, the names of blocks that
+    have left: one that comes back says that its kind had too little. Ghosts stand for no more
+    bytes than the store has. A block used once has only children used once, and the two queues
+    hold leaves only, so what goes is always a leaf.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._once: LRU[B] = LRU()
+        self._again: LRU[B] = LRU()
+        self._once_bytes = 0
+        self._again_bytes = 0
+        self.once_share = 0.0  # bytes that blocks used once should have
+        self._once_gone = _Ghosts()
+        self._again_gone = _Ghosts()
+        self._leaving = b""  # the last victim; its other parts follow it
+
+    def touch(self, block: B, now: float) -> None:
+        # One clock for both queues: a block moves between them with its stamp.
+        self._once.touch(block, now)
+        heat = block.heat
+        if heat == _AGAIN:
+            return
+        if heat == _ONCE:
+            block.heat = _AGAIN
+            self._once_bytes -= block.size
+            self._again_bytes += block.size
+        elif heat:
+            block.heat = _ONCE if heat == _ONCE_NEW else _AGAIN
+        else:
+            self._arrive(block)
+
+    def offer(self, block: B) -> None:
+        (self._again if block.heat in (_AGAIN, _AGAIN_NEW) else self._once).offer(block)
+
+    def forget(self, block: B) -> None:
+        once = block.heat in (_ONCE, _ONCE_NEW)
+        if once:
+            self._once_bytes -= block.size
+        elif block.heat:
+            self._again_bytes -= block.size
+        if block.digest == self._leaving:
+            (self._once_gone if once else self._again_gone).add(block.digest, block.size)
+            self._trim()
+        (self._once if once else self._again).forget(block)
+        block.heat = 0
+
+    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+        once_first = self._once_bytes > self.once_share or (
+            self._once_bytes == self.once_share and newcomer.digest in self._again_gone
+        )
+        block = self._from_once(newcomer, evictable, now) if once_first else None
+        if block is None:
+            block = self._again.victim(newcomer, evictable, now)
+        if block is None and not once_first:
+            block = self._from_once(newcomer, evictable, now)
+        if block is not None and not isinstance(block, Verdict):
+            self._leaving = block.digest
+        return block
+
+    def victim_age(self, now: float) -> float:
+        return max(self._once.victim_age(now), self._again.victim_age(now))
+
+    @property
+    def ghosts(self) -> int:
+        """Blocks that have left and are remembered."""
+        return len(self._once_gone) + len(self._again_gone)
+
+    def _from_once(
+        self, newcomer: B, evictable: Callable[[B], bool], now: float
+    ) -> B | Verdict | None:
+        """The oldest block used once; those that were used again meanwhile move over."""
+
+        def still(block: B) -> bool:
+            if block.heat == _AGAIN:
+                self._again.offer(block)
+                return False
+            return evictable(block)
+
+        return self._once.victim(newcomer, still, now)
+
+    def _arrive(self, block: B) -> None:
+        """A newcomer; if it was here before, the kind that it left should have had more bytes."""
+        once, again = self._once_gone, self._again_gone
+        if block.digest in once:
+            step = block.size * max(1.0, again.bytes / max(1, once.bytes))
+            self.once_share = min(float(self._capacity), self.once_share + step)
+            once.take(block.digest, block.size)
+            block.heat = _AGAIN_NEW
+        elif block.digest in again:
+            step = block.size * max(1.0, once.bytes / max(1, again.bytes))
+            self.once_share = max(0.0, self.once_share - step)
+            again.take(block.digest, block.size)
+            block.heat = _AGAIN_NEW
+        else:
+            block.heat = _ONCE_NEW
+        if block.heat == _ONCE_NEW:
+            self._once_bytes += block.size
+        else:
+            self._again_bytes += block.size
+        self._trim()
+
+    def _trim(self) -> None:
+        """Blocks used once and their ghosts: one capacity; all blocks and all ghosts: two."""
+        once, again = self._once_gone, self._again_gone
+        while once and (
+            self._once_bytes + once.bytes > self._capacity or len(once) > _GHOSTS_MAX // 2
+        ):
+            once.drop_oldest()
+        held = self._once_bytes + self._again_bytes
+        while again and (
+            held + once.bytes + again.bytes > 2 * self._capacity or len(again) > _GHOSTS_MAX // 2
+        ):
+            again.drop_oldest()
+
+
+class _Ghosts:
+    """Blocks that have left, oldest first, and how many bytes of each (parts count together).
+
+    Of a digest 8 bytes are kept; two blocks that share them mislead the balance a little.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return int.from_bytes(digest[:8], "little") in self._sizes
+
+    def add(self, digest: bytes, size: int) -> None:
+        name = int.from_bytes(digest[:8], "little")
+        self._sizes[name] = self._sizes.get(name, 0) + size
+        self._sizes.move_to_end(name)
+        self.bytes += size
+
+    def take(self, digest: bytes, size: int) -> None:
+        """A part of it has come back."""
+        name = int.from_bytes(digest[:8], "little")
+        left = self._sizes[name] - size
+        self.bytes -= size + min(0, left)
+        if left > 0:
+            self._sizes[name] = left
+        else:
+            del self._sizes[name]
+
+    def drop_oldest(self) -> None:
+        self.bytes -= self._sizes.popitem(last=False)[1]

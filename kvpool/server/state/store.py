@@ -1,0 +1,598 @@
+"""The server's books: which block lies where, who may touch it, what must go.
+
+Pure: a method takes `now`, changes the books, and returns. It moves no bytes and awaits nothing,
+so between two calls the books are whole, which is what `check` states. What the rest of the pool
+must learn (blocks stored, blocks gone) collects in `take_changes`, in order.
+
+An *owner* is one client connection. Reservations and pins belong to it and go when it goes.
+
+A server with several tiers has a store for each; `stack.py` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvpool.errors import BadMessage, InvariantViolated
+from kvpool.protocols.policy import Policy, Verdict
+from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.session_hints import Hints
+from kvpool.server.state.allocator import Allocator
+from kvpool.server.state.entry import Change, Entry, Index, Journal, Owner, Session
+from kvpool.server.state.extent_state import Event, State, after
+from kvpool.tombstones import History
+from kvpool.types import (
+    ROOT,
+    HintStatus,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Record,
+    Reservation,
+    Tag,
+    WriteStatus,
+)
+
+
+class Store:
+    """The books of one tier's memory."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alignment: int = 4096,
+        policy: Policy[Entry] | None = None,
+        hint_budget: float = 0.8,
+        history_limit: int = 65_536,
+    ) -> None:
+        self.allocator = Allocator(capacity, alignment)
+        budget = int(self.allocator.capacity * hint_budget)
+        self.policy = Hints(policy or LRU(), budget)
+        self.journal = Journal(history_limit)
+        #: Which tier of its server this is, counted from the top.
+        self.rank = 0
+        #: Blocks sealed here are to be copied to another tier before they may go.
+        self.unsettled_first = False
+        #: Asked when a sealed block leaves: has the pool lost it, or does another tier have it?
+        self.is_lost: Callable[[Entry, Event], bool] | None = None
+        self.stored = 0  # visible blocks (parts count singly)
+        self.stored_bytes = 0
+        self.evicted = 0
+        self.evicted_bytes = 0
+        self.bypassed = 0  # writes whose rest the policy refused
+        self._indexes: dict[tuple[Namespace, int], Index] = {}
+        self._owners: dict[int, Owner] = {}
+        self._quarantine: dict[int, list[Entry]] = {}
+        self._doomed: dict[int, Entry] = {}  # by offset
+        self._next_id = 1
+
+    def __repr__(self) -> str:
+        return f"<Store {self.stored} blocks, {self.allocator!r}>"
+
+    @property
+    def history(self) -> History:
+        """What became of blocks that are gone."""
+        return self.journal.history
+
+    # --- writing ---------------------------------------------------------------------
+
+    def reserve(
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        sizes: Sequence[int],
+        now: float,
+        tag: Tag | None = None,
+    ) -> list[Reservation]:
+        """Room for each block that is not here yet, evicting what may go.
+
+        One writer gets `RESERVED`; the others hear `IN_PROGRESS` or `ALREADY_STORED`. After the
+        first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: a prefix
+        is worth more than a hole.
+        """
+        index = self._indexes.get((namespace, part))
+        if index is None:
+            index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
+        reservations = self._owner(owner).reservations
+        session = self.policy.open(tag, now) if tag is not None else None
+        granted: list[Entry] = []
+        answers: list[Reservation] = []
+        refusal: Reservation | None = None
+        for digest, parent, size in zip(digests, parents, sizes, strict=True):
+            known = index.blocks.get(digest)
+            if known is not None:
+                answers.append(self._already_here(known, session, now))
+            elif size > self.allocator.capacity:
+                answers.append(Reservation(WriteStatus.TOO_LARGE))
+            elif refusal is not None:
+                answers.append(refusal)
+            else:
+                entry = Entry(index, digest, parent, 0, size, self._new_id())
+                entry.session = session
+                offset = self._make_room(entry, now)
+                if isinstance(offset, WriteStatus):
+                    refusal = Reservation(offset)
+                    answers.append(refusal)
+                    continue
+                if not index.blocks:  # making room may have emptied it, and so dropped it
+                    self._indexes[namespace, part] = index
+                entry.offset = offset
+                self.policy.touch(entry, now)
+                self._link(entry)
+                granted.append(entry)
+                reservations[entry.generation] = entry
+                answers.append(Reservation(WriteStatus.RESERVED, entry.generation, entry.extent))
+        self._drop_if_empty(index)
+        if session is not None and granted:
+            self.policy.grew(session, granted[0], granted[-1])
+        return answers
+
+    def seal(
+        self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
+    ) -> WriteStatus:
+        """Make a reserved block visible, all at once. Raises BadMessage for a foreign id.
+
+        `a_copy` has been in another tier of this server all the time, so it is no news.
+        """
+        entry = self._take_reservation(owner, id)
+        entry.state = after(entry.state, Event.SEAL)
+        entry.checksum = checksum
+        entry.settled = a_copy or not self.unsettled_first
+        self.policy.touch(entry, now)
+        self.stored += 1
+        self.stored_bytes += entry.size
+        if not a_copy:
+            self.history.came_back(entry.index.namespace, entry.digest)
+            self.journal.tell(entry, ReadStatus.HIT, self.rank)
+        self._offer(entry)
+        return WriteStatus.STORED
+
+    def cancel(self, owner: int, id: int) -> None:
+        """Give a reservation back; nothing of it was ever visible."""
+        entry = self._take_reservation(owner, id)
+        entry.state = after(entry.state, Event.CANCEL)
+        self._unlink(entry)
+        self.allocator.release(entry.offset)
+
+    def cancel_rest(self, owner: int) -> None:
+        """Give back every reservation that this owner still has."""
+        for id in list(self._owner(owner).reservations):
+            self.cancel(owner, id)
+
+    # --- reading ---------------------------------------------------------------------
+
+    def pin(
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        now: float,
+        room: Sequence[int] | None = None,
+    ) -> list[Pin]:
+        """Hold each block that is here until it is unpinned; a reason for each that is not.
+
+        `room` is how many bytes the reader has for each; a block that is larger is not pinned.
+        """
+        index = self._indexes.get((namespace, part))
+        blocks = index.blocks if index is not None else {}
+        pins = self._owner(owner).pins
+        answers: list[Pin] = []
+        for position, digest in enumerate(digests):
+            entry = blocks.get(digest)
+            if entry is None:
+                reason = self.history.reason(namespace, digest)
+                # Whoever sent the reader here is wrong; in-order news is the correction.
+                self.journal.changes.append(Change(namespace, part, digest, reason))
+                answers.append(Pin(reason))
+            elif entry.state is not State.STORED:
+                answers.append(Pin(ReadStatus.BEING_WRITTEN))
+            elif room is not None and room[position] < entry.size:
+                answers.append(Pin(ReadStatus.BUFFER_TOO_SMALL))
+            else:
+                entry.pins += 1
+                self.policy.touch(entry, now)
+                id = self._new_id()
+                pins[id] = entry
+                answers.append(Pin(ReadStatus.HIT, id, entry.extent, entry.checksum))
+        return answers
+
+    def unpin(self, owner: int, id: int) -> None:
+        """Let go of one pin. Raises BadMessage when the owner does not hold it."""
+        entry = self._owner(owner).pins.pop(id, None)
+        if entry is None:
+            raise BadMessage(f"unpin of {id}, which this connection does not hold")
+        entry.pins -= 1
+        if entry.pins == 0:
+            if entry.state is State.DOOMED:
+                entry.state = after(entry.state, Event.LAST_UNPIN)
+                del self._doomed[entry.offset]
+                self.allocator.release(entry.offset)
+            else:
+                self._offer(entry)
+
+    # --- removing --------------------------------------------------------------------
+
+    def remove(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        reason: ReadStatus = ReadStatus.REMOVED,
+        part: int | None = None,
+    ) -> list[bool]:
+        """Forget sealed blocks, every part of them here (or just `part`); True where one was.
+
+        A pinned block becomes invisible at once, and its memory free with the last unpin.
+        """
+        removed = [False] * len(digests)
+        for which in range(namespace.parts) if part is None else (part,):
+            index = self._indexes.get((namespace, which))
+            for position, digest in enumerate(digests if index is not None else ()):
+                entry = index.blocks.get(digest) if index is not None else None
+                if entry is not None and entry.state is State.STORED:
+                    removed[position] = True
+                    self._leave(entry, Event.REMOVE_PINNED if entry.pins else Event.REMOVE, reason)
+        return removed
+
+    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> bool:
+        """The connection is gone, and with it every pin and reservation.
+
+        With `may_still_write` the reserved extents rest in quarantine until `writer_gone`,
+        because a living process still has them mapped. True when there are any.
+        """
+        held = self._owners.get(owner)
+        if held is None:
+            return False
+        for id in list(held.pins):
+            self.unpin(owner, id)
+        for id, entry in list(held.reservations.items()):
+            if may_still_write:
+                del held.reservations[id]
+                entry.state = after(entry.state, Event.WRITER_LOST)
+                self._unlink(entry)
+                self._quarantine.setdefault(owner, []).append(entry)
+            else:
+                self.cancel(owner, id)
+        del self._owners[owner]
+        return owner in self._quarantine
+
+    def writer_gone(self, owner: int) -> None:
+        """A quarantined owner has stopped writing, or its process has ended."""
+        for entry in self._quarantine.pop(owner, ()):
+            entry.state = after(entry.state, Event.WRITER_GONE)
+            self.allocator.release(entry.offset)
+
+    # --- with other tiers --------------------------------------------------------------
+
+    def blocks(self, namespace: Namespace, part: int) -> Mapping[bytes, Entry]:
+        """What is here of one part, reserved or sealed; to look at, until the next call."""
+        index = self._indexes.get((namespace, part))
+        return index.blocks if index is not None else {}
+
+    def hold(self, owner: int, entry: Entry) -> int:
+        """Pin a sealed block that is here, which is no use of it; the id is for `unpin`."""
+        entry.pins += 1
+        id = self._new_id()
+        self._owner(owner).pins[id] = entry
+        return id
+
+    def pinned_by(self, owner: int) -> list[Entry]:
+        """What one owner holds; an entry as often as it is pinned."""
+        held = self._owners.get(owner)
+        return list(held.pins.values()) if held is not None else []
+
+    def settle(self, entry: Entry) -> None:
+        """The block has been saved in another tier, or never will be: it may go from here."""
+        if not entry.settled:
+            entry.settled = True
+            if entry.state is State.STORED:
+                self._offer(entry)
+
+    def reserved(self, owner: int, id: int) -> Entry:
+        """Whose reservation this is. Raises BadMessage for a foreign id."""
+        entry = self._owner(owner).reservations.get(id)
+        if entry is None:
+            raise BadMessage(f"reservation {id} does not belong to this connection")
+        return entry
+
+    def restore(self, record: Record) -> Entry | None:
+        """A sealed block that was found in this tier's memory; `adopt` completes it.
+
+        None when it cannot be: it overlaps another one, lies outside, or is here already.
+        """
+        namespace, part, digest, parent, offset, size, checksum, generation = record
+        index = self._indexes.get((namespace, part))
+        if index is not None and digest in index.blocks:
+            return None
+        if not self.allocator.claim(offset, size):
+            return None
+        if index is None:
+            index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
+        self._next_id = max(self._next_id, generation)
+        entry = Entry(index, digest, parent, offset, size, generation)
+        entry.checksum = checksum
+        entry.state = State.STORED
+        self._link(entry)
+        self.stored += 1
+        self.stored_bytes += size
+        return entry
+
+    def adopt(self, entries: Sequence[Entry], now: float) -> None:
+        """Restored blocks, all linked, longest unused first: from now on they may be evicted."""
+        for entry in entries:
+            self.policy.touch(entry, now)
+            self.policy.touch(entry, now)  # as any newcomer: reserved and sealed (seed 53)
+        for entry in entries:
+            self._offer(entry)
+
+    # --- sessions --------------------------------------------------------------------
+
+    def end(self, session: str, now: float) -> HintStatus:
+        """The session is over: its blocks that no other uses go first."""
+        return self.policy.end(session, now)
+
+    def resume(
+        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        """Said `age_s` ago: the session resumes in `resume_in` seconds. Until then it stays."""
+        return self.policy.resume(session, resume_in, now, age_s=age_s)
+
+    @property
+    def hint_counters(self) -> dict[str, int]:
+        """Hints by what became of them, and how much is known."""
+        return {
+            **self.policy.counters,
+            "sessions": self.policy.sessions,
+            "announced_bytes": self.policy.announced_bytes,
+        }
+
+    # --- looking ---------------------------------------------------------------------
+
+    def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
+        """The sealed block, if it is here. Touches nothing (G9)."""
+        index = self._indexes.get((namespace, part))
+        entry = index.blocks.get(digest) if index is not None else None
+        return entry if entry is not None and entry.state is State.STORED else None
+
+    def take_changes(self) -> list[Change]:
+        """What became visible or left since the last call, in order."""
+        journal = self.journal
+        changes, journal.changes = journal.changes, []
+        return changes
+
+    def departures(self) -> list[Change]:
+        """What became of blocks that are not here any more, as far as it is remembered.
+
+        Of a block that has only lost a part nothing is said: its other parts are here. One that is
+        being written again is still gone, and stays so if its writer dies (seed 30742).
+        """
+        return [
+            Change(namespace, 0, digest, status)
+            for namespace, digest, status in self.history
+            if not any(self.peek(namespace, part, digest) for part in range(namespace.parts))
+        ]
+
+    def inventory(self) -> list[Entry]:
+        """Every sealed block now. The entries are live: check `state` before using one later."""
+        return [
+            entry
+            for index in self._indexes.values()
+            for entry in index.blocks.values()
+            if entry.state is State.STORED
+        ]
+
+    @property
+    def pins(self) -> int:
+        return sum(len(owner.pins) for owner in self._owners.values())
+
+    @property
+    def reservations(self) -> int:
+        return sum(len(owner.reservations) for owner in self._owners.values())
+
+    @property
+    def quarantined(self) -> int:
+        return sum(len(entries) for entries in self._quarantine.values())
+
+    def check(self) -> None:
+        """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
+        self.allocator.check()
+        held: dict[int, Entry] = {}
+        self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
+        for (namespace, part), index in self._indexes.items():
+            if (index.namespace, index.part) != (namespace, part):
+                raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
+            if not index.blocks and not index.orphans:
+                raise InvariantViolated(f"empty index of {namespace} part {part} was kept")
+            children: dict[bytes, int] = {}
+            for digest, entry in index.blocks.items():
+                if entry.digest != digest or entry.index is not index:
+                    raise InvariantViolated(f"{entry!r} is misfiled")
+                if entry.state not in (State.RESERVED, State.STORED):
+                    raise InvariantViolated(f"{entry!r} is in the index")
+                if entry.parent != ROOT:
+                    children[entry.parent] = children.get(entry.parent, 0) + 1
+                held[entry.offset] = entry
+            for digest, entry in index.blocks.items():
+                if entry.children != children.pop(digest, 0):
+                    raise InvariantViolated(f"{entry!r} has a wrong count of children")
+                if self._evictable(entry) and not self.policy.holds(entry):
+                    raise InvariantViolated(f"{entry!r} could go but is not offered: a leak")
+            if children != index.orphans:
+                raise InvariantViolated("the count of children of absent parents is wrong")
+        for entry in (*self._doomed.values(), *(e for q in self._quarantine.values() for e in q)):
+            if entry.offset in held:
+                raise InvariantViolated(f"{entry!r} shares its extent with {held[entry.offset]!r}")
+            held[entry.offset] = entry
+        sizes = {offset: self.allocator.rounded(entry.size) for offset, entry in held.items()}
+        if sizes != self.allocator.extents():
+            raise InvariantViolated("allocated extents and blocks disagree (G3)")
+        self._check_owners(held)
+
+    def _check_owners(self, held: dict[int, Entry]) -> None:
+        pins: dict[int, int] = {}
+        reserved: set[int] = set()
+        for owner in self._owners.values():
+            for entry in owner.pins.values():
+                if held.get(entry.offset) is not entry:
+                    raise InvariantViolated(f"{entry!r} is pinned, but its extent was freed (G4)")
+                pins[entry.offset] = pins.get(entry.offset, 0) + 1
+            for entry in owner.reservations.values():
+                if held.get(entry.offset) is not entry or entry.offset in reserved:
+                    raise InvariantViolated(f"{entry!r} is reserved twice or was freed (G4)")
+                reserved.add(entry.offset)
+        for offset, entry in held.items():
+            if entry.pins != pins.get(offset, 0):
+                raise InvariantViolated(f"{entry!r} counts {entry.pins} pins")
+            if (entry.state is State.RESERVED) != (offset in reserved):
+                raise InvariantViolated(f"{entry!r}: state and reservations disagree")
+            if entry.state is State.DOOMED and not entry.pins:
+                raise InvariantViolated(f"{entry!r} is doomed and nobody holds it")
+        stored = [entry for entry in held.values() if entry.state is State.STORED]
+        if (len(stored), sum(entry.size for entry in stored)) != (self.stored, self.stored_bytes):
+            raise InvariantViolated("the counts of stored blocks and bytes are wrong")
+
+    # --- inside ----------------------------------------------------------------------
+
+    def _owner(self, owner: int) -> Owner:
+        held = self._owners.get(owner)
+        if held is None:
+            held = self._owners[owner] = Owner({}, {})
+        return held
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _take_reservation(self, owner: int, id: int) -> Entry:
+        entry = self._owner(owner).reservations.pop(id, None)
+        if entry is None:
+            raise BadMessage(f"reservation {id} does not belong to this connection")
+        return entry
+
+    def _already_here(self, entry: Entry, session: Session | None, now: float) -> Reservation:
+        if entry.session is not session:
+            self.policy.shared(entry)
+        if entry.state is State.RESERVED:
+            return Reservation(WriteStatus.IN_PROGRESS)
+        self.policy.touch(entry, now)
+        return Reservation(WriteStatus.ALREADY_STORED)
+
+    def _make_room(self, newcomer: Entry, now: float) -> int | WriteStatus:
+        """An offset for a block, evicting victims until it fits; or why there is none."""
+        while (offset := self.allocator.allocate(newcomer.size)) is None:
+            victim = self.policy.victim(newcomer, self._evictable, now)
+            if victim is None:
+                return WriteStatus.NO_SPACE
+            if victim is Verdict.BYPASS:
+                self.bypassed += 1
+                return WriteStatus.BYPASSED
+            for entry in self._parts(victim):
+                self._leave(entry, Event.EVICT, ReadStatus.EVICTED)
+        return offset
+
+    def _parts(self, entry: Entry) -> list[Entry]:
+        """The parts of the block that are on this server, this one included."""
+        namespace = entry.index.namespace
+        if namespace.parts == 1:
+            return [entry]
+        indexes = (self._indexes.get((namespace, part)) for part in range(namespace.parts))
+        return [
+            found
+            for index in indexes
+            if index is not None and (found := index.blocks.get(entry.digest)) is not None
+        ]
+
+    def _evictable(self, entry: Entry) -> bool:
+        """Sealed, unpinned, no children: for all parts here, which leave together.
+
+        Of parts used at different times the latest use counts; `stamp` is corrected here.
+        """
+        if entry.index.namespace.parts == 1:
+            return (
+                entry.state is State.STORED
+                and entry.settled
+                and not entry.pins
+                and not entry.children
+            )
+        parts = self._parts(entry)
+        latest = max(part.stamp for part in parts)
+        if latest != entry.stamp:
+            entry.stamp = latest
+            return False
+        return all(
+            part.state is State.STORED and part.settled and not part.pins and not part.children
+            for part in parts
+        )
+
+    def _offer(self, entry: Entry) -> None:
+        """Tell the policy about a block that may have become evictable, with all its parts."""
+        if entry.index.namespace.parts == 1:
+            if entry.state is State.STORED and not entry.children and not entry.pins:
+                self.policy.offer(entry)
+        else:
+            for part in self._parts(entry):
+                if part.state is State.STORED:
+                    self.policy.offer(part)
+
+    def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+        """A sealed block goes: out of the index, its extent free or doomed, the news out."""
+        entry.state = after(entry.state, event)
+        self._unlink(entry)
+        self.stored -= 1
+        self.stored_bytes -= entry.size
+        if self.is_lost is None or self.is_lost(entry, event):
+            self.journal.left(entry, reason, self.rank)
+            if event is Event.EVICT:
+                self.evicted += 1
+                self.evicted_bytes += entry.size
+        if entry.state is State.DOOMED:
+            self._doomed[entry.offset] = entry
+        else:
+            self.allocator.release(entry.offset)
+
+    def _link(self, entry: Entry) -> None:
+        """Enter the index and count as a child, also of a parent that is not here (yet)."""
+        index = entry.index
+        index.blocks[entry.digest] = entry
+        self.policy.joined(entry)
+        if index.orphans:
+            entry.children = index.orphans.pop(entry.digest, 0)
+        if entry.parent != ROOT:
+            parent = index.blocks.get(entry.parent)
+            if parent is None:
+                index.orphans[entry.parent] = index.orphans.get(entry.parent, 0) + 1
+            else:
+                entry.parent = parent.digest  # share the bytes object
+                parent.children += 1
+
+    def _unlink(self, entry: Entry) -> None:
+        """Leave the index. Children that stay behind wait for another copy of their parent."""
+        index = entry.index
+        self.policy.forget(entry)
+        del index.blocks[entry.digest]
+        if entry.children:
+            index.orphans[entry.digest] = entry.children
+            entry.children = 0
+        if entry.parent != ROOT:
+            parent = index.blocks.get(entry.parent)
+            if parent is not None:
+                parent.children -= 1
+                if not parent.children:
+                    self._offer(parent)
+            else:
+                left = index.orphans[entry.parent] - 1
+                if left:
+                    index.orphans[entry.parent] = left
+                else:
+                    del index.orphans[entry.parent]
+        self._drop_if_empty(index)
+        if index.namespace.parts > 1:
+            self._offer(entry)  # its other parts, which may have waited for this one
+
+    def _drop_if_empty(self, index: Index) -> None:
+        if not index.blocks and not index.orphans:
+            self._indexes.pop((index.namespace, index.part), None)

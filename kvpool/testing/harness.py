@@ -1,0 +1,572 @@
+"""What the checks stand on: a real server behind a recorder, and words for what went wrong.
+
+The recorder is a `BlockStore` around the real one. It hears what the transport asks for, answers
+late or not at all where a check wants that, and writes garbage over memory at every moment from
+which on a correct transport does not look at it, or does not write there, any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+from kvpool import registry
+from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.config import ServerConfig, TierSpec
+from kvpool.errors import KvpoolError
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.protocols import (
+    Addressable,
+    Channel,
+    Connection,
+    Listener,
+    Peer,
+    Reading,
+    Tier,
+    Transport,
+    Writing,
+)
+from kvpool.server.block_server import BlockServer
+from kvpool.types import (
+    ROOT,
+    Cluster,
+    Extent,
+    Namespace,
+    Outgoing,
+    Pin,
+    ReadResult,
+    ReadStatus,
+    Reservation,
+    Tag,
+    Wanted,
+    WriteStatus,
+)
+
+CLUSTER: Final = Cluster("conformance")
+NAMESPACE: Final = Namespace("conformance/model")
+CAPACITY: Final = 24 << 20
+#: A block so large that no transport moves it in one go.
+LARGE: Final = 700_001
+#: Time for what should happen at once; generous, because machines are busy.
+PROMPT_S: Final = 2.0
+#: A call that is to succeed has this long.
+CALL_S: Final = 10.0
+#: No check may take longer, whatever the implementation does.
+LIMIT_S: Final = 30.0
+
+_BLANK: Final = 0xA5
+_GARBAGE: Final = 0xDB
+
+
+class ConformanceError(AssertionError):
+    """A check failed. `check` is its name; the text says what was expected and what happened."""
+
+    def __init__(self, check: str, expected: str, happened: str) -> None:
+        super().__init__(f"{check}: expected {expected}; {happened}")
+        self.check = check
+
+
+class NotDeclared(Exception):
+    """The check is about a capability that this implementation does not declare."""
+
+
+class Scene:
+    """One check in progress: how it says what it expects."""
+
+    def __init__(self, check: str) -> None:
+        self.check = check
+        self._loop = asyncio.get_running_loop()
+
+    def expect(self, condition: bool, expected: str, happened: object = "it is not so") -> None:
+        """Raises ConformanceError unless the condition holds."""
+        if not condition:
+            raise ConformanceError(self.check, expected, str(happened))
+
+    async def eventually(
+        self, condition: Callable[[], bool], expected: str, happened: Callable[[], object]
+    ) -> None:
+        """Wait until a condition holds, at most PROMPT_S."""
+        until = self._loop.time() + PROMPT_S
+        while not condition():
+            within = f"{expected}, within {PROMPT_S:g} s"
+            self.expect(self._loop.time() < until, within, happened())
+            await asyncio.sleep(0.002)
+
+    async def raises(
+        self, kind: type[BaseException], call: Awaitable[object], during: str
+    ) -> BaseException:
+        """The error that the call ends with, which must be of this kind."""
+        (outcome,) = await asyncio.gather(call, return_exceptions=True)
+        self.expect(isinstance(outcome, kind), f"{kind.__name__} from {during}", told(outcome))
+        assert isinstance(outcome, BaseException)
+        return outcome
+
+    async def promptly(self, calls: Sequence[asyncio.Task[Any]], during: str) -> list[Any]:
+        """What the calls end with, results and errors alike; they must end within PROMPT_S."""
+        _, late = await asyncio.wait(calls, timeout=PROMPT_S)
+        for call in late:
+            call.cancel()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        self.expect(not late, f"every call to end {during}", f"{len(late)} went on")
+        return outcomes
+
+
+def told(outcome: object) -> str:
+    """What a call ended with, in words."""
+    if isinstance(outcome, BaseException):
+        return f"got {type(outcome).__name__}: {outcome}"
+    return f"got {str(outcome)[:200]}"
+
+
+def digest(name: object) -> bytes:
+    """A key for anything that prints."""
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+def content(key: bytes, size: int) -> bytes:
+    """The bytes of a block, derived from its key."""
+    return (hashlib.shake_128(key).digest(4099) * (size // 4099 + 1))[:size]
+
+
+def blank(size: int) -> bytearray:
+    """A buffer in which every byte that is written shows."""
+    return bytearray([_BLANK]) * size
+
+
+def blocks(name: str, count: int, size: int) -> dict[bytes, bytes]:
+    """Keys and their bytes."""
+    keys = [digest(f"{name}/{number}") for number in range(count)]
+    return {key: content(key, size) for key in keys}
+
+
+def outgoing(data: Mapping[bytes, bytes | bytearray]) -> list[Outgoing]:
+    """Blocks to be written, each without a parent."""
+    return [Outgoing(key, ROOT, memoryview(value)) for key, value in data.items()]
+
+
+# --- the server's side ---------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """One `reserve`, as the server heard it."""
+
+    namespace: Namespace
+    part: int
+    digests: list[bytes]
+    parents: list[bytes]
+    sizes: list[int]
+    deadline: float
+    tag: Tag | None
+
+
+class Recorder:
+    """A `BlockStore`: the real server, watched, and made slow or unwilling where a check asks."""
+
+    def __init__(self, server: BlockServer) -> None:
+        self._server = server
+        self.cluster = server.cluster
+        self.peers: list[Peer] = []
+        self.asked: list[Asked] = []
+        self.visible: list[bool] = []
+        self.faults: list[str] = []
+        self.open: set[_Watched] = set()
+        #: Extents that were given back unsealed; full of garbage, and to stay so.
+        self.freed: set[Extent] = set()
+        #: While it is clear, `reserve`, `remove` and `suspect` do their work and do not answer.
+        self.answering = asyncio.Event()
+        self.answering.set()
+        #: Raised by `connect`.
+        self.refuse_clients: KvpoolError | None = None
+        #: Raised by `reserve`.
+        self.refuse_writes: KvpoolError | None = None
+        #: A block is removed, and garbage written over it, as soon as nobody holds it.
+        self.burn_after_reading = False
+
+    @property
+    def server(self) -> str:
+        return self._server.server
+
+    @property
+    def tier(self) -> Tier:
+        return self._server.tier
+
+    def connect(self, peer: Peer) -> Connection:
+        if self.refuse_clients is not None:
+            raise self.refuse_clients
+        watched = _Watched(self, self._server.connect(peer))
+        self.open.add(watched)
+        self.peers.append(peer)
+        return watched
+
+    def memory(self, extent: Extent) -> memoryview:
+        """The pool's memory, whoever holds it."""
+        assert isinstance(self._server.tier, Addressable)
+        return self._server.tier.view(extent.offset, extent.size)
+
+    def spoil(self, extent: Extent) -> None:
+        """Write garbage over an extent that nobody may look at any more."""
+        self.memory(extent)[:] = bytes([_GARBAGE]) * extent.size
+
+    def was_given(self, extent: Extent) -> None:
+        """Somebody owns this memory again: what is written there is his business."""
+        end = extent.offset + extent.size
+        reused = {e for e in self.freed if e.offset < end and extent.offset < e.offset + e.size}
+        self.freed -= reused
+        if any(map(self._is_written, reused)):
+            self.faults.append("memory was written into after it had been given back")
+        self.spoil(extent)
+
+    def was_freed(self, extents: Iterable[Extent]) -> None:
+        """Nobody may write there any more, until it is given away again."""
+        for extent in extents:
+            self.spoil(extent)
+            self.freed.add(extent)
+
+    def burn(self, namespace: Namespace, part: int, key: bytes, extent: Extent) -> None:
+        """After the last reader: the block goes, and its bytes with it."""
+        store = self._server.store
+        entry = store.peek(namespace, part, key)
+        if entry is not None and not entry.pins:
+            store.remove(namespace, [key], part=part)
+            self.spoil(extent)
+
+    def overwritten(self) -> int:
+        """How many freed extents somebody has written into."""
+        return sum(map(self._is_written, self.freed))
+
+    def _is_written(self, extent: Extent) -> bool:
+        return self.memory(extent) != bytes([_GARBAGE]) * extent.size
+
+
+class _Watched:
+    """A `Connection` of the real server, under observation."""
+
+    def __init__(self, recorder: Recorder, inner: Connection) -> None:
+        self._recorder = recorder
+        self._inner = inner
+        self._unsealed: dict[int, tuple[Extent, int]] = {}
+        self._pinned: dict[int, tuple[Namespace, int, bytes, Extent]] = {}
+
+    async def reserve(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        sizes: Sequence[int],
+        *,
+        deadline: float,
+        tag: Tag | None = None,
+    ) -> list[Reservation]:
+        self._recorder.asked.append(
+            Asked(namespace, part, list(digests), list(parents), list(sizes), deadline, tag)
+        )
+        if self._recorder.refuse_writes is not None:
+            raise self._recorder.refuse_writes
+        answers = await self._inner.reserve(
+            namespace, part, digests, parents, sizes, deadline=deadline, tag=tag
+        )
+        half = namespace_seed(namespace, part)
+        for key, answer in zip(digests, answers, strict=True):
+            if answer.extent is not None:
+                self._recorder.was_given(answer.extent)
+                self._unsealed[answer.id] = (answer.extent, block_seed(half, key))
+        await self._recorder.answering.wait()
+        return answers
+
+    async def seal(
+        self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
+    ) -> list[WriteStatus]:
+        self._recorder.visible.append(visible)
+        for id, claimed in zip(ids, checksums, strict=True):
+            extent, seed = self._unsealed.pop(id, (None, 0))
+            if extent is not None and checksum(self._recorder.memory(extent), seed) != claimed:
+                self._recorder.faults.append(
+                    "a block was sealed before its bytes were there, or with a wrong checksum"
+                )
+        statuses = await self._inner.seal(ids, checksums, visible=visible, deadline=deadline)
+        self._give_back()
+        return statuses
+
+    async def pin(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+    ) -> list[Pin]:
+        pins = await self._inner.pin(namespace, part, digests, room)
+        for key, pin in zip(digests, pins, strict=True):
+            if pin.extent is not None:
+                self._pinned[pin.id] = (namespace, part, key, pin.extent)
+        return pins
+
+    def unpin(self, pins: Sequence[Pin]) -> None:
+        self._inner.unpin(pins)
+        self._let_go([pin.id for pin in pins if pin.status is ReadStatus.HIT])
+
+    async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
+        removed = await self._inner.remove(namespace, digests)
+        await self._recorder.answering.wait()
+        return removed
+
+    async def suspect(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[bool]:
+        dropped = await self._inner.suspect(namespace, part, digests)
+        await self._recorder.answering.wait()
+        return dropped
+
+    def view(self, extent: Extent) -> memoryview:
+        reserved = [extent for extent, _ in self._unsealed.values()]
+        pinned = [extent for *_, extent in self._pinned.values()]
+        if extent not in reserved and extent not in pinned:
+            self._recorder.faults.append("memory was looked at that the connection does not hold")
+        return self._inner.view(extent)
+
+    def close(self, *, may_still_write: bool = False) -> bool:
+        feared = self._inner.close(may_still_write=may_still_write)
+        self._recorder.open.discard(self)
+        if may_still_write:
+            self._unsealed.clear()
+        self._give_back()
+        self._let_go(list(self._pinned))
+        return feared
+
+    def writer_gone(self) -> None:
+        self._inner.writer_gone()
+
+    def _give_back(self) -> None:
+        extents = [extent for extent, _ in self._unsealed.values()]
+        self._unsealed.clear()
+        self._recorder.was_freed(extents)
+
+    def _let_go(self, ids: Sequence[int]) -> None:
+        for id in ids:
+            held = self._pinned.pop(id, None)
+            if held is not None and self._recorder.burn_after_reading:
+                self._recorder.burn(*held)
+
+
+# --- a check's surroundings ------------------------------------------------------------------
+
+
+class Stage(Scene):
+    """A server that listens with the transport under test, and clients that reach it so."""
+
+    def __init__(
+        self,
+        check: str,
+        transport: Transport,
+        client_transport: Transport,
+        server: BlockServer,
+        address: str,
+    ) -> None:
+        super().__init__(check)
+        self.transport = transport
+        self.client_transport = client_transport
+        self.recorder = Recorder(server)
+        self.store = server.store
+        self._address = address
+        self._channels: list[Channel] = []
+        self._listeners: list[Listener] = []
+
+    @property
+    def address(self) -> str:
+        """Where the server listens."""
+        return self._listeners[0].address
+
+    def within(self, seconds: float = CALL_S) -> float:
+        """A deadline."""
+        return self._loop.time() + seconds
+
+    async def listen(self, address: str = "") -> Listener:
+        """One more listener for the same server."""
+        listener = await self.transport.listen(address or self._address, self.recorder)
+        self._listeners.append(listener)
+        return listener
+
+    async def connect(
+        self, address: str = "", *, cluster: Cluster = CLUSTER, client: str = "a client"
+    ) -> Channel:
+        """One more client."""
+        channel = await self.client_transport.connect(
+            address or self.address, cluster=cluster, client=client, deadline=self.within()
+        )
+        self._channels.append(channel)
+        return channel
+
+    # --- calls ---
+
+    async def write(
+        self,
+        channel: Channel,
+        data: Mapping[bytes, bytes | bytearray],
+        *,
+        namespace: Namespace = NAMESPACE,
+        part: int = 0,
+        within_s: float = CALL_S,
+    ) -> list[WriteStatus]:
+        """Write blocks, whatever comes of it."""
+        writing = Writing(namespace, part, True)
+        return await channel.write(writing, outgoing(data), deadline=self.within(within_s))
+
+    async def stored(
+        self,
+        channel: Channel,
+        data: Mapping[bytes, bytes],
+        *,
+        namespace: Namespace = NAMESPACE,
+        part: int = 0,
+    ) -> None:
+        """Write blocks; every one must be STORED."""
+        statuses = await self.write(channel, data, namespace=namespace, part=part)
+        wanted = [WriteStatus.STORED] * len(data)
+        self.expect(statuses == wanted, "STORED for every block written", told(statuses))
+
+    async def read(
+        self,
+        channel: Channel,
+        keys: Sequence[bytes],
+        buffers: Sequence[bytearray],
+        *,
+        namespace: Namespace = NAMESPACE,
+        part: int = 0,
+        verify: bool = True,
+    ) -> list[ReadResult]:
+        """Read blocks, whatever comes of it."""
+        wanted = [Wanted(k, memoryview(b)) for k, b in zip(keys, buffers, strict=True)]
+        reading = Reading(namespace, part, verify)
+        return await channel.read(reading, wanted, deadline=self.within())
+
+    async def holds(
+        self,
+        channel: Channel,
+        data: Mapping[bytes, bytes],
+        *,
+        namespace: Namespace = NAMESPACE,
+        part: int = 0,
+    ) -> None:
+        """Read blocks; every one must be there, with exactly these bytes."""
+        buffers = [bytearray(len(value)) for value in data.values()]
+        results = await self.read(channel, list(data), buffers, namespace=namespace, part=part)
+        wanted = [ReadResult(ReadStatus.HIT, len(value)) for value in data.values()]
+        self.expect(results == wanted, "a HIT of the right size for every block", told(results))
+        wrong = [
+            len(value)
+            for value, buffer in zip(data.values(), buffers, strict=True)
+            if value != buffer
+        ]
+        self.expect(not wrong, "the bytes that were written", f"blocks of {wrong} bytes are wrong")
+
+    # --- the server's memory and books ---
+
+    def memory_of(self, key: bytes, part: int = 0) -> memoryview:
+        """The bytes of a stored block, in the pool's own memory."""
+        entry = self.store.peek(NAMESPACE, part, key)
+        self.expect(entry is not None, "the block to be stored")
+        assert entry is not None
+        return self.recorder.memory(entry.extent)
+
+    async def nothing_held(self, when: str) -> None:
+        """No pin and no reservation: at once, or as soon as the news has travelled."""
+        await self.eventually(
+            lambda: (self.store.pins, self.store.reservations) == (0, 0),
+            f"no pin and no reservation {when}",
+            lambda: f"{self.store.pins} pins, {self.store.reservations} reservations are left",
+        )
+
+    async def finish(self) -> None:
+        """What every check ends with: both sides close, and the books are clean."""
+        self.recorder.answering.set()
+        for channel in self._channels:
+            await channel.close()
+        await self.nothing_held("after the clients have closed")
+        await self.eventually(
+            lambda: not self.recorder.open,
+            "`close` on the connection of every client that has gone",
+            lambda: f"{len(self.recorder.open)} connections are open",
+        )
+        for listener in self._listeners:
+            await listener.close()
+        self.store.check()
+        self.expect(not self.recorder.faults, "a correct server's side", self.recorder.faults)
+        self.expect(
+            not self.recorder.overwritten(),
+            "nobody to write into memory that was given back",
+            f"{self.recorder.overwritten()} extents were written into",
+        )
+
+    async def abandon(self) -> None:
+        """Close whatever is open, whatever state it is in."""
+        self.recorder.answering.set()
+        for channel in self._channels:
+            with contextlib.suppress(Exception):
+                channel.abort()
+                await channel.close()
+        for listener in self._listeners:
+            with contextlib.suppress(Exception):
+                await listener.close()
+
+
+class TransportCheck:
+    """One check of a transport, on a stage of its own. Its name is that of the function."""
+
+    def __init__(self, body: Callable[[Stage], Awaitable[None]]) -> None:
+        functools.update_wrapper(self, body)
+        self.name = getattr(body, "__name__", "")
+        self._body = body
+
+    async def __call__(self, make: Callable[[], Transport], *, address: str = "") -> None:
+        """See `check_transport` for `make` and `address`."""
+        async with named(self.name), staged(self.name, make, address) as stage:
+            await self._body(stage)
+
+
+@asynccontextmanager
+async def staged(check: str, make: Callable[[], Transport], address: str) -> AsyncIterator[Stage]:
+    """A stage for one check of a transport, and its end."""
+    tier = registry.tier(TierSpec("dram", "", CAPACITY, {}), prefault=False)
+    config = ServerConfig(id="conformance", masters=[], listen=[])
+    network = ZmqNetwork(CLUSTER)
+    server = BlockServer(config, cluster=CLUSTER, network=network, transports={}, tiers=[tier])
+    stage = Stage(check, make(), make(), server, address)
+    try:
+        await stage.listen()
+        yield stage
+        await stage.finish()
+    finally:
+        await stage.abandon()
+        await server.close()
+        network.close()
+
+
+@asynccontextmanager
+async def named(check: str) -> AsyncIterator[None]:
+    """Whatever goes wrong inside is this check's failure, and so is what nobody caught."""
+    loop = asyncio.get_running_loop()
+    before = asyncio.all_tasks()
+    uncaught: list[str] = []
+    handler = loop.get_exception_handler()
+    loop.set_exception_handler(
+        lambda _, context: uncaught.append(f"{context['message']}: {context.get('exception')!r}")
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S) as limit:
+            yield
+            scene = Scene(check)
+            await scene.eventually(
+                lambda: not asyncio.all_tasks() - before,
+                "no task to be left",
+                lambda: f"{asyncio.all_tasks() - before} are running",
+            )
+            scene.expect(not uncaught, "no error left to the loop's exception handler", uncaught)
+    except (ConformanceError, NotDeclared):
+        raise
+    except Exception as error:
+        late = limit.expired()
+        happened = f"it went on for {LIMIT_S:g} s" if late else told(error)
+        raise ConformanceError(check, "a check that ends without an error", happened) from error
+    finally:
+        loop.set_exception_handler(handler)

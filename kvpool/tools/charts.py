@@ -1,0 +1,169 @@
+"""A replay as a picture: one SVG, written by hand, readable in any browser."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from kvpool.tools.policy_study import MIN, Study
+from kvpool.tools.replay import Report, quantiles
+
+_WIDTH, _HEIGHT = 960, 560
+_INK, _QUIET, _GRID = "#1b2733", "#62707d", "#e3e8ed"
+_LINES = ("#9db4c7", "#d98c5f", "#12805c", "#7a5aa8", "#c2a83e", "#b0457b", "#3d7fb5")
+_POOL, _OTHER, _WEAK = "#12805c", "#9db4c7", "#d98c5f"
+
+
+def draw(report: Report) -> str:
+    """The picture: hit rates as bars, the hit rate over time, and the headline figures."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="Helvetica, Arial, sans-serif">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        _text(40, 48, "kvpool", 26, _INK, weight="bold"),
+        _text(140, 48, report.name, 16, _QUIET),
+        *_bars(report),
+        *_line(report),
+        *_figures(report),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def curves(study: Study) -> str:
+    """A dry replay: hit rate over capacity, a line for each policy."""
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 480" '
+        'font-family="Helvetica, Arial, sans-serif">',
+        '<rect width="640" height="480" fill="#ffffff"/>',
+        _text(60, 36, "blocks found, by capacity in blocks", 18, _INK, weight="bold"),
+        _text(60, 58, study.name, 13, _QUIET),
+        *_panel(study, 60, 80, 430, 350),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[str]:
+    capacities = sorted({row.capacity for row in study.rows})
+    low, high = math.log(capacities[0]), math.log(capacities[-1])
+    highest = max(row.hit_rate for row in study.rows) or 1.0
+    ceiling = math.ceil(highest * 10) / 10
+
+    def x(capacity: int) -> float:
+        return left + width * ((math.log(capacity) - low) / (high - low) if high > low else 0.5)
+
+    parts = []
+    for step in range(5):
+        y = top + height * (1 - step / 4)
+        parts += [
+            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{_GRID}"/>',
+            _text(left - 6, y + 4, f"{ceiling * step / 4:.0%}", 11, _QUIET, "end"),
+        ]
+    for capacity in capacities:
+        parts.append(_text(x(capacity), top + height + 18, f"{capacity:,}", 11, _QUIET, "middle"))
+    policies = list(dict.fromkeys(row.policy for row in study.rows))
+    for number, policy in enumerate(policies):
+        colour = _LINES[number % len(_LINES)] if policy != MIN else _INK
+        points = [
+            (x(capacity), top + height * (1 - study.rate(policy, capacity) / ceiling))
+            for capacity in capacities
+        ]
+        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+        dashes = ' stroke-dasharray="6 4"' if policy == MIN else ""
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"{dashes}/>'
+        )
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in points]
+        key = top + 20 + 20 * number
+        parts.append(
+            f'<rect x="{left + width + 16}" y="{key - 6}" width="14" height="4" fill="{colour}"/>'
+        )
+        parts.append(_text(left + width + 36, key, policy, 12, colour))
+    return parts
+
+
+def _bars(report: Report) -> list[str]:
+    rows = [
+        ("the pool", report.hit_rate, _POOL),
+        ("same policy, offline", report.offline_policy, _OTHER),
+        (f"{report.clients} isolated caches, same memory", report.offline_isolated, _WEAK),
+        ("ideal, memory without end", report.offline_ideal, _OTHER),
+    ]
+    parts = [_text(40, 96, "blocks found in the cache", 14, _QUIET)]
+    for number, (label, rate, colour) in enumerate(rows):
+        top = 112 + 42 * number
+        parts += [
+            _text(40, top + 20, label, 15, _INK),
+            f'<rect x="300" y="{top}" width="520" height="28" rx="3" fill="{_GRID}"/>',
+            f'<rect x="300" y="{top}" width="{520 * rate:.1f}" height="28" rx="3" '
+            f'fill="{colour}"/>',
+            _text(832, top + 20, f"{rate:.1%}", 16, _INK, weight="bold"),
+        ]
+    return parts
+
+
+def _line(report: Report) -> list[str]:
+    left, top, width, height = 40, 320, 540, 190
+    parts = [_text(left, top - 14, "hit rate so far, over time", 14, _QUIET)]
+    for percent in (0, 50, 100):
+        y = top + height * (1 - percent / 100)
+        parts += [
+            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{_GRID}"/>',
+            _text(left + width + 8, y + 4, f"{percent} %", 12, _QUIET),
+        ]
+    if len(report.timeline) > 1:
+        end = report.timeline[-1][0] or 1.0
+        points = " ".join(
+            f"{left + width * seconds / end:.1f},{top + height * (1 - rate):.1f}"
+            for seconds, rate in report.timeline
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{_POOL}" stroke-width="2.5"/>'
+        )
+        parts.append(_text(left + width, top + height + 20, f"{end:.0f} s", 12, _QUIET, "end"))
+    return parts
+
+
+def _figures(report: Report) -> list[str]:
+    read = sum(path.read_bytes for path in report.transports.values())
+    rates = [
+        f"{name} {path.read_bytes / 1e9 / max(path.read_s, 1e-9):.2f} GB/s"
+        for name, path in report.transports.items()
+    ]
+    figures = [
+        ("wrong bytes", f"{report.wrong_bytes:,}"),
+        ("bytes read and checked", f"{read / 1e9:.2f} GB"),
+        ("read speed", ", ".join(rates)),
+        ("match p50 / p99", "{:.2f} / {:.2f} ms".format(*_milli(report.match_s))),
+        ("read p50 / p99", "{:.2f} / {:.2f} ms".format(*_milli(report.read_s))),
+        ("requests", f"{report.requests:,} in {report.seconds:.0f} s"),
+    ]
+    parts = []
+    for number, (label, figure) in enumerate(figures):
+        y = 318 + 36 * number
+        parts += [
+            _text(660, y, label, 12, _QUIET),
+            _text(660, y + 17, figure, 15, _INK, weight="bold"),
+        ]
+    return parts
+
+
+def _milli(values: list[float]) -> tuple[float, float]:
+    p50, p99 = quantiles(values)
+    return p50 * 1e3, p99 * 1e3
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    size: int,
+    colour: str,
+    anchor: str = "start",
+    weight: str = "normal",
+) -> str:
+    return (
+        f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" '
+        f'text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+    )

@@ -1,0 +1,571 @@
+"""`kvpool replay`: a workload through a pool of real processes, every byte checked.
+
+A master, block servers and client processes are started; the clients stand for engine instances
+and take the requests in turn. What the pool did is put beside what the same memory would have done
+as isolated caches, and what no cache can exceed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import statistics
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvpool import registry
+from kvpool.config import ServerConfig, parse_tier
+from kvpool.errors import ConfigError
+from kvpool.ops.tables import as_json_object
+from kvpool.tools import policy_study as dry
+from kvpool.tools import workloads as workload
+from kvpool.tools.subprocesses import Child, process_of, servers_up
+from kvpool.types import Member
+from kvpool.units import parse_size
+
+_REFRESH_S = 0.5
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to play and on what. Sizes in bytes; `capacity` is that of all servers together."""
+
+    name: str
+    requests: list[workload.Request]
+    servers: int
+    clients: int
+    capacity: int
+    block_size: int
+    in_flight: int
+    transports: list[str]
+    seed: int
+    policy: str = "lru"
+    #: Of each server, instead of memory only; `{server}` in one stands for its id.
+    tiers: tuple[str, ...] = ()
+    #: Kill every server with -9 after this share of the requests, and start it again.
+    kill_at: float | None = None
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that the servers hold: an extent is a multiple of their alignment."""
+        alignment = ServerConfig().alignment
+        extent = -(-self.block_size // alignment) * alignment
+        return self.capacity // self.servers // extent * self.servers
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went over one transport."""
+
+    read_bytes: int = 0
+    read_s: float = 0.0
+    written_bytes: int = 0
+    write_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a replay."""
+
+    name: str
+    requests: int
+    servers: int
+    clients: int
+    capacity: int
+    block_size: int
+    seconds: float = 0.0
+    blocks: int = 0
+    hits: int = 0
+    wrong_bytes: int = 0
+    offline_policy: float = 0.0
+    offline_lru: float = 0.0
+    offline_isolated: float = 0.0
+    offline_ideal: float = 0.0
+    transports: dict[str, Traffic] = field(default_factory=dict)
+    statuses: dict[str, int] = field(default_factory=dict)
+    killed_after: tuple[int, int] | None = None  # hits and blocks until then
+    match_s: list[float] = field(default_factory=list)
+    read_s: list[float] = field(default_factory=list)
+    write_s: list[float] = field(default_factory=list)
+    timeline: list[tuple[float, float]] = field(default_factory=list)  # seconds, hit rate
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.blocks if self.blocks else 0.0
+
+    @property
+    def hit_rates_round_kill(self) -> tuple[float, float] | None:
+        """Before the servers were killed, and since."""
+        if self.killed_after is None:
+            return None
+        hits, blocks = self.killed_after
+        return hits / max(1, blocks), (self.hits - hits) / max(1, self.blocks - blocks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; latencies as quantiles."""
+        found = asdict(self)
+        for name in ("match_s", "read_s", "write_s"):
+            found[name] = dict(zip(("p50", "p99"), quantiles(getattr(self, name)), strict=True))
+        found["hit_rate"] = self.hit_rate
+        found["hit_rates_round_kill"] = self.hit_rates_round_kill
+        found["members"] = [as_json_object(member) for member in self.members]
+        return found
+
+
+class _Defaults(NamedTuple):
+    capacity: str
+    block_size: str
+
+
+#: codex: a little more than the working set of 24 live sessions, 2,500 blocks of 512 tokens: where
+#: one pool holds nearly everything and the same memory in four pieces does not.
+_CODEX = _Defaults("176MiB", "64KiB")
+#: A trace: 50,000 blocks, scaled down to a page each so that an hour of traffic fits a laptop.
+_TRACE = _Defaults("195.3125MiB", "4KiB")
+
+
+def options(
+    *,
+    trace: Path | None,
+    workload: str,
+    servers: int,
+    clients: int,
+    capacity: str | None,
+    block_size: str | None,
+    sessions: int,
+    concurrent: int,
+    in_flight: int | None,
+    transports: list[str],
+    limit: int | None,
+    seed: int,
+    policy: str = "lru",
+    tiers: Sequence[str] = (),
+    kill_at: float | None = None,
+) -> Options:
+    """From what a user says to what is played. Raises ConfigError."""
+    name, requests = requests_of(trace, workload, sessions, concurrent, seed)
+    defaults = _TRACE if trace is not None else _CODEX
+    if policy not in registry.installed(registry.POLICIES):
+        have = sorted(registry.installed(registry.POLICIES))
+        raise ConfigError(f"no policy {policy!r} is installed: have {have}")
+    if not transports:
+        raise ConfigError("transports: expected at least one, such as shm")
+    known = registry.installed(registry.TRANSPORTS)
+    for transport in transports:
+        if transport not in known:
+            raise ConfigError(f"no transport {transport!r} is installed: have {sorted(known)}")
+    size = parse_size(block_size or defaults.block_size)
+    total = _bytes(capacity or defaults.capacity, size)
+    if tiers:
+        if capacity is not None:
+            raise ConfigError("--capacity and --tier: expected one of them")
+        if servers > 1 and any(parse_tier(t).place and "{server}" not in t for t in tiers):
+            raise ConfigError("a file serves one server: put {server} into its path")
+        total = parse_tier(tiers[-1]).capacity * servers
+    if kill_at is not None and not 0 < kill_at < 1:
+        raise ConfigError(f"--kill-at {kill_at:g}: expected a share between 0 and 1")
+    if total // servers < size:
+        raise ConfigError(f"capacity {total} over {servers} servers holds no block of {size}")
+    return Options(
+        name=name,
+        requests=requests[:limit],
+        servers=servers,
+        clients=clients,
+        capacity=total,
+        block_size=size,
+        in_flight=in_flight or (1 if trace is not None else clients),
+        transports=transports,
+        seed=seed,
+        policy=policy,
+        tiers=tuple(tiers),
+        kill_at=kill_at,
+    )
+
+
+def requests_of(
+    trace: Path | None, workload: str, sessions: int, concurrent: int, seed: int
+) -> tuple[str, list[workload.Request]]:
+    """A workload and its name. Raises ConfigError."""
+    if trace is not None:
+        return trace.name, _trace(trace)
+    if workload == "codex":
+        name = f"codex, {concurrent} of {sessions} sessions at a time"
+        return name, _codex(sessions, concurrent, seed)
+    raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
+
+
+def capacities_in_blocks(text: str, block_size: str | None) -> list[int]:
+    """`5000blocks,25000blocks`, or sizes and the size of a block. Raises ConfigError."""
+    found = []
+    for one in text.split(","):
+        if not one.strip().endswith(_BLOCKS) and block_size is None:
+            raise ConfigError(f"capacity {one!r}: expected 5000blocks, or also --block-size")
+        size = parse_size(block_size) if block_size is not None else 1
+        found.append(_bytes(one, size) // size if size else 0)
+        if found[-1] < 1:
+            raise ConfigError(f"capacity {one!r} holds no block")
+    return found
+
+
+_BLOCKS = "blocks"
+
+
+def _bytes(capacity: str, block_size: int) -> int:
+    """A capacity as users say it: a size like 176MiB, or a number of blocks like 5000blocks."""
+    text = capacity.strip()
+    if not text.endswith(_BLOCKS):
+        return parse_size(text)
+    count = text.removesuffix(_BLOCKS).strip()
+    if not count.isdecimal() or len(count) > 15:
+        raise ConfigError(f"capacity {capacity!r}: expected a number of blocks, like 5000blocks")
+    return int(count) * block_size
+
+
+def _trace(path: Path) -> list[workload.Request]:
+    return workload.mooncake(path)
+
+
+def _codex(sessions: int, concurrent: int, seed: int) -> list[workload.Request]:
+    return workload.codex(sessions, concurrent, seed=seed)
+
+
+# --- playing ---------------------------------------------------------------------------
+
+
+async def replay(options: Options, console: Console) -> Report:
+    """Play it all; progress goes to `console`. Every process it starts ends with it."""
+    report = Report(
+        name=options.name,
+        requests=len(options.requests),
+        servers=options.servers,
+        clients=options.clients,
+        capacity=options.capacity,
+        block_size=options.block_size,
+        transports={name: Traffic() for name in options.transports},
+    )
+    async with AsyncExitStack() as stack:
+        master = await stack.enter_async_context(
+            process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
+        )
+        address = (await master.line()).removeprefix("master at ")
+        pool = _Servers(options, address, stack)
+        await pool.start()
+        engines = [
+            await stack.enter_async_context(_engine(options, number, address))
+            for number in range(options.clients)
+        ]
+        with _progress(console, report) as show:
+            started = time.monotonic()
+            await _while_alive(master, _play(options, engines, report, show, started, pool))
+            report.seconds = time.monotonic() - started
+        # A server that died on the way is a result, too: none of them is waited for.
+        report.members = await servers_up(address, 0)
+    _add_bounds(options, report)
+    return report
+
+
+async def _while_alive(master: Child, play: Coroutine[Any, Any, None]) -> None:
+    """Run `play`. Raises ServerLost when the master ends first: every call would time out."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(master.line())
+            await play
+            watching.cancel()
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first, out of the groups that it is wrapped in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _play(
+    options: Options,
+    engines: Sequence[_Engine],
+    report: Report,
+    show: Any,
+    started: float,
+    pool: _Servers,
+) -> None:
+    """Requests in order and in turn; a session's next one waits for its last."""
+    places = asyncio.Semaphore(options.in_flight)
+    last: dict[int, asyncio.Task[None]] = {}
+    shown = 0.0
+
+    async def one(request: workload.Request, engine: _Engine, before: Any) -> None:
+        try:
+            if before is not None:
+                await before
+            _add(report, options, engine.transport, await engine.play(request.chain))
+        finally:
+            places.release()
+
+    kill_at = int(len(options.requests) * options.kill_at) if options.kill_at else None
+    async with asyncio.TaskGroup() as group:
+        for number, request in enumerate(options.requests):
+            if number == kill_at:
+                await asyncio.gather(*last.values())
+                report.killed_after = report.hits, report.blocks
+                await pool.kill_and_start()
+            await places.acquire()
+            engine = engines[number % len(engines)]
+            before = last.get(request.session)
+            last[request.session] = group.create_task(one(request, engine, before))
+            now = time.monotonic()
+            if now - shown >= _REFRESH_S:
+                shown = now
+                report.timeline.append((now - started, report.hit_rate))
+                show(now - started)
+
+
+def _add(report: Report, options: Options, transport: str, answer: dict[str, Any]) -> None:
+    stored = answer["statuses"].get("write: stored", 0)
+    path = report.transports[transport]
+    path.read_bytes += answer["hit"] * options.block_size
+    path.written_bytes += stored * options.block_size
+    path.read_s += answer["read_s"]
+    path.write_s += answer["write_s"]
+    report.blocks += answer["total"]
+    report.hits += answer["hit"]
+    report.wrong_bytes += answer["wrong"]
+    for name, count in answer["statuses"].items():
+        report.statuses[name] = report.statuses.get(name, 0) + count
+    for name in ("match_s", "read_s", "write_s"):
+        if answer[name]:
+            getattr(report, name).append(answer[name])
+
+
+def _add_bounds(options: Options, report: Report) -> None:
+    requests, capacity = options.requests, options.capacity_blocks
+    report.offline_lru = report.offline_policy = workload.lru(requests, capacity)
+    if options.policy != "lru":
+        report.offline_policy = dry.hit_rate(requests, options.policy, capacity)
+    report.offline_isolated = workload.isolated(requests, capacity, options.clients)
+    report.offline_ideal = workload.ideal(requests)
+
+
+# --- processes -------------------------------------------------------------------------
+
+
+class _Servers:
+    """The block servers of a replay; they end with `stack`."""
+
+    def __init__(self, options: Options, master: str, stack: AsyncExitStack) -> None:
+        self._options = options
+        self._master = master
+        self._stack = stack
+        self._running: list[Child] = []
+        self._epochs: set[int] = set()
+
+    async def start(self) -> None:
+        """Start all of them, and wait until the master knows them as they are now."""
+        for number in range(self._options.servers):
+            process = _server(self._options, number, self._master)
+            self._running.append(await self._stack.enter_async_context(process))
+        for server in self._running:
+            await server.line()
+        while True:
+            members = await servers_up(self._master, self._options.servers)
+            epochs = {member.epoch for member in members}
+            if not epochs & self._epochs:
+                self._epochs = epochs
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def kill_and_start(self) -> None:
+        """Kill -9, all at once."""
+        for server in self._running:
+            server.signal(signal.SIGKILL)
+        for server in self._running:
+            await server.ended()
+        self._running.clear()
+        await self.start()
+
+
+def _server(
+    options: Options, number: int, master: str
+) -> contextlib.AbstractAsyncContextManager[Child]:
+    name = f"server-{number}"
+    if options.tiers:
+        memory = [word for t in options.tiers for word in ("--tier", t.replace("{server}", name))]
+    else:
+        memory = ["--capacity", str(options.capacity // options.servers)]
+    return process_of(
+        "kvpool",
+        "server",
+        "--masters",
+        master,
+        "--id",
+        name,
+        *memory,
+        "--policy",
+        options.policy,
+        "--log-level",
+        "error",
+        # An hour of traffic takes a minute here, so news must travel as much faster: with one
+        # heartbeat a second the masters would place by the ages of a minute ago.
+        environment={"KVPOOL_SERVER_HEARTBEAT_S": "100ms"},
+    )
+
+
+class _Engine:
+    """A client process; it plays one request at a time, in the order they come."""
+
+    def __init__(self, process: Child, transport: str) -> None:
+        self.transport = transport
+        self._process = process
+        self._turn = asyncio.Lock()
+
+    async def play(self, chain: Sequence[int]) -> dict[str, Any]:
+        async with self._turn:
+            return await self._ask(list(chain))
+
+    async def _ask(self, message: Any) -> dict[str, Any]:
+        with contextlib.suppress(RuntimeError):  # uvloop: the pipe is closed; `line` says why
+            self._process.tell(json.dumps(message))
+        answer: dict[str, Any] = json.loads(await self._process.line())
+        return answer
+
+    async def set_up(self, options: Options, master: str) -> None:
+        await self._ask(
+            {
+                "master": master,
+                "transports": [self.transport],
+                "block_size": options.block_size,
+                "seed": options.seed,
+            }
+        )
+
+
+@asynccontextmanager
+async def _engine(options: Options, number: int, master: str) -> AsyncIterator[_Engine]:
+    transport = options.transports[number % len(options.transports)]
+    async with process_of("kvpool.tools.replay_engine") as process:
+        engine = _Engine(process, transport)
+        await engine.set_up(options, master)
+        yield engine
+
+
+# --- showing ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _progress(console: Console, report: Report) -> Any:
+    """A live table on a terminal, a line every five seconds elsewhere."""
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=4, transient=True) as live:
+            yield lambda seconds: live.update(_now(report, seconds))
+        return
+    printed = 0.0
+
+    def show(seconds: float) -> None:
+        nonlocal printed
+        if seconds - printed >= 5:
+            printed = seconds
+            console.print(
+                f"{seconds:5.0f} s  {len(report.match_s):,} of {report.requests:,} requests  "
+                f"hit rate {report.hit_rate:.1%}  wrong bytes {report.wrong_bytes}"
+            )
+
+    yield show
+
+
+def _now(report: Report, seconds: float) -> Table:
+    done = len(report.match_s)
+    table = Table(title=f"{report.name}", box=None)
+    for name in ("requests", "hit rate", "read", "written", "match p50", "wrong bytes"):
+        table.add_column(name, justify="right")
+    read = sum(path.read_bytes for path in report.transports.values())
+    written = sum(path.written_bytes for path in report.transports.values())
+    table.add_row(
+        f"{done:,} / {report.requests:,}",
+        f"[bold green]{report.hit_rate:.1%}[/]",
+        f"{read / 1e9:.2f} GB ({read / 1e9 / max(seconds, 0.1):.2f} GB/s)",
+        f"{written / 1e9:.2f} GB",
+        f"{quantiles(report.match_s[-1000:])[0] * 1e3:.2f} ms",
+        f"{'[green]' if not report.wrong_bytes else '[bold red]'}{report.wrong_bytes}[/]",
+    )
+    return table
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile; zeros of nothing."""
+    if not values:
+        return 0.0, 0.0
+    ordered = sorted(values)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+
+
+def tables(report: Report) -> list[Table]:
+    """The result, for a terminal."""
+    return [_hit_table(report), _byte_table(report), _latency_table(report)]
+
+
+def _hit_table(report: Report) -> Table:
+    where = f"{report.servers} servers, {report.clients} engine instances"
+    memory = f"{report.capacity / 2**20:.4g} MiB of {report.block_size / 1024:.4g} KiB blocks"
+    table = Table(title=f"{report.name}: {report.requests:,} requests, {where}, {memory}")
+    table.add_column("hit rate")
+    table.add_column("", justify="right")
+    pool, offline = report.hit_rate, report.offline_policy
+    table.add_row("[bold]the pool[/]", f"[bold green]{pool:.2%}[/]")
+    table.add_row(f"same policy, offline ({100 * (pool - offline):+.2f} points)", f"{offline:.2%}")
+    if report.hit_rates_round_kill is not None:
+        before, since = report.hit_rates_round_kill
+        table.add_row("before every server was killed, and since", f"{before:.2%}, {since:.2%}")
+    isolated = f"same memory as {report.clients} isolated caches"
+    table.add_row(isolated, f"{report.offline_isolated:.2%}")
+    table.add_row("ideal: memory without end", f"{report.offline_ideal:.2%}")
+    wrong = f"{report.wrong_bytes:,}"
+    table.add_row("wrong bytes", f"[green]{wrong}[/]" if wrong == "0" else f"[red]{wrong}[/]")
+    return table
+
+
+def _byte_table(report: Report) -> Table:
+    table = Table()
+    table.add_column("transport")
+    for name in ("read", "while reading", "written", "while writing"):
+        table.add_column(name, justify="right")
+    for name, path in report.transports.items():
+        table.add_row(
+            name,
+            f"{path.read_bytes / 1e9:.2f} GB",
+            f"{path.read_bytes / 1e9 / max(path.read_s, 1e-9):.2f} GB/s",
+            f"{path.written_bytes / 1e9:.2f} GB",
+            f"{path.written_bytes / 1e9 / max(path.write_s, 1e-9):.2f} GB/s",
+        )
+    for member in report.members:
+        rss, capacity = member.rss / 2**20, member.capacity / 2**20
+        table.add_row(
+            f"{member.server}: capacity {capacity:.4g} MiB, RSS {rss:.4g} MiB", "", "", "", ""
+        )
+    return table
+
+
+def _latency_table(report: Report) -> Table:
+    table = Table(caption=f"{report.seconds:.1f} s in all")
+    table.add_column("per request")
+    for name in ("p50", "p99", "calls"):
+        table.add_column(name, justify="right")
+    for name in ("match", "read", "write"):
+        values = getattr(report, f"{name}_s")
+        p50, p99 = quantiles(values)
+        table.add_row(name, f"{p50 * 1e3:.2f} ms", f"{p99 * 1e3:.2f} ms", f"{len(values):,}")
+    for name, count in sorted(report.statuses.items()):
+        table.add_row(name, "", "", f"{count:,}")
+    return table

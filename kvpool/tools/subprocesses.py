@@ -1,0 +1,101 @@
+"""Processes that a command starts and takes with it when it ends, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvpool.client.pool import connect
+from kvpool.config import ClientConfig
+from kvpool.errors import ServerLost
+from kvpool.types import Member
+
+_END_S = 0.8
+_START_S = 20.0
+
+
+class Child:
+    """A process that is spoken to in lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    def tell(self, line: str) -> None:
+        """Send a line to its stdin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        return self._process.returncode
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; nothing happens when it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Wait until it has; its `code`."""
+        return await self._process.wait()
+
+    async def line(self) -> str:
+        """The next line of its stdout. Raises ServerLost when it has ended."""
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            code = await self._process.wait()
+            raise ServerLost(f"a process ended with code {code}: see its errors above")
+        return line.decode().strip()
+
+
+@asynccontextmanager
+async def process_of(
+    module: str, *arguments: str, environment: dict[str, str] | None = None
+) -> AsyncIterator[Child]:
+    """`python -m module`, ended with the `with`, or by the kernel when this process dies."""
+    if module == "kvpool":
+        arguments = (*arguments, "--die-with-parent")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,  # Ctrl-C is for us; we end them in order
+    )
+    try:
+        yield Child(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def servers_up(master: str, count: int) -> list[Member]:
+    """Wait until `count` servers are alive. Raises ServerLost when they do not come."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _START_S
+    async with await connect(config=ClientConfig(masters=[master])) as pool:
+        while True:
+            members = await pool.members()
+            if sum(member.alive for member in members) >= count:
+                return members
+            if loop.time() > until:
+                raise ServerLost(f"{count} servers were started, {len(members)} registered")
+            await asyncio.sleep(0.05)

@@ -1,0 +1,53 @@
+"""`python -m tests.chaos`: exit code 0, or 1 when a promise was broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from kvpool import logs
+from tests.chaos.report import Report
+from tests.chaos.run import Chaos, Options
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=1, help="How long things are broken.")] = 60.0,
+    seed: Annotated[int | None, typer.Option(help="What is done, and when.")] = None,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 3,
+    users: Annotated[int, typer.Option(min=1, max=64, help="Calls at a time in each.")] = 3,
+    allowance_s: Annotated[
+        float, typer.Option(min=0, help="What a busy machine may add to any time.")
+    ] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Break real processes for a while and see whether the pool keeps its promises."""
+    logs.configure("error")
+    console = Console(stderr=as_json)
+    chosen = random.SystemRandom().getrandbits(32) if seed is None else seed
+    console.print(f"seed {chosen}")
+    options = Options(seconds, chosen, clients, users, allowance_s)
+
+    async def play() -> Report:
+        return await Chaos(options, console).run()
+
+    try:
+        report = asyncio.run(play())
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        console.print(report.table())
+    for sentence in report.broken:
+        console.print(f"[red]broken:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if report.broken else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

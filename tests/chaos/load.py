@@ -1,0 +1,406 @@
+"""A client under load: `python -m tests.chaos.load`, driven by JSON lines.
+
+The first line of stdin is the set-up. After that the client works by itself, several calls at a
+time, until it is told `stop`; `storm` makes it write far more than the pool holds. Every byte that
+it reads is checked. Twice a second it prints what it did and what it was told; what is suspicious
+goes with its time, so that whoever knows the faults can judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import xxhash
+
+from kvpool import logs, registry
+from kvpool import runtime as process
+from kvpool.client.pool import Pool
+from kvpool.config import ClientConfig
+from kvpool.errors import Unavailable
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.protocols import BlockStore, Channel, Listener, Transport
+from kvpool.tools.workloads import Payload
+from kvpool.types import Cluster, Match, Namespace, ReadStatus, WriteStatus
+
+T = TypeVar("T")
+
+#: The sizes of blocks; each has a namespace of its own.
+SIZES: Final = (4096, 65_536, 300_000)
+CHAINS: Final = 60
+CHAIN_BLOCKS: Final = 12
+#: Every so many chains one may be removed by anybody. Blocks of the others are never removed.
+_REMOVABLE: Final = 5
+TIMEOUT_S: Final = 3.0
+_REPORT_S: Final = 0.5
+#: A call that ends this much after its deadline is reported; who reads the report decides.
+_LATE_S: Final = 0.001
+#: What was acknowledged longer ago than this may have aged out of a master's memory.
+_ACKED_S: Final = 60.0
+
+
+class Shelf(NamedTuple):
+    """All blocks of one size: chains that share their first half with a neighbour."""
+
+    namespace: Namespace
+    payload: Payload
+    chains: list[list[bytes]]
+
+    @classmethod
+    def of(cls, size: int, seed: int) -> Shelf:
+        payload = Payload(size, seed + size)  # other keys, too
+        half = CHAIN_BLOCKS // 2
+        chains = []
+        for number in range(CHAINS):
+            heads = [payload.digest(number // 2 * CHAIN_BLOCKS + i) for i in range(half)]
+            tails = [payload.digest((CHAINS + number) * CHAIN_BLOCKS + i) for i in range(half)]
+            chains.append(heads + tails)
+        return cls(Namespace(f"chaos/{size}"), payload, chains)
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Every block, once."""
+        return list(dict.fromkeys(digest for chain in self.chains for digest in chain))
+
+
+def shelves(seed: int) -> list[Shelf]:
+    """What all clients of one run know of."""
+    return [Shelf.of(size, seed) for size in SIZES]
+
+
+class RoutedTcp:
+    """The tcp transport, by way of proxies: `routes` maps the servers' addresses to theirs."""
+
+    scheme = "tcp"
+    same_host = False
+    authenticated = True
+
+    def __init__(self, routes: Mapping[str, str]) -> None:
+        self._routes = routes
+        self._direct = registry.transport("tcp")
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        return await self._direct.listen(address, store)
+
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
+        return await self._direct.connect(
+            self._routes.get(address, address), cluster=cluster, client=client, deadline=deadline
+        )
+
+
+class Load:
+    """What all users of one client process do and see; `report` takes it out."""
+
+    def __init__(self, pool: Pool, seed: int) -> None:
+        self.pool = pool
+        self.shelves = shelves(seed)
+        self.stopped = False
+        self.acked: dict[bytes, float] = {}  # when this client last knew a block to be there
+        self._clear()
+
+    def _clear(self) -> None:
+        self.operations: Counter[str] = Counter()
+        self.statuses: Counter[str] = Counter()
+        self.wrong = 0
+        self.events: list[dict[str, Any]] = []
+        self.hedged_s: list[float] = []
+
+    def report(self) -> dict[str, Any]:
+        """Everything since the last time."""
+        found = {
+            "operations": self.operations,
+            "statuses": self.statuses,
+            "wrong": self.wrong,
+            "events": self.events,
+            "hedged_s": self.hedged_s,
+        }
+        self._clear()
+        return found
+
+    def suspect(self, what: str, began: float, **details: Any) -> None:
+        """Something that needs an explanation which only the nemesis can give."""
+        now = asyncio.get_running_loop().time()
+        self.events.append({"what": what, "began": began, "ended": now, **details})
+
+    def miss(
+        self,
+        shelf: Shelf,
+        chain: int,
+        digest: bytes,
+        status: ReadStatus,
+        began: float,
+        patient: bool,
+    ) -> None:
+        """Count a miss; say so if it may not be true."""
+        self.statuses[f"read: {status.label}"] += 1
+        since = self.acked.get(digest, 0.0)
+        known = since > began - _ACKED_S
+        if status in (ReadStatus.CORRUPT, ReadStatus.PART_MISSING) or (
+            status is ReadStatus.REMOVED and not removable(chain)
+        ):
+            self.suspect("lie", began, status=status.label)
+        elif status in (ReadStatus.NEVER_WRITTEN, ReadStatus.SERVER_LOST) and known:
+            self.suspect("miss", began, status=status.label, since=since)
+        elif status is ReadStatus.NO_MASTER and patient:
+            self.suspect("no master", began, status=status.label)
+        elif status is ReadStatus.DEADLINE and patient:
+            self.suspect("miss", began, status=status.label, since=began)
+
+
+def removable(chain: int) -> bool:
+    """Whether blocks of this chain are ever removed; chains that share a head agree."""
+    return chain // 2 % _REMOVABLE == 0
+
+
+class User:
+    """One of the load's concurrent users. It owns its memory, and looks at it afterwards."""
+
+    def __init__(self, load: Load, chance: random.Random) -> None:
+        self._load = load
+        self._pool = load.pool
+        self._chance = chance
+        self._loop = asyncio.get_running_loop()
+        self._memory = np.zeros((CHAIN_BLOCKS, max(SIZES)), np.uint8)
+        self._ended = self._digest()
+        self._timeout_s = TIMEOUT_S
+
+    async def work(self) -> None:
+        """One operation after the other, until the load is stopped."""
+        kinds = [
+            (0.56, self._probe),
+            (0.18, self._read),
+            (0.16, self._write),
+            (0.05, self._look),
+            (0.03, self._remove),
+            (0.02, self._explain),
+        ]
+        operations, weights = [kind for _, kind in kinds], [weight for weight, _ in kinds]
+        while not self._load.stopped:
+            await asyncio.sleep(self._chance.expovariate(1 / 0.02))
+            (operation,) = self._chance.choices(operations, weights)
+            hurried = self._chance.random() < 0.03
+            self._timeout_s = self._chance.choice([0.005, 0.05, 0.3]) if hurried else TIMEOUT_S
+            if self._digest() != self._ended:
+                self._load.suspect("late bytes", self._loop.time())
+            task = asyncio.ensure_future(operation())
+            if self._chance.random() < 0.02:
+                await asyncio.sleep(self._chance.expovariate(200))
+                task.cancel()
+                self._load.operations["cancelled"] += 1
+            with contextlib.suppress(Unavailable, asyncio.CancelledError):
+                await task
+            self._ended = self._digest()
+
+    async def storm(self, total: int) -> None:
+        """Write blocks that nobody has seen, `total` bytes of them."""
+        shelf = self._load.shelves[1]
+        for _ in range(0, total // shelf.payload.size, CHAIN_BLOCKS):
+            if self._load.stopped:
+                return
+            fresh = [
+                shelf.payload.digest(self._chance.getrandbits(60)) for _ in range(CHAIN_BLOCKS)
+            ]
+            with contextlib.suppress(Unavailable):
+                await self._store(shelf, fresh, copies=1)
+
+    # --- operations -------------------------------------------------------------------------
+
+    def _chosen(self) -> tuple[Shelf, int, list[bytes]]:
+        """A chain, some more often than others, or the head of one."""
+        shelf = self._chance.choices(self._load.shelves, [5, 4, 1])[0]
+        number = min(int(self._chance.paretovariate(0.4)) - 1, CHAINS - 1)
+        chain = shelf.chains[number]
+        return shelf, number, chain[: self._chance.randint(1, len(chain))]
+
+    async def _probe(self) -> None:
+        for _ in range(self._chance.randint(1, 6)):
+            await self._match(*self._chosen())
+
+    async def _match(self, shelf: Shelf, number: int, chain: Sequence[bytes]) -> Match:
+        began = self._loop.time()
+        match = await self._timed(
+            "match", self._pool.match(shelf.namespace, chain, timeout=self._timeout_s)
+        )
+        if match.length < len(chain):
+            missed = chain[match.length]
+            self._load.miss(shelf, number, missed, match.stopped, began, self._patient)
+        return match
+
+    async def _read(self) -> None:
+        shelf, number, chain = self._chosen()
+        match = None
+        if self._chance.random() < 0.7:
+            match = await self._match(shelf, number, chain)
+            chain = chain[: match.length]
+        if not chain:
+            return
+        blocks = self._blocks(shelf, len(chain))
+        for digest, block in zip(chain, blocks, strict=True):
+            shelf.payload.spoil(digest, block)
+        hedged = self._pool.counters["hedged"]
+        began = self._loop.time()
+        results = await self._timed(
+            "read",
+            self._pool.read(
+                shelf.namespace,
+                chain,
+                [block.data for block in blocks],
+                match=match,
+                timeout=self._timeout_s,
+            ),
+        )
+        if self._pool.counters["hedged"] > hedged:
+            self._load.hedged_s.append(self._loop.time() - began)
+        for digest, block, result in zip(chain, blocks, results, strict=True):
+            if result.status.hit:
+                self._load.statuses["read: hit"] += 1
+                self._load.wrong += shelf.payload.wrong(digest, block)
+                self._load.acked[digest] = began
+            else:
+                self._load.miss(shelf, number, digest, result.status, began, self._patient)
+
+    async def _look(self) -> None:
+        """read_view: the pool's own memory, for a while."""
+        shelf, _, chain = self._chosen()
+        self._load.operations["read_view"] += 1
+        call = self._pool.read_view(shelf.namespace, chain, timeout=self._timeout_s)
+        async with call as views:
+            for _ in range(2):
+                for digest, view in zip(chain, views, strict=True):
+                    if view.data is not None:
+                        block = np.frombuffer(view.data, np.uint8)
+                        self._load.wrong += shelf.payload.wrong(digest, block)
+                await asyncio.sleep(self._chance.choice([0, 0.01, 0.2]))
+
+    async def _write(self) -> None:
+        shelf, _, chain = self._chosen()
+        await self._store(shelf, chain, copies=self._chance.choice([2, 2, 2, 1]))
+
+    async def _store(self, shelf: Shelf, chain: Sequence[bytes], copies: int) -> None:
+        buffers = []
+        for digest in chain:
+            buffer = np.empty(shelf.payload.size, np.uint8)
+            shelf.payload.write(digest, buffer)
+            buffers.append(buffer.data)
+        began = self._loop.time()
+        statuses = await self._timed(
+            "write",
+            self._pool.write(
+                shelf.namespace, chain, buffers, copies=copies, timeout=self._timeout_s
+            ),
+        )
+        ended = self._loop.time()
+        for digest, status in zip(chain, statuses, strict=True):
+            self._load.statuses[f"write: {status.label}"] += 1
+            if status.present:
+                self._load.acked[digest] = ended
+            elif status is WriteStatus.NO_MASTER and self._patient:
+                self._load.suspect("no master", began, status=status.label)
+            elif status in (WriteStatus.DEADLINE, WriteStatus.SERVER_LOST) and self._patient:
+                self._load.suspect("write", began, status=status.label, since=began)
+
+    async def _remove(self) -> None:
+        shelf, number, chain = self._chosen()
+        if removable(number):
+            # Forgotten before, not after: another user may be told REMOVED at once.
+            for digest in chain:
+                self._load.acked.pop(digest, None)
+            await self._timed(
+                "remove", self._pool.remove(shelf.namespace, chain, timeout=self._timeout_s)
+            )
+
+    async def _explain(self) -> None:
+        shelf, _, chain = self._chosen()
+        await self._timed(
+            "explain", self._pool.explain(shelf.namespace, chain, timeout=self._timeout_s)
+        )
+
+    # --- inside -----------------------------------------------------------------------------
+
+    @property
+    def _patient(self) -> bool:
+        return self._timeout_s >= TIMEOUT_S
+
+    def _blocks(self, shelf: Shelf, count: int) -> list[Any]:
+        return [self._memory[i, : shelf.payload.size] for i in range(count)]
+
+    def _digest(self) -> int:
+        return xxhash.xxh3_64_intdigest(self._memory.data)
+
+    async def _timed(self, name: str, call: Awaitable[T]) -> T:
+        """Await one call and see that it ends by its deadline."""
+        self._load.operations[name] += 1
+        began = self._loop.time()
+        try:
+            return await call
+        finally:
+            late_s = self._loop.time() - began - self._timeout_s
+            if late_s > _LATE_S:
+                self._load.suspect("late", began, call=name, late_s=late_s)
+
+
+async def main() -> None:
+    """Work until `stop` comes or stdin ends."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    setup = json.loads(await reader.readline())
+    files = _open_files()
+    network = ZmqNetwork()
+    transports: dict[str, Transport] = {
+        scheme: RoutedTcp(setup["routes"]) if scheme == "tcp" else registry.transport(scheme)
+        for scheme in setup["transports"]
+    }
+    config = ClientConfig(masters=setup["masters"], transports=list(transports))
+    pool = Pool(
+        config, cluster=Cluster(), network=network, transports=transports, owns_network=True
+    )
+    load = Load(pool, setup["seed"])
+    print("ready", flush=True)
+    life = f"{setup['seed']}/{setup['name']}/{setup['life']}"
+    users = [User(load, random.Random(f"{life}/{number}")) for number in range(setup["users"])]
+    storms = (User(load, random.Random(f"{life}/storm {number}")) for number in itertools.count())
+    async with asyncio.TaskGroup() as group:  # one user's surprise ends the process
+        reporting = group.create_task(_report(load))
+        async with asyncio.TaskGroup() as working:
+            for user in users:
+                working.create_task(user.work())
+            while (line := (await reader.readline()).decode().split()) and line[0] != "stop":
+                working.create_task(next(storms).storm(int(line[1])))
+            load.stopped = True
+        reporting.cancel()
+    await pool.close()
+    last = {**load.report(), "files": sorted(_open_files() - files)}
+    print(json.dumps(last), flush=True)
+
+
+async def _report(load: Load) -> None:
+    while True:
+        await asyncio.sleep(_REPORT_S)
+        print(json.dumps({**load.report(), "files": None}), flush=True)
+
+
+def _open_files() -> set[str]:
+    """What this process has open, in words."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return found
+
+
+if __name__ == "__main__":
+    process.die_with_parent()
+    logs.configure("error")
+    process.run(main())

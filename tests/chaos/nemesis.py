@@ -1,0 +1,193 @@
+"""What is done to the cluster, and when it ends.
+
+Rounds come from a shuffled deck. In some, one fault happens alone and witnesses measure what it
+costs (`trials.py`). In the others several happen at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+from tests.chaos.client import ClientNode
+from tests.chaos.cluster import Cluster, Node
+from tests.chaos.proxy import Proxy
+from tests.chaos.report import SETTLE_S, Report
+from tests.chaos.trials import Trials
+
+T = TypeVar("T")
+
+#: How long a process stays stopped, or a link spoilt.
+_FREEZES_S: Final = (0.05, 0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
+#: How long a process that was killed stays away.
+_AWAY_S: Final = (0.0, 0.5, 3.0)
+#: A server that comes back after this long is to have everything that it had.
+_LONG_S: Final = 60.0
+
+
+class Nemesis:
+    """Breaks things until its time is over, and mends each of them."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        clients: Sequence[ClientNode],
+        report: Report,
+        *,
+        chance: random.Random,
+        storm: int,
+    ) -> None:
+        self._cluster = cluster
+        self._clients = clients
+        self._report = report
+        self._chance = chance
+        self._storm_size = storm
+        self._loop = asyncio.get_running_loop()
+        self._trials = Trials(cluster, report)
+        self._busy: set[str] = set()
+        self._alone: list[Callable[[], Awaitable[None]]] = [
+            self._kill_an_owner,
+            self._freeze_an_owner,
+            self._restart_a_master,
+        ]
+        self._faults: list[Callable[[], Awaitable[None]]] = [
+            self._kill_node,
+            self._kill_client,
+            self._freeze_node,
+            self._freeze_client,
+            self._spoil_link,
+            self._cut_link,
+            self._storm,
+        ]
+
+    async def run(self, seconds: float) -> None:
+        """Rounds of faults; each begins with a cluster that is well. Raises ServerLost."""
+        until = self._loop.time() + seconds
+        deck = list(self._alone)  # first of all, so that a short run has every figure
+        if seconds > 4 * _LONG_S:
+            deck.append(self._freeze_for_long)
+        while (left_s := until - self._loop.time()) > 0:
+            if not deck:
+                deck = [*self._alone, *8 * [self._several]]
+                self._chance.shuffle(deck)
+                if left_s > 4 * SETTLE_S:
+                    deck.append(self._calm)
+            await deck.pop()()
+            for client in self._clients:
+                client.check()
+            await self._cluster.well()
+            await asyncio.sleep(self._chance.uniform(0.2, 1.0))
+
+    # --- rounds -------------------------------------------------------------------------------
+
+    async def _kill_an_owner(self) -> None:
+        await self._trials.kill_an_owner(self._chance)
+
+    async def _freeze_an_owner(self) -> None:
+        frozen_s = self._chance.choice(_FREEZES_S[1:])
+        await self._trials.freeze_an_owner(self._chance, frozen_s)
+
+    async def _freeze_for_long(self) -> None:
+        await self._trials.freeze_an_owner(self._chance, _LONG_S)
+
+    async def _restart_a_master(self) -> None:
+        name = self._chance.choice(sorted(self._cluster.masters))
+        await self._trials.restart_a_master(name, self._chance.choice(_AWAY_S))
+
+    async def _calm(self) -> None:
+        """So long that in its second part no fault explains anything."""
+        await asyncio.sleep(SETTLE_S + 10)
+
+    async def _several(self) -> None:
+        count = self._chance.choice([1, 2, 3, 4])
+        faults = [self._chance.choice(self._faults)() for _ in range(count)]
+        for outcome in await asyncio.gather(*faults, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+
+    # --- kinds --------------------------------------------------------------------------------
+
+    def _victim(self, nodes: Sequence[T], name: Callable[[T], str]) -> T | None:
+        """One that nothing is being done to."""
+        idle = [node for node in nodes if name(node) not in self._busy]
+        return self._chance.choice(idle) if idle else None
+
+    async def _on(
+        self, node: Node | None, kind: str, harm: Callable[[Node], Awaitable[None]]
+    ) -> None:
+        if node is None:
+            return
+        role = node.name.partition("-")[0]
+        self._busy.add(node.name)
+        with self._report.trouble(self._loop.time, f"{kind} {role}", node.name):
+            await harm(node)
+        self._busy.discard(node.name)
+
+    async def _kill(self, node: Node) -> None:
+        await node.kill()
+        await asyncio.sleep(self._chance.choice(_AWAY_S))
+        await node.start()
+
+    async def _freeze(self, node: Node) -> None:
+        node.freeze()
+        await asyncio.sleep(self._chance.choice(_FREEZES_S))
+        node.thaw()
+
+    async def _kill_node(self) -> None:
+        await self._on(self._victim(self._cluster.nodes, _name), "kill", self._kill)
+
+    async def _kill_client(self) -> None:
+        await self._on(self._victim(self._clients, _name), "kill", self._kill)
+
+    async def _freeze_node(self) -> None:
+        await self._on(self._victim(self._cluster.nodes, _name), "freeze", self._freeze)
+
+    async def _freeze_client(self) -> None:
+        await self._on(self._victim(self._clients, _name), "freeze", self._freeze)
+
+    async def _spoil_link(self) -> None:
+        """A link is slow, or hands on small pieces, or nothing at all."""
+        kind = self._chance.choice(["delay", "chop", "stall"])
+
+        def spoil(proxy: Proxy) -> None:
+            if kind == "delay":
+                proxy.weather.delay_s = self._chance.choice([0.005, 0.05, 0.3])
+            elif kind == "chop":
+                proxy.weather.chop = self._chance.choice([50, 500, 4000])
+            else:
+                proxy.weather.stalled = True
+
+        await self._on_link(kind, spoil)
+
+    async def _cut_link(self) -> None:
+        """A link is reset once, or refuses everybody for a while."""
+        if self._chance.random() < 0.5:
+            await self._on_link("reset", Proxy.reset)
+        else:
+            await self._on_link("cut", Proxy.cut)
+
+    async def _on_link(self, kind: str, harm: Callable[[Proxy], None]) -> None:
+        name = self._victim(sorted(self._cluster.proxies), str)
+        if name is None:
+            return
+        proxy = self._cluster.proxies[name]
+        plane = "control" if "master" in name else "data"
+        self._busy.add(name)
+        with self._report.trouble(self._loop.time, f"{kind} {plane} link", name):
+            harm(proxy)
+            await asyncio.sleep(self._chance.choice(_FREEZES_S))
+            proxy.heal()
+        self._busy.discard(name)
+
+    async def _storm(self) -> None:
+        """Clients write far more than the pool holds."""
+        self._report.faults["put storm"] += 1
+        for client in self._clients:
+            client.storm(int(self._storm_size / len(self._clients) * self._chance.uniform(1, 3)))
+        await asyncio.sleep(2)
+
+
+def _name(node: Node) -> str:
+    return node.name

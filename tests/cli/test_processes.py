@@ -1,0 +1,170 @@
+"""Real processes on loopback: started, stopped and asked as an operator would.
+
+What is done to them while they work is in test_chaos.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvpool import Pool, ReadStatus, WriteStatus
+from tests.chaos.cluster import Cluster, open_sockets
+from tests.conftest import NAMESPACE, key, keys, patient, values
+from tests.support.processes import fill
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    """A master and two servers."""
+    async with Cluster() as running:
+        yield running
+
+
+@pytest.fixture(params=["shm", "tcp"])
+async def pool(request: pytest.FixtureRequest, cluster: Cluster) -> AsyncIterator[Pool]:
+    async with cluster.client(request.param) as client:
+        yield client
+
+
+async def test_another_process_reads_what_this_one_wrote(cluster: Cluster, pool: Pool) -> None:
+    chain = keys("shared", 16)
+    assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
+    script = f"""
+        import asyncio, kvpool
+        from tests.conftest import NAMESPACE, buffers, keys, values
+        async def main():
+            chain = keys("shared", 16)
+            async with await kvpool.connect("{cluster.masters_of("clients")[0]}") as pool:
+                match = await pool.match(NAMESPACE, chain)
+                got = buffers(16)
+                await pool.read(NAMESPACE, chain, got, match=match)
+                assert got == values(chain)
+                print(match.length)
+        asyncio.run(main())
+    """
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.strip() == "16", done.stderr
+
+
+async def test_a_restarted_server_starts_empty_and_says_so(cluster: Cluster) -> None:
+    async with cluster.client() as pool:
+        chain = await fill(pool, "server-0", 4)
+        await cluster.servers["server-0"].kill()
+        await cluster.servers["server-0"].start()
+        for _ in range(300):
+            match = await pool.match(NAMESPACE, chain)
+            if match.stopped is ReadStatus.SERVER_LOST and not match.length:
+                break
+            await asyncio.sleep(0.02)
+        assert (match.length, match.stopped) == (0, ReadStatus.SERVER_LOST)
+        await cluster.well()
+        assert await pool.write_to("server-0", NAMESPACE, key("new"), b"x") is WriteStatus.STORED
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_everything_ends_within_a_second(cluster: Cluster, number: int) -> None:
+    servers = list(cluster.servers.values())
+    assert len(open_sockets(servers)) == 2
+    for node in (*servers, *cluster.masters.values()):
+        seconds, code = await node.stop(number)
+        assert seconds < patient(1.0)
+        assert code == 0
+    assert not open_sockets(servers)
+
+
+async def test_kill_9_leaves_nothing_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    async with Cluster() as running:
+        for node in running.nodes:
+            await node.kill()
+        assert set(os.listdir("/dev/shm")) == before
+        assert not open_sockets(running.servers.values())
+
+
+# --- the command line -------------------------------------------------------------------
+
+
+def kvpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvpool", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+async def test_status_explain_and_doctor(cluster: Cluster) -> None:
+    where = ("--masters", *cluster.masters_of("clients"))
+    done = kvpool("status", *where, "--json")
+    assert {m["server"] for m in json.loads(done.stdout)} == {"server-0", "server-1"}
+    assert "server-0" in kvpool("status", *where).stdout
+    watched = kvpool("top", *where, "--every", "100ms", "--looks", "3")
+    assert watched.returncode == 0
+    assert "server-1" in watched.stdout
+    answer = kvpool("explain", "ab" * 32, "--namespace", "m", *where)
+    assert "never written" in answer.stdout
+    findings = json.loads(kvpool("doctor", *where, "--json").stdout)
+    assert not [f for f in findings if f["verdict"] == "fail"]
+    assert len([f for f in findings if f["check"].startswith("server s")]) == 4
+
+
+def test_no_master_is_said_within_two_seconds() -> None:
+    started = time.monotonic()
+    done = kvpool("status", "--masters", "127.0.0.1:9")
+    assert done.returncode == 1
+    assert "127.0.0.1:9" in done.stderr
+    assert time.monotonic() - started < patient(2.0 + 1.0)  # and the start of Python
+
+
+async def test_a_port_in_use_is_named(cluster: Cluster) -> None:
+    (address,) = cluster.masters_of("clients")
+    done = kvpool("master", "--bind", address)
+    assert done.returncode == 2
+    assert address in done.stderr
+    assert "in use" in done.stderr
+
+
+async def test_an_id_in_use_is_named(cluster: Cluster) -> None:
+    where = ("--masters", *cluster.masters_of("clients"))
+    done = kvpool("server", "--id", "server-0", *where, "--capacity", "1MiB")
+    assert done.returncode == 2
+    assert "'server-0' belongs to another living server" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("server", "--capacity", "64GB"), "did you mean 64GiB?"),
+        (("server", "--capacity", "-5MiB"), "negative"),
+        (("server", "--capacity", "900TiB"), "available"),
+        (("server", "--capacity", "0"), "at least 4096"),
+        (("server", "--listen", "carrier-pigeon://x"), "carrier-pigeon"),
+        (("server", "--listen", "tcp://0.0.0.0:0"), "--insecure"),
+        (("master", "--bind", "0.0.0.0:7450"), "--insecure"),
+        (("master", "--bind", "nonsense"), "expected host:port"),
+        (("explain", "xyz", "--namespace", "n"), "expected hex"),
+        (("master", "--log-level", "loud"), "loud"),
+    ],
+)
+def test_a_wrong_flag_is_a_sentence_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
+    done = kvpool(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,137 @@
+"""Calls and commands that are wrong, or that end too early: one sentence, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
+from kvpool.cli.app import app, console
+from kvpool.errors import Closed
+from kvpool.ops.tables import members_table
+from kvpool.types import Member
+from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
+
+# --- callers -----------------------------------------------------------------------------
+
+
+async def test_a_buffer_resized_during_a_call(pool: Pool) -> None:
+    """It cannot be: the buffer is held until the call has ended."""
+    digest, size = key("resized"), 4 << 20
+    buffer = bytearray(value(digest, size))
+    for call in (
+        lambda: pool.write(NAMESPACE, [digest], [buffer]),
+        lambda: pool.read(NAMESPACE, [digest], [buffer]),
+    ):
+        task = asyncio.create_task(call())
+        while not task.done():
+            await asyncio.sleep(0)
+            if not task.done():
+                with pytest.raises(BufferError):
+                    buffer.append(0)
+        (result,) = await task
+        assert result in (WriteStatus.STORED, (ReadStatus.HIT, size))
+    buffer.append(0)  # it is the caller's again
+    assert buffer[:-1] == value(digest, size)
+
+
+CALLS: dict[str, Callable[[Pool, list[bytes]], Coroutine[Any, Any, Any]]] = {
+    "write": lambda pool, chain: pool.write(NAMESPACE, chain, values(chain, 400_000)),
+    "read": lambda pool, _: pool.read(NAMESPACE, CHAIN, buffers(3)),
+    "match": lambda pool, _: pool.match(NAMESPACE, CHAIN),
+    "remove": lambda pool, chain: pool.remove(NAMESPACE, chain),
+    "members": lambda pool, _: pool.members(),
+}
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+@pytest.mark.parametrize("name", CALLS)
+async def test_cancelled_at_every_step(watched: dev.Dev, name: str, transport: str) -> None:
+    (server,) = watched.servers
+    config = ClientConfig(masters=[watched.address], transports=[transport])
+    steps, done = 0, False
+    while not done and steps < 200:
+        async with watched.pool(config) as pool:
+            task = asyncio.create_task(CALLS[name](pool, keys(f"{transport} {steps}", 2)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            done = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() or task.exception() is None
+            await eventually(lambda: server.store.pins == server.store.reservations == 0)
+            server.store.check()
+        steps += 1
+    assert server.store.quarantined == 0
+
+
+async def test_a_pool_from_before_a_fork(watched: dev.Dev) -> None:
+    async with watched.pool() as pool:
+        child = os.fork()
+        if not child:  # no loop runs here: the call must end at its first step
+            try:
+                pool.match(NAMESPACE, CHAIN).send(None)
+            except Closed:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert (await asyncio.to_thread(os.waitpid, child, 0))[1] == 0
+        assert (await pool.match(NAMESPACE, CHAIN)).length == 3
+
+
+# --- the command line --------------------------------------------------------------------
+
+COMMANDS = {
+    "capacity 0": ("server --capacity 0", "capacity"),
+    "capacity 1e3": ("server --capacity 1e3", "1e3"),
+    "a negative capacity": ("server --capacity -1GiB", "-1GiB"),
+    "a capacity of GB": ("server --capacity 64GB", "did you mean 64GiB"),
+    "a capacity with 400 digits": (f"server --capacity {'1' * 400}", "1111"),
+    "a capacity beyond the machine": ("server --capacity 900000TiB", "capacity"),
+    "markup for a capacity": ("server --capacity [/red]", "[/red]"),
+    "escapes in an id": ("server --id \x1b[2J", "printable"),
+    "a long id": (f"server --id {'x' * 257}", "256"),
+    "a scheme nobody knows": ("server --listen gopher://x", "gopher"),
+    "no port": ("server --listen tcp://127.0.0.1", "host:port"),
+    "port 70000": ("server --listen tcp://127.0.0.1:70000", "host:port"),
+    "half a bracket": ("server --listen tcp://[::1", "host:port"),
+    "a name that is none": ("server --insecure --listen tcp://a..b:1", "a..b"),
+    "a master at port 70000": ("status --masters 127.0.0.1:70000", "host:port"),
+    "a master in half a bracket": ("status --masters [::1", "host:port"),
+    "no master": ("status --masters ,", "masters"),
+    "bind to port 70000": ("master --bind 127.0.0.1:70000", "host:port"),
+    "bind to half a bracket": ("master --bind [::1", "host:port"),
+    "bind to everybody": ("master --bind 0.0.0.0:0", "insecure"),
+    "bind to a name that is none": ("master --insecure --bind a..b:1", "a..b"),
+    "a file that is not there": ("status --config nowhere.yaml", "nowhere.yaml"),
+    "no hex": ("explain --namespace n xyz", "hex"),
+    "a short key": ("explain --namespace n 00", "16 to 32"),
+    "no namespace": (f"explain --namespace '' {'00' * 16}", "namespace"),
+    "log level loud": ("master --log-level loud", "loud"),
+}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands(name: str) -> None:
+    """One sentence, exit code 2, no traceback."""
+    line, says = COMMANDS[name]
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert says in result.stderr
+
+
+async def test_names_of_servers_are_no_markup() -> None:
+    """What a peer is called does not break the table that shows it."""
+    member = Member("[/red]", 1, "h", (), ("[bold]",), True, 0, 1, 0, 0, 0, 0, 0, 0, {}, ())
+    with console.capture() as capture:
+        console.print(members_table([member]))
+    assert "[/red]" in capture.get()
+    assert "[bold]" in capture.get()

@@ -1,0 +1,484 @@
+"""Client buffers on a device, without one: a hit is never early, a miss or an end never late.
+
+Tensors that say they lie on `cuda:0`, and copy as late as CUDA may (`late_device.py`), over the
+real transports. What a GPU is needed for is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from kvpool import (
+    BadBuffer,
+    ClientConfig,
+    Pool,
+    ReadStatus,
+    TooLarge,
+    Unavailable,
+    WriteStatus,
+    dev,
+    sync,
+)
+from kvpool import device_copy as device
+from kvpool.client import device_staging as staging
+from kvpool.device_copy import DeviceCopier
+from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, value, values
+from tests.support.late_device import Gate, LateTensor, lanes, make_late, stream
+
+torch = pytest.importorskip("torch", reason="devices need torch")
+
+SIZE = 96 << 10
+
+
+class OnGpu(LateTensor):
+    """Says that it lies on a device."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+class Past:
+    """The mark of a caller whose device is idle."""
+
+    passed = True
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@pytest.fixture(autouse=True)
+def copiers(monkeypatch: pytest.MonkeyPatch) -> list[DeviceCopier]:
+    """Those that clients make, for the device that there is."""
+    made: list[DeviceCopier] = []
+
+    def late(_: Any, count: int) -> DeviceCopier:
+        copier = DeviceCopier(torch.device("cpu"), count)
+        make_late(copier)
+        made.append(copier)
+        return copier
+
+    monkeypatch.setattr(staging, "DeviceCopier", late)
+    monkeypatch.setattr(staging, "pinned", lambda size, _: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(staging, "mark", lambda *_: Past())
+    return made
+
+
+@pytest.fixture(params=TRANSPORTS)
+async def client(
+    request: pytest.FixtureRequest, pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pool]:
+    """Its rounds have two blocks, and there is room for three of them."""
+    monkeypatch.setattr(staging, "ROUND", 2 * SIZE)
+    async with pool_dev.pool(configured(pool_dev, request.param)) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def tcp(pool_dev: dev.Dev) -> AsyncIterator[Pool]:
+    async with pool_dev.pool(configured(pool_dev, "tcp")) as pool:
+        yield pool
+
+
+def configured(pool_dev: dev.Dev, scheme: str) -> ClientConfig:
+    return ClientConfig(
+        masters=[pool_dev.address], transports=[scheme], device_staging=6 * SIZE, attempt_s=5.0
+    )
+
+
+def on_gpu(data: bytes) -> Any:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).as_subclass(OnGpu)
+
+
+def empty(size: int = SIZE) -> Any:
+    return on_gpu(bytes(size))
+
+
+def content(tensor: Any) -> bytes:
+    return bytes(tensor.as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def hits(results: Sequence[Any]) -> list[bool]:
+    return [result.status.hit for result in results]
+
+
+# --- the same bytes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["staged twice", "pinned"])
+async def test_blocks_go_from_device_to_device(
+    client: Pool, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than staging memory, which is not pinned memory on this machine."""
+    monkeypatch.setattr(device, "_is_pinned", lambda address: direct)
+    chain = keys("gpu", 11)
+    data = values(chain, SIZE)
+    sources = [on_gpu(block) for block in data]
+    assert set(await client.write(NAMESPACE, chain, sources)) == {WriteStatus.STORED}
+    for source in sources:  # the call has ended: the memory is the caller's again
+        source.as_subclass(torch.Tensor).zero_()
+    targets = [empty() for _ in chain]
+    assert all(hits(await client.read(NAMESPACE, chain, targets)))
+    assert [content(target) for target in targets] == data
+    assert client.counters["staged_write_bytes"] == 11 * SIZE
+    assert client.counters["staged_read_bytes"] == client.counters["read_bytes"] == 11 * SIZE
+    assert (await client.match(NAMESPACE, chain)).length == 11
+
+
+async def test_device_and_host_read_each_others_blocks(client: Pool) -> None:
+    chain = keys("both", 6)
+    data = values(chain, SIZE)
+    given = [on_gpu(block) if i % 2 else block for i, block in enumerate(data)]
+    assert set(await client.write(NAMESPACE, chain, given)) == {WriteStatus.STORED}
+    host = buffers(3, SIZE)
+    targets = [empty() if i < 3 else host[i - 3] for i in range(6)]
+    assert all(hits(await client.read(NAMESPACE, chain, targets)))
+    assert [content(target) for target in targets[:3]] + host == data
+
+
+async def test_tensors_of_any_type_and_in_pieces(tcp: Pool) -> None:
+    """As engines have them: a layer is a tensor of its own, of another type than bytes."""
+    name = key("layers")
+    data = value(name, SIZE)
+    layers = [on_gpu(data[i::4]).view(torch.bfloat16).view(4, -1) for i in range(4)]
+    assert await tcp.write(NAMESPACE, [name], [layers]) == [WriteStatus.STORED]
+    with torch.inference_mode():  # as in most engines' threads
+        target = [torch.zeros(SIZE // 16, dtype=torch.int32).as_subclass(OnGpu) for _ in range(4)]
+        seen = staging.on_device([target])
+    assert hits(await tcp.read(NAMESPACE, [name], seen)) == [True]
+    assert [content(piece) for piece in target] == [data[i::4] for i in range(4)]
+
+
+async def test_a_block_smaller_than_its_memory_leaves_the_rest_alone(tcp: Pool) -> None:
+    name = key("small")
+    await tcp.write(NAMESPACE, [name], [b"x" * 100])
+    target = [on_gpu(b"-" * 60), on_gpu(b"-" * 60), on_gpu(b"-" * 80)]
+    (result,) = await tcp.read(NAMESPACE, [name], [target])
+    assert result.size == 100
+    assert b"".join(map(content, target)) == b"x" * 100 + b"-" * 100
+
+
+async def test_a_block_larger_than_a_round(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "ROUND", 4096)
+    chain = keys("large", 3)
+    data = [value(chain[0], 6 * SIZE), value(chain[1], 5), value(chain[2], 3 * SIZE + 1)]
+    await tcp.write(NAMESPACE, chain, [on_gpu(block) for block in data])
+    targets = [empty(len(block)) for block in data]
+    assert all(hits(await tcp.read(NAMESPACE, chain, targets)))
+    assert [content(target) for target in targets] == data
+
+
+async def test_many_calls_share_the_staging_memory(tcp: Pool) -> None:
+    """Large and small ones: none waits for ever."""
+    chain = keys("many", 24)
+    sizes = [(1, 5 * SIZE, SIZE)[i % 3] for i in range(24)]
+    data = [value(digest, size) for digest, size in zip(chain, sizes, strict=True)]
+    calls = [tcp.write(NAMESPACE, [d], [on_gpu(b)]) for d, b in zip(chain, data, strict=True)]
+    assert await asyncio.gather(*calls) == [[WriteStatus.STORED]] * 24
+    targets = [empty(size) for size in sizes]
+    reads = [tcp.read(NAMESPACE, [d], [t]) for d, t in zip(chain, targets, strict=True)]
+    assert all(hits([result for (result,) in await asyncio.gather(*reads)]))
+    assert [content(target) for target in targets] == data
+    assert not tcp._staging._taken
+
+
+async def test_blocks_are_sent_in_order_while_others_cross(
+    copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parents first: a child is placed where its parent is. And neither side waits idly."""
+    monkeypatch.setattr(staging, "ROUND", SIZE)
+    both = staging.Staging(6 * SIZE, Counter())
+    blocks = dict(enumerate(staging.on_device([empty() for _ in range(7)])))
+    deadline = asyncio.get_running_loop().time() + 5
+    sent: list[object] = []
+    waited = [0]
+
+    async def send(rows: staging.Rows) -> dict[int, WriteStatus]:
+        sent.append(tuple(rows))
+        await asyncio.sleep(0.01 if len(sent) % 2 else 0)
+        ahead = both._counters["staged_write_bytes"] // SIZE - len(sent) // 2
+        waited.append(ahead)
+        sent.append(None)
+        return dict.fromkeys(rows, WriteStatus.STORED)
+
+    cross = both._cross
+    crossing = iter([0.02])
+
+    async def slow_at_first(*args: Any, **kwargs: Any) -> None:
+        await asyncio.sleep(next(crossing, 0))
+        await cross(*args, **kwargs)
+
+    monkeypatch.setattr(both, "_cross", slow_at_first)
+    statuses = await both.write(blocks, send, deadline)  # type: ignore[arg-type]
+    assert sent == [one for i in range(7) for one in ((i,), None)]  # one at a time
+    assert list(statuses.values()) == [WriteStatus.STORED] * 7
+    assert max(waited) == 2  # the next one had crossed while this one was sent
+    both.close()
+
+
+async def test_a_large_block_is_not_passed_for_ever_by_small_ones(
+    copiers: list[DeviceCopier],
+) -> None:
+    both = staging.Staging(4 * SIZE, Counter())
+    deadline = asyncio.get_running_loop().time() + 5
+    order: list[int] = []
+
+    async def takes(size: int, held: asyncio.Event) -> None:
+        (block,) = staging.on_device([empty(size)])
+        async with both._room({0: block}, [0], deadline):  # type: ignore[dict-item]
+            order.append(size)
+            await held.wait()
+
+    first, others = asyncio.Event(), asyncio.Event()
+    others.set()
+    tasks = [asyncio.ensure_future(takes(3 * SIZE, first))]
+    await eventually(lambda: len(order) == 1)
+    for size in (4 * SIZE, SIZE, SIZE):
+        tasks.append(asyncio.ensure_future(takes(size, others)))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    first.set()
+    await asyncio.gather(*tasks)
+    assert order == [3 * SIZE, 4 * SIZE, SIZE, SIZE]
+    both.close()
+
+
+async def test_tensors_of_the_host_are_used_in_place(tcp: Pool) -> None:
+    name = key("host")
+    data = value(name, SIZE)
+    source = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(8, -1)
+    await tcp.write(NAMESPACE, [name], [source])
+    target = [torch.zeros(SIZE // 4, dtype=torch.float16), bytearray(SIZE // 2)]
+    assert hits(await tcp.read(NAMESPACE, [name], [target])) == [True]
+    assert content(target[0]) + target[1] == data
+    assert not tcp.counters["staged_read_bytes"]
+    with pytest.raises(BadBuffer, match="not contiguous"):
+        await tcp.read(NAMESPACE, [name], [torch.zeros(8, 8).t()])
+
+
+# --- wrong bytes, time, and ends ----------------------------------------------------------------
+
+
+async def test_bytes_that_fail_their_checksum_never_reach_the_device(
+    client: Pool, pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "ROUND", 3 * SIZE)  # one round, with a hole in it
+    (server,) = pool_dev.servers
+    chain = keys("rot", 3)
+    await client.write(NAMESPACE, chain, values(chain, SIZE))
+    entry = server.store.peek(NAMESPACE, 0, chain[1])
+    assert entry is not None
+    server.tier.view(entry.offset, SIZE)[77] ^= 1  # type: ignore[attr-defined]
+    targets = [on_gpu(b"-" * SIZE) for _ in chain]
+    results = await client.read(NAMESPACE, chain, targets)
+    assert [r.status for r in results] == [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
+    assert content(targets[1]) == b"-" * SIZE
+    assert [content(targets[i]) for i in (0, 2)] == [value(chain[i], SIZE) for i in (0, 2)]
+    assert client.counters["corrupt"] == 1
+
+
+async def test_what_the_pool_does_not_have_is_a_miss_with_its_reason(client: Pool) -> None:
+    results = await client.read(NAMESPACE, keys("never", 2), [empty(), empty()])
+    assert [result.status for result in results] == [ReadStatus.NEVER_WRITTEN] * 2
+
+
+async def test_a_device_that_is_busy_costs_a_deadline(
+    tcp: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller has asked it for something that takes longer: no copy was begun."""
+    (name,) = chain = keys("busy", 1)
+    await tcp.write(NAMESPACE, chain, [value(name, SIZE)])
+    monkeypatch.setattr(Past, "passed", False)
+    target = on_gpu(b"-" * SIZE)
+    (result,) = await tcp.read(NAMESPACE, chain, [target], timeout=0.2)
+    assert result.status is ReadStatus.DEADLINE
+    (status,) = await tcp.write(NAMESPACE, [key("other")], [empty()], timeout=0.2)
+    assert status is WriteStatus.DEADLINE
+    monkeypatch.setattr(Past, "passed", True)
+    assert content(target) == b"-" * SIZE
+    assert hits(await tcp.read(NAMESPACE, chain, [target])) == [True]
+    assert content(target) == value(name, SIZE)
+
+
+async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
+    tcp: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = chain = keys("computed", 1)
+    source = empty()
+    monkeypatch.setattr(Past, "passed", False)
+    writing = asyncio.ensure_future(tcp.write(NAMESPACE, chain, [source]))
+    await asyncio.sleep(0.05)
+    assert not tcp._staging._taken  # it holds nothing that others wait for
+    source.as_subclass(torch.Tensor).copy_(on_gpu(value(name, SIZE)).as_subclass(torch.Tensor))
+    monkeypatch.setattr(Past, "passed", True)
+    assert await writing == [WriteStatus.STORED]
+    got = bytearray(SIZE)
+    await tcp.read(NAMESPACE, chain, [got])
+    assert got == value(name, SIZE)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
+    tcp: Pool, copiers: list[DeviceCopier], reads: bool
+) -> None:
+    """A copy has begun and may touch the memory at any time, so the call has not ended."""
+    (name,) = chain = keys("gate", 1)
+    await tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))])
+    gate = Gate()
+    for lane in lanes(copiers[0]):
+        for half in lane.halves:
+            half.mark = gate
+
+    def begun(timeout: float) -> asyncio.Future[Any]:
+        call: Any = (
+            tcp.read(NAMESPACE, chain, [empty()], timeout=timeout)
+            if reads
+            else tcp.write(NAMESPACE, [key("new")], [empty()], timeout=timeout)
+        )
+        return asyncio.ensure_future(call)
+
+    late = begun(0.1)
+    cancelled = begun(5)
+    await eventually(lambda: gate.waiting)
+    await asyncio.sleep(0.2)
+    cancelled.cancel()
+    await asyncio.sleep(0.05)
+    assert not late.done()
+    assert not cancelled.done()
+    gate.open = lambda: True
+    (ended,) = await late
+    assert (ended.status if reads else ended).name == "DEADLINE"
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert not tcp._staging._taken
+
+
+async def test_closing_the_pool_ends_its_calls(tcp: Pool, copiers: list[DeviceCopier]) -> None:
+    chain = keys("closing", 1)
+    await tcp.write(NAMESPACE, chain, [empty()])
+    gate = Gate()
+    gate.open = lambda: all(call.stopped for call in tuple(copiers[0]._calls))
+    for lane in lanes(copiers[0]):
+        for half in lane.halves:
+            half.mark = gate
+    reading = asyncio.ensure_future(tcp.read(NAMESPACE, chain, [empty()]))
+    await eventually(lambda: gate.waiting)
+    await tcp.close()
+    (outcome,) = await asyncio.gather(reading, return_exceptions=True)
+    assert type(outcome).__name__ == "Closed"
+
+
+async def test_an_error_of_the_device_is_told(
+    tcp: Pool, copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no miss: no other copy of the block would help. The pool itself is well."""
+    (name,) = chain = keys("broken", 1)
+    await tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))])
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
+
+    with monkeypatch.context() as patch:
+        for lane in lanes(copiers[0]):
+            patch.setattr(lane.halves[1], "mark", Gate())
+            patch.setattr(lane.halves[1].mark, "synchronize", fails)
+        with pytest.raises(Unavailable, match=r"illegal memory access was encountered$"):
+            await tcp.read(NAMESPACE, chain, [empty()])
+    stream().clear()
+    got = bytearray(SIZE)
+    assert hits(await tcp.read(NAMESPACE, chain, [got])) == [True]
+    assert got == value(name, SIZE)
+    assert not tcp._staging._taken
+
+
+async def test_an_error_of_the_callers_own_work_is_told(
+    tcp: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reports it to whoever asks next."""
+
+    def fails(_: Past) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered\nCompile with")
+
+    monkeypatch.setattr(Past, "query", fails)
+    with pytest.raises(Unavailable, match=r"device-side assert triggered$"):
+        await tcp.write(NAMESPACE, [key("assert")], [empty()])
+
+
+def test_threads_have_streams_of_their_own(
+    dev_in_thread: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a caller asked the device for is on the stream of his thread, not of the pool's."""
+    marked: list[str] = []
+
+    def mark(*_: object) -> Past:
+        marked.append(threading.current_thread().name)
+        return Past()
+
+    monkeypatch.setattr(staging, "mark", mark)
+    with sync.connect(dev_in_thread.address) as pool:
+        chain = keys("thread", 2)
+        data = values(chain, SIZE)
+        pool.write(NAMESPACE, chain, [on_gpu(block) for block in data])
+        targets = [empty(), empty()]
+        assert all(hits(pool.read(NAMESPACE, chain, targets)))
+        assert [content(target) for target in targets] == data
+    assert marked == ["MainThread"] * 2  # once for a device and a call
+
+
+# --- what it refuses ----------------------------------------------------------------------------
+
+
+class Foreign:
+    """An array of another library, on a device that this machine does not have."""
+
+    def __init__(self) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (16,), "typestr": "|u1", "data": (1 << 40, False), "version": 3, "stream": 1
+        }  # fmt: skip
+
+
+Foreign.__cuda_array_interface__ = None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("memory", "error", "text"),
+    [
+        (lambda: empty(64).view(8, 8).t(), BadBuffer, "buffer 1 is not contiguous"),
+        (lambda: empty(64)[::2], BadBuffer, "buffer 1 is not contiguous"),
+        (lambda: empty(64)[:0], BadBuffer, "buffer 1 is empty"),
+        (lambda: [empty(8), bytearray(8)], BadBuffer, "buffer 1 has pieces on a device and others"),
+        (lambda: [torch.zeros(8), empty(8)], BadBuffer, "buffer 1 has pieces on a device and"),
+        (lambda: empty(6 * SIZE + 1), TooLarge, "raise client.device_staging"),
+        (Foreign, BadBuffer, "buffer 1 cannot be used: .*CUDA"),
+    ],
+)
+async def test_memory_that_cannot_be_used(
+    tcp: Pool, memory: Any, error: type[Exception], text: str
+) -> None:
+    chain = keys("wrong", 2)
+    with pytest.raises(error, match=text):
+        await tcp.write(NAMESPACE, chain, [empty(), memory()])
+    await tcp.write(NAMESPACE, chain, values(chain, 16))
+    with pytest.raises(error, match=text):
+        await tcp.read(NAMESPACE, chain, [empty(), memory()])
+
+
+async def test_memory_that_is_too_small(tcp: Pool) -> None:
+    (name,) = keys("size", 1)
+    await tcp.write(NAMESPACE, [name], [value(name, SIZE)])
+    with pytest.raises(BadBuffer, match="buffer 0 has 10 bytes"):
+        await tcp.read(NAMESPACE, [name], [empty(10)])
+
+
+async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might")
+
+    monkeypatch.setattr(staging, "pinned", fails)
+    with pytest.raises(Exception, match=r"out of memory; see client\.device_staging"):
+        await tcp.write(NAMESPACE, [key("x")], [empty()])

@@ -1,0 +1,140 @@
+"""A block that was seen lately is asked for where it was; whatever has become of it is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev
+from kvpool.client.location_cache import Sighting, Sightings
+from kvpool.server.block_server import _Connection
+from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+
+HERE = Sighting(NAMESPACE, "here", alone=True)
+
+
+async def read(pool: Pool, chain: list[bytes]) -> list[ReadStatus]:
+    """The statuses; hits have the right bytes."""
+    got = buffers(len(chain))
+    results = await pool.read(NAMESPACE, chain, got)
+    for digest, buffer, result in zip(chain, got, results, strict=True):
+        assert not result.status.hit or buffer == value(digest)
+    return [result.status for result in results]
+
+
+async def test_what_was_written_or_read_is_read_again_without_a_master(pool_dev: dev.Dev) -> None:
+    chain, other = keys("chain", 8), keys("other", 4)
+    async with pool_dev.pool() as writer, pool_dev.pool() as reader, pool_dev.pool() as third:
+        await writer.write(NAMESPACE, chain, values(chain))
+        assert set(await read(reader, chain[:5])) == {ReadStatus.HIT}
+        await third.write(NAMESPACE, other, values(other))
+        await pool_dev.master.close()
+        assert set(await read(writer, chain)) == {ReadStatus.HIT}
+        assert set(await read(reader, chain[:5])) == {ReadStatus.HIT}
+        # Of these nobody has told it anything.
+        assert set(await read(reader, chain[5:])) == {ReadStatus.NO_MASTER}
+
+
+async def test_what_has_moved_is_found_where_it_is_now(two_servers: dev.Dev) -> None:
+    chain = keys("chain", 6)
+    first, second = (server.server for server in two_servers.servers)
+    async with two_servers.pool() as pool, two_servers.pool() as other:
+        for digest in chain:
+            await pool.write_to(first, NAMESPACE, digest, value(digest))
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        await other.remove(NAMESPACE, chain)
+        for digest in chain[:4]:
+            await other.write_to(second, NAMESPACE, digest, value(digest))
+        assert await read(pool, chain) == [ReadStatus.HIT] * 4 + [ReadStatus.REMOVED] * 2
+
+
+async def test_a_server_that_is_gone_is_forgotten(two_servers: dev.Dev) -> None:
+    chain = keys("chain", 6)
+    config = ClientConfig(masters=[two_servers.address], transports=["tcp"])
+    async with two_servers.pool(config) as pool:
+        assert set(await pool.write(NAMESPACE, chain, values(chain), copies=2)) == {
+            WriteStatus.STORED
+        }
+        for server in two_servers.servers:
+            assert set(await read(pool, chain)) == {ReadStatus.HIT}
+            await server.close()
+        assert ReadStatus.HIT not in await read(pool, chain)
+
+
+async def test_a_part_is_no_block(pool_dev: dev.Dev) -> None:
+    namespace, digest = Namespace("test/model", parts=2), key("a")
+    got = buffers(1)
+    async with pool_dev.pool() as pool:
+        await pool.write(namespace, [digest], [value(digest)], part=0)
+        (result,) = await pool.read(namespace, [digest], got, part=0)
+        assert result.status is ReadStatus.PART_MISSING
+        await pool.write(namespace, [digest], [value(digest)], part=1)
+        (result,) = await pool.read(namespace, [digest], got, part=0)
+        assert result.status.hit
+
+
+def fall_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """The server of this name answers no reads any more; how often it was asked."""
+    asked: list[str] = []
+    pin = _Connection.pin
+
+    async def never(self: _Connection, *question: Any) -> Any:
+        if self._server.server != name:
+            return await pin(self, *question)
+        asked.append(name)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(_Connection, "pin", never)
+    return asked
+
+
+def impatient(running: dev.Dev) -> ClientConfig:
+    return ClientConfig(
+        masters=[running.address], transports=["tcp"], hedge_s=0.1, attempt_s=0.4, timeout_s=20
+    )
+
+
+async def test_a_silent_server_that_is_alone_is_asked_once(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = keys("chain", 4)
+    async with pool_dev.pool(impatient(pool_dev)) as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        asked = fall_silent(monkeypatch, pool_dev.servers[0].server)
+        assert set(await read(pool, chain)) == {ReadStatus.DEADLINE}
+        assert len(asked) == 1
+
+
+async def test_a_silent_server_that_is_not_alone_is_left_for_another(
+    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = keys("chain", 4)
+    async with two_servers.pool(impatient(two_servers)) as pool:
+        await pool.write(NAMESPACE, chain, values(chain), copies=2)
+        seen = {s.server for s in pool._reader._sightings.of(NAMESPACE, chain)}
+        asked = fall_silent(monkeypatch, *seen)
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        assert len(asked) == 1
+        assert pool.counters["hedged"] == 1  # after hedge_s, not given up after attempt_s
+
+
+def test_all_or_nothing() -> None:
+    sightings = Sightings()
+    sightings.saw(HERE, keys("a", 3))
+    assert sightings.of(NAMESPACE, keys("a", 3)) == [HERE] * 3
+    assert sightings.of(NAMESPACE, [*keys("a", 3), key("b")]) == []
+    assert sightings.of(Namespace("another"), keys("a", 3)) == []
+    sightings.lost(keys("a", 1))
+    assert sightings.of(NAMESPACE, keys("a", 1)) == []
+    assert sightings.of(NAMESPACE, keys("a", 3)[1:]) == [HERE] * 2
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
+    sightings = Sightings(limit=100)
+    chain = keys("chain", 1000)
+    sightings.saw(HERE, chain)
+    assert 50 <= len(sightings) <= 100
+    assert sightings.of(NAMESPACE, chain[-50:]) == [HERE] * 50
+    assert sightings.of(NAMESPACE, chain[:1]) == []

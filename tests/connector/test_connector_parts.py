@@ -1,0 +1,172 @@
+"""The connector's parts that need no engine: layouts, memory, names, fingerprints, settings."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpool import ConfigError, Pool
+from kvpool_connector import fingerprint, namespace, settings
+from kvpool_connector import kv_layout as layout
+from kvpool_connector.block_memory import InPlace, Staged, memory_of, views_of
+from kvpool_connector.kv_layout import Strip, Unsupported, View
+from kvpool_connector.scheduler import hints_of
+from tests.conftest import NAMESPACE, keys
+
+BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 6, 2, 4, 8, 3
+
+#: vLLM's layouts: the order of layer, block, head, token and content in memory.
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+
+
+def caches(order: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Layers as vLLM shows them, [block, head, token, content], over one allocation."""
+    logical = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
+    flat = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * CONTENT, dtype=torch.int16)
+    shaped = flat.view([logical[axis] for axis in order])
+    whole = shaped.permute([list(order).index(axis) for axis in range(5)])
+    return {f"model.layers.{layer}.attn": whole[layer] for layer in range(LAYERS)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+async def test_a_block_of_any_layout_comes_back_elsewhere(name: str, pool: Pool) -> None:
+    """Saved from some blocks, loaded into others; every layer has it, no other block changes."""
+    layers = caches(LAYOUTS[name])
+    before = {layer: cache.clone() for layer, cache in layers.items()}
+    blocks = memory_of(layers)
+    assert blocks.block_bytes == LAYERS * HEADS * TOKENS * CONTENT * 2
+    chain = keys(name, 2)
+    await pool.write(NAMESPACE, chain, await blocks.source([1, 4], blocks.mark()))
+    async with blocks.target([2, 0], blocks.mark()) as target:
+        results = await pool.read(NAMESPACE, chain, target)
+    assert all(result.size == blocks.block_bytes for result in results)
+    for layer, cache in layers.items():
+        assert torch.equal(cache[2], before[layer][1])
+        assert torch.equal(cache[0], before[layer][4])
+        assert torch.equal(cache[[1, 3, 4, 5]], before[layer][[1, 3, 4, 5]])
+
+
+async def test_staged_memory_moves_the_same_bytes(pool: Pool) -> None:
+    """What is done for a device, on the only device that is always there."""
+    layers = caches(LAYOUTS["LHBNC"])
+    before = {layer: cache.clone() for layer, cache in layers.items()}
+    buffers: list[torch.Tensor] = []
+    views = views_of(layers, buffers)
+    staged, in_place = Staged(views, buffers), InPlace(views, buffers)
+    assert (staged.block_bytes, staged.packing) == (in_place.block_bytes, in_place.packing)
+    chain = keys("staged", 2)
+    await pool.write(NAMESPACE, chain, await staged.source([1, 4], staged.mark()))
+    async with in_place.target([2, 0], in_place.mark()) as target:
+        await pool.read(NAMESPACE, chain, target)
+    async with staged.target([3, 5], staged.mark()) as target:
+        await pool.read(NAMESPACE, chain, target)
+    for layer, cache in layers.items():
+        for block, source in ((2, 1), (0, 4), (3, 1), (5, 4)):
+            assert torch.equal(cache[block], before[layer][source])
+
+
+def test_neighbouring_layers_are_one_piece() -> None:
+    """Where all layers of a block lie together it is copied at once."""
+    buffers: list[torch.Tensor] = []
+    (strip,) = layout.strips(views_of(caches(LAYOUTS["BLHNC"]), buffers))
+    size = LAYERS * HEADS * TOKENS * CONTENT * 2
+    assert strip == Strip(0, 0, size, size)
+    assert len(layout.strips(views_of(caches(LAYOUTS["LBHNC"]), buffers))) == LAYERS
+
+
+def test_layers_are_taken_by_their_numbers() -> None:
+    layers = {f"layers.{n}": torch.zeros(2, 1, 1, 1) for n in (10, 9, 1)}
+    names = [view.layer for view in views_of(layers, [])]
+    assert names == ["layers.1", "layers.9", "layers.10"]
+
+
+@pytest.mark.parametrize(
+    ("view", "why"),
+    [
+        (View("l", (4,), (1,), 2, 0, 0), "shape"),
+        (View("l", (4, 0), (1, 1), 2, 0, 0), "shape"),
+        (View("l", (4, 8192, 2), (1, 8, 3), 2, 0, 0), "pieces"),
+        (View("l", (4, 8, 8), (64, 1, 1), 2, 0, 0), "overlap"),
+    ],
+)
+def test_a_layout_that_cannot_be_taken_is_refused(view: View, why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        layout.strips([view])
+
+
+def test_another_order_inside_a_block_is_another_packing() -> None:
+    texts = {name: layout.describe(views_of(caches(order), [])) for name, order in LAYOUTS.items()}
+    assert texts["LBHNC"] != texts["LBNHC"]
+    assert texts["LBHNC"] == texts["BLHNC"]  # the bytes of a block are the same ones
+
+
+def test_namespaces_tell_every_field_apart() -> None:
+    base = {"model": "qwen", "weights": "abc", "seed": "1"}
+    one = namespace.name(base, parts=1)
+    assert one == namespace.name(dict(base), parts=1)
+    assert one.name == "vllm/1 model=qwen weights=abc seed=1"
+    others = [
+        namespace.name({**base, "model": value}, parts=1)
+        for value in ("qwen weights=abc", "qwen=", "", "q" * 600, "q" * 601, "qw\nen", "qwen~1")
+    ]
+    names = {other.name for other in others}
+    assert len(names) == len(others)
+    assert all(len(name.split(" ")) == 4 for name in names)
+    assert namespace.name(base, parts=2) != one
+    many = {f"field{n}": "x" * 60 for n in range(12)}
+    first, second = (namespace.name({**many, "z": z}, parts=1) for z in "ab")
+    assert first != second
+
+
+def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
+    def model(name: str, fill: int) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"layers": 2, "dtype": "bf16"}))
+        header = json.dumps(
+            {"a": {"data_offsets": [0, 50_000]}, "b": {"data_offsets": [50_000, 60_000]}}
+        ).encode()
+        data = bytes(50_000) + bytes([fill]) * 10_000
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+        return str(folder)
+
+    one = fingerprint.weights(model("one", 1))
+    assert one == fingerprint.weights(model("copy", 1))
+    assert one != fingerprint.weights(model("other", 2))
+    (tmp_path / "one" / "config.json").write_text(
+        json.dumps({"dtype": "bf16", "layers": 2}, indent=4)
+    )
+    assert one == fingerprint.weights(str(tmp_path / "one"))
+    (tmp_path / "one" / "model.safetensors").write_bytes(b"\xff" * 100)
+    assert one != fingerprint.weights(str(tmp_path / "one"))
+    with pytest.raises(OSError, match="no--such"):
+        fingerprint.weights("no/such", "main")
+
+
+def test_settings_are_checked_by_name() -> None:
+    assert settings.parse({}).masters == ["127.0.0.1:7450"]
+    with pytest.raises(ConfigError, match="did you mean 'lookup_timeout_s'"):
+        settings.parse({"lookup_timeout": 1})
+    for wrong in ({"masters": []}, {"loads_max": 0}, {"load": "maybe"}, {"masters": ["x:99999"]}):
+        with pytest.raises(ConfigError, match="kv_connector_extra_config"):
+            settings.parse(wrong)
+
+
+def test_hints_that_make_no_sense_are_left_out() -> None:
+    hints, wrong = hints_of({"session_id": "chat", "resume_in_s": 3, "other": object()})
+    assert (hints.session, hints.resume_in_s, wrong) == ("chat", 3, "")
+    hints, wrong = hints_of({"session_id": "a" * 500, "resume_in_s": True, "end_session": 1})
+    assert (hints.session, hints.resume_in_s, hints.ends) == ("", None, False)
+    assert wrong == "session_id, resume_in_s, end_session"
+    assert hints_of(None) == hints_of([1]) == hints_of({})

@@ -1,0 +1,556 @@
+"""The connector's thinking, without an engine: what is looked up, loaded and saved, and when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
+from kvpool_connector.cost_model import LoadTime, PrefillTime, StepTimes
+from kvpool_connector.messages import Loaded, Probed, Saved
+from kvpool_connector.planner import (
+    RETRIES_WAITING_MAX,
+    Group,
+    Hints,
+    Limits,
+    Lookup,
+    Plan,
+    Planner,
+    Scheduled,
+)
+from tests.conftest import key
+
+BLOCK = 16
+
+
+def hashes(name: str, tokens: int) -> list[bytes]:
+    return [key(f"{name}/{number}") for number in range(tokens // BLOCK)]
+
+
+def matched(length: int, stopped: ReadStatus = ReadStatus.NEVER_WRITTEN) -> Match:
+    runs = (Run(0, length - 1, (Replica("a", "dram"),)),) if length else ()
+    return Match(runs, length, stopped)
+
+
+class Played:
+    """A planner and an engine of one request at a time, at whose clock a test turns."""
+
+    def __init__(
+        self, *, groups: Sequence[Group] = (Group(BLOCK, 1),), ranks: int = 1, **limits: object
+    ) -> None:
+        self.planner = Planner(groups, Limits(**limits), ranks=ranks)  # type: ignore[arg-type]
+        self.planner.block_bytes = (1 << 20,) * len(groups)
+        self.now = 100.0
+        self.reused: set[int] = set()
+
+    def arrive(self, name: str, tokens: int, hints: Hints = Hints()) -> Lookup | None:  # noqa: B008
+        return self.planner.arrived(name, hashes(name, tokens), tokens, hints, self.now)
+
+    def look_up(self, name: str, tokens: int, length: int) -> None:
+        lookup = self.arrive(name, tokens)
+        assert lookup is not None
+        self.planner.found(name, lookup.serial, [matched(length)], "")
+
+    def offer(self, name: str, tokens: int, computed: int = 0) -> int | None:
+        return self.planner.offer(name, tokens, computed, self.now)
+
+    def allocate(self, name: str, blocks: int, tokens: int, first: int = 1) -> None:
+        self.planner.allocated(name, [list(range(first, first + blocks))], tokens, self.now)
+
+    def step(self, name: str, start: int, end: int, first: int = 1) -> Plan:
+        ids = [list(range(first, first + -(-end // BLOCK)))]
+        return self.idle(Scheduled(name, start, end, ids))
+
+    def idle(self, *scheduled: Scheduled) -> Plan:
+        return self.planner.step(
+            scheduled, lambda block, group, digest: block not in self.reused, self.now
+        )
+
+    def saved(self, job: int, *refused: tuple[bytes, WriteStatus]) -> list[int]:
+        rows = tuple((0, digest, status) for digest, status in refused)
+        return self.planner.save_ended(Saved(job, 0, rows), self.now)[0]
+
+
+def test_a_lookup_covers_what_can_be_used() -> None:
+    """The last token is always computed: without it there is nothing to go on from."""
+    for tokens, blocks in ((100, 6), (96, 5), (97, 6), (17, 1)):
+        lookup = Played().arrive("a", tokens)
+        assert lookup is not None
+        assert [len(chain) for chain in lookup.chains] == [blocks]
+    assert Played().arrive("a", 16) is None
+    assert Played(load="never").arrive("a", 100) is None
+
+
+def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
+    played = Played(lookup_timeout_s=0.05)
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    assert played.offer("a", 100) is None
+    played.now += 0.049
+    assert played.offer("a", 100) is None
+    played.now += 0.002
+    assert played.offer("a", 100) == 0
+    played.planner.found("a", lookup.serial, [matched(6)], "")  # too late
+    assert played.offer("a", 100) == 0
+    assert played.planner.counters["miss lookup timeout"] == 1
+
+
+def test_a_lookup_that_could_not_begin_has_its_time_from_its_beginning() -> None:
+    played = Played(lookup_timeout_s=0.05)
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    assert played.offer("a", 100) is None
+    played.now += 1.0
+    played.planner.asked("a", played.now)
+    assert played.offer("a", 100) is None
+    played.planner.found("a", lookup.serial, [matched(6)], "")
+    assert played.offer("a", 100) == 96
+
+
+def test_what_the_pool_has_is_offered_and_loaded_once() -> None:
+    played = Played()
+    played.look_up("a", 100, 5)
+    assert played.offer("a", 100) == 80
+    assert played.offer("a", 100) == 80  # asking changes nothing
+    played.allocate("a", 7, 80)
+    plan = played.idle()
+    (load,) = plan.loads
+    (blocks,) = load.blocks
+    assert blocks.digests == tuple(hashes("a", 80))
+    assert blocks.block_ids == (1, 2, 3, 4, 5)
+    assert blocks.match == matched(5)
+    assert not played.idle().loads
+    played.allocate("a", 7, 0)  # the engine says it again when the load has ended
+    assert not played.idle().loads
+    assert played.planner.loading == 1
+    played.planner.load_ended(Loaded("a", 5 << 20, True), played.now + 0.01)
+    assert played.planner.loading == 0
+    assert played.planner.counters["decision load"] == 1
+
+
+def test_what_the_engine_has_itself_is_not_loaded() -> None:
+    played = Played()
+    played.look_up("a", 100, 5)
+    assert played.offer("a", 100, 80) == 0
+    assert played.offer("a", 100, 48) == 32
+    played.allocate("a", 7, 32)
+    (load,) = played.idle().loads
+    assert load.blocks[0].block_ids == (4, 5)
+    assert load.blocks[0].digests == tuple(hashes("a", 100)[3:5])
+    match = load.blocks[0].match
+    assert match is not None
+    assert (match.runs[0].first, match.runs[0].last) == (0, 1)
+
+
+def test_when_somebody_else_loads_nothing_is_loaded() -> None:
+    """Another child of a MultiConnector was chosen."""
+    played = Played()
+    played.look_up("a", 100, 5)
+    assert played.offer("a", 100) == 80
+    played.allocate("a", 7, 0)
+    assert not played.idle().loads
+    assert played.planner.counters["decision not chosen"] == 1
+
+
+def test_a_slow_pool_is_not_waited_for() -> None:
+    """G10: a load is chosen only when it is estimated to be faster than computing."""
+    played = Played()
+    played.planner.prefill_time.observe([(0, 1000)], 0.1)  # 10,000 tokens a second
+    played.planner.load_time.observe(10 << 20, 10.0)  # a megabyte a second
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 0
+    played.allocate("a", 7, 0)
+    assert played.planner.counters["decision slower"] == 1
+    plan = played.step("a", 0, 100)
+    assert plan.probe is not None  # whether it is faster by now, nobody waits for that
+    assert not plan.saves  # the pool has it
+    for _ in range(12):
+        played.planner.load_time.observe(10 << 20, 0.001)
+    played.look_up("b", 100, 6)
+    assert played.offer("b", 100) == 96
+
+
+def test_loads_on_their_way_make_the_next_one_slower() -> None:
+    played = Played()
+    played.planner.prefill_time.observe([(0, 1000)], 0.1)  # 96 tokens in 10 ms
+    for _ in range(10):
+        played.planner.load_time.observe(6 << 20, 0.006)  # 6 blocks in 6 ms
+    for name, expected in (("a", 96), ("b", 0)):
+        played.look_up(name, 100, 6)
+        assert played.offer(name, 100) == expected
+        played.allocate(name, 7, expected)
+
+
+@pytest.mark.parametrize(
+    ("mebibytes_s", "timeout_s"),
+    [(None, 0.96), (1000.0, 0.5 * 0.96), (25.0, 3 * 6 / 25), (10.0, 0.96)],
+)
+def test_a_load_gives_up_before_computing_would_have_been_done(
+    mebibytes_s: float | None, timeout_s: float
+) -> None:
+    """After three times what was expected, within half and all of the time of computing."""
+    played = Played(load_timeout_s=10.0)
+    played.planner.prefill_time.observe([(0, 1000)], 10.0)  # 96 tokens in 0.96 s
+    if mebibytes_s is not None:
+        played.planner.load_time.observe(6 << 20, 6 / mebibytes_s)
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 96
+    played.allocate("a", 7, 96)
+    (load,) = played.idle().loads
+    assert load.timeout_s == pytest.approx(timeout_s)
+
+
+def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None:
+    """A first load opens the way: what it takes says little about the second."""
+    played = Played()
+    played.planner.prefill_time.observe([(0, 1000)], 1.0)  # 96 tokens in 96 ms
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 96
+    played.allocate("a", 7, 96)
+    played.idle()
+    played.now += 0.3
+    played.planner.load_ended(Loaded("a", 6 << 20, True), played.now)
+    assert played.planner.saving  # the engine goes on stepping, for this
+    probe = played.idle().probe
+    assert probe is not None
+    assert probe.blocks[0].digests == tuple(hashes("a", 64))  # 4 MiB
+    played.planner.probe_ended(Probed(4 << 20, 0.004))
+    played.look_up("b", 100, 6)
+    assert played.offer("b", 100) == 96
+
+
+def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None:
+    played = Played()
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    (save,) = played.step("a", 0, 100).saves
+    assert played.planner.probe_ended(Probed(0, 0.001)) is None
+    assert not played.planner.load_time.samples  # nothing came, and nobody waited
+    played.saved(save.job)
+    probe = played.idle().probe
+    assert probe is not None
+    assert probe.blocks[0].digests == tuple(hashes("a", 64))
+    assert played.idle().probe is None
+    played.planner.probe_ended(Probed(4 << 20, 0.004))
+    assert played.planner.load_time.samples == 1
+    assert not Played(load="never").idle().probe
+
+
+def test_one_probe_at_a_time() -> None:
+    """A pool that does not answer is not asked more and more."""
+    played = Played()
+    played.planner.prefill_time.observe([(0, 1000)], 0.1)
+    played.planner.load_time.observe(10 << 20, 10.0)
+    probes = []
+    for number in range(4):
+        played.look_up(f"r{number}", 100, 6)
+        assert played.offer(f"r{number}", 100) == 0
+        probes.append(played.idle().probe is not None)
+        played.now += 6
+        if number == 2:
+            played.planner.probe_ended(Probed(0, 10.0))
+    assert probes == [True, False, False, True]
+
+
+def test_no_more_loads_at_once_than_allowed() -> None:
+    played = Played(loads_max=2)
+    for number, expected in enumerate((96, 96, 0)):
+        played.look_up(f"r{number}", 100, 6)
+        assert played.offer(f"r{number}", 100) == expected
+        played.allocate(f"r{number}", 7, expected)
+    assert played.planner.counters["decision too many loads"] == 1
+
+
+def test_each_complete_block_is_saved_once() -> None:
+    played = Played()
+    played.arrive("a", 100)
+    plan = played.step("a", 0, 50)
+    (save,) = plan.saves
+    assert save.blocks[0].block_ids == (1, 2, 3)
+    assert save.blocks[0].parents == (ROOT, *hashes("a", 100)[:2])
+    assert plan.keep == [1, 2, 3]
+    assert not played.step("a", 50, 60).saves
+    (save,) = played.step("a", 60, 100).saves
+    assert save.blocks[0].block_ids == (4, 5, 6)
+    assert save.blocks[0].parents[0] == hashes("a", 100)[2]
+
+
+def test_what_the_pool_has_is_not_saved_again() -> None:
+    played = Played()
+    played.look_up("a", 100, 4)
+    (save,) = played.step("a", 0, 100).saves
+    assert save.blocks[0].block_ids == (5, 6)
+
+
+def test_decoding_is_saved_only_if_wanted() -> None:
+    for wanted, expected in ((True, 8), (False, 6)):
+        played = Played(save_decode=wanted)
+        chain = hashes("a", 160)
+        played.planner.arrived("a", chain, 100, Hints(), played.now)
+        plan = played.step("a", 0, 140)
+        assert len(plan.keep) == expected
+
+
+def test_two_requests_with_one_prefix_save_it_once() -> None:
+    played = Played()
+    chain = hashes("same", 64)
+    for name in ("a", "b"):
+        played.planner.arrived(name, chain, 64, Hints(), played.now)
+    ids = [list(range(1, 5))], [list(range(11, 15))]
+    plan = played.idle(Scheduled("a", 0, 64, ids[0]), Scheduled("b", 0, 64, ids[1]))
+    assert plan.keep == [1, 2, 3, 4]
+
+
+def test_blocks_are_kept_until_every_rank_has_acknowledged() -> None:
+    played = Played(ranks=2)
+    played.arrive("a", 64)
+    (save,) = played.step("a", 0, 64).saves
+    assert played.planner.saving
+    assert played.saved(save.job) == []
+    played.planner.finished("a")
+    assert played.saved(save.job) == [1, 2, 3, 4]
+    assert played.idle().probe is not None  # of what was just saved
+    assert not played.planner.saving
+    assert played.saved(save.job) == []  # never twice
+
+
+def test_a_refused_save_is_tried_again_while_its_blocks_are_there() -> None:
+    played = Played(save_retries=2)
+    played.arrive("a", 64)
+    (save,) = played.step("a", 0, 64).saves
+    chain = hashes("a", 64)
+    played.saved(save.job, (chain[2], WriteStatus.NO_SPACE), (chain[3], WriteStatus.NO_SPACE))
+    assert not played.idle().saves  # not at once
+    played.now += 5
+    played.reused.add(4)
+    (again,) = played.idle().saves
+    assert again.blocks[0].digests == (chain[2],)
+    assert again.blocks[0].parents == (chain[1],)
+    assert played.planner.counters["dropped block reused"] == 1
+    for _ in range(1):
+        played.saved(again.job, (chain[2], WriteStatus.NO_SPACE))
+        played.now += 10
+        (again,) = played.idle().saves
+    played.saved(again.job, (chain[2], WriteStatus.NO_SPACE))
+    played.now += 100
+    assert not played.idle().saves
+    assert played.planner.counters["dropped no space"] == 1
+
+
+def test_a_refusal_for_good_is_not_tried_again() -> None:
+    played = Played()
+    played.arrive("a", 64)
+    (save,) = played.step("a", 0, 64).saves
+    played.saved(save.job, (hashes("a", 64)[0], WriteStatus.BYPASSED))
+    played.now += 100
+    assert not played.idle().saves
+    assert played.planner.counters["dropped bypassed"] == 1
+
+
+def test_saves_keep_no_more_blocks_than_allowed() -> None:
+    played = Played(saved_blocks_max=3)
+    played.arrive("a", 160)
+    plan = played.step("a", 0, 160)
+    assert plan.keep == [1, 2, 3]
+    played.now += 1
+    assert not played.idle().saves
+    played.saved(plan.saves[0].job)
+    assert played.idle().keep == [4, 5, 6]
+
+
+def test_what_waits_for_its_next_try_is_bounded() -> None:
+    played = Played(saved_blocks_max=1)
+    tokens = (RETRIES_WAITING_MAX + 50) * BLOCK
+    played.arrive("a", tokens)
+    played.step("a", 0, tokens)
+    assert played.planner.counters["dropped too many waiting"] > 0
+
+
+def test_a_failed_load_is_computed_and_saved() -> None:
+    played = Played()
+    played.look_up("a", 100, 5)
+    played.offer("a", 100)
+    played.allocate("a", 7, 80)
+    played.idle()
+    played.planner.load_ended(Loaded("a", 2 << 20, False), played.now + 1)
+    (save,) = played.step("a", 0, 100).saves
+    assert save.blocks[0].block_ids == (1, 2, 3, 4, 5, 6)
+    assert played.planner.counters["loads_failed"] == 1
+
+
+def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
+    for elapsed_s, samples in ((0.01, 0), (20.0, 1)):
+        played = Played()
+        played.look_up("a", 100, 5)
+        played.offer("a", 100)
+        played.allocate("a", 7, 80)
+        played.planner.load_ended(Loaded("a", 0, False), played.now + elapsed_s)
+        assert played.planner.load_time.samples == samples
+
+
+def test_an_engine_that_only_reads_saves_nothing() -> None:
+    played = Played(save=False)
+    played.arrive("a", 64)
+    assert not played.step("a", 0, 64).saves
+
+
+def test_after_a_failed_load_the_engine_computes() -> None:
+    """It asks again at once; to offer the same blocks again would go on for ever."""
+    played = Played()
+    played.look_up("a", 100, 5)
+    played.offer("a", 100)
+    played.allocate("a", 7, 80)
+    played.planner.load_ended(Loaded("a", 0, False), played.now + 1)
+    assert played.offer("a", 100) == 0
+
+
+def test_a_preempted_request_starts_anew() -> None:
+    """Its old blocks stay kept for the save; the new ones are looked up and saved again."""
+    played = Played()
+    played.arrive("a", 64)
+    (save,) = played.step("a", 0, 64).saves
+    played.planner.preempted("a")
+    lookup = played.planner.again("a", 70, played.now)
+    assert lookup is not None
+    played.planner.found("a", 1, [matched(1)], "")  # an answer to the first lookup
+    assert played.offer("a", 70) is None
+    played.planner.found("a", lookup.serial, [matched(4)], "")
+    assert played.offer("a", 70) == 64
+    assert played.saved(save.job) == [1, 2, 3, 4]
+
+
+def test_an_aborted_request_is_loaded_to_its_end() -> None:
+    """The engine keeps its blocks until it hears that nobody writes to them any more."""
+    played = Played()
+    played.look_up("a", 100, 5)
+    played.offer("a", 100)
+    played.allocate("a", 7, 80)
+    played.planner.finished("a")
+    assert [load.request_id for load in played.idle().loads] == ["a"]
+    assert played.planner.loading == 0
+    played.planner.load_ended(Loaded("a", 5 << 20, True), played.now)
+
+
+def test_with_several_groups_all_must_have_it() -> None:
+    """A coarse group is named by the last of its hashes; out of a window there is no block."""
+    played = Played(groups=(Group(32, 2), Group(16, 1)))
+    chain = hashes("a", 128)
+    lookup = played.planner.arrived("a", chain, 130, Hints(), played.now)
+    assert lookup is not None
+    assert lookup.chains[0] == (chain[1], chain[3], chain[5], chain[7])
+    played.planner.found("a", lookup.serial, [matched(3), matched(5)], "")
+    assert played.offer("a", 130) == 64  # 5 fine blocks are 80 tokens, aligned 64
+    played.planner.allocated("a", [[1, 2, 3], [0, 0, 13, 14, 15]], 64, played.now)
+    (load,) = played.idle().loads
+    assert [blocks.block_ids for blocks in load.blocks] == [(1, 2), (13, 14)]
+    match = load.blocks[1].match
+    assert match is not None
+    assert match.length == 2
+
+
+def test_sessions_travel_with_saves() -> None:
+    played = Played()
+    played.arrive("a", 64, Hints("chat", 5.0))
+    (save,) = played.step("a", 0, 64).saves
+    assert (save.session, save.resume_in_s) == ("chat", 5.0)
+
+
+def test_random_lives_of_requests_leave_nothing() -> None:
+    """Whatever happens in whatever order: each block is let go as often as it is kept."""
+    for seed in range(60):
+        _random_life(random.Random(seed))
+
+
+def _random_life(chance: random.Random) -> None:
+    played = Played(ranks=chance.choice([1, 2]), saved_blocks_max=chance.choice([2, 1000]))
+    kept: list[int] = []
+    open_jobs: list[int] = []
+    loads: list[str] = []
+    alive: dict[str, int] = {}
+    ranks = played.planner._ranks
+    for turn in range(300):
+        played.now += chance.random()
+        act = chance.randrange(6)
+        name = chance.choice(sorted(alive)) if alive else ""
+        if act == 0 or not alive:
+            name, tokens = f"r{turn}", chance.randrange(1, 200)
+            alive[name] = 0
+            lookup = played.arrive(name, tokens)
+            if lookup and chance.random() < 0.7:
+                length = chance.randrange(0, len(lookup.chains[0]) + 1)
+                played.planner.found(name, lookup.serial, [matched(length)], "")
+            offered = played.offer(name, tokens)
+            if offered:
+                played.allocate(name, 20, offered if chance.random() < 0.8 else 0)
+        elif act == 1:
+            played.planner.finished(name)
+            del alive[name]
+        elif act == 2:
+            played.planner.preempted(name)
+            alive[name] = 0
+        plan = played.step(name, alive.get(name, 0), alive.get(name, 0) + chance.randrange(64))
+        kept += plan.keep
+        open_jobs += [save.job for save in plan.saves for _ in range(ranks)]
+        loads += [load.request_id for load in plan.loads for _ in range(ranks)]
+        while open_jobs and chance.random() < 0.5:
+            job = open_jobs.pop(chance.randrange(len(open_jobs)))
+            for block in played.saved(job):
+                kept.remove(block)
+        while loads and chance.random() < 0.5:
+            played.planner.load_ended(Loaded(loads.pop(), 1, chance.random() < 0.5), played.now)
+    for job in open_jobs:
+        for block in played.saved(job):
+            kept.remove(block)
+    for name in alive:
+        played.planner.finished(name)
+    assert not kept
+    assert not played.planner.saving
+    assert played.planner.loading == 0
+
+
+def test_estimates_follow_what_was_measured() -> None:
+    load = LoadTime()
+    assert 0 < load.seconds(1 << 20) < 0.01  # a guess
+    for size in (1 << 20, 4 << 20, 16 << 20, 2 << 20):
+        load.observe(size, 0.002 + size / 1e9)
+    assert load.seconds(8 << 20) == pytest.approx(0.002 + (8 << 20) / 1e9, rel=0.01)
+    for _ in range(20):
+        load.observe(1 << 20, 10.0)
+    assert load.seconds(1 << 20) == pytest.approx(10.0, rel=0.05)
+    assert load.bandwidth > 0
+
+
+@pytest.mark.parametrize(("arrived", "expected_s"), [(0, 2.0), (4 << 20, 2.0), (7 << 20, 8 / 7)])
+def test_a_load_that_was_given_up_ends_what_was_known(arrived: int, expected_s: float) -> None:
+    """However fast the pool has been: otherwise the next requests would try it in vain, too."""
+    load = LoadTime()
+    for _ in range(20):
+        load.observe(8 << 20, 0.01)
+    load.gave_up(8 << 20, arrived, 1.0)
+    assert load.seconds(8 << 20) == pytest.approx(expected_s)
+
+
+def test_late_tokens_of_a_long_prompt_are_dearer() -> None:
+    prefill = PrefillTime()
+    assert prefill.seconds(0, 100) is None
+    prefill.observe([(0, 1024)], 0.1)
+    prefill.observe([(7168, 8192)], 0.8)
+    early, late = prefill.seconds(0, 512), prefill.seconds(7168, 8192)
+    assert early == pytest.approx(0.05)
+    assert late == pytest.approx(0.8)
+    prefill.observe([(0, 4)], 100.0)  # a step with a few tokens says nothing about them
+    assert prefill.seconds(0, 512) == early
+
+
+def test_steps_that_overlap_are_told_apart() -> None:
+    prefill = PrefillTime()
+    times = StepTimes(prefill)
+    times.began(1, [(0, 100)], 0.0)
+    times.began(2, [(0, 100)], 0.1)
+    times.ended(1, 1.0)
+    times.ended(2, 2.0)
+    assert prefill.seconds(0, 100) == pytest.approx(1.0)
+    times.began(3, [], 2.0)
+    times.ended(7, 2.5)

@@ -1,0 +1,71 @@
+"""Real vLLM engines: `make test-vllm` runs these, in a virtual environment of their own.
+
+An engine takes 15 seconds to start, so most tests share two: `plain` has no pool, `reader` has one.
+`Engine.forget` makes the reader's own cache as empty as that of a new process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["*"]
+else:
+    from examples import tiny_model
+    from tests.connector.vllm.helpers import Engine, LocalPool, closing, transfer
+
+
+@pytest.fixture(scope="session")
+def model(request: pytest.FixtureRequest) -> Callable[..., Path]:
+    """The directory of a tiny model, by architecture; made once and kept."""
+    assert request.config.cache is not None
+    folder = request.config.cache.mkdir("kvpool-models")
+
+    def make(kind: str = "qwen3", **options: int) -> Path:
+        name = "-".join([kind, *(f"{key}{value}" for key, value in options.items())])
+        return tiny_model.make(folder / name, kind, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("engines")
+    return lambda name: folder / f"{name}.log"
+
+
+@pytest.fixture(scope="session")
+def shared_pool() -> Iterator[LocalPool]:
+    pool = LocalPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def engines(
+    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+) -> Iterator[tuple[Engine, Engine]]:
+    plain = Engine(model(), logs("plain"))
+    reader = Engine(
+        model(), logs("reader"), kv_transfer_config=transfer(shared_pool.master, transports=["tcp"])
+    )
+    with closing(plain, reader):
+        yield plain, reader
+
+
+@pytest.fixture
+def plain(engines: tuple[Engine, Engine]) -> Engine:
+    """An engine without a pool, its cache empty."""
+    engines[0].forget()
+    return engines[0]
+
+
+@pytest.fixture
+def reader(engines: tuple[Engine, Engine]) -> Engine:
+    """An engine with a pool over tcp, its own cache empty."""
+    engines[1].forget()
+    return engines[1]

@@ -1,0 +1,291 @@
+"""Engines and pools for tests: real ones, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvpool import ClientConfig, Pool, dev
+from kvpool_transports.tcp import TcpTransport
+from tests.chaos.proxy import Weather
+from tests.chaos.shaped_transport import ShapedTransport
+from tests.connector.vllm.engine import ENVIRONMENT
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[3]
+_START_S = 240.0
+_ANSWER_S = 120.0
+
+
+def transfer(master: str, **settings: Any) -> dict[str, Any]:
+    """The `kv_transfer_config` of an engine on a pool.
+
+    Unless asked for, loads are not weighed and lookups have time: a busy machine changes nothing.
+    """
+    patient = {"load": "always", "lookup_timeout_s": 2.0}
+    return {
+        "kv_connector": "KVPoolConnector",
+        "kv_connector_module_path": "kvpool_connector.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"masters": [master], **patient, **settings},
+    }
+
+
+def prompt(number: int, length: int = 500, shared: int = 375) -> list[int]:
+    """Tokens of prompt `number`: the first `shared` are those of every other."""
+    common = [(7 * i) % 900 + 10 for i in range(shared)]
+    return common + [(13 * i + 31 * number) % 900 + 10 for i in range(length - shared)]
+
+
+class Engine:
+    """A vLLM engine in a process of its own; one question at a time."""
+
+    def __init__(self, model: Path, log: Path, **arguments: Any) -> None:
+        environment = {**os.environ, **ENVIRONMENT}
+        environment.pop("PYTHONHASHSEED", None)
+        self.log = log
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.connector.vllm.engine",
+                json.dumps({"model": str(model), **arguments}),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def ready(self) -> Engine:
+        """Wait until it serves."""
+        assert self._answer(_START_S) == "ready"
+        return self
+
+    def generate(self, prompts: Sequence[list[int]], **told: Any) -> dict[str, Any]:
+        """Greedy tokens, cached tokens and reasons of the end for each prompt; seconds in all."""
+        answer: dict[str, Any] = self.ask("generate", prompts=list(prompts), **told)
+        return answer
+
+    def metrics(self) -> dict[str, float]:
+        answer: dict[str, float] = self.ask("metrics")
+        return answer
+
+    def forget(self, **told: Any) -> None:
+        """Drop the engine's own prefix cache, so that only the pool can help."""
+        assert self.ask("forget", **told)
+
+    def begin(self, do: str, **told: Any) -> None:
+        """Ask without waiting for the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **told}) + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, do: str, **told: Any) -> Any:
+        self.begin(do, **told)
+        return self._answer(_ANSWER_S)
+
+    def answer(self) -> Any:
+        """Of what was begun."""
+        return self._answer(_ANSWER_S)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def _answer(self, within_s: float) -> Any:
+        try:
+            line = self._answers.get(timeout=within_s)
+        except queue.Empty:
+            raise AssertionError(f"no answer in {within_s} s; {self._tail()}") from None
+        assert line, f"the engine ended; {self._tail()}"
+        return json.loads(line)
+
+    def _tail(self) -> str:
+        return f"{self.log}:\n{self.log.read_text()[-4000:]}"
+
+
+class LocalPool:
+    """A pool in this process, in a thread, whose memory a test can reach."""
+
+    def __init__(self, **options: Any) -> None:
+        self.weather = Weather()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._shaped = ShapedTransport(TcpTransport(), self.weather)
+        self._serving: AbstractAsyncContextManager[dev.Dev] = dev.serve(
+            "256MiB",
+            listen=("shm://", "tcp://127.0.0.1:0"),
+            transports={"tcp": self._shaped},
+            **options,
+        )
+        self.dev: dev.Dev = self.run(self._serving.__aenter__())
+        self.master = self.dev.address
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(30)
+
+    def ask(self, question: Callable[[Pool], Coroutine[Any, Any, T]]) -> T:
+        """What a client of it is told."""
+
+        async def ask() -> T:
+            config = ClientConfig(masters=[self.master], transports=["shm", "tcp"])
+            async with self.dev.pool(config) as pool:
+                return await question(pool)
+
+        return self.run(ask())
+
+    @property
+    def blocks(self) -> int:
+        return sum(member.blocks for member in self.ask(lambda pool: pool.members()))
+
+    def settled(self, within_s: float = 20.0) -> int:
+        """Wait until no more blocks come; how many there are."""
+        until = time.monotonic() + within_s
+        blocks = -1
+        while time.monotonic() < until:
+            blocks, before = self.blocks, blocks
+            if blocks == before:
+                return blocks
+            time.sleep(1.5)  # a heartbeat
+        raise AssertionError("blocks keep coming")
+
+    def corrupt(self, every: int = 1) -> int:
+        """Flip a bit in every n-th block; how many."""
+
+        async def flip() -> int:
+            count = 0
+            for server in self.dev.servers:
+                for number, entry in enumerate(server.store.inventory()):
+                    if number % every == 0:
+                        server.tier.view(entry.offset, entry.size)[entry.size // 2] ^= 1
+                        count += 1
+            return count
+
+        return self.run(flip())
+
+    def close(self) -> None:
+        self.run(self._serving.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+
+class PoolProcess:
+    """`kvpool dev` in a process of its own; its address stays the same when it comes again."""
+
+    def __init__(self) -> None:
+        self.master = f"127.0.0.1:{free_port()}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvpool", "dev", "--capacity", "128MiB", "--bind", self.master],
+            stdout=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+        host, port = self.master.split(":")
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
+                return
+            time.sleep(0.05)
+        raise AssertionError("the pool did not start")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class SlowServer:
+    """A block server in a process of its own, whose link can be made slow."""
+
+    def __init__(self, master: str) -> None:
+        self.moved = 0  # bytes, in both directions
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.connector.vllm.slow_server", master],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it is up
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def slow(self, rate: float) -> None:
+        """Bytes per second from here on."""
+        assert self._process.stdin is not None
+        print(rate, file=self._process.stdin, flush=True)
+
+    def kill(self) -> None:
+        """With -9."""
+        self._process.kill()
+        self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.moved = int(line)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "the condition did not come true"
+        time.sleep(0.1)
+
+
+@contextmanager
+def closing(*engines: Engine) -> Iterator[None]:
+    """Wait until all of them serve; end them all afterwards."""
+    try:
+        for engine in engines:
+            engine.ready()
+        yield
+    finally:
+        for engine in engines:
+            engine.close()

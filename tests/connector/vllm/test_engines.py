@@ -1,0 +1,304 @@
+"""What one engine computed another one finds, and whatever goes wrong, the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.connector.vllm.helpers import (
+    Engine,
+    LocalPool,
+    PoolProcess,
+    SlowServer,
+    closing,
+    prompt,
+    transfer,
+    wait_for,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_a_second_engine_finds_what_the_first_computed(
+    model: Callable[..., Path], logs: Callable[[str], Path], plain: Engine
+) -> None:
+    """Two fresh processes over shared memory; the name alone finds the connector."""
+    prompts = [prompt(number) for number in range(4)]
+    expected = plain.generate(prompts)
+    pool = LocalPool()
+    try:
+        config = transfer(pool.master)
+        del config["kv_connector_module_path"]
+        with Engine(model(), logs("writer"), kv_transfer_config=config) as writer:
+            first = writer.ready().generate(prompts)
+            blocks = pool.settled()
+        with Engine(model(), logs("second"), kv_transfer_config=config) as second:
+            again = second.ready().generate(prompts)
+            metrics = second.metrics()
+    finally:
+        pool.close()
+    assert first["tokens"] == again["tokens"] == expected["tokens"]
+    assert blocks == 11 + 4 * 4  # 375 shared tokens are 11 blocks of 32
+    assert again["cached"] == [480] * 4
+    assert metrics["vllm:kvpool_hit_tokens dram"] >= 480
+    assert metrics["vllm:kvpool_load_bytes"] > 0
+
+
+def test_what_was_generated_comes_back_too(
+    plain: Engine, reader: Engine, shared_pool: LocalPool
+) -> None:
+    """The next turn contains the answer, whose blocks decoding has made, token by token."""
+    first = prompt(5, shared=0)
+    answer = plain.generate([first], max_tokens=40)["tokens"][0]
+    second = first + answer + prompt(6, 100, 0)
+    expected = plain.generate([second], max_tokens=40)
+    assert reader.generate([first], max_tokens=40)["tokens"][0] == answer
+    shared_pool.settled()
+    reader.forget()
+    loaded = reader.generate([second], max_tokens=40)
+    assert loaded["cached"] == expected["cached"] == [512]
+    assert loaded["tokens"] == expected["tokens"]
+
+
+def test_a_corrupted_block_is_computed_again(
+    plain: Engine, reader: Engine, shared_pool: LocalPool
+) -> None:
+    prompts = [prompt(10, shared=0)]
+    expected = plain.generate(prompts)
+    assert reader.generate(prompts)["tokens"] == expected["tokens"]
+    shared_pool.settled()
+    assert shared_pool.corrupt() > 0
+    reader.forget()
+    again = reader.generate(prompts)
+    assert again["tokens"] == expected["tokens"]
+    assert reader.metrics()["vllm:kvpool_load_misses corrupt"] > 0
+
+
+def test_a_load_that_is_late_is_computed_instead(
+    plain: Engine,
+    model: Callable[..., Path],
+    logs: Callable[[str], Path],
+) -> None:
+    """The pool becomes so slow that nothing comes; later it is fast again, and used again."""
+    prompts = [prompt(20, shared=0)]
+    expected = plain.generate(prompts)
+    pool = LocalPool()
+    config = transfer(pool.master, transports=["tcp"], load_timeout_s=0.5)
+    try:
+        with Engine(model(), logs("late"), kv_transfer_config=config) as engine:
+            assert engine.ready().generate(prompts)["tokens"] == expected["tokens"]
+            pool.settled()
+            pool.weather.stalled = True
+            engine.forget()
+            late = engine.generate(prompts)
+            assert late["tokens"] == expected["tokens"]
+            assert late["cached"] == [0]
+            assert late["seconds"] < 5
+            pool.weather.stalled = False
+            engine.forget()
+            wait_for(lambda: _cached(engine, prompts) == [480], 30)
+            assert engine.metrics()["vllm:kvpool_loads_failed"] >= 1
+    finally:
+        pool.close()
+
+
+def _cached(engine: Engine, prompts: list[list[int]]) -> list[int]:
+    engine.forget()
+    cached: list[int] = engine.generate(prompts)["cached"]
+    return cached
+
+
+def test_the_pool_may_be_down_die_in_mid_load_and_come_back(
+    model: Callable[..., Path], logs: Callable[[str], Path], plain: Engine
+) -> None:
+    """The engine starts without it, uses it when it comes, survives kill -9, and uses it again."""
+    prompts = [prompt(number) for number in range(30, 33)]
+    expected = plain.generate(prompts)["tokens"]
+    pool = PoolProcess()
+    config = transfer(pool.master, start_wait_s=0.5, lookup_timeout_s=0.2)
+    try:
+        with Engine(model(), logs("down"), kv_transfer_config=config) as engine:
+            assert engine.ready().generate(prompts)["tokens"] == expected
+            pool.start()
+            wait_for(lambda: _cached(engine, prompts[:1]) == [480], 30)  # saved, and found
+            engine.forget()
+            engine.begin("generate", prompts=prompts)
+            pool.kill()
+            assert engine.answer()["tokens"] == expected
+            assert engine.generate(prompts)["tokens"] == expected
+            pool.start()
+            wait_for(lambda: _cached(engine, prompts[:1]) == [480], 30)
+            assert engine.generate(prompts)["tokens"] == expected
+    finally:
+        pool.kill()
+
+
+def test_a_server_killed_in_mid_load_costs_a_recompute(
+    model: Callable[..., Path], logs: Callable[[str], Path], plain: Engine
+) -> None:
+    """kill -9, over so slow a link that it falls into the load for certain."""
+    prompts = [prompt(40, shared=0)]
+    expected = plain.generate(prompts)["tokens"]
+    pool = LocalPool(servers=0)
+    server = SlowServer(pool.master)
+    config = transfer(pool.master, transports=["tcp"])
+    try:
+        with Engine(model(), logs("killed"), kv_transfer_config=config) as engine:
+            assert engine.ready().generate(prompts)["tokens"] == expected
+            assert pool.settled() == 15
+            engine.forget()
+            server.slow(100_000)  # the prompt has 500 kB
+            before = server.moved
+            engine.begin("generate", prompts=prompts)
+            wait_for(lambda: server.moved > before + 128_000)
+            server.kill()
+            answer = engine.answer()
+            assert answer["tokens"] == expected
+            assert answer["cached"] == [0]
+            assert engine.metrics()["vllm:kvpool_load_blocks_missing"] == 15
+    finally:
+        server.kill()
+        pool.close()
+
+
+def test_preempted_requests_come_back_from_the_pool(
+    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+) -> None:
+    """So few blocks that requests throw each other out, while their blocks are being saved."""
+    prompts = [prompt(number, 200, 0) for number in range(50, 58)]
+    small = {"num_gpu_blocks_override": 40, "max_model_len": 512}
+    without = Engine(model(), logs("small-plain"), **small)
+    config = transfer(shared_pool.master, tenant="preemption")
+    engine = Engine(model(), logs("small"), kv_transfer_config=config, **small)
+    with closing(without, engine):
+        expected = without.generate(prompts, max_tokens=150)["tokens"]
+        assert engine.generate(prompts, max_tokens=150)["tokens"] == expected
+        assert engine.generate(prompts, max_tokens=150)["tokens"] == expected
+        metrics = engine.metrics()
+        assert metrics["vllm:num_preemptions"] > 0
+        assert metrics["vllm:kvpool_hit_tokens dram"] > 0
+
+
+@pytest.mark.parametrize("first", ["KVPoolConnector", "ExampleConnector"])
+def test_inside_a_multi_connector(
+    first: str,
+    model: Callable[..., Path],
+    logs: Callable[[str], Path],
+    tmp_path: Path,
+    plain: Engine,
+) -> None:
+    """Both orders; both save, the first one with a hit loads, without hits nobody does."""
+    prompts = [prompt(number) for number in range(60, 62)]
+    expected = plain.generate(prompts)["tokens"]
+    pool = LocalPool()
+    ours = transfer(pool.master)
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    children = [ours, example] if first == "KVPoolConnector" else [example, ours]
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    try:
+        with Engine(model(), logs(f"multi-{first}"), kv_transfer_config=config) as engine:
+            assert engine.ready().generate(prompts)["tokens"] == expected
+            assert pool.settled() > 0
+            engine.forget()
+            again = engine.generate(prompts)
+            assert again["tokens"] == expected
+            assert again["cached"] == [480, 480]
+            assert engine.generate([prompt(69, shared=0)])["cached"] == [0]
+    finally:
+        pool.close()
+
+
+def test_a_hybrid_model(
+    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+) -> None:
+    """Two KV cache groups, one with sliding windows."""
+    prompts = [prompt(number) for number in range(70, 72)]
+    config = transfer(shared_pool.master)
+    without = Engine(model("gemma3"), logs("gemma3-plain"))
+    engine = Engine(model("gemma3"), logs("gemma3"), kv_transfer_config=config)
+    with closing(without, engine):
+        expected = without.generate(prompts)["tokens"]
+        assert engine.generate(prompts)["tokens"] == expected
+        shared_pool.settled()
+        engine.forget()
+        again = engine.generate(prompts)
+        assert again["tokens"] == expected
+        assert again["cached"] == [480, 480]
+
+
+def test_latent_attention_is_saved_and_not_loaded_where_the_engine_cannot_go_on_from_it(
+    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+) -> None:
+    """vLLM's MLA for CPUs computes nonsense behind a prefix that it has not computed itself."""
+    folder = model("deepseek_v2", layers=2)
+    config = transfer(shared_pool.master)
+    log = logs("deepseek_v2-refused")
+    refused = Engine(folder, log, block_size=16, kv_transfer_config=config)
+    config = {**config, "kv_role": "kv_producer"}
+    without = Engine(folder, logs("deepseek_v2-plain"), block_size=16)
+    engine = Engine(folder, logs("deepseek_v2"), block_size=16, kv_transfer_config=config)
+    with closing(without, engine):
+        expected = without.generate([prompt(70)])["tokens"]
+        before = shared_pool.settled()
+        assert engine.generate([prompt(70)])["tokens"] == expected
+        assert shared_pool.settled() == before + 31
+    with pytest.raises(AssertionError, match="the engine ended"):
+        refused.ready()
+    refused.close()
+    assert "KVPoolConnector cannot load for this model" in log.read_text()
+
+
+def test_another_model_finds_nothing(
+    model: Callable[..., Path],
+    logs: Callable[[str], Path],
+    reader: Engine,
+    shared_pool: LocalPool,
+) -> None:
+    """Same name, same shapes, other weights; and the doctor says so."""
+    prompts = [prompt(80, shared=0)]
+    reader.generate(prompts)
+    shared_pool.settled()
+    other = model("qwen3", seed=1)
+    config = transfer(shared_pool.master, model=model().name)
+    without = Engine(other, logs("other-plain"))
+    engine = Engine(other, logs("other"), kv_transfer_config=config)
+    with closing(without, engine):
+        expected = without.generate(prompts)["tokens"]
+        answer = engine.generate(prompts)
+    assert answer["tokens"] == expected
+    assert answer["cached"] == [0]
+
+
+def test_sessions_and_hints_reach_the_pool(reader: Engine, shared_pool: LocalPool) -> None:
+    prompts = [prompt(90, shared=0)]
+    reader.generate(prompts, params={"session_id": "a chat", "resume_in_s": 30.0})
+    shared_pool.settled()
+    (server,) = shared_pool.dev.servers
+    wait_for(lambda: server.store.hint_counters.get("hints_accepted", 0) > 0)
+    bad = reader.generate(prompts, params={"session_id": 7, "resume_in_s": "soon"})
+    assert bad["finish"] == ["length"]
+    assert reader.metrics()["vllm:kvpool_bad_hints"] == 1
+
+
+def test_after_a_reset_of_the_weights_nothing_old_is_read(
+    plain: Engine, model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+) -> None:
+    prompts = [prompt(95, shared=0)]
+    config = transfer(shared_pool.master, tenant="reset")
+    with Engine(model(), logs("reset"), kv_transfer_config=config) as engine:
+        engine.ready().generate(prompts)
+        shared_pool.settled()
+        assert _cached(engine, prompts) == [480]
+        engine.forget(connector=True)
+        assert engine.generate(prompts)["cached"] == [0]

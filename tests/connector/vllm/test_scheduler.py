@@ -1,0 +1,464 @@
+"""vLLM's real scheduler with the connector, and a worker that the test plays: no model runs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvpool import ConfigError, Namespace
+from kvpool_connector.messages import Hello, Load, Loaded, Report, Save, Saved, Work
+from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
+from tests.connector.vllm.helpers import LocalPool, free_port, transfer
+
+BLOCK, BLOCKS = 16, 100
+SIZE = 1024
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Played:
+    """The scheduler of an engine, and what its worker says."""
+
+    def __init__(
+        self, model: Path, transfer_config: dict[str, Any], *, ranks: int = 1, **options: Any
+    ) -> None:
+        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache.kv_cache_layout, cache.num_gpu_blocks = "LBHNC", BLOCKS
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model), dtype="bfloat16", seed=0),
+            cache_config=cache,
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=KVTransferConfig(**transfer_config),
+            **options,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8,
+                max_num_batched_tokens=512,
+                max_model_len=2048,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+        )
+        cache.block_size = BLOCK  # VllmConfig may have changed it
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+        )
+        kv = KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv,
+            log_stats=True,
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            structured_output_manager=StructuredOutputManager(config),
+        )
+        init_none_hash(sha256_cbor)
+        self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        assert isinstance(self.scheduler.connector, KVPoolConnector)
+        self.connector = self.scheduler.connector
+        self._ranks = ranks
+        self.greeted = False
+        self.counters: Counter[str] = Counter()
+        self.saves: list[Save] = []  # that nobody has acknowledged
+
+    @property
+    def free(self) -> int:
+        free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free
+
+    def request(self, name: str, tokens: int, first: int = 0, **extras: Any) -> Any:
+        """As the engine makes it, with vLLM's own block hashes."""
+        sampling = SamplingParams(max_tokens=4)
+        sampling.update_from_generation_config({}, 2)
+        return Request(
+            request_id=name,
+            prompt_token_ids=list(range(first, first + tokens)),
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher,
+            **extras,
+        )
+
+    def add(self, name: str, tokens: int, first: int = 0) -> Any:
+        request = self.request(name, tokens, first)
+        self.scheduler.add_request(request)
+        return request
+
+    def offered(self, request: Any) -> int:
+        """Tokens that the connector says it can load, asked as the scheduler does."""
+        self.connector.on_new_request(request)
+        for _ in range(1000):
+            tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
+            if tokens is not None:
+                self.connector.request_finished_all_groups(request, ())
+                return int(tokens)
+            time.sleep(0.002)
+        raise AssertionError("no answer")
+
+    def step(self, **told: Any) -> tuple[Any, Work]:
+        """One step of the engine, whose worker reports `told`; a first step says who it is."""
+        step = self.scheduler.schedule()
+        work: Work = step.kv_connector_metadata.work
+        self.saves += work.saves
+        report = Report(work.step, told.pop("hellos", []), told.pop("loaded", []))
+        report.saved += told.pop("saved", [])
+        if not self.greeted:
+            report.hellos += [Hello(rank, "packing", (SIZE,)) for rank in range(self._ranks)]
+            self.greeted = True
+        ids = list(step.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: number for number, name in enumerate(ids)},
+            sampled_token_ids=[[7] for _ in ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=KVConnectorOutput(
+                kv_connector_worker_meta=ReportMetadata(report), **told
+            ),
+        )
+        for answer in self.scheduler.update_from_output(step, output).values():
+            stats = answer.scheduler_stats
+            for name, value in ((stats and stats.kv_connector_stats) or {}).items():
+                self.counters[name] += value
+        return step, work
+
+    def until_loading(self, request: Any) -> Load:
+        """Step until the lookup is back and the load goes out."""
+        for _ in range(200):
+            _, work = self.step()
+            if work.loads:
+                assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                return work.loads[0]
+            time.sleep(0.002)
+        raise AssertionError("no load")
+
+    def acknowledged(self) -> list[Saved]:
+        """Every save has ended, and the pool has it."""
+        saves, self.saves = self.saves, []
+        return [Saved(save.job, 0, ()) for save in saves for _ in range(self._ranks)]
+
+    def finish(self) -> None:
+        """Let every request come to its end, each save acknowledged at once."""
+        for _ in range(500):
+            self.step(saved=self.acknowledged())
+            if not self.scheduler.has_requests() and not self.saves:
+                return
+            time.sleep(0.001)
+        raise AssertionError("it does not end")
+
+    @property
+    def namespace(self) -> Namespace:
+        assert self.connector._scheduler is not None
+        (namespace,) = self.connector._scheduler.namespaces
+        return namespace
+
+    def close(self) -> None:
+        self.connector.shutdown()
+
+
+@pytest.fixture
+def pool() -> Iterator[LocalPool]:
+    pool = LocalPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def played(pool: LocalPool, model: Callable[..., Path]) -> Iterator[Played]:
+    played = Played(model(), transfer(pool.master, lookup_timeout_s=0.5))
+    yield played
+    played.close()
+
+
+def store(pool: LocalPool, played: Played, request: Any, blocks: int, part: int = 0) -> None:
+    """Put the beginning of a request's prompt into the pool."""
+    chain = [bytes(digest) for digest in request.block_hashes[:blocks]]
+    data = [bytes([number]) * SIZE for number in range(blocks)]
+    pool.ask(lambda client: client.write(played.namespace, chain, data, part=part))
+
+
+def warmed(pool: LocalPool, played: Played, tokens: int = 64) -> None:
+    """Run a prompt of so many tokens to its end, and put all of it into the pool."""
+    request = played.add("first", tokens)
+    played.finish()
+    store(pool, played, request, tokens // BLOCK)
+    played.scheduler.reset_prefix_cache()
+
+
+def test_blocks_are_saved_and_let_go(played: Played) -> None:
+    played.step()
+    played.add("a", 64)
+    played.finish()
+    assert played.free == BLOCKS - 1
+    assert played.counters["saved_blocks"] == 4
+
+
+def test_a_block_that_is_being_saved_is_not_reused(played: Played) -> None:
+    """The request is over and its blocks would be free, were they not being read."""
+    played.step()
+    played.add("a", 64)
+    for _ in range(100):
+        played.step()
+        if not played.scheduler.has_unfinished_requests():
+            break
+        time.sleep(0.005)
+    assert played.connector.has_pending_push_work()
+    assert played.free == BLOCKS - 1 - 4
+    played.add("b", 16, first=500)
+    played.step(saved=played.acknowledged())
+    played.finish()
+    assert played.free == BLOCKS - 1
+
+
+def test_a_hit_is_loaded_and_the_last_token_computed(pool: LocalPool, played: Played) -> None:
+    warmed(pool, played)
+    request = played.add("a", 64)
+    load = played.until_loading(request)
+    assert len(load.blocks[0].digests) == 3
+    assert request.num_computed_tokens == 48
+    played.step(finished_recving={"a"}, loaded=[Loaded("a", 3 * SIZE, True)])
+    step, _ = played.step()
+    assert step.num_scheduled_tokens == {"a": 16}
+    played.finish()
+    assert played.free == BLOCKS - 1
+
+
+def test_a_request_aborted_while_it_loads_leaves_nothing(pool: LocalPool, played: Played) -> None:
+    warmed(pool, played)
+    request = played.add("a", 64)
+    played.until_loading(request)
+    played.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert played.free < BLOCKS - 1
+    played.step(finished_recving={"a"}, loaded=[Loaded("a", 0, False)])
+    assert played.free == BLOCKS - 1
+    assert "a" not in played.scheduler.requests
+
+
+def test_a_bad_block_is_computed_again(pool: LocalPool, played: Played) -> None:
+    warmed(pool, played)
+    request = played.add("a", 64)
+    load = played.until_loading(request)
+    bad = load.blocks[0].block_ids[2]
+    played.step(
+        finished_recving={"a"}, invalid_block_ids={bad}, loaded=[Loaded("a", 2 * SIZE, False)]
+    )
+    step, _ = played.step()
+    assert step.num_scheduled_tokens == {"a": 32}
+    played.finish()
+    assert played.free == BLOCKS - 1
+
+
+def image(name: str) -> MultiModalFeatureSpec:
+    """20 tokens of a picture, from the second block on."""
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(BLOCK + 4, 20))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "shared"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, 0),
+        ({"cache_salt": "a"}, {}, 0),
+        (
+            {"lora_request": LoRARequest("one", 1, "/one")},
+            {"lora_request": LoRARequest("two", 2, "/two")},
+            0,
+        ),
+        ({"lora_request": LoRARequest("one", 1, "/one")}, {}, 0),
+        ({"mm_features": [image("cat")]}, {"mm_features": [image("dog")]}, BLOCK),
+    ],
+    ids=["salts", "salted and not", "adapters", "adapted and not", "pictures"],
+)
+def test_what_vllm_hashes_with_the_tokens_keeps_them_apart(
+    pool: LocalPool,
+    model: Callable[..., Path],
+    own: dict[str, Any],
+    other: dict[str, Any],
+    shared: int,
+) -> None:
+    """The same tokens, two engines: found with the same salt, adapter and pictures, and only so."""
+    config = transfer(pool.master)
+    writer, reader = Played(model(), config), Played(model(), config)
+    try:
+        writer.step()
+        reader.step()
+        store(pool, writer, writer.request("a", 65, **own), 4)
+        assert reader.offered(reader.request("b", 65, **own)) == 64
+        assert reader.offered(reader.request("c", 65, **other)) == shared
+    finally:
+        writer.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_every_ranks_part_is_needed(pool: LocalPool, model: Callable[..., Path], axis: str) -> None:
+    parallel = ParallelConfig(**{axis: 2})
+    played = Played(model(), transfer(pool.master), ranks=2, parallel_config=parallel)
+    try:
+        played.step()
+        assert played.namespace.parts == 2
+        assert f"{axis[0]}p=2" in played.namespace.name
+        request = played.request("a", 65)
+        store(pool, played, request, 4)
+        assert played.offered(played.request("b", 65)) == 0
+        store(pool, played, request, 4, part=1)
+        assert played.offered(played.request("c", 65)) == 64
+    finally:
+        played.close()
+
+
+def test_the_first_request_does_not_miss_because_the_first_step_is_slow(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """Nobody can be asked before the workers have said how their blocks are made."""
+    writer = Played(model(), transfer(pool.master))
+    writer.step()
+    store(pool, writer, writer.request("a", 65), 4)
+    writer.close()
+    settings = {"lookup_timeout_s": 0.2, "start_wait_s": 5.0}
+    played = Played(model(), transfer(pool.master, **settings))
+    try:
+        request = played.request("b", 65)
+        played.connector.on_new_request(request)
+        time.sleep(0.3)  # the step in which it is met
+        assert played.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+        played.step()
+        for _ in range(100):
+            tokens, _ = played.connector.get_num_new_matched_tokens(request, 0)
+            if tokens is not None:
+                break
+            time.sleep(0.002)
+        assert tokens == 64
+    finally:
+        played.close()
+
+
+class Recorder:
+    """Where events are published."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        self.events += batch.events
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_what_the_pool_has_is_published(pool: LocalPool, model: Callable[..., Path]) -> None:
+    """KV events of the pool's blocks beside the engine's own, with equal hashes."""
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    played = Played(model(), transfer(pool.master), kv_events_config=events)
+    recorder = played.scheduler.kv_event_publisher = Recorder()
+    try:
+        played.step()
+        played.add("a", 64)
+        played.finish()
+        played.step()
+    finally:
+        played.close()
+    stored = [event for event in recorder.events if getattr(event, "token_ids", None)]
+    own = [h for event in stored if event.medium == "GPU" for h in event.block_hashes]
+    pooled = [event for event in stored if event.medium == "CPU"]
+    assert [h for event in pooled for h in event.block_hashes] == own[:4]
+    assert [event.parent_block_hash for event in pooled] == [None, *own[:3]]
+    assert [event.token_ids[0] for event in pooled] == [0, 16, 32, 48]
+    assert {event.locality for event in pooled} == {"REMOTE"}
+
+
+def test_without_a_pool_requests_are_served(model: Callable[..., Path]) -> None:
+    began = time.monotonic()
+    config = transfer(f"127.0.0.1:{free_port()}", start_wait_s=0.2)
+    played = Played(model(), config)
+    try:
+        assert time.monotonic() - began < 15
+        played.step()
+        played.add("a", 64)
+        played.finish()
+        assert played.free == BLOCKS - 1
+        assert played.counters["miss no pool"] == 1
+    finally:
+        played.close()
+
+
+def test_a_silent_pool_is_not_asked_by_every_request(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """A few requests wait for the timeout; then none does, until the pool may be back."""
+    played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
+    told: list[str] = []
+    played.connector._scheduler._tell = told.append  # what stands in the log
+    try:
+        played.step()
+        played.add("a", 64)
+        played.finish()
+        pool.run(pool.dev.master.close())
+        for number in range(8):
+            played.add(f"r{number}", 64, first=100 * number)
+            played.finish()
+            time.sleep(0.06)
+        assert played.counters["miss silent pool"] >= 3
+        assert len([text for text in told if "no answer within lookup_timeout_s" in text]) == 1
+        assert played.free == BLOCKS - 1
+    finally:
+        played.close()
+
+
+def test_the_hooks_cost_the_scheduler_little(pool: LocalPool, played: Played) -> None:
+    """No hook waits for the pool: a thousand of them with lookups under way take well under 1 s."""
+    played.step()
+    for number in range(100):
+        played.add(f"r{number}", 64, first=number)
+    played.finish()
+    assert played.counters["hooks"] > 300
+    average_s = played.counters["hook_s"] / played.counters["hooks"]
+    print(f"a hook takes {average_s * 1e6:.0f} us on average")
+    assert average_s < 0.005
+    assert played.free == BLOCKS - 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"master": ["127.0.0.1:7450"]}, "unknown setting 'master'; did you mean 'masters'"),
+        ({"masters": ["nowhere"]}, "master 'nowhere': expected host:port"),
+        ({"load": "sometimes"}, r"\$.load"),
+        ({"lookup_timeout_s": -1}, r"\$.lookup_timeout_s"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(
+    settings: dict[str, Any], message: str, model: Callable[..., Path]
+) -> None:
+    config = {**transfer("127.0.0.1:7450"), "kv_connector_extra_config": settings}
+    with pytest.raises(ConfigError, match=message):
+        Played(model(), config)

@@ -1,0 +1,537 @@
+"""Bad bytes give one clear error and close that link; nobody else notices (G11).
+
+One line per input. After each of them, another client still reads what it wrote, and the books are
+clean (the `watched` pool). What servers and masters send to clients is in `test_bad_peers.py`;
+wrong calls and commands are in `test_bad_calls.py`, buffers and keys in `test_pool.py`, settings
+in `test_config.py`, bytes chosen by a machine in `wire/test_fuzz.py`.
+
+Not applicable, because there is no such thing here (yet): TLS, CURVE and tokens; quotas; tiers with
+files. A client of another user cannot be played without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvpool import ReadStatus, WriteStatus, dev
+from kvpool.protocols import Link, Peer
+from kvpool.runtime import resident_bytes
+from kvpool.wire import messages as wire
+from kvpool.wire.frames import cluster_id, encode_envelope, encode_frame
+from kvpool_transports.streams import server as serving
+from kvpool_transports.streams import stream as streams
+from tests.conftest import CHAIN, NAMESPACE, eventually, key
+from tests.support.raw_peers import HELLO, KEYS, REGISTER, ask, frame, payload, raw, read, reserve
+
+BOTH = pytest.mark.parametrize("scheme", ["tcp", "shm"])
+
+
+# --- frames ------------------------------------------------------------------------------
+
+FRAMES = {
+    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "BadFrame"),
+    "a TLS ClientHello": (bytes.fromhex("16030100dc010000d80303") + bytes(200), "BadFrame"),
+    "zeros": (bytes(4096), "BadFrame"),
+    "the other plane": (encode_envelope(44, cluster_id("default"), 1, b"\x80"), "BadFrame"),
+    "another version": (b"kv" + bytes([99, 2]) + bytes(12), "VersionMismatch"),
+    "body 2**32 - 1": (struct.pack("<2sBBIQ", b"kv", 1, 2, 2**32 - 1, 0), "BadFrame"),
+    "body 2**31 - 1": (struct.pack("<2sBBIQ", b"kv", 1, 2, 2**31 - 1, 0), "BadFrame"),
+    "body over the limit": (struct.pack("<2sBBIQ", b"kv", 1, 2, (1 << 20) + 1, 0), "BadFrame"),
+    "payload 2**64 - 1": (struct.pack("<2sBBIQ", b"kv", 1, 6, 0, 2**64 - 1), "BadFrame"),
+    "a payload with hello": (frame(wire.Hello("default", "raw"), b"bytes"), "BadFrame"),
+    "a payload with a request": (HELLO + frame(read(key("a")), b"bytes"), "BadFrame"),
+    "a payload first": (payload(0), "BadMessage"),
+    "a payload by itself": (HELLO + payload(0), "BadMessage"),
+    "a request before hello": (frame(read(key("a"))), "BadMessage"),
+    "hello twice": (HELLO + HELLO, "BadMessage"),
+    "hello to another cluster": (frame(wire.Hello("other", "raw")), "VersionMismatch"),
+    "an error for a hello": (frame(wire.Error("x", "y")), "BadMessage"),
+    "an error for a request": (HELLO + frame(wire.Error("x", "y")), "BadMessage"),
+    "an answer to nothing": (HELLO + frame(wire.Data(b"", [], [])), "BadMessage"),
+    "a request for a master": (HELLO + frame(wire.Members()), "BadMessage"),
+    "a type nobody knows": (HELLO + encode_frame(200, b"\x80"), "BadMessage"),
+    "no body": (HELLO + encode_frame(9, b""), "BadMessage"),
+    "a good request, then junk": (HELLO + frame(read(key("a"))) + b"junk" * 9, "BadFrame"),
+    "unpin without a pin": (HELLO + frame(wire.Unpin()), "BadMessage"),
+    "seal without a reservation": (HELLO + frame(wire.Seal([1], [1], True, 0)), "BadMessage"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", FRAMES)
+async def test_frames(watched: dev.Dev, name: str, scheme: str) -> None:
+    sent, error = FRAMES[name]
+    async with raw(watched, scheme) as peer:
+        await peer.send(sent)
+        assert await peer.refusal() == error
+
+
+@BOTH
+async def test_a_frame_cut_anywhere_is_no_request(watched: dev.Dev, scheme: str) -> None:
+    (server,) = watched.servers
+    whole = frame(reserve(key("cut")))
+    for end in range(1, len(whole)):
+        async with raw(watched, scheme) as peer:
+            await peer.send(HELLO + whole[:end])
+    await eventually(lambda: server.heartbeat(0).counters["connections"] == 1)
+    assert server.store.stored == len(CHAIN)
+
+
+@BOTH
+async def test_a_byte_at_a_time_is_still_a_request(watched: dev.Dev, scheme: str) -> None:
+    (server,) = watched.servers
+    async with raw(watched, scheme) as peer:
+        for byte in HELLO + frame(reserve(key("slow"))):
+            await peer.send(bytes([byte]))
+            await asyncio.sleep(0)
+        await eventually(lambda: server.store.reservations == 1)
+
+
+async def test_a_reset_in_the_middle_of_the_bytes(watched: dev.Dev) -> None:
+    (server,) = watched.servers
+    async with raw(watched) as peer:
+        await peer.send(HELLO + frame(reserve(key("reset"), size=1 << 20)) + payload(1 << 20)[:999])
+        await eventually(lambda: server.store.reservations == 1)
+        linger = struct.pack("ii", 1, 0)
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    await eventually(lambda: server.store.reservations == 0)
+    server.store.check()
+
+
+SLOW = {
+    "silence": b"",
+    "half a hello": HELLO[:20],
+    "half a request": HELLO + frame(read(key("a")))[:20],
+    "a request and half of another": HELLO + frame(read(key("a"))) + b"k",
+    "bytes that do not come": HELLO + frame(reserve(key("a"), wait_s=0)) + payload(64)[:20],
+    "a seal that does not come": HELLO + frame(reserve(key("a"), wait_s=0)) + payload(64),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+async def test_waiting_ends(watched: dev.Dev, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, limit in ((streams, "FRAME_S"), (serving, "HELLO_S"), (serving, "GRACE_S")):
+        monkeypatch.setattr(module, limit, 0.05)
+    async with raw(watched) as peer:
+        await peer.send(SLOW[name])
+        assert await peer.refusal() == "DeadlineExceeded"
+
+
+@BOTH
+async def test_many_requests_at_once_let_others_in(watched: dev.Dev, scheme: str) -> None:
+    """A peer that sends ahead is served at its turn; the loop is everybody's."""
+    asked = 500
+    turns = 0
+    async with raw(watched, scheme) as peer:
+        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
+        await peer.send(frame(read(key("a"))) * asked)
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        other = asyncio.create_task(others())
+        answer = frame(
+            wire.Data(b"\1", [], []) if scheme == "tcp" else wire.Pinned(b"\1", [], [], [])
+        )
+        await peer._exactly(asked * len(answer))
+        other.cancel()
+    assert turns >= asked
+
+
+# --- messages ----------------------------------------------------------------------------
+
+DEEP = b"\x91" * 100_000
+#: Fields that replace those of a good Reserve.
+MESSAGES: dict[str, dict[str, Any]] = {
+    "no keys": {"digests": b"", "parents": b"", "sizes": []},
+    "1,025 keys": {"digests": bytes(32 * 1025), "parents": bytes(32 * 1025), "sizes": [1] * 1024},
+    "a million keys": {"digests": bytes(16 * 60_000), "digest_size": 16},
+    "a key twice": {"digests": key("a") * 2, "parents": bytes(64), "sizes": [1, 1]},
+    "a key of 15 bytes": {"digests": bytes(15), "digest_size": 15},
+    "a key of 33 bytes": {"digests": bytes(33), "digest_size": 33},
+    "half a key": {"digests": bytes(40)},
+    "a parent that is its child": {"parents": key("a")},
+    "half a parent": {"parents": bytes(16)},
+    "two parents": {"parents": bytes(64)},
+    "two sizes": {"sizes": [1, 1]},
+    "no size": {"sizes": []},
+    "an empty block": {"sizes": [0]},
+    "a negative block": {"sizes": [-1]},
+    "a block of 2**33 bytes": {"sizes": [1 << 33]},
+    "a block of 2**63 bytes": {"sizes": [1 << 63]},
+    "part 1 of 1": {"part": 1},
+    "part -1": {"part": -1},
+    "part 2**16": {"part": 1 << 16},
+    "a bool for a part": {"part": True},
+    "a float for a part": {"part": 0.5},
+    "no parts": {"parts": 0},
+    "257 parts": {"parts": 257},
+    "no namespace": {"namespace": ""},
+    "a long namespace": {"namespace": "n" * 513},
+    "NUL in a namespace": {"namespace": "a\0b"},
+    "right to left in a namespace": {"namespace": "a\u202eb"},
+    "bytes for a namespace": {"namespace": b"n"},
+    "text for keys": {"digests": "k" * 32},
+    "NaN seconds": {"wait_s": float("nan")},
+    "infinite seconds": {"wait_s": float("inf")},
+    "negative seconds": {"wait_s": -1.0},
+    "129 characters of a session": {"session": "s" * 129},
+    "NUL in a session": {"session": "a\0b"},
+    "a number for a session": {"session": 7},
+    "no session that resumes": {"resume_s": 1.0},
+    "a session that resumes in the past": {"session": "s", "resume_s": -1.0},
+    "a session that resumes at NaN": {"session": "s", "resume_s": float("nan")},
+    "a session that never resumes": {"session": "s", "resume_s": float("inf")},
+    "a field nobody knows": {"more": 1},
+    "a deep field nobody knows": {"more": msgspec.Raw(DEEP + b"\xc0")},
+    "a deep field": {"sizes": msgspec.Raw(DEEP + b"\xc0")},
+    "lengths that lie": {"sizes": msgspec.Raw(b"\xdd\xff\xff\xff\xff")},
+    "no UTF-8": {"namespace": msgspec.Raw(b"\xa2\xff\xfe")},
+    "an extension type": {"part": msgspec.Raw(b"\xd4\x01\x00")},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", MESSAGES)
+async def test_messages(watched: dev.Dev, name: str, scheme: str) -> None:
+    fields = msgspec.structs.asdict(reserve(key("a"))) | MESSAGES[name]
+    async with raw(watched, scheme) as peer:
+        await peer.send(HELLO + encode_frame(4, msgspec.msgpack.encode(fields)))
+        assert await peer.refusal() == "BadMessage"
+
+
+async def test_a_path_for_a_namespace_is_only_a_name(watched: dev.Dev) -> None:
+    async with raw(watched) as peer:
+        await peer.ask(wire.Hello("default", "../x"), wire.Welcome)
+        named = msgspec.structs.replace(read(key("a")), namespace="../../etc/passwd")
+        assert (await peer.ask(named, wire.Data)).statuses == bytes([ReadStatus.NEVER_WRITTEN])
+
+
+# --- protocol ----------------------------------------------------------------------------
+
+
+def seal(*ids: int, checksums: int | None = None) -> bytes:
+    count = len(ids) if checksums is None else checksums
+    return frame(wire.Seal(list(ids), [0] * count, True, 0.0))
+
+
+#: What follows a Reserve of one block of 64 bytes, by its id and that of another connection's.
+Wrong = Callable[[int, int], bytes]
+WRITES: dict[str, tuple[Wrong, str]] = {
+    "another's reservation": (lambda own, other: payload(64) + seal(other), "BadMessage"),
+    "own and another's": (lambda own, other: payload(64) + seal(own, other), "BadMessage"),
+    "one reservation twice": (lambda own, other: payload(64) + seal(own, own), "BadMessage"),
+    "seal twice": (lambda own, other: payload(64) + seal(own) * 2, "BadMessage"),
+    "seal after giving it back": (
+        lambda own, other: payload(64) + seal() + seal(own),
+        "BadMessage",
+    ),
+    "an id never given": (lambda own, other: payload(64) + seal(2**63 - 1), "BadMessage"),
+    "a checksum missing": (lambda own, other: payload(64) + seal(own, checksums=0), "BadMessage"),
+    "a checksum too many": (lambda own, other: payload(64) + seal(own, checksums=2), "BadMessage"),
+    "no bytes": (lambda own, other: seal(own), "BadMessage"),
+    "bytes missing": (lambda own, other: payload(63) + seal(own), "BadFrame"),
+    "bytes past the end": (lambda own, other: payload(65) + seal(own), "BadFrame"),
+    "bytes twice": (lambda own, other: payload(64) * 2 + seal(own), "BadFrame"),
+    "bytes after the seal": (
+        lambda own, other: payload(64) + seal(own) + payload(64),
+        "BadFrame",
+    ),
+    "a read in between": (lambda own, other: frame(read(CHAIN[0])), "BadMessage"),
+    "another write in between": (lambda own, other: frame(reserve(key("x"))), "BadMessage"),
+    "an error": (lambda own, other: payload(64) + frame(wire.Error("x", "y")), "BadMessage"),
+}
+MAPPED_WRITES: dict[str, tuple[Wrong, str]] = {
+    "another's reservation": (lambda own, other: seal(other), "BadMessage"),
+    "bytes over shm": (lambda own, other: payload(64) + seal(own), "BadFrame"),
+    "a checksum missing": (lambda own, other: seal(own, checksums=0), "BadMessage"),
+    "a read in between": (lambda own, other: frame(read(CHAIN[0])), "BadMessage"),
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [("tcp", name) for name in WRITES] + [("shm", name) for name in MAPPED_WRITES],
+)
+async def test_writes(watched: dev.Dev, scheme: str, name: str) -> None:
+    wrong, error = (WRITES if scheme == "tcp" else MAPPED_WRITES)[name]
+    (server,) = watched.servers
+    async with raw(watched, scheme) as peer, raw(watched) as other:
+        ids = []
+        for one, digest in ((peer, key("own")), (other, key("other"))):
+            await one.ask(wire.Hello("default", "raw"), wire.Welcome)
+            ids += (await one.ask(reserve(digest), wire.Reserved)).ids
+        await peer.send(wrong(*ids))
+        assert await peer.refusal() == error
+        await eventually(lambda: server.store.reservations == 1)  # the other one still has its own
+        await other.send(payload(64))
+        sealed = await other.ask(wire.Seal(ids[1:], [0], False, 0.0), wire.Sealed)
+        assert sealed.statuses == bytes([WriteStatus.STORED])
+    assert server.store.quarantined == (scheme == "shm")  # this process lives and might still write
+
+
+PINNED = {
+    "unpin twice": frame(wire.Unpin()) * 2,
+    "an unpin with bytes": frame(wire.Unpin(), b"bytes"),
+    "a hello while pinned": HELLO,
+}
+
+
+@pytest.mark.parametrize("name", PINNED)
+async def test_pins(watched: dev.Dev, name: str) -> None:
+    (server,) = watched.servers
+    async with raw(watched, "shm") as peer:
+        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
+        await peer.ask(read(*CHAIN), wire.Pinned)
+        assert server.store.pins == 3
+        await peer.send(PINNED[name])
+        assert await peer.refusal() in ("BadMessage", "BadFrame")
+        await eventually(lambda: server.store.pins == 0)
+
+
+@pytest.mark.parametrize(("request_", "pins"), [(read(CHAIN[0]), 1), (reserve(key("a")), 0)])
+async def test_a_request_lets_go_of_what_the_one_before_it_held(
+    watched: dev.Dev, request_: wire.Message, pins: int
+) -> None:
+    (server,) = watched.servers
+    async with raw(watched, "shm") as peer:
+        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
+        await peer.ask(read(*CHAIN), wire.Pinned)
+        await peer.ask(request_, wire.Pinned if pins else wire.Reserved)
+        assert server.store.pins == pins
+
+
+async def test_rooms_for_fewer_blocks_than_asked_for(watched: dev.Dev) -> None:
+    async with raw(watched) as peer:
+        await peer.send(HELLO + frame(msgspec.structs.replace(read(*CHAIN), room=[1])))
+        assert await peer.refusal() == "BadMessage"
+
+
+async def test_refused_writes_leave_no_waiters(watched: dev.Dev) -> None:
+    (server,) = watched.servers
+    loop = asyncio.get_running_loop()
+    connection = server.connect(Peer("raw"))
+    await connection.pin(NAMESPACE, 0, CHAIN, [1 << 20] * 3)
+    room = server.store.allocator.free
+    await connection.reserve(NAMESPACE, 0, [key("all")], [b""], [room], deadline=loop.time())
+    for number in range(20):
+        await connection.reserve(
+            NAMESPACE, 0, [key(number)], [b""], [1 << 20], deadline=loop.time() + 0.002
+        )
+    assert not server._space
+    connection.close()
+
+
+# --- the control plane -------------------------------------------------------------------
+
+
+CHANGE = msgspec.structs.asdict(wire.BlockChanges(**KEYS, part=0, tier=0, status=0))
+FIND = msgspec.structs.asdict(wire.Find(**KEYS, prefix=False))
+ANNOUNCE = {"server": "dev-0", "epoch": 1, "sequence": 1}
+REQUESTS: dict[str, tuple[int, Any]] = {
+    "an unknown type": (250, {}),
+    "an answer": (41, {"runs": [], "misses": b""}),
+    "a request for a server": (9, {}),
+    "no body": (40, msgspec.Raw(b"")),
+    "junk": (40, msgspec.Raw(b"\xc1\xc1")),
+    "a deep body": (40, msgspec.Raw(DEEP)),
+    "lengths that lie": (40, msgspec.Raw(b"\xdf\xff\xff\xff\xff")),
+    "bytes after the body": (44, msgspec.Raw(b"\x80\x80")),
+    "no keys": (40, FIND | {"digests": b""}),
+    "half a key": (40, FIND | {"digests": bytes(40)}),
+    "16,385 keys": (40, FIND | {"digests": bytes(16 * 16_385), "digest_size": 16}),
+    "NUL in a namespace": (40, FIND | {"namespace": "a\0"}),
+    "no parts": (40, FIND | {"parts": 0}),
+    "a server without memory": (32, msgspec.structs.asdict(REGISTER) | {"capacity": 0}),
+    "a server of 2**63 bytes": (32, msgspec.structs.asdict(REGISTER) | {"capacity": 2**63}),
+    "escapes in a server's id": (32, msgspec.structs.asdict(REGISTER) | {"server": "\x1b[2J"}),
+    "right to left in an address": (
+        32,
+        msgspec.structs.asdict(REGISTER) | {"addresses": ["\u202e"]},
+    ),
+    "65 addresses": (32, msgspec.structs.asdict(REGISTER) | {"addresses": ["x"] * 65}),
+    "part 1 of 1": (37, ANNOUNCE | {"changes": [CHANGE | {"part": 1}]}),
+    "a status nobody knows": (37, ANNOUNCE | {"changes": [CHANGE | {"status": 99}]}),
+    "good changes, then a bad one": (37, ANNOUNCE | {"changes": [CHANGE, CHANGE | {"status": 99}]}),
+    "1,025 changes": (37, ANNOUNCE | {"changes": [CHANGE | {"digests": key("a")}] * 1025}),
+    "a sequence of 2**63": (37, ANNOUNCE | {"sequence": 2**63, "changes": []}),
+    "no sequence": (37, {"server": "dev-0", "epoch": 1, "changes": []}),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_requests(link: Link, name: str) -> None:
+    number, body = REQUESTS[name]
+    packed = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    deadline = asyncio.get_running_loop().time() + 2
+    answer, refusal = await link.request(number, bytes(packed), deadline=deadline)
+    assert answer == wire.TYPES[wire.Error]
+    assert wire.decode(wire.Error, answer, refusal).code == "BadMessage"
+
+
+GOOD = encode_envelope(44, cluster_id("default"), 1, b"\x80")
+#: Messages of several parts that a DEALER sends, and whether they are answered with an Error.
+ENVELOPES: dict[str, tuple[list[bytes], bool]] = {
+    "nothing": ([b""], False),
+    "a header cut": ([GOOD[:15]], False),
+    "junk": ([b"\xff" * 64], False),
+    "http": ([b"GET / HTTP/1.1\r\n\r\n"], False),
+    "the other plane": ([HELLO], False),
+    "two parts": ([GOOD, GOOD], False),
+    "many parts": ([b"x"] * 100, False),
+    "an empty part first": ([b"", GOOD], False),
+    "another version": ([GOOD[:2] + b"\x09" + GOOD[3:]], True),
+    "another cluster": ([encode_envelope(44, cluster_id("other"), 1, b"\x80")], True),
+}
+
+
+@pytest.mark.parametrize("name", ENVELOPES)
+async def test_envelopes(watched: dev.Dev, name: str) -> None:
+    parts, answered = ENVELOPES[name]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://{watched.address}")
+        dealer.send_multipart(parts)
+        dealer.send(GOOD)
+        answers = []
+        while len(answers) < 1 + answered:
+            await eventually(lambda: bool(dealer.poll(0)))
+            answers.append(dealer.recv()[3])
+    assert answers == [1] * answered + [45]
+
+
+NO_ZMQ = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "zeros": bytes(100_000),
+    "0xff": b"\xff" * 64,
+    "a TLS ClientHello": FRAMES["a TLS ClientHello"][0],
+    "our own frames": HELLO,
+    "a greeting cut": b"\xff" + bytes(8) + b"\x7f\x03",
+    "a message of 2**63 bytes": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    + b"\x02" + b"\x7f" + b"\xff" * 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_ZMQ)
+async def test_no_zmq(watched: dev.Dev, name: str) -> None:
+    host, _, port = watched.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(NO_ZMQ[name])
+    with contextlib.suppress(OSError):  # it may have closed the link already
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            await reader.read()
+    writer.close()
+
+
+NUMBERS = {
+    "in order": ([(1, True), (2, True), (3, True)]),
+    "a gap": ([(1, True), (3, False), (2, True)]),
+    "backwards": ([(1, True), (2, True), (1, True), (3, True)]),
+    "one twice": ([(1, True), (1, True), (2, True)]),
+    "from the end": ([(2**63 - 1, False), (1, True)]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+async def test_numbers_of_announcements(link: Link, name: str) -> None:
+    """Applied before is acknowledged again, and not applied again; a gap is said."""
+    await ask(link, REGISTER, wire.Registered)
+    for sequence, applied in NUMBERS[name]:
+        announce = wire.Announce("liar", 7, sequence, [])
+        assert (await ask(link, announce, wire.Announced)).applied is applied
+
+
+STRANGERS: dict[str, wire.Message] = {
+    "an epoch that is over": wire.Announce("dev-0", 1, 1, []),
+    "a server nobody knows": wire.Announce("nobody", 1, 1, []),
+    "an inventory of another epoch": wire.Inventory("dev-0", 1, 1, 0, True, []),
+    "an inventory without its beginning": wire.Inventory("liar", 7, 9, 1, True, []),
+    "an inventory of nobody": wire.Inventory("nobody", 1, 1, 0, True, []),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+async def test_news_of_strangers(link: Link, name: str) -> None:
+    await ask(link, REGISTER, wire.Registered)
+    assert not (await ask(link, STRANGERS[name], wire.Announced)).applied
+
+
+async def test_an_id_that_is_taken(link: Link) -> None:
+    twin = msgspec.structs.replace(REGISTER, server="dev-0")
+    assert not (await ask(link, twin, wire.Registered)).accepted
+    assert (await ask(link, wire.Leave("dev-0", 7), wire.Known)).known  # not that server's epoch
+
+
+# --- much of it --------------------------------------------------------------------------
+
+TINY = frame(read(key("a")))
+
+
+async def unread(running: dev.Dev) -> None:
+    """A hundred thousand requests of a client that reads no answer."""
+    async with raw(running) as peer:
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await peer.send(HELLO)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                for _ in range(1000):
+                    await peer.send(TINY * 100)
+
+
+async def refused(running: dev.Dev) -> None:
+    """Five hundred links that end with an error."""
+    for _ in range(500):
+        async with raw(running) as peer:
+            await peer.send(HELLO + bytes(64))
+            assert await peer.refusal() == "BadFrame"
+
+
+async def large_bodies(running: dev.Dev) -> None:
+    """Fifty clients that send the largest body, and wait."""
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(50):
+            peer = await stack.enter_async_context(raw(running))
+            await peer.send(
+                HELLO + frame(read(key("a"))) + struct.pack("<2sBBIQ", b"kv", 1, 9, 1 << 20, 0)
+            )
+
+
+async def unread_members(running: dev.Dev) -> None:
+    """Requests to a master whose answers are never read."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):
+            dealer.setsockopt(option, int(option != zmq.LINGER))
+        dealer.setsockopt(zmq.RCVBUF, 4096)
+        dealer.connect(f"tcp://{running.address}")
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                while sent < 100_000:
+                    with contextlib.suppress(zmq.Again):
+                        dealer.send(GOOD, zmq.NOBLOCK)
+                        sent += 1
+                    await asyncio.sleep(0)
+        assert sent > 100
+
+
+@pytest.mark.parametrize("flood", [unread, refused, large_bodies, unread_members])
+async def test_memory_is_bounded(
+    watched: dev.Dev, flood: Callable[[dev.Dev], Coroutine[Any, Any, None]]
+) -> None:
+    await refused(watched)  # what is loaded once is no growth
+    before = resident_bytes()
+    await flood(watched)
+    assert resident_bytes() - before < 8 << 20

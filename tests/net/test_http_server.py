@@ -1,0 +1,188 @@
+"""What probes and scrapers see: figures that are true, and a page that nothing disturbs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parsed
+
+from kvpool import dev
+from kvpool.errors import ConfigError
+from kvpool.net.http_server import Pages, pages
+from kvpool.ops import metrics
+from tests.conftest import NAMESPACE, eventually, keys, values
+
+BIG = 256 << 10
+
+
+async def ask(address: str, path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
+    """Status and body."""
+    return _split(await raw(address, f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()))
+
+
+async def raw(address: str, request: bytes) -> bytes:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=BIG)
+    try:
+        writer.write(request)
+        return await asyncio.wait_for(reader.read(), 10)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def _split(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+async def figures(address: str) -> dict[str, float]:
+    """Every sample, as `name` or `name tier`."""
+    _, text = await ask(address)
+    return {
+        " ".join(filter(None, (sample.name, sample.labels.get("tier")))): sample.value
+        for family in parsed(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+async def of_master(pool_dev: dev.Dev) -> AsyncIterator[str]:
+    async with pages(metrics.pages_of_master(pool_dev.master), "127.0.0.1:0") as serving:
+        assert serving is not None
+        yield serving.address
+
+
+@pytest.fixture
+async def of_server(pool_dev: dev.Dev) -> AsyncIterator[str]:
+    async with pages(metrics.pages_of_server(pool_dev.servers[0]), "127.0.0.1:0") as serving:
+        assert serving is not None
+        yield serving.address
+
+
+async def test_figures_tell_what_happened(
+    pool_dev: dev.Dev, of_master: str, of_server: str
+) -> None:
+    chain = keys("told", 8)
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        got = [bytearray(8192) for _ in chain]
+        await pool.read(NAMESPACE, chain, got, match=await pool.match(NAMESPACE, chain))
+    told = await figures(of_server)
+    assert told["kvpool_server_up"] == 1
+    assert told["kvpool_server_blocks"] == told["kvpool_server_written_blocks_total"] == 8
+    assert told["kvpool_server_read_bytes_total"] == 8 * 8192
+    assert told["kvpool_server_capacity_bytes"] == 16 << 20
+    assert told["kvpool_tier_blocks dram"] == 8
+    told = await figures(of_master)
+    assert told["kvpool_master_blocks"] == 8
+    assert told["kvpool_master_requests_total"] > 0
+    assert told["kvpool_server_capacity_bytes"] == 16 << 20
+
+
+async def test_asking_touches_nothing(pool_dev: dev.Dev, of_server: str) -> None:
+    async def age() -> float:
+        return (await figures(of_server))["kvpool_server_victim_age_seconds"]
+
+    chain = keys("untouched", 1)
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+    first = await age()
+    await asyncio.sleep(0.05)
+    assert await age() > first
+
+
+async def test_ready_is_a_server_that_a_master_knows() -> None:
+    async with dev.serve("1MiB") as running:
+        server = running.servers[0]
+        async with pages(metrics.pages_of_server(server), "127.0.0.1:0") as serving:
+            assert serving is not None
+            assert (await ask(serving.address, "/ready"))[0] == 200
+            await running.master.close()
+            await eventually(lambda: not server.known, within_s=15)
+            status, why = await ask(serving.address, "/ready")
+            assert (status, why) == (503, "no master knows this server yet\n")
+            assert (await ask(serving.address, "/health"))[0] == 200
+
+
+async def test_bad_requests_get_an_answer_or_none_and_disturb_nobody(of_server: str) -> None:
+    assert (await ask(of_server, "/"))[0] == 404
+    assert (await ask(of_server, "/metrics?name=x"))[0] == 200
+    assert (await ask(of_server, method="POST"))[0] == 405
+    assert await ask(of_server, method="HEAD") == (200, "")
+    assert _split(await raw(of_server, b"\0\xff garbage\r\n\r\n"))[0] == 400
+    assert await raw(of_server, b"GET /" + b"x" * BIG) == b""
+    assert (await ask(of_server))[0] == 200
+
+
+async def test_connections_are_bounded(of_server: str) -> None:
+    host, _, port = of_server.rpartition(":")
+    silent = [await asyncio.open_connection(host, int(port)) for _ in range(32)]
+    try:
+        assert await raw(of_server, b"GET /health HTTP/1.1\r\n\r\n") == b""
+    finally:
+        for _, writer in silent:
+            writer.close()
+    for _ in range(100):
+        if answer := await raw(of_server, b"GET /health HTTP/1.1\r\n\r\n"):
+            assert _split(answer)[0] == 200
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("connections that have gone still count")
+
+
+async def test_names_that_a_server_made_up_do_not_spoil_the_page(pool_dev: dev.Dev) -> None:
+    strange = {"evicted_blocks_total": 1, "used_bytes": 2, 'x"} 1\nfake': 3, "fine": 4}
+    pool_dev.servers[0].counters.update(strange)
+    async with pages(metrics.pages_of_server(pool_dev.servers[0]), "127.0.0.1:0") as serving:
+        assert serving is not None
+        told = await figures(serving.address)
+    assert told["kvpool_server_fine_total"] == 4
+    assert told["kvpool_server_used_bytes"] == 0
+    assert not any("fake" in name for name in told)
+
+
+async def test_a_taken_or_open_address_is_refused(of_server: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot serve HTTP at 127.0.0.1:\d+"):
+        await Pages({}).start(of_server)
+    with pytest.raises(ConfigError, match="reachable from other machines"):
+        await Pages({}).start("0.0.0.0:0")
+
+
+async def test_a_closed_page_leaves_nothing(pool_dev: dev.Dev) -> None:
+    async with pages(metrics.pages_of_master(pool_dev.master), "127.0.0.1:0") as serving:
+        assert serving is not None
+        host, _, port = serving.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        before = asyncio.all_tasks()
+    assert await reader.read() == b""  # nobody waits for a request any more
+    writer.close()
+    assert not {task for task in before if "Pages" in repr(task) and not task.done()}
+
+
+async def test_the_command_serves_them() -> None:
+    command = [sys.executable, "-m", "kvpool", "master", "--bind", "127.0.0.1:0", "--http"]
+    refused = await asyncio.to_thread(
+        subprocess.run, [*command, "nonsense"], capture_output=True, text=True, timeout=30
+    )
+    assert refused.returncode == 2
+    assert "'nonsense': expected host:port" in refused.stderr
+    running = await asyncio.create_subprocess_exec(
+        *command, "127.0.0.1:0", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert running.stdout is not None
+        line = ""
+        while "http://" not in line:
+            line = (await asyncio.wait_for(running.stdout.readline(), 30)).decode()
+            assert line, "it ended"
+        address = line.strip().rpartition("http://")[2]
+        assert (await figures(address))["kvpool_master_blocks"] == 0
+    finally:
+        running.kill()
+        await running.wait()

@@ -1,0 +1,235 @@
+"""A cluster with a secret: who knows it gets through, on both planes; nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpool import ClientConfig, Cluster, MasterLost, ServerConfig, connect, dev, read_secret
+from kvpool.config import MasterConfig
+from kvpool.errors import ConfigError, Unauthenticated
+from kvpool.master.service import Master
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.server.block_server import BlockServer
+from kvpool.server.eviction.lru import LRU
+from kvpool.wire import auth
+from kvpool.wire import messages as wire
+from kvpool_tiers.dram import Dram
+from kvpool_transports.shm import ShmTransport
+from kvpool_transports.tcp import TcpTransport
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support.raw_peers import frame, raw, read
+
+OURS = Cluster("default", b"0123456789abcdef-ours")
+THEIRS = Cluster("default", b"0123456789abcdef-theirs")
+STRANGERS = pytest.mark.parametrize("stranger", [THEIRS, Cluster()], ids=["another", "none"])
+
+
+@asynccontextmanager
+async def pool_of(cluster: Cluster) -> AsyncIterator[dev.Dev]:
+    network = ZmqNetwork(cluster)
+    master = Master(MasterConfig(bind="127.0.0.1:0"), network)
+    await master.start()
+    server = BlockServer(
+        ServerConfig(id="s", masters=[master.address], prefault=False, heartbeat_s=0.1),
+        cluster=cluster,
+        network=network,
+        transports={"shm": ShmTransport(), "tcp": TcpTransport()},
+        tiers=[Dram(1 << 20, prefault=False)],
+        policy=LRU(),
+    )
+    try:
+        await server.start()
+        await server.registered(asyncio.get_running_loop().time() + 10)
+        yield dev.Dev(master, [server], {})
+    finally:
+        await server.close()
+        await master.close()
+        network.close()
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_who_knows_the_secret_shares_blocks(scheme: str) -> None:
+    chain = keys("secret", 4)
+    async with pool_of(OURS) as running:
+        config = ClientConfig(masters=[running.address], transports=[scheme])
+        async with await connect(config=config, cluster=OURS) as pool:
+            await pool.write(NAMESPACE, chain, values(chain))
+            got = buffers(4)
+            await pool.read(NAMESPACE, chain, got, match=await pool.match(NAMESPACE, chain))
+            assert got == values(chain)
+
+
+@STRANGERS
+async def test_a_master_does_not_answer_strangers_and_they_are_told_why(stranger: Cluster) -> None:
+    async with pool_of(OURS) as running:
+        config = ClientConfig(masters=[running.address], timeout_s=0.5)
+        why = "is it the same" if stranger.secret else "asks for a secret"
+        with pytest.raises(MasterLost, match=why):
+            await connect(config=config, cluster=stranger)
+        before = dict(running.master.requests)
+        async with await connect(running.address, cluster=OURS) as pool:
+            assert len(await pool.members()) == 1
+        assert set(before) <= {"register", "inventory", "heartbeat", "announce"}
+
+
+async def test_a_client_with_a_secret_does_not_trust_a_master_without() -> None:
+    async with pool_of(Cluster()) as running:
+        config = ClientConfig(masters=[running.address], timeout_s=0.5)
+        with pytest.raises(MasterLost, match="has no secret, and this side has one"):
+            await connect(config=config, cluster=OURS)
+
+
+@STRANGERS
+@pytest.mark.parametrize("transport", [ShmTransport, TcpTransport])
+async def test_a_server_refuses_strangers(
+    transport: type[ShmTransport] | type[TcpTransport], stranger: Cluster
+) -> None:
+    async with pool_of(OURS) as running:
+        (server,) = running.servers
+        (address,) = [a for a in server.addresses if a.startswith(transport.scheme)]
+        with pytest.raises(Unauthenticated):
+            await transport().connect(
+                address,
+                cluster=stranger,
+                client="stranger",
+                deadline=asyncio.get_running_loop().time() + 5,
+            )
+        await eventually(lambda: server.heartbeat(0.0).counters["connections"] == 0)
+
+
+async def test_a_proof_is_good_for_its_own_connection_only() -> None:
+    """What was overheard opens nothing, nor does what the server itself has said."""
+    hello = wire.Hello("default", "raw", bytes(32))
+    async with pool_of(OURS) as running:
+        async with raw(running) as peer:
+            first = await peer.ask(hello, wire.Challenge)
+            assert first.proof == auth.server_proof(OURS, hello.nonce, first.nonce)
+            good = wire.Proof(auth.client_proof(OURS, hello.nonce, first.nonce))
+            await peer.ask(good, wire.Welcome)
+        for proof in (good, None):
+            async with raw(running) as peer:
+                challenge = await peer.ask(hello, wire.Challenge)
+                await peer.send(frame(proof or wire.Proof(challenge.proof)))
+                assert await peer.refusal() == "Unauthenticated"
+
+
+async def test_a_server_that_only_claims_to_know_the_secret_gets_no_proof() -> None:
+    """Who has taken over an address can send a challenge; the client must not go on with it."""
+    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)  # Hello
+        writer.write(frame(wire.Challenge(bytes(32), bytes(32))))
+        heard.set_result(await reader.read(4096))
+        writer.close()
+
+    async with await asyncio.start_server(impostor, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(Unauthenticated, match="the server does not know"):
+            await TcpTransport().connect(
+                f"tcp://127.0.0.1:{port}",
+                cluster=OURS,
+                client="client",
+                deadline=asyncio.get_running_loop().time() + 5,
+            )
+        assert await heard == b""
+
+
+async def test_skipping_the_proof_is_refused() -> None:
+    async with pool_of(OURS) as running, raw(running) as peer:
+        await peer.ask(wire.Hello("default", "raw", bytes(32)), wire.Challenge)
+        await peer.send(frame(read(bytes(32))))
+        assert await peer.refusal() == "BadMessage"
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+def test_a_secret_is_never_printed() -> None:
+    assert "0123456789" not in f"{OURS} {OURS!r} {[OURS]}"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"short\n", "holds 5 bytes"), (b"x" * 5000, "expected 16 to"), (None, "No such file")],
+)
+def test_a_bad_secret_file_is_a_sentence(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as raised:
+        read_secret(str(path))
+    assert str(path) in str(raised.value)
+    assert "short" not in str(raised.value)
+
+
+def test_white_space_round_a_secret_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"  0123456789abcdef\r\n")
+    assert read_secret(str(tmp_path / "secret")) == b"0123456789abcdef"
+    assert read_secret("") == b""
+
+
+async def test_with_a_secret_one_may_listen_beyond_loopback() -> None:
+    network = ZmqNetwork(OURS)
+    master = Master(MasterConfig(bind="0.0.0.0:0"), network)
+    try:
+        await master.start()
+    finally:
+        await master.close()
+        network.close()
+
+
+async def test_the_commands_share_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    secret = ("--secret-file", str(tmp_path / "secret"))
+    async with AsyncExitStack() as stack:
+        line = await stack.enter_async_context(
+            command("master", "--bind", "127.0.0.1:0", *secret, says="master at")
+        )
+        master = ("--masters", line.split()[-1])
+        await stack.enter_async_context(
+            command("server", "--capacity", "4MiB", *master, *secret, says="server ")
+        )
+        refused, _, why = await run("status", *master)
+        assert refused == 1
+        assert "asks for a secret: give it (setting secret_file)" in why
+        for _ in range(50):  # the server may still be on its way to the master
+            code, said, _ = await run("status", *master, *secret, "--json")
+            if code == 0:
+                break
+        assert code == 0, said
+
+
+async def run(*arguments: str) -> tuple[int | None, str, str]:
+    """A `kvpool` command: its exit code, and what it said."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvpool", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await process.communicate()
+    return process.returncode, out.decode(), errors.decode()
+
+
+@asynccontextmanager
+async def command(*arguments: str, says: str) -> AsyncIterator[str]:
+    """A `kvpool` process; the line in which it says so."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvpool", *arguments), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        line = "begins"
+        while says not in line:
+            assert line, "it ended"
+            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        yield line
+    finally:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,70 @@
+"""`kvpool doctor` explains why engines of one model find nothing of each other's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool import ClientConfig, Namespace, Pool, dev
+from kvpool.ops.doctor import compared, device_memory
+from tests.conftest import keys, values
+
+
+def named(**fields: str) -> Namespace:
+    return Namespace(" ".join(["vllm/1", *(f"{field}={value}" for field, value in fields.items())]))
+
+
+def test_engines_of_one_model_that_differ_are_told_apart() -> None:
+    one = named(model="qwen", block="32", seed="aa")
+    other = named(model="qwen", block="16", seed="bb")
+    stranger = named(model="llama", block="16", seed="aa")
+    (finding,) = compared([(one, 100), (other, 7), (stranger, 3)])
+    assert finding.check == "model qwen"
+    assert "7 blocks" in finding.text
+    assert "block 32 and 16" in finding.text
+    assert "PYTHONHASHSEED" in finding.advice
+    assert "--block-size" in finding.advice
+
+
+def test_groups_of_one_engine_are_not_taken_for_two() -> None:
+    groups = [(named(model="gemma", group=group), 5) for group in ("0:Full", "1:SlidingWindow")]
+    assert not compared(groups)
+    assert not compared([(Namespace("anything = else"), 1), (Namespace("x"), 1)])
+
+
+async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev, pool: Pool) -> None:
+    """Also more of them than one message holds."""
+    names = [Namespace(f"model {number:04}", 1) for number in range(300)]
+    chain = keys("one", 2)
+    for namespace in names:
+        await pool.write(namespace, chain, values(chain, 16))
+    listed = await pool.namespaces()
+    assert listed == [(namespace, 2) for namespace in names]
+
+
+def test_it_says_how_blocks_reach_a_gpu_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(Path, "glob", lambda *_: iter([Path("0000:01:00.0")]))
+        patch.setattr(torch.version, "cuda", None)
+        without = device_memory(ClientConfig())
+        assert without.verdict == "warn"
+        assert "without CUDA; the driver knows 1 GPUs" in without.text
+        assert "built for CUDA" in without.advice
+        patch.setattr(torch.version, "cuda", "13.0")
+        assert "nvidia-smi" in device_memory(ClientConfig()).advice
+        patch.setattr(Path, "glob", lambda *_: iter(()))
+        assert device_memory(ClientConfig()).verdict == "ok"  # nobody expects one
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+        there = device_memory(ClientConfig())
+        assert there.verdict == "ok"
+        assert "cuda:0 Some GPU: staged through 128 MiB of pinned memory" in there.text
+        assert device_memory(ClientConfig(device_staging=1 << 20)).verdict == "warn"
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "not used" in device_memory(ClientConfig()).text

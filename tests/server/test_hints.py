@@ -1,0 +1,127 @@
+"""Sessions end to end: a real pool, over each transport, hears what its users say."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import ClientConfig, HintStatus, Pool, UsageError, WriteStatus, dev, sync
+from kvpool.protocols import Link
+from kvpool.wire import messages as wire
+from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.support.raw_peers import ask
+
+SIZE = 1 << 20  # 16 of them fill the server
+
+
+async def put(pool: Pool, chain: list[bytes], session: str = "") -> None:
+    statuses = await pool.write(NAMESPACE, chain, values(chain, SIZE), session=session)
+    assert set(statuses) == {WriteStatus.STORED}
+
+
+async def length(pool: Pool, chain: list[bytes]) -> int:
+    return (await pool.match(NAMESPACE, chain)).length
+
+
+async def test_an_ended_session_makes_room_first(pool: Pool, pool_dev: dev.Dev) -> None:
+    (server,) = pool_dev.servers
+    old, ended = keys("old", 7), keys("ended", 7)
+    await put(pool, old, "old")
+    await put(pool, ended, "ended")
+    assert await pool.end("ended") is HintStatus.ACCEPTED
+    await eventually(lambda: server.store.hint_counters.get("hints_accepted", 0) == 1)
+    await put(pool, keys("new", 8))
+    assert (await length(pool, old), await length(pool, ended)) == (7, 1)
+
+
+async def test_a_write_tells_when_its_session_resumes(pool: Pool, pool_dev: dev.Dev) -> None:
+    (server,) = pool_dev.servers
+    chain = keys("chain", 4)
+    buffers = values(chain, SIZE)
+    await pool.write(NAMESPACE, chain, buffers, session="agent", resume_in=60.0)
+    assert server.store.hint_counters["announced_bytes"] == 4 * SIZE
+    assert await pool.hint("agent", resume_in=5.0) is HintStatus.ACCEPTED
+    await eventually(lambda: server.store.hint_counters.get("hints_accepted", 0) == 2)
+    await eventually(lambda: pool_dev.master.directory.members(0.0)[0].counters["sessions"] == 1)
+
+
+async def test_every_server_hears_a_hint(two_servers: dev.Dev) -> None:
+    config = ClientConfig(masters=[two_servers.address])
+    async with two_servers.pool(config) as pool:
+        for number in range(20):
+            await pool.write(NAMESPACE, keys(f"{number}", 1), [b"x"], session="wide")
+        await pool.end("wide")
+    stores = [server.store for server in two_servers.servers]
+    assert all(store.stored for store in stores)
+    await eventually(lambda: all(s.hint_counters.get("hints_accepted") == 1 for s in stores))
+
+
+async def test_without_a_master_a_hint_is_refused_and_nothing_raised(pool_dev: dev.Dev) -> None:
+    async with pool_dev.pool() as pool:
+        await pool_dev.master.close()
+        assert await pool.end("anybody", timeout=0.3) is HintStatus.REFUSED
+        assert pool.counters["hint_refused"] == 1
+
+
+def test_threads_have_sessions_too() -> None:
+    import asyncio
+    import threading
+
+    ready, done = threading.Event(), threading.Event()
+    address: list[str] = []
+
+    async def serve() -> None:
+        async with dev.serve("16MiB") as running:
+            address.append(running.address)
+            ready.set()
+            await asyncio.to_thread(done.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        with sync.connect(address[0]) as pool:
+            pool.write(NAMESPACE, keys("s", 2), [b"x"] * 2, session="s", resume_in=1.0)
+            assert pool.hint("s", resume_in=2.0) is HintStatus.ACCEPTED
+            assert pool.end("s") is HintStatus.ACCEPTED
+    finally:
+        done.set()
+        thread.join()
+
+
+# --- bad input ---------------------------------------------------------------------------
+
+NO_SESSIONS = {"none": "", "long": "s" * 129, "NUL": "a\0", "a line": "a\nb", "r-t-l": "a\u202e"}
+
+
+@pytest.mark.parametrize("name", NO_SESSIONS)
+async def test_what_is_no_name_of_a_session(pool_dev: dev.Dev, name: str) -> None:
+    async with pool_dev.pool() as pool:
+        for call in (pool.end(NO_SESSIONS[name]), pool.hint(NO_SESSIONS[name], resume_in=1.0)):
+            with pytest.raises(UsageError, match="1 to 128 printable"):
+                await call
+        with pytest.raises(UsageError):
+            await pool.write(
+                NAMESPACE, keys("a", 1), [b"x"], session=NO_SESSIONS[name], resume_in=1.0
+            )
+
+
+@pytest.mark.parametrize("resume_in", [-1.0, float("nan"), float("inf")])
+async def test_what_is_no_time_to_resume(pool_dev: dev.Dev, resume_in: float) -> None:
+    async with pool_dev.pool() as pool:
+        with pytest.raises(UsageError, match="resume_in"):
+            await pool.hint("s", resume_in=resume_in)
+        with pytest.raises(UsageError, match="resume_in"):
+            await pool.write(NAMESPACE, keys("a", 1), [b"x"], session="s", resume_in=resume_in)
+
+
+@pytest.mark.parametrize("session", ["", "a\0b", "s" * 129])
+async def test_a_master_refuses_what_is_no_session(link: Link, session: str) -> None:
+    number, body = wire.encode(wire.Hint(session, None))
+    loop_time = __import__("asyncio").get_running_loop().time()
+    answer, _ = await link.request(number, body, deadline=loop_time + 5)
+    assert answer == wire.TYPES[wire.Error]
+
+
+async def test_a_flood_of_hints_costs_only_hints(link: Link) -> None:
+    for number in range(3000):
+        await ask(link, wire.Hint(f"{number}", 1.0), wire.Hinted)

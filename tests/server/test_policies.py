@@ -1,0 +1,352 @@
+"""Policies in the real store: who goes first, who may stay, and that the books stay whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.errors import BadMessage
+from kvpool.protocols.policy import Policy
+from kvpool.server.eviction.arc import ARC
+from kvpool.server.eviction.density import Density, Lives
+from kvpool.server.eviction.lease import Gaps, Lease
+from kvpool.server.eviction.lru import LRU
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
+from kvpool.types import ROOT, Namespace, ReadStatus, Tag, WriteStatus
+from tests.conftest import keys
+
+PAGE = 4096
+ONE = Namespace("one")
+TWO = Namespace("two", parts=2)
+POLICIES: dict[str, Callable[[int], Policy[Entry]]] = {
+    "lru": LRU,
+    "arc": ARC,
+    "lease": Lease,
+    "density": Density,
+}
+
+
+def books(policy: str, pages: int) -> Store:
+    return Store(pages * PAGE, policy=POLICIES[policy](pages * PAGE))
+
+
+def write(store: Store, chain: list[bytes], now: float, parent: bytes = ROOT) -> list[WriteStatus]:
+    answers = store.reserve(1, ONE, 0, chain, [parent, *chain[:-1]], [PAGE] * len(chain), now, None)
+    for answer in answers:
+        if answer.status is WriteStatus.RESERVED:
+            store.seal(1, answer.id, 0, now)
+    store.check()
+    return [answer.status for answer in answers]
+
+
+def read(store: Store, chain: list[bytes], now: float) -> int:
+    """How many leading blocks were there."""
+    pins = store.pin(1, ONE, 0, chain, now)
+    for pin in pins:
+        if pin.status is ReadStatus.HIT:
+            store.unpin(1, pin.id)
+    store.check()
+    return next((i for i, pin in enumerate(pins) if pin.status is not ReadStatus.HIT), len(pins))
+
+
+def here(store: Store, chain: list[bytes]) -> int:
+    return sum(store.peek(ONE, 0, digest) is not None for digest in chain)
+
+
+# --- arc ---------------------------------------------------------------------------------
+
+
+def test_arc_keeps_what_was_used_again_through_a_scan() -> None:
+    """Twice the store of blocks that nobody asks for again push out LRU's blocks, not ARC's."""
+    kept = {}
+    for policy in ("lru", "arc"):
+        store = books(policy, 20)
+        loved = keys("loved", 5)
+        write(store, loved, 0.0)
+        read(store, loved, 1.0)
+        for number in range(40):
+            write(store, keys(f"scan/{number}", 1), 2.0 + number)
+        kept[policy] = here(store, loved)
+    assert kept == {"lru": 0, "arc": 5}
+
+
+def test_arc_counts_a_write_as_one_use() -> None:
+    """Reserved and sealed is not used twice: a scan alone makes nothing dear."""
+    store = books("arc", 4)
+    first = keys("first", 4)
+    write(store, first, 0.0)
+    read(store, first[:1], 1.0)
+    write(store, keys("scan", 3), 2.0)
+    assert [store.peek(ONE, 0, digest) is not None for digest in first] == [True] + [False] * 3
+
+
+def test_arc_gives_more_room_to_the_kind_that_came_back() -> None:
+    """Blocks used once that return soon after they went: their kind had too little."""
+    policy: ARC[Entry] = ARC(8 * PAGE)
+    store = Store(8 * PAGE, policy=policy)
+    loved = keys("loved", 6)
+    write(store, loved, 0.0)
+    read(store, loved, 1.0)
+    assert policy.once_share == 0.0
+    for now in range(2, 40):
+        write(store, [keys("cycle", 3)[now % 3]], float(now))
+    assert policy.once_share > 0.0
+
+
+def test_arc_remembers_no_more_than_its_store_could_hold() -> None:
+    policy: ARC[Entry] = ARC(16 * PAGE)
+    store = Store(16 * PAGE, policy=policy)
+    for number in range(500):
+        write(store, keys(f"scan/{number}", 3), float(number))
+        read(store, keys(f"scan/{number}", 3), number + 0.5)
+        assert policy.ghosts <= 16
+
+
+# --- lease -------------------------------------------------------------------------------
+
+
+def trained(pages: int, gap_s: float = 5.0) -> tuple[Store, Lease[Entry], float]:
+    """A store that has seen blocks used every `gap_s`; and the time."""
+    policy: Lease[Entry] = Lease(pages * PAGE)
+    store = Store(pages * PAGE, policy=policy)
+    chain = keys("training", pages)
+    write(store, chain, 0.0)
+    now = 0.0
+    for _ in range(1 + 1024 // pages):
+        now += gap_s
+        read(store, chain, now)
+    return store, policy, now
+
+
+def test_a_lease_is_learned_from_how_soon_blocks_are_used_again() -> None:
+    _, policy, _ = trained(10)
+    assert 9.5 < policy.lease_s < 13.0
+    _, policy, _ = trained(10, gap_s=600.0)
+    assert policy.lease_s == 30.0
+
+
+def test_what_was_used_a_moment_ago_stays_and_the_newcomer_is_refused_at_once() -> None:
+    store, _, now = trained(10)
+    new = keys("new", 3)
+    assert write(store, new, now + 1.0) == [WriteStatus.BYPASSED] * 3
+    assert here(store, keys("training", 10)) == 10
+    assert store.bypassed == 1
+
+
+def test_leases_end_by_themselves() -> None:
+    """A full store never freezes on old data (G9), not even on data that was dear (once)."""
+    store, policy, now = trained(10)
+    now += policy.lease_s + 0.1
+    assert (
+        write(store, keys("new", 10), now) == [WriteStatus.STORED] * 0 + [WriteStatus.RESERVED] * 10
+    )
+    assert here(store, keys("training", 10)) == 0
+
+
+def test_the_median_follows_the_traffic() -> None:
+    gaps = Gaps()
+    for _ in range(5000):
+        gaps.add(2.0)
+    assert 1.7 < gaps.median_s < 2.4
+    for _ in range(200_000):
+        gaps.add(50.0)
+    assert 42.0 < gaps.median_s < 60.0
+    gaps.add(0.0)
+    gaps.add(float("1e12"))
+
+
+# --- density -----------------------------------------------------------------------------
+
+
+def test_density_is_hits_for_the_time_that_they_take() -> None:
+    """Half of the blocks are used again after 10 s, the others never are: one in 20 block-seconds.
+
+    After 20 s nothing is to be expected any more.
+    """
+    lives = Lives()
+    assert lives.density(1.0) == 0.0
+    lives.began = 2000.0
+    for _ in range(1000):
+        lives.ended(10.0)
+    lives.learn()
+    assert lives.density(0.0) == pytest.approx(1 / 20, rel=0.2)
+    assert lives.density(7.0) > 2 * lives.density(0.0)
+    assert lives.density(20.0) == 0.0
+    assert lives.rank(7.0) > lives.rank(0.0) > lives.rank(20.0)
+
+
+def cycle(pages: int, count: int, rounds: int) -> tuple[int, int]:
+    """Hits of LRU and of density when `count` blocks take turns in a store for `pages`."""
+    hits = {"lru": 0, "density": 0}
+    names = keys("turn", count)
+    for policy in hits:
+        store = books(policy, pages)
+        for now in range(rounds * count):
+            digest = names[now % count]
+            if store.peek(ONE, 0, digest) is None:
+                answers = store.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], float(now))
+                if answers[0].extent is not None:
+                    store.seal(1, answers[0].id, 0, float(now))
+            elif now > rounds * count // 2:
+                hits[policy] += 1
+                read(store, [digest], float(now))
+            else:
+                read(store, [digest], float(now))
+    return hits["lru"], hits["density"]
+
+
+def test_density_learns_not_to_let_in_what_would_push_out_what_is_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thirty blocks take turns in a store for twenty: LRU never hits."""
+    monkeypatch.setattr("kvpool.server.eviction.density._LESSON", 300)
+    monkeypatch.setattr("kvpool.server.eviction.density._SAMPLE", 1)
+    lru, density = cycle(20, 30, 40)
+    assert lru == 0
+    assert density > 0.5 * 30 * 20
+
+
+def test_density_lets_newcomers_in_when_what_was_dear_is_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever it has learned, ten minutes without a use end it (G9)."""
+    monkeypatch.setattr("kvpool.server.eviction.density._LESSON", 100)
+    store = books("density", 10)
+    loved = keys("loved", 10)
+    write(store, loved, 0.0)
+    for now in range(1, 200):
+        read(store, loved, now * 400.0)
+    assert write(store, keys("new", 3), 199 * 400.0 + 601.0) == [WriteStatus.RESERVED] * 3
+
+
+def test_density_remembers_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.server.eviction.density._GHOSTS_MIN", 8)
+    monkeypatch.setattr("kvpool.server.eviction.density._SAMPLE", 1)
+    policy: Density[Entry] = Density(0)
+    store = Store(16 * PAGE, policy=policy)
+    for number in range(300):
+        write(store, keys(f"scan/{number}", 3), float(number))
+        assert policy.ghosts <= 32
+
+
+# --- all ---------------------------------------------------------------------------------
+
+
+class History:
+    """Random calls of several owners on a store that is nearly always full."""
+
+    def __init__(self, policy: str, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.store = books(policy, 24)
+        self.now = 0.0
+        self.held: list[tuple[int, int]] = []  # (owner, id) of reservations
+        self.pins: list[tuple[int, int]] = []
+        self.digests = keys("history", 60)
+        self.sessions = [f"session {n}" for n in range(6)]
+
+    def step(self) -> None:
+        rng = self.rng
+        self.now += rng.choice([0.0, 0.001, 0.5, 5.0, 40.0])
+        rng.choice([self.reserve, self.reserve, self.pin, self.let_go, self.say, self.remove])()
+        self.store.check()
+
+    def reserve(self) -> None:
+        rng, owner = self.rng, self.rng.randint(1, 3)
+        namespace = rng.choice([ONE, TWO])
+        part = rng.randrange(namespace.parts)
+        first = rng.randrange(len(self.digests))
+        chain = self.digests[first : first + rng.randint(1, 8)]
+        branch = rng.choice([ROOT, self.digests[rng.randrange(first + 1) - 1]])
+        parent = branch if branch not in chain else ROOT
+        tag = rng.choice(
+            [None, Tag(rng.choice(self.sessions), rng.choice([None, 0.1, 8.0, 900.0]))]
+        )
+        sizes = [rng.choice([PAGE, 2 * PAGE])] * len(chain)
+        answers = self.store.reserve(
+            owner, namespace, part, chain, [parent, *chain[:-1]], sizes, self.now, tag
+        )
+        self.held += [(owner, answer.id) for answer in answers if answer.extent is not None]
+
+    def let_go(self) -> None:
+        self.rng.shuffle(self.held)
+        while self.held and self.rng.random() < 0.8:
+            owner, id = self.held.pop()
+            if self.rng.random() < 0.8:
+                self.store.seal(owner, id, 7, self.now)
+            else:
+                self.store.cancel(owner, id)
+        self.rng.shuffle(self.pins)
+        while self.pins and self.rng.random() < 0.8:
+            self.store.unpin(*self.pins.pop())
+
+    def pin(self) -> None:
+        owner, namespace = self.rng.randint(1, 3), self.rng.choice([ONE, TWO])
+        first = self.rng.randrange(len(self.digests))
+        chain = self.digests[first : first + self.rng.randint(1, 5)]
+        part = self.rng.randrange(namespace.parts)
+        pins = self.store.pin(owner, namespace, part, chain, self.now)
+        self.pins += [(owner, pin.id) for pin in pins if pin.extent is not None]
+
+    def say(self) -> None:
+        session = self.rng.choice(self.sessions)
+        if self.rng.random() < 0.3:
+            self.store.end(session, self.now)
+        else:
+            resume_in = self.rng.choice([0.0, 1.0, 30.0, 1e6])
+            self.store.resume(session, resume_in, self.now, age_s=self.rng.choice([0.0, 2.0]))
+
+    def remove(self) -> None:
+        digests = self.rng.sample(self.digests, 3)
+        self.store.remove(self.rng.choice([ONE, TWO]), digests)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_histories(policy: str, seed: int) -> None:
+    """The books hold after every call, and when all let go, everything can be evicted."""
+    history = History(policy, seed)
+    for _ in range(400):
+        history.step()
+    for owner in (1, 2, 3):
+        history.store.drop_owner(owner)
+    history.store.check()
+    history.now += 10_000.0
+    fresh = keys("fresh", 24)
+    assert write(history.store, fresh, history.now) == [WriteStatus.RESERVED] * 24
+    assert history.store.stored == 24
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parts_of_one_block_go_together(policy: str) -> None:
+    store = books(policy, 8)
+    for number in range(40):
+        for part in (0, 1):
+            (answer,) = store.reserve(
+                1, TWO, part, keys(f"{number}", 1), [ROOT], [PAGE], float(number * 60), None
+            )
+            if answer.status is WriteStatus.RESERVED:
+                store.seal(1, answer.id, 0, float(number * 60))
+            if number % 3 == 0 and part:
+                for pin in store.pin(1, TWO, 0, keys(f"{number}", 1), number * 60 + 20.0):
+                    if pin.extent is not None:
+                        store.unpin(1, pin.id)
+            store.check()
+        whole = [
+            digest
+            for n in range(number + 1)
+            for digest in keys(f"{n}", 1)
+            if store.peek(TWO, 0, digest) or store.peek(TWO, 1, digest)
+        ]
+        assert all(store.peek(TWO, 0, d) and store.peek(TWO, 1, d) for d in whole)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_holds_what_another_reserved(policy: str) -> None:
+    store = books(policy, 4)
+    (answer,) = store.reserve(1, ONE, 0, keys("a", 1), [ROOT], [PAGE], 0.0, Tag("s", 1.0))
+    with pytest.raises(BadMessage):
+        store.seal(2, answer.id, 0, 0.0)
+    store.check()

@@ -1,0 +1,296 @@
+"""Sessions that end, are superseded, or announce when they resume: who goes first then."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.master.state.hint_log import Relay
+from kvpool.server.eviction.lease import Lease
+from kvpool.server.eviction.session_hints import LEAVES_MAX, RESUME_S_MAX, SESSIONS_MAX, Hints
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
+from kvpool.types import ROOT, HintStatus, Namespace, ReadStatus, Tag, WriteStatus
+from tests.conftest import keys
+
+PAGE = 4096
+ONE = Namespace("one")
+TWO = Namespace("two", parts=2)
+
+
+class Books:
+    """A store of so many pages, and short words for what happens to it."""
+
+    def __init__(self, pages: int, **options: float) -> None:
+        self.store = Store(pages * PAGE, **options)  # type: ignore[arg-type]
+        self.now = 0.0
+
+    def write(
+        self,
+        session: str,
+        chain: list[bytes],
+        parent: bytes = ROOT,
+        resume_in: float | None = None,
+        namespace: Namespace = ONE,
+        part: int = 0,
+    ) -> list[WriteStatus]:
+        self.now += 1.0
+        tag = Tag(session, resume_in) if session else None
+        parents = [parent, *chain[:-1]]
+        sizes = [PAGE] * len(chain)
+        answers = self.store.reserve(1, namespace, part, chain, parents, sizes, self.now, tag)
+        for answer in answers:
+            if answer.status is WriteStatus.RESERVED:
+                self.store.seal(1, answer.id, 0, self.now)
+        self.store.check()
+        return [answer.status for answer in answers]
+
+    def read(self, chain: list[bytes]) -> None:
+        self.now += 1.0
+        for pin in self.store.pin(1, ONE, 0, chain, self.now):
+            if pin.status is ReadStatus.HIT:
+                self.store.unpin(1, pin.id)
+
+    def here(self, chain: list[bytes], namespace: Namespace = ONE) -> int:
+        return sum(self.store.peek(namespace, 0, digest) is not None for digest in chain)
+
+    def fill(self, count: int, name: str = "filler") -> None:
+        """Blocks of nobody, each a chain of its own."""
+        for number in range(count):
+            assert self.write("", keys(f"{name}/{self.now}/{number}", 1)) == [WriteStatus.RESERVED]
+
+
+@pytest.fixture
+def books() -> Books:
+    return Books(20)
+
+
+# --- end ---------------------------------------------------------------------------------
+
+
+def test_what_an_ended_session_leaves_behind_goes_first(books: Books) -> None:
+    old, ended = keys("old", 8), keys("ended", 8)
+    books.write("old", old)
+    books.write("ended", ended)
+    assert books.store.end("ended", books.now) is HintStatus.ACCEPTED
+    books.fill(12)
+    assert (books.here(old), books.here(ended)) == (8, 0)
+
+
+def test_a_shared_head_outlives_the_session_that_wrote_it(books: Books) -> None:
+    system, one, two = keys("system", 3), keys("one", 5), keys("two", 5)
+    books.write("one", system + one)
+    books.write("two", two, parent=system[-1])
+    books.store.end("one", books.now)
+    books.fill(12)
+    assert (books.here(system), books.here(one), books.here(two)) == (3, 0, 5)
+
+
+def test_who_is_read_again_after_its_end_is_not_dead(books: Books) -> None:
+    old, ended = keys("old", 8), keys("ended", 8)
+    books.write("ended", ended)
+    books.write("old", old)
+    books.store.end("ended", books.now)
+    books.read(ended)
+    books.fill(12)
+    assert (books.here(old), books.here(ended)) == (0, 8)
+
+
+def test_a_session_that_writes_has_not_ended(books: Books) -> None:
+    old, chain = keys("old", 8), keys("chain", 8)
+    books.write("chain", chain[:4])
+    books.store.end("chain", books.now)
+    books.write("old", old)
+    books.read(chain[:4])
+    books.write("chain", chain[4:], parent=chain[3])
+    books.fill(12)
+    assert (books.here(old), books.here(chain)) == (0, 8)
+
+
+def test_both_parts_of_an_ended_session_go_first(books: Books) -> None:
+    ended, old = keys("ended", 3), keys("old", 8)
+    books.write("old", old)
+    for part in (0, 1):
+        books.write("ended", ended, namespace=TWO, part=part)
+    books.store.end("ended", books.now)
+    books.fill(12)
+    assert (books.here(old), books.here(ended, TWO)) == (8, 0)
+
+
+# --- supersede ---------------------------------------------------------------------------
+
+
+def test_a_rewritten_history_goes_first(books: Books) -> None:
+    """The session goes on from block 3: what followed there before is dead, the head is not."""
+    old, chain, new = keys("old", 5), keys("chain", 10), keys("new", 3)
+    books.write("old", old)
+    books.write("agent", chain)
+    books.write("agent", new, parent=chain[2])
+    books.fill(9)
+    assert (books.here(old), books.here(chain), books.here(new)) == (5, 3, 3)
+
+
+def test_a_session_that_goes_on_supersedes_nothing(books: Books) -> None:
+    old, chain = keys("old", 5), keys("chain", 10)
+    books.write("agent", chain[:4])
+    books.write("agent", chain[4:], parent=chain[3])
+    books.write("old", old)
+    books.fill(5)
+    books.fill(5, "more")  # now LRU's victims are the chain's tail, and nothing else
+    assert books.here(old) == 5
+    assert books.here(chain[:5]) == 5
+
+
+def test_what_another_session_built_on_is_not_superseded(books: Books) -> None:
+    old, chain, fork, new = keys("old", 5), keys("chain", 6), keys("fork", 3), keys("new", 3)
+    books.write("old", old)
+    books.write("agent", chain)
+    books.write("other", fork, parent=chain[5])
+    books.write("agent", new, parent=chain[1])
+    books.fill(8)
+    assert (books.here(old), books.here(chain), books.here(fork)) == (0, 6, 3)
+
+
+def test_a_stretch_whose_place_is_unknown_supersedes_nothing(books: Books) -> None:
+    """The blocks between are on another server: the chain goes on there, as far as is known."""
+    first, third, old = keys("first", 5), keys("third", 5), keys("old", 5)
+    books.write("agent", first)
+    books.write("old", old)
+    books.write("agent", third, parent=keys("elsewhere", 1)[0])
+    books.read(first)
+    books.fill(10)
+    assert (books.here(first), books.here(old)) == (5, 0)
+
+
+# --- resume ------------------------------------------------------------------------------
+
+
+def test_an_announced_session_stays_until_it_lapses() -> None:
+    books = Books(20)
+    soon, old = keys("soon", 8), keys("old", 8)
+    books.write("soon", soon)
+    books.write("old", old)
+    books.now += 20.0
+    assert books.store.resume("soon", 40.0, books.now) is HintStatus.ACCEPTED
+    books.fill(12)
+    assert (books.here(soon), books.here(old)) == (8, 0)
+    books.now += 3 * 40.0
+    books.fill(12)
+    assert books.here(soon) == 0
+
+
+def test_of_announced_sessions_the_furthest_goes_first() -> None:
+    books = Books(18, hint_budget=1.0)
+    chains = {name: keys(name, 6) for name in ("far", "near", "middle")}
+    for name, resume_in in (("near", 20.0), ("far", 900.0), ("middle", 300.0)):
+        books.write(name, chains[name], resume_in=resume_in)
+    books.fill(6)
+    assert {name: books.here(chain) for name, chain in chains.items()} == {
+        "far": 0,
+        "near": 6,
+        "middle": 6,
+    }
+
+
+def test_a_newcomer_that_resumes_last_is_not_let_in() -> None:
+    books = Books(10, hint_budget=1.0)
+    near = keys("near", 10)
+    books.write("near", near, resume_in=30.0)
+    assert set(books.write("far", keys("far", 3), resume_in=600.0)) == {WriteStatus.BYPASSED}
+    assert set(books.write("next", keys("next", 3), resume_in=5.0)) == {WriteStatus.RESERVED}
+    assert books.here(near) == 7
+
+
+def test_hints_beyond_the_budget_take_no_room_from_others() -> None:
+    """Everybody announces; who says nothing still gets a fifth of the store, and at once."""
+    books = Books(20)
+    statuses = []
+    for number in range(4):
+        books.write(f"{number}", keys(f"{number}", 5))
+        statuses.append(books.store.resume(f"{number}", 5.0, books.now))
+    assert statuses == [HintStatus.ACCEPTED] * 3 + [HintStatus.CLIPPED]
+    books.fill(4)
+    assert sum(books.here(keys(f"{number}", 5)) for number in range(4)) == 16
+    assert books.store.hint_counters["announced_bytes"] == 16 * PAGE
+
+
+def test_hints_are_counted_and_bounded(books: Books) -> None:
+    store = books.store
+    assert store.resume("nobody", 1.0, 0.0) is HintStatus.UNKNOWN
+    assert store.end("nobody", 0.0) is HintStatus.UNKNOWN
+    books.write("a", keys("a", 3))
+    assert store.resume("a", 2 * RESUME_S_MAX, books.now) is HintStatus.CLIPPED
+    assert store.resume("a", 1.0, books.now, age_s=60.0) is HintStatus.REFUSED
+    assert store.resume("a", 1.0, books.now) is HintStatus.ACCEPTED
+    assert store.end("a", books.now) is HintStatus.ACCEPTED
+    counted = {name: n for name, n in store.hint_counters.items() if name.startswith("hints")}
+    assert counted == {"hints_clipped": 1, "hints_refused": 1, "hints_accepted": 2}
+    store.check()
+
+
+def test_a_session_with_too_many_branches_is_refused() -> None:
+    books = Books(LEAVES_MAX + 40)
+    for number in range(LEAVES_MAX + 20):
+        books.write("bush", keys(f"bush/{number}", 1))
+    assert books.store.resume("bush", 1.0, books.now) is HintStatus.REFUSED
+    books.fill(40)
+    books.store.check()
+
+
+def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.server.eviction.session_hints.SESSIONS_MAX", 10)
+    books = Books(20)
+    for number in range(15):
+        books.write(f"{number}", keys(f"{number}", 1), resume_in=500.0)
+    assert books.store.hint_counters["sessions"] == 10
+    assert books.store.resume("0", 5.0, books.now) is HintStatus.UNKNOWN
+    assert books.store.resume("14", 5.0, books.now) is not HintStatus.UNKNOWN
+    assert SESSIONS_MAX < 1 << 20
+
+
+def test_a_session_without_blocks_is_forgotten(books: Books) -> None:
+    books.write("gone", keys("gone", 5), resume_in=900.0)
+    books.store.remove(ONE, keys("gone", 5))
+    books.store.check()
+    assert books.store.hint_counters["sessions"] == 0
+    assert books.store.hint_counters["announced_bytes"] == 0
+
+
+def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:
+    """All of it is announced for an hour, under the policy that refuses most (G9)."""
+    policy: Lease[Entry] = Lease(20 * PAGE)
+    books = Books(20, policy=policy)  # type: ignore[arg-type]
+    for number in range(4):
+        books.write(f"{number}", keys(f"{number}", 5), resume_in=1.0)
+    assert books.write("", keys("new", 1)) == [WriteStatus.RESERVED]
+    assert isinstance(books.store.policy, Hints)
+
+
+def test_what_was_used_just_now_outlives_what_is_announced_far_away(books: Books) -> None:
+    """Nothing is known of it; it is taken to be used again within ten seconds."""
+    far, fresh = keys("far", 10), keys("fresh", 10)
+    books.write("far", far, resume_in=300.0)
+    books.write("", fresh)
+    books.fill(5)
+    assert (books.here(far), books.here(fresh)) == (5, 10)
+
+
+# --- on their way ------------------------------------------------------------------------
+
+
+def test_each_server_hears_of_each_hint_once_and_in_order() -> None:
+    relay = Relay()
+    for number in range(5):
+        assert relay.add(f"{number}", 1.0, 0.0) is HintStatus.ACCEPTED
+    first, heard = relay.since(0, 3)
+    rest, end = relay.since(heard, 3)
+    assert [hint.session for hint in (*first, *rest)] == list("01234")
+    assert relay.since(end, 3) == ([], 5)
+    assert relay.since(900, 3) == ([], 5)
+
+
+def test_the_ring_is_bounded_and_keeps_what_nobody_can_have_heard_yet() -> None:
+    relay = Relay(kept=4)
+    told = [relay.add(f"{number}", None, 0.0) for number in range(6)]
+    assert told == [HintStatus.ACCEPTED] * 4 + [HintStatus.REFUSED] * 2
+    assert relay.add("later", None, 10.0) is HintStatus.ACCEPTED
+    assert [hint.session for hint in relay.since(0, 9)[0]] == ["1", "2", "3", "later"]

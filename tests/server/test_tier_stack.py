@@ -1,0 +1,347 @@
+"""A server with memory above a file: more than fits in memory, and there after kill -9 (G1, G8)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
+from kvpool.config import ClientConfig, parse_tier
+from kvpool.errors import ConfigError, Unavailable
+from kvpool.registry import tier
+from kvpool.tools.subprocesses import Child, process_of, servers_up
+from kvpool_tiers.dram import Dram
+from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values
+
+BLOCK = 64 << 10
+MEMORY = "dram:2MiB"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+async def tiered(request: pytest.FixtureRequest, file: Path) -> AsyncIterator[dev.Dev]:
+    """One server of 32 blocks in memory and 256 in a file; its books are checked at the end."""
+    tiers = [MEMORY, f"nvme:{file}:16MiB"]
+    async with dev.serve(tiers=tiers, listen=listening(request)) as running:
+        yield running
+        running.servers[0].stack.check()
+        running.master.directory.check()
+
+
+@pytest.fixture(params=TRANSPORTS)
+async def pool(request: pytest.FixtureRequest, tiered: dev.Dev) -> AsyncIterator[Pool]:
+    config = ClientConfig(masters=[tiered.address], transports=[request.param], timeout_s=20)
+    async with tiered.pool(config) as client:
+        yield client
+
+
+async def write(pool: Pool, chain: Sequence[bytes]) -> None:
+    assert set(await pool.write(NAMESPACE, chain, values(chain, BLOCK))) == {WriteStatus.STORED}
+
+
+async def read(pool: Pool, chain: Sequence[bytes]) -> list[ReadStatus]:
+    """What became of each block; those that came have the right bytes."""
+    got = buffers(len(chain), BLOCK)
+    results = await pool.read(NAMESPACE, chain, got)
+    for result, buffer, right in zip(results, got, values(chain, BLOCK), strict=True):
+        assert not result.status.hit or buffer == right
+    return [result.status for result in results]
+
+
+async def saved(running: dev.Dev) -> None:
+    """Wait until everything has been copied to the file, and the master knows what that evicted."""
+    (server,) = running.servers
+    await eventually(lambda: not server.stack.waiting and not server.stack.top.pins)
+    await server.visible(asyncio.get_running_loop().time() + 5)
+
+
+# --- more than fits in memory -----------------------------------------------------------
+
+
+async def test_what_memory_has_no_room_for_comes_from_the_file(pool: Pool) -> None:
+    chain = keys("chain", 200)
+    for first in range(0, 200, 20):
+        await write(pool, chain[first : first + 20])
+    assert (await pool.match(NAMESPACE, chain)).length == 200
+    for _ in range(2):
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+    assert pool.counters["corrupt_blocks"] == 0
+
+
+async def test_one_write_may_be_larger_than_memory(pool: Pool) -> None:
+    chain = keys("chain", 100)
+    await write(pool, chain)
+    assert set(await read(pool, chain)) == {ReadStatus.HIT}
+
+
+async def test_the_file_evicts_tails_first_when_it_is_full(tiered: dev.Dev, pool: Pool) -> None:
+    first, rest = keys("first", 100), [keys(f"rest {number}", 50) for number in range(4)]
+    await write(pool, first)
+    for chain in rest:
+        await write(pool, chain)
+    await saved(tiered)
+    match = await pool.match(NAMESPACE, first)
+    assert match.length < 100
+    assert match.stopped is ReadStatus.EVICTED
+    assert set(await read(pool, first[: match.length])) <= {ReadStatus.HIT}
+    assert set(await read(pool, rest[-1])) == {ReadStatus.HIT}
+
+
+async def test_a_view_of_blocks_in_the_file_shows_memory(tiered: dev.Dev) -> None:
+    chain = keys("chain", 60)
+    async with tiered.pool() as pool:
+        await write(pool, chain)
+        await saved(tiered)
+        async with pool.read_view(NAMESPACE, chain[:20]) as views:
+            assert [bytes(view.data or b"") for view in views] == values(chain[:20], BLOCK)
+
+
+async def test_readers_of_one_block_share_its_way_up(tiered: dev.Dev) -> None:
+    chain = keys("chain", 100)
+    async with tiered.pool() as pool:
+        await write(pool, chain)
+        await saved(tiered)
+        answers = await asyncio.gather(*(read(pool, chain[:8]) for _ in range(6)))
+        assert {status for answer in answers for status in answer} == {ReadStatus.HIT}
+        (member,) = await pool.members()
+        assert member.tiers == ("dram", "nvme")
+    assert tiered.servers[0].stack.hits[1] == 8
+
+
+async def test_status_tells_what_lies_where(tiered: dev.Dev) -> None:
+    chain = keys("chain", 64)
+    async with tiered.pool() as pool:
+        await write(pool, chain)
+        await read(pool, chain)
+        await saved(tiered)
+        await asyncio.sleep(1.1)  # the next heartbeat
+        (member,) = await pool.members()
+        match = await pool.match(NAMESPACE, chain)
+    memory, disk = member.usage
+    assert (memory.name, disk.name) == ("dram", "nvme")
+    assert (disk.blocks, disk.used, disk.written_bytes) == (64, 64 * BLOCK, 64 * BLOCK)
+    assert disk.written_blocks == 64
+    assert memory.used <= memory.capacity == 2 << 20
+    assert disk.capacity == member.capacity == 16 << 20
+    assert memory.hits + disk.hits >= 64
+    assert disk.read_bytes == disk.hits * BLOCK
+    assert "tier" in disk.note
+    assert {replica.tier for run in match.runs for replica in run.replicas} == {"dram", "nvme"}
+
+
+# --- a disk that is not well ------------------------------------------------------------
+
+
+def spoil(file: Path, block: bytes) -> None:
+    """Write over some of a block's bytes, wherever they lie."""
+    at = file.read_bytes().index(block)
+    with file.open("r+b") as opened:
+        opened.seek(at + 100)
+        opened.write(b"rotten")
+
+
+async def test_flipped_bits_on_disk_are_a_miss(tiered: dev.Dev, file: Path) -> None:
+    chain = keys("chain", 100)
+    async with tiered.pool() as pool:
+        await write(pool, chain)
+        await saved(tiered)
+        entry = tiered.servers[0].stack.bottom.peek(NAMESPACE, 0, chain[3])
+        assert entry is not None
+        bytes_of = values([chain[3]], BLOCK)[0]
+        spoil(file, bytes_of)
+        statuses = await read(pool, chain[:8])
+        assert statuses[3] is ReadStatus.CORRUPT
+        assert set(statuses[:3] + statuses[4:]) == {ReadStatus.HIT}
+        assert (await pool.match(NAMESPACE, chain)).length == 3
+        await write(pool, [chain[3]])
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+
+
+def test_memory_keeps_its_bytes_while_it_is_put_together() -> None:
+    dram = Dram(8 << 20)
+    bytes_ = os.urandom(8 << 20)
+    for start in range(0, len(bytes_), 4096):
+        dram.view(start, 4096)[:] = bytes_[start : start + 4096]
+    dram.wait_until_touched()
+    assert dram.view(0, len(bytes_)) == bytes_
+    dram.close()
+
+
+class BadDisk:
+    """A disk on which everything fails."""
+
+    def __init__(self, inner: object) -> None:
+        self._inner = inner
+        self.size: int = inner.size  # type: ignore[attr-defined]
+        self.mode: str = inner.mode  # type: ignore[attr-defined]
+
+    async def read(self, offset: int, buffer: memoryview) -> None:
+        raise Unavailable("EIO: the disk is gone")
+
+    async def write(self, offset: int, buffer: memoryview) -> None:
+        raise Unavailable("EIO: the disk is gone")
+
+    def close(self) -> None:
+        self._inner.close()  # type: ignore[attr-defined]
+
+
+async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
+    """Its blocks are misses with that reason, and the server is one with memory only."""
+    old, new = keys("old", 100), keys("new", 30)
+    (server,) = tiered.servers
+    async with tiered.pool() as pool:
+        await write(pool, old)
+        await saved(tiered)
+        disk = server.tiers[1]._disk  # type: ignore[attr-defined]
+        server.tiers[1]._disk = BadDisk(disk)  # type: ignore[attr-defined]
+        assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
+        await eventually(lambda: server.stack.lost_tiers == {1})
+        for _ in range(3):
+            await write(pool, new)
+            assert set(await read(pool, new)) == {ReadStatus.HIT}
+            await pool.remove(NAMESPACE, new)
+        await asyncio.sleep(1.1)
+        (member,) = await pool.members()
+        assert [usage.lost for usage in member.usage] == [False, True]
+        match = await pool.match(NAMESPACE, old)
+        assert match.length < 100
+        assert match.stopped is ReadStatus.TIER_LOST
+
+
+# --- kill -9 ----------------------------------------------------------------------------
+
+
+def command(master: str, file: Path, name: str) -> list[str]:
+    tiers = ["--tier", MEMORY, "--tier", f"nvme:{file}:16MiB"]
+    return ["server", "--masters", master, "--id", name, "--log-level", "error", *tiers]
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 15.0) -> None:
+    """As `eventually`, for what must be asked for."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + within_s
+    while not await condition():
+        assert loop.time() < end, "the condition did not come true"
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def server_of(master: str, file: Path, name: str = "one") -> AsyncIterator[Child]:
+    async with process_of("kvpool", *command(master, file, name)) as server:
+        await server.line()
+        yield server
+
+
+async def holds(pool: Pool, blocks: int) -> bool:
+    (member,) = await pool.members()
+    return member.usage[1].blocks >= blocks
+
+
+async def restarted(pool: Pool, epoch: int) -> bool:
+    """The master knows the new server; until then it believes in the old one."""
+    (member,) = await pool.members()
+    return member.epoch != epoch
+
+
+async def test_a_server_that_was_killed_comes_back_warm(file: Path) -> None:
+    chain, removed = keys("chain", 120), keys("removed", 10)
+    arguments = ("--bind", "127.0.0.1:0", "--log-level", "error")
+    async with process_of("kvpool", "master", *arguments) as running:
+        master = (await running.line()).removeprefix("master at ")
+        patient = ClientConfig(masters=[master], timeout_s=20, attempt_s=10)
+        async with await connect(config=patient) as pool:
+            async with server_of(master, file) as server:
+                await servers_up(master, 1)
+                await write(pool, chain + removed)
+                await until(lambda: holds(pool, 130))
+                assert all(await pool.remove(NAMESPACE, removed))
+                (before,) = await pool.members()
+                second = await asyncio.to_thread(
+                    subprocess.run,
+                    [sys.executable, "-m", "kvpool", *command(master, file, "two")],
+                    capture_output=True,
+                    text=True,
+                    timeout=30,
+                )
+                assert second.returncode == 2
+                assert "in use" in second.stderr
+                server.signal(signal.SIGKILL)
+                await server.ended()
+            async with server_of(master, file):
+                await until(lambda: restarted(pool, before.epoch))
+                assert set(await read(pool, chain)) == {ReadStatus.HIT}
+                assert not any(status.hit for status in await read(pool, removed))
+                assert (await pool.write(NAMESPACE, [key("x")], [b"x"])) == [WriteStatus.STORED]
+
+
+# --- what people type -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dram", "expected name:size"),
+        ("dram:", "expected name:size"),
+        (":1GiB", "expected name:size"),
+        ("dram:lots", "expected bytes or a number with unit"),
+        ("dram:0", "holds nothing"),
+        ("dram:1MiB?x", "expected setting=value"),
+        ("dram:1MiB?prefault=no&prefault=no", "each once"),
+        ("dram:1MiB?size=3", "has no setting 'size'; it has: prefault"),
+        ("dram:1MiB?prefault=perhaps", "neither true nor false"),
+        ("dram:somewhere:1MiB", "lies nowhere in particular"),
+        ("nvme:1MiB", "needs a path: nvme:<path>:<size>"),
+        ("nvme:/tmp:1MiB", "is a directory"),
+        ("tape:1MiB", "no tier 'tape' is installed"),
+    ],
+)
+def test_a_tier_that_makes_no_sense_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tier(parse_tier(text))
+    assert expected in str(caught.value)
+
+
+def test_settings_of_a_tier_are_its_own(file: Path) -> None:
+    opened = tier(parse_tier(f"nvme:{file}:1MiB?queue_depth=3&direct=no"))
+    assert opened.capacity == 1 << 20
+    assert "buffered" in opened.note  # type: ignore[attr-defined]
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        (["nvme:{file}:1MiB"], "clients can reach none of them"),
+        (["nvme:{file}:1MiB", "dram:1MiB"], "put it last"),
+    ],
+)
+async def test_tiers_in_an_order_that_makes_no_sense(
+    file: Path, tiers: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        async with dev.serve(tiers=[text.format(file=file) for text in tiers]):
+            pass
+    assert not file.exists()  # noqa: ASYNC240
+
+
+def test_status_as_json_names_the_fields_of_a_tier() -> None:
+    from kvpool.ops.tables import as_json_object
+    from kvpool.types import Member, TierUsage
+
+    usage = TierUsage("dram", "", False, *[0] * 5, 0.0, 0.0, 0, 0.0, 0.0, 0, 0)
+    member = Member("s", 1, "h", (), ("dram",), True, 0.0, *[0] * 6, 0.0, {}, (usage,))
+    found = json.loads(json.dumps(as_json_object(member)))
+    assert found["usage"][0]["name"] == "dram"

@@ -1,0 +1,391 @@
+"""Several tiers as one: nothing is lost on the way down, nothing wrong comes up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvpool import registry
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import MOVER, Copy, Stack
+from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Record, WriteStatus
+from tests.conftest import key, keys
+
+PAGE = 4096
+ONE = Namespace("one")
+TWO = Namespace("two", parts=2)
+BIG = [1 << 30] * 64
+Name = tuple[Namespace, int, bytes]
+
+
+class Server:
+    """A stack, its tiers' memory (whose bytes are in each extent), and a master that listens."""
+
+    def __init__(self, *pages: int, reached: int = 0, promote_after: int = 1) -> None:
+        self.stack = Stack(
+            [Store(count * PAGE, alignment=PAGE) for count in pages],
+            reached=reached,
+            promote_after=promote_after,
+        )
+        self.memory: list[dict[int, Name]] = [{} for _ in pages]
+        self.copies: list[Copy] = []
+        self.map: dict[Name, int] = {}
+        self.reasons: dict[Name, ReadStatus] = {}
+        self.pins: list[tuple[int, Name, Pin]] = []
+        self.open: dict[tuple[int, int], tuple[Name, Extent]] = {}
+        self.now = 0.0
+
+    def write(self, owner: int, namespace: Namespace, part: int, chain: list[bytes]) -> list[str]:
+        """Reserve, fill and seal; what became of each block."""
+        statuses = self.reserve(owner, namespace, part, chain)
+        for held in [held for held in self.open if held[0] == owner]:
+            self.seal(*held)
+        return statuses
+
+    def reserve(self, owner: int, namespace: Namespace, part: int, chain: list[bytes]) -> list[str]:
+        self.now += 1
+        parents = [ROOT, *chain[:-1]]
+        answers = self.stack.reserve(
+            owner, namespace, part, chain, parents, [PAGE] * len(chain), self.now
+        )
+        for digest, answer in zip(chain, answers, strict=True):
+            if answer.extent is not None:
+                name = (namespace, part, digest)
+                self.memory[self.stack.reached][answer.extent.offset] = name
+                self.open[owner, answer.id] = (name, answer.extent)
+        return [answer.status.name for answer in answers]
+
+    def seal(self, owner: int, id: int) -> None:
+        name, _ = self.open.pop((owner, id))
+        self.stack.seal(owner, id, hash(name) & 0xFFFF, self.now)
+
+    def read(
+        self, owner: int, namespace: Namespace, part: int, chain: list[bytes]
+    ) -> list[ReadStatus]:
+        self.now += 1
+        pins = self.stack.pin(owner, namespace, part, chain, self.now, BIG[: len(chain)])
+        for digest, pin in zip(chain, pins, strict=True):
+            if pin.extent is not None:
+                self.pins.append((owner, (namespace, part, digest), pin))
+        self.look()
+        return [pin.status for pin in pins]
+
+    def unpin(self, number: int) -> None:
+        owner, _, pin = self.pins.pop(number)
+        self.stack.top.unpin(owner, pin.id)
+
+    def drop(self, owner: int) -> None:
+        self.stack.top.drop_owner(owner)
+        self.pins = [held for held in self.pins if held[0] != owner]
+        self.open = {held: what for held, what in self.open.items() if held[0] != owner}
+
+    def start(self, size: int = 1 << 30) -> None:
+        self.copies += self.stack.take_copies(size, 1 << 20, self.now)
+
+    def stage(
+        self, namespace: Namespace, part: int, chain: list[bytes], size: int = 1 << 30
+    ) -> None:
+        self.copies += self.stack.stage(namespace, part, chain, size, self.now)
+
+    def finish(self, copy: Copy, good: bool = True) -> None:
+        """The bytes arrive as they are at the source *now*, which is when they are read."""
+        name = self.memory[copy.source][copy.entry.offset]
+        if good:
+            self.memory[copy.target][copy.extent.offset] = name
+        self.stack.copied(copy, good=good, now=self.now)
+        self.look()
+
+    def settle(self) -> None:
+        """Copy until there is nothing left to copy."""
+        while True:
+            self.start()
+            if not self.copies:
+                return
+            while self.copies:
+                self.finish(self.copies.pop(0))
+
+    def look(self) -> None:
+        """Pinned memory holds what it should; the master's map is what readers would find."""
+        self.stack.check()
+        for _, name, pin in self.pins:
+            assert pin.extent is not None
+            assert self.memory[self.stack.reached][pin.extent.offset] == name
+        for change in self.stack.take_changes():
+            name = (change.namespace, change.part, change.digest)
+            if change.status is ReadStatus.HIT:
+                self.map[name] = change.tier
+                self.reasons.pop(name, None)
+            else:
+                self.map.pop(name, None)
+                self.reasons[name] = change.status
+        found = {}
+        for entry in self.stack.inventory():
+            found[entry.index.namespace, entry.index.part, entry.digest] = self.place(entry)
+        assert self.map == found
+
+    def place(self, entry: Entry) -> int:
+        tier = self.stack.place(entry)
+        assert tier is not None
+        holder = self.stack.stores[tier].peek(entry.index.namespace, entry.index.part, entry.digest)
+        assert holder is not None
+        assert self.memory[tier][holder.offset] == (
+            entry.index.namespace,
+            entry.index.part,
+            entry.digest,
+        )
+        return tier
+
+
+def test_a_block_goes_down_and_comes_back() -> None:
+    server = Server(4, 64)
+    first, second = keys("first", 4), keys("second", 4)
+    assert server.write(1, ONE, 0, first) == ["RESERVED"] * 4
+    server.settle()
+    assert server.write(1, ONE, 0, second) == ["RESERVED"] * 4  # dropped what had been copied
+    server.look()
+    assert server.read(1, ONE, 0, first) == [ReadStatus.NOT_YET] * 4
+    server.settle()
+    server.stage(ONE, 0, first)
+    server.settle()
+    assert server.read(1, ONE, 0, first) == [ReadStatus.HIT] * 4
+    assert server.stack.hits == [4, 4]
+    assert server.stack.bottom.evicted == server.stack.top.evicted == 0
+
+
+def test_what_is_below_is_not_written_again() -> None:
+    server = Server(4, 64)
+    chain = keys("chain", 4)
+    server.write(1, ONE, 0, chain)
+    server.settle()
+    server.write(1, ONE, 0, keys("other", 4))
+    assert server.write(1, ONE, 0, chain) == ["ALREADY_STORED"] * 4
+
+
+def test_a_full_tier_waits_for_the_base_and_for_nothing_else() -> None:
+    server = Server(4, 64)
+    server.write(1, ONE, 0, keys("first", 4))
+    other = keys("other", 1)
+    assert server.write(1, ONE, 0, other) == ["NO_SPACE"]
+    server.start(PAGE)
+    server.finish(server.copies.pop())
+    # The head of a chain that is still here in full: its tail goes first, and is not copied yet.
+    assert server.write(1, ONE, 0, other) == ["NO_SPACE"]
+    server.settle()
+    assert server.write(1, ONE, 0, other) == ["RESERVED"]
+
+
+def test_what_the_base_evicts_is_gone_everywhere() -> None:
+    server = Server(8, 8)
+    chains = [keys(f"chain {number}", 4) for number in range(3)]
+    for chain in chains:
+        server.write(1, ONE, 0, chain)
+        server.settle()
+    assert [server.read(1, ONE, 0, chain)[0] for chain in chains] == [
+        ReadStatus.EVICTED,
+        ReadStatus.HIT,
+        ReadStatus.HIT,
+    ]
+    assert sorted(server.stack.take_freed()) != []
+
+
+def test_a_read_above_keeps_a_block_in_the_base() -> None:
+    """Both tiers see each use: else the base would throw out what is read most."""
+    server = Server(8, 8)
+    often, once = keys("often", 4), keys("once", 4)
+    for chain in (often, once):
+        server.write(1, ONE, 0, chain)
+        server.settle()
+    server.read(1, ONE, 0, often)
+    server.drop(1)
+    server.write(2, ONE, 0, keys("new", 4))
+    server.settle()
+    assert server.read(3, ONE, 0, often)[0] is ReadStatus.HIT
+    assert server.read(3, ONE, 0, once)[0] is ReadStatus.EVICTED
+
+
+def test_a_block_that_the_base_has_no_room_for_stays_until_it_is_evicted() -> None:
+    server = Server(4, 2)
+    small = keys("small", 2)
+    server.write(1, ONE, 0, small)
+    server.settle()
+    for digest in small:  # held for a copy: the base cannot evict them
+        entry = server.stack.bottom.peek(ONE, 0, digest)
+        assert entry is not None
+        server.stack.bottom.hold(7, entry)
+    server.write(1, ONE, 0, keys("late", 2))
+    server.settle()
+    assert server.read(1, ONE, 0, keys("late", 2)) == [ReadStatus.HIT] * 2
+    server.drop(1)
+    server.write(1, ONE, 0, keys("later", 4))
+    server.look()
+    assert server.read(1, ONE, 0, keys("late", 2))[1] is ReadStatus.EVICTED
+
+
+def test_a_block_that_is_removed_on_its_way_does_not_arrive() -> None:
+    server = Server(4, 64)
+    chain = keys("chain", 2)
+    server.write(1, ONE, 0, chain)
+    server.start()
+    assert server.stack.remove(ONE, chain) == [True, True]
+    offsets = sorted(copy.extent.offset for copy in server.copies)
+    while server.copies:
+        server.finish(server.copies.pop())
+    assert sorted(server.stack.take_freed()) == offsets  # the disk may know of them already
+    assert server.read(1, ONE, 0, chain) == [ReadStatus.REMOVED] * 2
+    assert server.stack.bottom.allocator.allocated == server.stack.top.allocator.allocated == 0
+
+
+def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
+    server = Server(4, 64)
+    (digest,) = chain = keys("chain", 1)
+    server.write(1, ONE, 0, chain)
+    server.settle()
+    server.write(1, ONE, 0, keys("other", 4))
+    server.settle()
+    server.stage(ONE, 0, chain)
+    (copy,) = server.copies
+    server.copies.clear()
+    server.stack.spoilt(copy, ReadStatus.CORRUPT)
+    server.finish(copy, good=False)
+    assert server.read(1, ONE, 0, [digest]) == [ReadStatus.CORRUPT]
+
+    server.write(1, ONE, 0, chain)
+    server.settle()
+    server.stack.bottom.remove(ONE, chain, ReadStatus.CORRUPT)
+    assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT]
+    server.settle()
+    assert server.stack.bottom.peek(ONE, 0, digest) is not None
+
+
+def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
+    server = Server(4, 4, 64, reached=1, promote_after=2)
+    chain = keys("chain", 2)
+    server.write(1, ONE, 0, chain)
+    for _ in range(2):
+        server.read(1, ONE, 0, chain)
+    server.drop(1)
+    server.settle()
+    assert server.stack.stores[0].stored == 2
+    server.write(1, ONE, 0, keys("other", 4))
+    server.settle()
+    assert server.map[ONE, 0, chain[0]] == 0
+    server.stage(ONE, 0, chain)
+    assert {copy.source for copy in server.copies} == {0}
+    server.settle()
+    assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 2
+
+
+def test_a_lost_base_takes_only_what_lies_nowhere_else() -> None:
+    server = Server(4, 64)
+    old, new = keys("old", 4), keys("new", 3)
+    for chain in (old, new):
+        server.write(1, ONE, 0, chain)
+        server.settle()
+    server.write(1, ONE, 0, keys("newest", 1))  # not copied yet
+    server.start()
+    server.stack.bury(server.stack.retire(1))
+    while server.copies:
+        server.finish(server.copies.pop(), good=False)
+    assert server.read(1, ONE, 0, old) == [ReadStatus.TIER_LOST] * 4
+    assert server.read(1, ONE, 0, new) == [ReadStatus.HIT] * 3
+    server.drop(1)
+    assert server.write(1, ONE, 0, old) == ["RESERVED"] * 4  # it evicts again, like one tier
+    server.look()
+
+
+def test_what_was_found_on_disk_is_served() -> None:
+    server = Server(4, 64)
+    chain = keys("chain", 4)
+    records = [
+        Record(ONE, 0, digest, parent, offset * PAGE, PAGE, 1, generation)
+        for digest, parent, offset, generation in zip(
+            chain, [ROOT, *chain], [9, 3, 5, 1], [10, 20, 30, 40], strict=False
+        )
+    ]
+    records.append(Record(ONE, 0, key("over"), ROOT, 9 * PAGE, PAGE, 1, 5))  # overlaps
+    records.append(Record(ONE, 0, key("beyond"), ROOT, 64 * PAGE, PAGE, 1, 5))
+    for record in records:
+        server.memory[1][record.offset] = (ONE, 0, record.digest)
+    server.memory[1][9 * PAGE] = (ONE, 0, chain[0])
+    list(server.stack.restore(records, 0.0))
+    assert sorted(server.stack.take_freed()) == [9 * PAGE, 64 * PAGE]
+    assert {entry.digest for entry in server.stack.inventory()} == set(chain)
+    server.map = {(ONE, 0, digest): 1 for digest in chain}
+    server.stage(ONE, 0, chain)
+    server.settle()
+    assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "lease", "density"])
+def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> None:
+    store = Store(4 * PAGE, alignment=PAGE, policy=registry.policy(policy, 4 * PAGE))
+    records = [
+        Record(ONE, 0, digest, ROOT, number * PAGE, PAGE, 1, number + 1)
+        for number, digest in enumerate(keys("found", 4))
+    ]
+    entries = [entry for record in records if (entry := store.restore(record)) is not None]
+    store.adopt(entries, 1.0)
+    store.check()
+    assert store.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
+    statuses = [
+        store.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], 1e6 + second)[0].status
+        for second, digest in enumerate(keys("new", 4))
+    ]
+    store.check()
+    assert statuses == [WriteStatus.RESERVED] * 4
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_histories(seed: int) -> None:
+    """Writers, readers, copies that end late or badly, removals, full tiers, a tier that dies."""
+    rng = random.Random(seed)
+    pages, reached = rng.choice([((12, 40), 0), ((12, 16), 0), ((8, 12, 40), 1), ((8, 12), 1)])
+    server = Server(*pages, reached=reached)
+    digests = keys("random", 48)
+    for _ in range(300):
+        step, owner, first = rng.random(), rng.randint(1, 3), rng.randrange(48)
+        namespace, part = rng.choice([(ONE, 0), (ONE, 0), (TWO, 0), (TWO, 1)])
+        chain = digests[first : first + rng.randint(1, 6)]
+        if step < 0.25:
+            server.reserve(owner, namespace, part, chain)
+        elif step < 0.4 and server.open:
+            server.seal(*rng.choice(sorted(server.open)))
+        elif step < 0.55:
+            if ReadStatus.NOT_YET in server.read(owner, namespace, part, chain):
+                server.stage(namespace, part, chain, rng.choice([PAGE, 3 * PAGE, 1 << 30]))
+        elif step < 0.65:
+            server.start(rng.choice([PAGE, 4 * PAGE, 1 << 30]))
+        elif step < 0.85 and server.copies:
+            copy = server.copies.pop(rng.randrange(len(server.copies)))
+            if rng.random() < 0.1:
+                server.stack.spoilt(copy, ReadStatus.CORRUPT)
+                server.finish(copy, good=False)
+            else:
+                server.finish(copy, good=rng.random() < 0.8)
+        elif step < 0.9 and server.pins:
+            server.unpin(rng.randrange(len(server.pins)))
+        elif step < 0.95:
+            server.stack.remove(namespace, chain)
+        elif step < 0.995:
+            server.drop(owner)
+        elif len(pages) - 1 != reached and not server.stack.lost_tiers:
+            server.stack.bury(server.stack.retire(len(pages) - 1))
+        server.look()
+    for owner in (1, 2, 3):
+        server.drop(owner)
+    server.settle()
+    for tier, store in enumerate(server.stack.stores):
+        if tier not in server.stack.lost_tiers:
+            assert store.pinned_by(MOVER) == []
+            assert store.reservations == store.pins == 0
+    if not server.stack.lost_tiers:  # else the reached tier is the base, and staging evicts
+        for namespace, part, digest in [n for n in server.map if server.map[n] != reached]:
+            server.stage(namespace, part, [digest])
+            while server.copies:
+                server.finish(server.copies.pop())
+            assert server.read(9, namespace, part, [digest]) == [ReadStatus.HIT]
+            server.drop(9)
+            server.settle()
+    assert WriteStatus.NO_SPACE.name not in server.write(9, ONE, 0, [key("there is room")])

@@ -1,0 +1,410 @@
+"""The NVMe tier over a simulated disk: random work, faults and kills; then what is found again?
+
+One seed is one history: several lives of a server on one platter. In each, tasks write extents,
+remember, read and forget them, with buffers that are scribbled over as soon as a call has ended;
+the disk misbehaves; the process is killed at any moment, sometimes with the power. The next life
+recovers, and is held to this:
+
+- `recover` does not raise, unless the disk itself fails at that moment.
+- What is found was remembered exactly so, and nobody had been told that it was forgotten.
+- What somebody was told is remembered is found, unless its header, or the head of the file, was
+  damaged, or could not be read.
+- Found extents do not overlap, and their bytes are right. After silent damage they may be wrong;
+  then the checksum says so.
+
+    python -m tests.tiers.nvme_torture 0:500
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.types import ROOT, Namespace, Record
+from kvpool_tiers.nvme import format as nvme_format
+from kvpool_tiers.nvme import tier as nvme
+from kvpool_tiers.nvme.format import HEADER_SIZE, Geometry, pack_superblock
+from kvpool_tiers.nvme.tier import Nvme
+from tests.simulation.disk import DISK_FAULTS, Platter, SimDisk
+from tests.simulation.fence import fence
+from tests.simulation.loop import Process, SimLoop, Violation
+
+GRAIN: Final = 4096
+NAMESPACES: Final = [
+    Namespace("one"),
+    Namespace("two/parts", parts=2),
+    Namespace("n" * 512),
+    *map(Namespace, "abc"),
+]
+
+
+def content(record: Record) -> bytes:
+    """The bytes of an extent: another generation has others, no two sectors are alike."""
+    return random.Random(record.generation).randbytes(record.size)
+
+
+def by_generation(record: Record) -> int:
+    return record.generation
+
+
+def sum_of(data: bytes | bytearray, record: Record) -> int:
+    return checksum(data, block_seed(namespace_seed(record.namespace, record.part), record.digest))
+
+
+@dataclass(slots=True)
+class Report:
+    """What happened in one history."""
+
+    seed: int
+    failure: str | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Books:
+    """What a server would know, and what may be true on the platter. Outlives the processes."""
+
+    def __init__(self, grains: int) -> None:
+        self.free = set(range(grains))
+        self.live: dict[int, Record] = {}  # offset -> remembered, and somebody was told so
+        self.possible: set[Record] = set()  # may be on the platter: neither told, nor excluded
+        self.gone: set[Record] = set()  # forgotten, as somebody was told; or not found any more
+        self.ghosts: set[Record] = set()  # those of them that were found all the same, after damage
+        self.pins: Counter[int] = Counter()  # by offset
+        self.generation = 0
+        self.blind = False  # a life did not see all headers, and may have written over extents
+
+    def grains(self, offset: int, size: int) -> range:
+        return range(offset // GRAIN, -(-(offset + size) // GRAIN))
+
+    def take(self, size: int, chance: random.Random) -> int | None:
+        """The offset of free grains in a row."""
+        count = -(-size // GRAIN)
+        fits = [g for g in sorted(self.free) if self.free.issuperset(range(g, g + count))]
+        if not fits:
+            return None
+        offset = chance.choice(fits) * GRAIN
+        self.free -= set(self.grains(offset, size))
+        return offset
+
+    def unpinned(self) -> list[Record]:
+        return [record for offset, record in self.live.items() if not self.pins[offset]]
+
+    def give(self, record: Record) -> None:
+        self.free |= set(self.grains(record.offset, record.size))
+
+
+class History:
+    """One seed."""
+
+    def __init__(self, seed: int, trace: bool = False) -> None:
+        self.chance = chance = random.Random(f"{seed}/torture")
+        self.report = Report(seed)
+        self.trace = trace
+        self.loop = SimLoop(random.Random(f"{seed}/threads"), 0.001)  # type: ignore[abstract]
+        self.capacity = GRAIN * chance.choice([48, 100, 300])
+        self.geometry = Geometry(self.capacity, GRAIN)
+        size = Nvme.disk_size(self.capacity, GRAIN)
+        drawn = random.Random(f"{seed}/disk")
+        self.head = pack_superblock(GRAIN)
+        self.platter = Platter(self.loop, size, drawn, name="nvme0", head=self.head)
+        self.books = Books(self.capacity // GRAIN)
+        silent = chance.random() < 0.5
+        faults = [fault for fault in DISK_FAULTS if silent or not fault.silent]
+        self.faults = [fault for fault in faults if chance.random() < 0.4]
+        self.power_cuts = silent and chance.random() < 0.5
+        self.head_size = self.geometry.namespace(nvme_format.NAMESPACES)
+        self.process: Process
+        self.processes: list[Process] = []  # the dead ones too: their tasks must not be collected
+
+    def note(self, event: str) -> None:
+        if self.trace:
+            print(f"{self.loop.now:.6f} {event}")
+
+    async def run(self) -> None:
+        for life in range(self.chance.randint(3, 7)):
+            self.process = Process(self.loop, f"life-{life}", "host", self.chance)
+            self.processes.append(self.process)
+            ended = self.loop.create_future()
+            self.process.on_death.append(lambda ended=ended: ended.set_result(None))
+            self.process.spawn(self.live())
+            if self.faults:
+                trouble = asyncio.ensure_future(self.break_things(ended))
+            await asyncio.sleep(self.chance.choice([0.02, 0.3, 3.0]) * self.chance.random() * 3)
+            self.process.kill()
+            self.note("kill")
+            if self.faults:
+                await trouble
+            if self.power_cuts and self.chance.random() < 0.5:
+                self.platter.power_cut()
+                self.note("power cut")
+
+    async def break_things(self, ended: asyncio.Future[None]) -> None:
+        """One fault after the other, also while it recovers; often one outlives the process."""
+        while not ended.done():
+            await asyncio.sleep(self.chance.expovariate(1 / self.chance.choice([0.01, 0.2])))
+            if not ended.done():
+                fault = self.chance.choice(self.faults)
+                self.note(f"fault {fault.name}")
+                self.report.counts[fault.name] += 1
+                fault.begin(self.platter)
+                await asyncio.sleep(self.chance.expovariate(1 / self.chance.choice([0.01, 0.5])))
+                if not ended.done() or self.chance.random() < 0.7:
+                    self.platter.heal()
+        if self.platter.wear.stuck:
+            self.platter.heal()
+
+    # --- one life -------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        disk = SimDisk(self.platter)
+        tier = Nvme(self.capacity, path="nvme0", disk=disk)
+        while True:
+            faulty = self.is_faulty()
+            try:
+                found = await tier.recover()
+                break
+            except KvpoolError as error:
+                self.note(f"recover raised {error!r}")
+                excuse = faulty or self.is_faulty() or self.platter.spoilt
+                if isinstance(error, Unavailable) and excuse:
+                    self.report.counts["recover met a disk that failed"] += 1
+                    await asyncio.sleep(0.1)
+                elif self.is_hit(0, 2 * GRAIN):
+                    self.report.counts["the superblock was destroyed"] += 1
+                    # Somebody removes the file, as the error says.
+                    self.platter.memory[:] = self.head.ljust(self.platter.size, b"\0")
+                    self.books.live.clear()
+                    self.books.possible.clear()
+                else:
+                    return self.loop.fail(f"recover raised {error!r}")
+        self.compare(list(found), tier)
+        await self.verify_all(tier)
+        workers = [self.work(tier) for _ in range(self.chance.choice([1, 3, 8]))]
+        await asyncio.gather(*workers)
+
+    def is_faulty(self) -> bool:
+        wear = self.platter.wear
+        return bool(wear.failing or wear.full or wear.lost or wear.misdirected)
+
+    def compare(self, found: list[Record], tier: Nvme) -> None:
+        """What was found again, with what may and must be."""
+        books = self.books
+        books.blind |= bool(tier.describe().get("dropped_unreadable"))
+        self.report.counts["recovered"] += len(found)
+        taken: set[int] = set()
+        for record in found:
+            if record not in books.possible and books.live.get(record.offset) != record:
+                if record not in books.gone:
+                    return self.loop.fail(f"found {record}, which was never remembered so")
+                if not (
+                    self.is_header_hit(record) or self.is_hit(0, self.head_size) or books.blind
+                ):
+                    return self.loop.fail(f"found {record}, which was forgotten")
+                books.ghosts.add(record)
+            grains = set(books.grains(record.offset, record.size))
+            if taken & grains:
+                return self.loop.fail(f"found {record}, which overlaps another")
+            taken |= grains
+        for record in set(books.live.values()) - set(found):
+            if not (self.is_header_hit(record) or self.is_hit(0, self.head_size) or books.blind):
+                return self.loop.fail(f"lost {record}, which was remembered")
+            self.report.counts["lost by damage"] += 1
+            books.possible.add(record)
+        books.gone |= books.possible - set(found)  # their extents may be given to others now
+        books.possible.clear()
+        self.report.counts["ghosts"] += len(books.ghosts)
+        books.live = {record.offset: record for record in found}
+        books.pins.clear()
+        books.free = set(range(self.capacity // GRAIN)) - taken
+
+    def is_header_hit(self, record: Record) -> bool:
+        at = self.geometry.header(record.offset)
+        return self.is_hit(at, at + HEADER_SIZE)
+
+    def is_hit(self, start: int, stop: int) -> bool:
+        """Something there was damaged, at any time."""
+        return any(one.start < stop and start < one.stop for one in self.platter.damaged)
+
+    def may_be_wrong(self, record: Record) -> bool:
+        """Its bytes were damaged, or it should not be there and was written over."""
+        pieces = self.geometry.pieces(record.offset, record.size)
+        hit = any(self.is_hit(at, at + stop - start) for at, start, stop in pieces)
+        return hit or record in self.books.ghosts or self.books.blind
+
+    async def verify_all(self, tier: Nvme) -> None:
+        for record in list(self.books.live.values()):
+            await self.verify(tier, record)
+
+    async def verify(self, tier: Nvme, record: Record) -> None:
+        buffer = bytearray(record.size)
+        try:
+            await tier.read_into(record.offset, memoryview(buffer))
+        except Unavailable:
+            self.report.counts["read failed"] += 1
+            return
+        good = buffer == content(record)
+        if not good and sum_of(buffer, record) == record.checksum:
+            self.loop.fail(f"wrong bytes of {record}, and the checksum does not tell")
+        elif not good and not self.may_be_wrong(record):
+            self.loop.fail(f"wrong bytes of {record}, which was not damaged")
+        self.report.counts["read right" if good else "read and seen to be wrong"] += 1
+
+    async def work(self, tier: Nvme) -> None:
+        while True:
+            await asyncio.sleep(self.chance.expovariate(1 / 0.01))
+            kind = self.chance.choice([self.put, self.put, self.forget, self.read])
+            doing = asyncio.ensure_future(kind(tier))
+            if self.chance.random() < 0.15:
+                await asyncio.sleep(self.chance.expovariate(1 / self.platter.latency_s))
+                doing.cancel()
+            try:
+                await doing
+            except (asyncio.CancelledError, Unavailable) as error:
+                self.report.counts[type(error).__name__] += 1
+
+    # --- what the server would do ---------------------------------------------------------------
+
+    def draw(self) -> Record | None:
+        chance, books = self.chance, self.books
+        size = chance.choice(
+            [100, GRAIN, GRAIN, 5000, 2 * GRAIN, 8 * GRAIN, chance.randint(1, 70000)]
+        )
+        offset = books.take(size, chance)
+        if offset is None:
+            return None
+        books.generation += 1
+        namespace = chance.choice(NAMESPACES)
+        digest, parent = chance.randbytes(chance.choice([16, 32])), chance.choice([ROOT, b"p" * 32])
+        part = chance.randrange(namespace.parts)
+        bare = Record(namespace, part, digest, parent, offset, size, 0, books.generation)
+        return bare._replace(checksum=sum_of(content(bare), bare))
+
+    async def put(self, tier: Nvme) -> None:
+        """Write extents, then remember them together. What failed is forgotten before reuse."""
+        books = self.books
+        drawn = (self.draw() for _ in range(self.chance.choice([1, 2, 5, 40])))
+        records = [record for record in drawn if record is not None]
+        written: list[Record] = []
+        try:
+            outcomes = await asyncio.gather(
+                *(self.write(tier, record) for record in records), return_exceptions=True
+            )
+            written = [r for r, outcome in zip(records, outcomes, strict=True) if outcome is None]
+        finally:  # writes that failed have ended: their extents may be used again
+            for record in records:
+                if record not in written:
+                    books.give(record)
+        books.possible.update(written)
+        self.note(f"remember {[record.offset for record in written]}")
+        skipped = tier.describe()["not_remembered"]
+        await tier.remember(written)
+        if tier.describe()["not_remembered"] != skipped:  # the table is full: who knows which
+            self.report.counts["no room for a namespace"] += 1
+            return
+        self.note(f"remembered {[record.offset for record in written]}")
+        for record in written:
+            books.possible.discard(record)
+            books.live[record.offset] = record
+        self.report.counts["remembered"] += len(written)
+
+    async def write(self, tier: Nvme, record: Record) -> None:
+        buffer = bytearray(content(record))
+        try:
+            await tier.write_from(record.offset, memoryview(buffer))
+        finally:
+            buffer[:] = bytes(len(buffer))  # the caller uses it for something else
+
+    async def forget(self, tier: Nvme) -> None:
+        books, chance = self.books, self.chance
+        candidates = sorted(books.unpinned(), key=by_generation)
+        records = chance.sample(candidates, min(len(candidates), chance.choice([1, 3, 20])))
+        for record in records:
+            del books.live[record.offset]
+        books.possible.update(records)
+        self.note(f"forget {[record.offset for record in records]}")
+        # When this fails their extents rest until the next life: nobody knows what is there.
+        await tier.forget([record.offset for record in records])
+        self.note(f"forgotten {[record.offset for record in records]}")
+        for record in records:
+            books.possible.discard(record)
+            books.gone.add(record)
+            books.give(record)
+        self.report.counts["forgotten"] += len(records)
+
+    async def read(self, tier: Nvme) -> None:
+        """Nobody forgets it meanwhile: that is what pins are for."""
+        books = self.books
+        if books.live:
+            record = self.chance.choice(sorted(books.live.values(), key=by_generation))
+            books.pins[record.offset] += 1
+            try:
+                await self.verify(tier, record)
+            finally:
+                books.pins[record.offset] -= 1
+
+
+@contextmanager
+def small_format(chance: random.Random) -> Iterator[None]:
+    """Groups so small that extents reach over them, and namespaces that must be reused."""
+    before = nvme_format.GROUP_SIZE, nvme_format.NAMESPACES
+    nvme_format.GROUP_SIZE = GRAIN * chance.choice([8, 32])
+    nvme_format.NAMESPACES = nvme.NAMESPACES = chance.choice([3, 4, 10])
+    nvme_format._HEAD_SIZE = 2 * GRAIN + nvme_format.NAMESPACES * GRAIN
+    try:
+        yield
+    finally:
+        nvme_format.GROUP_SIZE, nvme_format.NAMESPACES = before
+        nvme.NAMESPACES = before[1]
+        nvme_format._HEAD_SIZE = 2 * GRAIN + before[1] * GRAIN
+
+
+def play(seed: int, *, trace: bool = False) -> Report:
+    with small_format(random.Random(f"{seed}/format")):
+        return _play(History(seed, trace))
+
+
+def _play(history: History) -> Report:
+    gc.disable()  # finalizers run when the collector pleases, which no seed decides
+    try:
+        with fence(history.loop.fail):
+            history.loop.run(history.run())
+    except Violation as violation:
+        history.report.failure = str(violation)
+    finally:
+        for process in history.processes:
+            process.bury()
+        gc.enable()
+    history.report.counts.update(history.platter.counts)
+    return history.report
+
+
+def main() -> None:
+    """Seeds as `first:last`, or one of them with everything that it does."""
+    argument = sys.argv[1]
+    if ":" not in argument:
+        print(play(int(argument), trace=True))
+        return
+    first, last = map(int, argument.split(":"))
+    counts: Counter[str] = Counter()
+    failed = 0
+    for seed in range(first, last):
+        report = play(seed)
+        counts.update(report.counts)
+        if report.failure is not None:
+            failed += 1
+            print(f"seed {seed}: {report.failure}")
+    print(f"{last - first} histories, {failed} failed; {dict(sorted(counts.items()))}")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

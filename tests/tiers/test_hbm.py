@@ -1,0 +1,261 @@
+"""The HBM tier, on the device `cpu`: staging that is never early or late, and what it refuses.
+
+What only CUDA does, copying later than it was asked to, is done here by `late_device.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvpool import device_copy as device
+from kvpool.device_copy import STEP
+from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable, UsageError
+from kvpool.protocols import Addressable, DeviceAddressable
+from kvpool_tiers import hbm
+from kvpool_tiers.hbm import Hbm
+from tests.conftest import eventually
+from tests.support.late_device import Gate, LateTensor, lanes, make_late
+
+torch = pytest.importorskip("torch", reason="the HBM tier needs torch")
+
+SIZES = [1, 4096, STEP - 1, STEP, STEP + 1, 2 * STEP, 5 * STEP + 3]
+
+
+@pytest.fixture
+def tier() -> Iterator[Hbm]:
+    tier = Hbm(8 * STEP, device="cpu")
+    yield tier
+    tier.close()
+
+
+def content(name: object, size: int) -> bytes:
+    """No two steps of it are alike."""
+    return random.Random(str(name)).randbytes(size)
+
+
+async def read(tier: Hbm, offset: int, size: int) -> bytearray:
+    buffer = bytearray(size)
+    await tier.read_into(offset, memoryview(buffer))
+    return buffer
+
+
+# --- a device that is as late as it may be ------------------------------------------------
+
+
+@pytest.fixture
+def late() -> Iterator[Hbm]:
+    tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
+    assert tier._memory is not None
+    tier._memory = tier._memory.as_subclass(LateTensor)
+    make_late(tier._copier)
+    yield tier
+    tier.close()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_device_may_copy_as_late_as_it_likes(
+    late: Hbm, size: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_is_pinned", lambda address: pinned)
+    data = content(size, size)
+    source = bytearray(data)
+    await late.write_from(256, memoryview(source))
+    source[:] = bytes(size)  # the call has ended: the memory is the caller's again
+    assert await read(late, 256, size) == data
+
+
+async def test_memory_that_is_pinned_is_not_staged(
+    tier: Hbm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_is_pinned", lambda address: True)
+    for lane in lanes(tier._copier):
+        del lane.halves[0].array, lane.halves[1].array
+    data = content("pinned", 3 * STEP + 1)
+    await tier.write_from(0, memoryview(data))
+    assert await read(tier, 0, len(data)) == data
+
+
+async def test_memory_that_is_pinned_in_part_is_staged(
+    tier: Hbm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registered range may end in the middle of a buffer: CUDA refuses to copy across its end."""
+    data = content("in part", 2 * STEP)
+    first = np.frombuffer(data, np.uint8).ctypes.data
+    monkeypatch.setattr(device, "_is_pinned", lambda address: address == first)
+    for lane in lanes(tier._copier):
+        del lane.halves[0].array
+    with pytest.raises(AttributeError):  # it wanted a half
+        await tier.write_from(0, memoryview(data))
+
+
+# --- many calls, cancelled calls, and the end ----------------------------------------------
+
+
+async def test_more_calls_than_lanes(tier: Hbm) -> None:
+    size = STEP // 4
+    places = {offset: content(offset, size) for offset in range(0, tier.capacity, size)}
+    await asyncio.gather(*(tier.write_from(o, memoryview(data)) for o, data in places.items()))
+    assert await asyncio.gather(*(read(tier, o, size) for o in places)) == list(places.values())
+
+
+@pytest.fixture
+async def gated() -> tuple[Hbm, Gate]:
+    """One lane, whose device has stopped."""
+    tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
+    gate = Gate()
+    for half in lanes(tier._copier)[0].halves:
+        half.mark = gate
+    return tier, gate
+
+
+async def test_a_cancelled_call_waits_for_the_device(gated: tuple[Hbm, Gate]) -> None:
+    tier, gate = gated
+    call = asyncio.ensure_future(tier.write_from(0, memoryview(bytes(4 * STEP))))
+    await eventually(lambda: gate.waiting)
+    for _ in range(3):  # and again: patience is not cancelled either
+        call.cancel()
+        await asyncio.sleep(0.001)
+    assert not call.done()
+    gate.open = lambda: True
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert tier._copier._lanes.qsize() == 1
+    tier.close()
+
+
+async def test_a_call_that_is_cancelled_before_its_turn_waits_for_nobody(
+    gated: tuple[Hbm, Gate],
+) -> None:
+    tier, gate = gated
+    first = asyncio.ensure_future(tier.write_from(0, memoryview(bytes(10))))
+    await eventually(lambda: gate.waiting)
+    second = asyncio.ensure_future(tier.write_from(0, memoryview(b"\1" * 10)))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert not first.done()
+    gate.open = lambda: True
+    await first
+    assert await read(tier, 0, 10) == bytes(10)
+    tier.close()
+
+
+async def test_closing_ends_what_runs(gated: tuple[Hbm, Gate]) -> None:
+    tier, gate = gated
+    gate.open = lambda: all(call.stopped for call in tuple(tier._copier._calls))
+    calls = [tier.write_from(0, memoryview(bytes(10))) for _ in range(3)]
+    running = [asyncio.ensure_future(call) for call in calls]
+    await eventually(lambda: gate.waiting)
+    tier.close()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    assert [type(result) for result in results] == [Closed] * 3
+    with pytest.raises(Closed):
+        tier.device_view(0, 1)
+
+
+async def test_an_error_of_the_device_is_unavailable(
+    tier: Hbm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA reports them; the tier can be asked again."""
+    with monkeypatch.context() as patch:
+
+        def fails() -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
+
+        for lane in lanes(tier._copier):
+            patch.setattr(lane.halves[1].mark, "synchronize", fails)
+        with pytest.raises(Unavailable, match=r"device cpu: .*unspecified launch failure$"):
+            await tier.write_from(0, memoryview(bytes(2 * STEP)))
+        with pytest.raises(Unavailable):
+            await read(tier, 0, 2 * STEP)
+    await tier.write_from(0, memoryview(b"well again"))
+    assert await read(tier, 0, 10) == b"well again"
+
+
+# --- for transports that can reach the device -------------------------------------------------
+
+
+async def test_a_device_view_is_the_memory_itself(tier: Hbm) -> None:
+    assert isinstance(tier, DeviceAddressable)
+    assert not isinstance(tier, Addressable)  # no memoryview can show a device's memory
+    view = np.from_dlpack(tier.device_view(512, 1000))
+    data = content("view", 1000)
+    await tier.write_from(512, memoryview(data))
+    assert bytes(view) == data
+    view[100:200] = 0
+    assert (await read(tier, 512, 1000))[100:200] == bytes(100)
+    tier.close()
+    assert bytes(view[:100]) == data[:100]  # who still holds it keeps it alive
+    with pytest.raises(UsageError):
+        tier.device_view(tier.capacity, 1)
+
+
+# --- what it refuses -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "meta", "cpu:1", "", "mps"])
+def test_a_device_that_is_none(device: str) -> None:
+    with pytest.raises(ConfigError, match=rf"device is '{device}': expected 'cuda'"):
+        Hbm(4096, device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:99"])
+def test_a_device_that_is_not_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"device is '{device}': torch .* finds 0 CUDA devices"):
+        Hbm(4096, device=device)
+
+
+def test_a_device_with_a_number_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="finds 2 CUDA devices"):
+        Hbm(4096, device="cuda:2")
+
+
+def test_more_than_is_free() -> None:
+    with pytest.raises(ConfigError, match=r"capacity is \d+ bytes, the device 'cpu' has \d+ free"):
+        Hbm(1 << 60, device="cpu")
+
+
+def test_what_torch_cannot_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else may have taken it since it was counted."""
+    monkeypatch.setattr(hbm, "memory_available", lambda: 1 << 62)
+    with pytest.raises(ConfigError, match="cannot be had: RuntimeError"):
+        Hbm(1 << 60, device="cpu")
+
+
+@pytest.mark.parametrize("options", [{"capacity": 0}, {"capacity": -1}, {"staging": 4096}])
+def test_sizes_that_make_no_sense(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(options))} is"):
+        Hbm(**{"capacity": 4096, "device": "cpu"} | options)  # type: ignore[arg-type]
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[hbm\]'"):
+        Hbm(4096, device="cpu")
+
+
+def test_only_who_makes_one_imports_torch() -> None:
+    code = "import sys, kvpool, kvpool_tiers.hbm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+async def test_buffers_that_are_none(tier: Hbm) -> None:
+    with pytest.raises(BadBuffer, match="read-only"):
+        await tier.read_into(0, memoryview(bytes(10)))
+    for wrong in (memoryview(bytes(10))[::2], memoryview(bytes(16)).cast("I")):
+        with pytest.raises(BadBuffer, match="contiguous"):
+            await tier.write_from(0, wrong)
+    await tier.write_from(0, memoryview(b""))
+    await tier.read_into(0, memoryview(bytearray()))

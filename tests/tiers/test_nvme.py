@@ -1,0 +1,710 @@
+"""The NVMe tier: bad files, bad disks, and what is left after each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
+from kvpool.types import ROOT, Namespace, Record
+from kvpool_tiers.nvme import file_disk as disk_module
+from kvpool_tiers.nvme.file_disk import FileDisk
+from kvpool_tiers.nvme.format import GROUP_SIZE, NAMESPACES, PAGE, Geometry
+from kvpool_tiers.nvme.tier import Nvme
+from tests.conftest import NAMESPACE, eventually, key, value
+
+CAPACITY = 1 << 20
+PIECE = disk_module._PIECE_BYTES
+
+
+class MemoryDisk:
+    """A disk that lives as long as the test, and fails where it is told to."""
+
+    mode = "buffered"
+
+    def __init__(self, size: int) -> None:
+        self.bytes = bytearray(size)
+        self.reads_fail = self.writes_fail = range(0)  # positions
+
+    @property
+    def size(self) -> int:
+        return len(self.bytes)
+
+    async def read(self, offset: int, buffer: memoryview) -> None:
+        await asyncio.sleep(0)
+        if range(
+            max(offset, self.reads_fail.start), min(offset + len(buffer), self.reads_fail.stop)
+        ):
+            raise Unavailable("EIO")
+        buffer[:] = self.bytes[offset : offset + len(buffer)]
+
+    async def write(self, offset: int, buffer: memoryview) -> None:
+        await asyncio.sleep(0)
+        if offset in self.writes_fail:
+            raise Unavailable("ENOSPC")
+        assert offset + len(buffer) <= len(self.bytes)
+        self.bytes[offset : offset + len(buffer)] = buffer
+
+    def close(self) -> None:
+        pass
+
+
+def record(
+    offset: int, size: int = PAGE, generation: int = 1, namespace: Namespace = NAMESPACE
+) -> Record:
+    """An extent, and what its bytes must be: those of its key."""
+    digest = key(f"{offset}/{generation}")
+    sum_ = checksum(value(digest, size), block_seed(namespace_seed(namespace, 0), digest))
+    return Record(namespace, 0, digest, ROOT, offset, size, sum_, generation)
+
+
+async def write(tier: Nvme, *records: Record) -> None:
+    """As a server does it: the bytes, then what they mean."""
+    for one in records:
+        await tier.write_from(one.offset, memoryview(value(one.digest, one.size)))
+    await tier.remember(records)
+
+
+async def is_intact(tier: Nvme, one: Record) -> bool:
+    """As a server finds out: by the checksum."""
+    buffer = bytearray(one.size)
+    await tier.read_into(one.offset, memoryview(buffer))
+    seed = block_seed(namespace_seed(one.namespace, one.part), one.digest)
+    return checksum(buffer, seed) == one.checksum
+
+
+@contextlib.contextmanager
+def tier_at(path: Path, capacity: int = CAPACITY, **options: bool) -> Iterator[Nvme]:
+    tier = Nvme(capacity, path=path, **options)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+# --- opening ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"x", b"root:x:0:0:root:/root:/bin/bash\n" * 1000, bytes(1 << 20), os.urandom(1 << 20)],
+    ids=["short", "text", "zeros", "noise"],
+)
+def test_a_file_of_somebody_else_is_left_alone(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{path}: is not empty and no file of an NVMe tier"):
+        Nvme(CAPACITY, path=path)
+    assert path.read_bytes() == content
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} is a directory, expected a file"):
+        Nvme(CAPACITY, path=tmp_path)
+    with pytest.raises(ConfigError, match="its directory does not exist"):
+        Nvme(CAPACITY, path=tmp_path / "nowhere" / "tier")
+    with pytest.raises(ConfigError, match="no regular file"):
+        Nvme(CAPACITY, path="/dev/null")
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match=r"loop cannot be opened for writing: ELOOP"):
+        Nvme(CAPACITY, path=loop)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_file_that_may_not_be_written_is_refused(path: Path) -> None:
+    path.touch(0o400)
+    with pytest.raises(ConfigError, match=r"cannot be opened for writing: EACCES"):
+        Nvme(CAPACITY, path=path)
+
+
+def test_settings_that_make_no_sense_are_refused(path: Path) -> None:
+    for alignment in (0, 512, 4095, 5000, 2 << 20):
+        with pytest.raises(ConfigError, match="alignment"):
+            Nvme(CAPACITY, path=path, alignment=alignment)
+    with pytest.raises(ConfigError, match="queue_depth is 0"):
+        Nvme(CAPACITY, path=path, queue_depth=0)
+    with pytest.raises(ConfigError, match="has 4096 bytes, capacity 1048576 needs"):
+        Nvme(CAPACITY, path=path, disk=MemoryDisk(4096))
+    assert not path.exists()
+
+
+def test_a_capacity_beyond_the_disk_says_what_is_free(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bytes more, its file system has \d+ free"):
+        Nvme(1 << 50, path=path)
+    assert not path.exists()
+
+
+async def test_growing_beyond_the_disk_changes_nothing(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0))
+    with pytest.raises(ConfigError, match="free"):
+        Nvme(1 << 50, path=path)
+    with tier_at(path) as tier:
+        assert await tier.recover() == [record(0)]
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="bytes: ENOSPC: No space left on device"):
+        Nvme(CAPACITY, path=path)
+    assert not path.exists()
+
+
+def test_all_of_the_file_is_set_aside(path: Path) -> None:
+    with tier_at(path):
+        status = path.stat()
+        assert status.st_blocks * 512 >= status.st_size == Nvme.disk_size(CAPACITY)
+
+
+async def test_one_file_has_one_server(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0))
+        with pytest.raises(ConfigError, match=f"{path} is in use by process {os.getpid()}"):
+            Nvme(CAPACITY, path=path)
+    with tier_at(path) as tier:
+        assert await tier.recover() == [record(0)]
+
+
+async def test_another_version_or_alignment_is_named_and_left_alone(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0))
+    with pytest.raises(ConfigError, match="made with alignment 4096, not 65536"):
+        Nvme(CAPACITY, path=path, alignment=65536)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpool_tiers.nvme.format.VERSION", 2)
+        with pytest.raises(ConfigError, match="version 1 of the format, this is version 2"):
+            Nvme(CAPACITY // 2, path=path)
+    with tier_at(path) as tier:
+        assert await tier.recover() == [record(0)]
+
+
+async def test_a_damaged_superblock_is_mended(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0))
+    for places in ([20], [PAGE + 20], [20, PAGE + 20], [0], [PAGE]):
+        with path.open("r+b") as file:
+            for place in places:
+                os.pwrite(file.fileno(), b"\xff", place)
+        with tier_at(path) as tier:
+            assert await tier.recover() == [record(0)]
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), bytes(2 * PAGE), 0)
+    with pytest.raises(ConfigError, match="no file of an NVMe tier"):
+        Nvme(CAPACITY, path=path)
+
+
+async def test_a_file_that_was_cut_has_what_is_left(path: Path) -> None:
+    first, last = record(0), record(CAPACITY - PAGE)
+    with tier_at(path) as tier:
+        await write(tier, first, last)
+    os.truncate(path, Nvme.disk_size(CAPACITY) - 1)
+    with tier_at(path) as tier:
+        assert set(await tier.recover()) == {first, last}
+        assert await is_intact(tier, first)
+        assert not await is_intact(tier, last)
+    os.truncate(path, 100)
+    with tier_at(path) as tier:
+        assert await tier.recover() == []
+
+
+async def test_it_grows_and_shrinks_with_its_capacity(path: Path) -> None:
+    small, large = 5 * PAGE, GROUP_SIZE + 8 * PAGE
+    inside, across = record(PAGE, 3 * PAGE), record(GROUP_SIZE - PAGE, 3 * PAGE + 5)
+    with tier_at(path, small) as tier:
+        await write(tier, inside)
+    with tier_at(path, large) as tier:
+        assert await tier.recover() == [inside]
+        await write(tier, across)
+    with tier_at(path, large) as tier:
+        assert await tier.recover() == [inside, across]
+        assert await is_intact(tier, across)
+        assert await is_intact(tier, inside)
+    with tier_at(path, GROUP_SIZE) as tier:
+        assert await tier.recover() == [inside]
+        assert tier.describe()["dropped_beyond"] == 1
+        assert os.stat(path).st_size == Nvme.disk_size(GROUP_SIZE)
+    with tier_at(path, large) as tier:
+        assert await tier.recover() == [inside]
+        assert await is_intact(tier, inside)
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_extents_that_reach_over_groups_are_whole(path: Path, direct: bool) -> None:
+    capacity = 2 * GROUP_SIZE + 4 * PAGE
+    with tier_at(path, capacity, direct=direct) as tier:
+        across = [record(GROUP_SIZE - PAGE, size) for size in (PAGE + 1, 2 * PAGE, 70_001)]
+        for one in (*across, record(GROUP_SIZE - 2 * PAGE, GROUP_SIZE + 5 * PAGE)):
+            await write(tier, one)
+            assert await is_intact(tier, one)
+        assert len(await tier.recover()) == 1
+
+
+async def test_memory_of_any_alignment_will_do(path: Path) -> None:
+    memory = memoryview(mmap.mmap(-1, 4 * CAPACITY))
+    chance = random.Random(7)
+    with tier_at(path) as tier:
+        for _ in range(200):
+            start = chance.choice((0, 1, 512, PAGE, 5000))
+            size = chance.choice((1, 511, PAGE - 1, PAGE, PAGE + 1, 65536, 70_000, 3 * PAGE))
+            one = record(chance.randrange(CAPACITY // PAGE - 18) * PAGE, size, start + 1)
+            source = memory[start : start + size]
+            source[:] = value(one.digest, size)
+            await tier.write_from(one.offset, source)
+            target = memory[2 * CAPACITY + start :][:size]
+            await tier.read_into(one.offset, target)
+            assert target == source
+
+
+def test_where_the_page_cache_cannot_be_passed_by_it_is_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os_open = os.open
+
+    def refuse(name: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os_open(name, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with tier_at(path) as tier:
+        assert tier.describe()["mode"] == "buffered"
+        one = record(0, 12345)
+        asyncio.run(write(tier, one))
+        assert asyncio.run(is_intact(tier, one))
+    monkeypatch.undo()
+    with tier_at(path, direct=False) as tier:
+        assert tier.describe()["mode"] == "buffered"
+        assert asyncio.run(tier.recover()) == [one]
+
+
+async def test_it_tells_how_it_is(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0), record(PAGE))
+    with tier_at(path) as tier:
+        await tier.recover()
+        told = tier.describe()
+    assert (told["path"], told["queue_depth"], told["recovered"]) == (str(path), 16, 2)
+
+
+async def test_a_buffer_that_is_none_fails_its_own_call_only(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0))
+        buffer = bytearray(PAGE)
+        outcomes = await asyncio.gather(
+            tier.read_into(0, memoryview(bytes(PAGE))),
+            tier.read_into(0, memoryview(bytearray(2 * PAGE))[::2]),
+            tier.read_into(0, memoryview(buffer)),
+            return_exceptions=True,
+        )
+        assert [isinstance(outcome, Exception) for outcome in outcomes] == [True, True, False]
+        assert buffer == value(record(0).digest, PAGE)
+
+
+# --- disks that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+async def test_an_error_of_the_disk_is_told_and_passes(
+    path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    name = errno.errorcode[number]
+    with tier_at(path) as tier:
+        await write(tier, record(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fail)
+            patch.setattr(os, "preadv", fail)
+            for call in (
+                tier.read_into(0, memoryview(bytearray(PAGE))),
+                tier.write_from(PAGE, memoryview(bytes(PAGE))),
+                tier.remember([record(PAGE)]),
+                tier.forget([0]),
+                tier.recover(),
+            ):
+                with pytest.raises(Unavailable, match=f"{path}: {name}: {os.strerror(number)}"):
+                    await call
+        await write(tier, record(2 * PAGE))
+        assert await is_intact(tier, record(0))
+    with tier_at(path) as tier:
+        assert await tier.recover() == [record(0), record(2 * PAGE)]
+
+
+async def test_a_file_cut_under_it_is_no_end_of_the_process(path: Path) -> None:
+    with tier_at(path) as tier:
+        await write(tier, record(0), record(CAPACITY - PAGE))
+        os.truncate(path, Nvme.disk_size(CAPACITY) - PAGE // 2)
+        for offset in (CAPACITY - PAGE, CAPACITY - 2 * PAGE):
+            buffer = memoryview(bytearray(CAPACITY - offset))
+            with pytest.raises(Unavailable, match="the file ends at"):
+                await tier.read_into(offset, buffer)
+        assert await is_intact(tier, record(0))
+
+
+async def test_headers_that_cannot_be_read_are_lost_and_the_others_found() -> None:
+    capacity = 3 * GROUP_SIZE
+    disk = MemoryDisk(Nvme.disk_size(capacity))
+    tier = Nvme(capacity, path="memory", disk=disk)
+    await tier.recover()
+    records = [record(number * GROUP_SIZE) for number in range(3)]
+    await tier.remember(records)
+    bad = Geometry(capacity, PAGE).header(GROUP_SIZE)
+    disk.reads_fail = range(bad, bad + 1)
+    tier = Nvme(capacity, path="memory", disk=disk)
+    assert await tier.recover() == [records[0], records[2]]
+    assert tier.describe()["dropped_unreadable"] == 1
+    disk.reads_fail = range(disk.size)
+    with pytest.raises(Unavailable, match="EIO"):
+        await Nvme(capacity, path="memory", disk=disk).recover()
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Reads do not come back before this is set."""
+    freed = threading.Event()
+    read = disk_module._read
+
+    def wait(fd: int, offset: int, buffer: memoryview) -> int:
+        freed.wait()
+        return read(fd, offset, buffer)
+
+    monkeypatch.setattr(disk_module, "_read", wait)
+    yield freed
+    freed.set()
+
+
+async def test_on_a_stuck_disk_only_calls_that_have_not_begun_can_be_cancelled(
+    path: Path, stuck: threading.Event
+) -> None:
+    disk = FileDisk(path, 64 * PAGE, queue_depth=1)
+    buffers = [bytearray(PAGE) for _ in range(40)]
+    calls = [asyncio.ensure_future(disk.read(0, memoryview(buffer))) for buffer in buffers]
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        for call in calls:
+            call.cancel()
+        await asyncio.sleep(0.01)
+    assert [call.done() for call in calls] == [False] + [True] * 39
+    stuck.set()
+    await asyncio.wait(calls)
+    assert all(call.cancelled() for call in calls)
+    await disk.write(PAGE, memoryview(bytes(PAGE)))
+    disk.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [PIECE, 3 * PIECE + PAGE, 3 * PIECE + 17])
+async def test_a_large_call_is_one_call_in_several_pieces(
+    path: Path, size: int, direct: bool
+) -> None:
+    disk = FileDisk(path, 16 * PIECE, queue_depth=3, direct=direct)
+    values = [os.urandom(size) for _ in range(3)]
+    places = [0, 5 * PIECE, 10 * PIECE]
+    for offset, bytes_ in zip(places, values, strict=True):
+        await disk.write(offset, memoryview(bytes_))
+    buffers = [bytearray(size) for _ in places]
+    await asyncio.gather(
+        *(disk.read(o, memoryview(b)) for o, b in zip(places, buffers, strict=True))
+    )
+    assert buffers == values
+    disk.close()
+    assert path.read_bytes()[places[1] : places[1] + size] == values[1]  # noqa: ASYNC240
+
+
+async def test_a_call_of_which_a_piece_fails_has_failed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = disk_module._read
+
+    def fail(fd: int, offset: int, buffer: memoryview) -> int:
+        if offset == 2 * PIECE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, offset, buffer)
+
+    disk = FileDisk(path, 8 * PIECE)
+    monkeypatch.setattr(disk_module, "_read", fail)
+    outcomes = await asyncio.gather(
+        disk.read(0, memoryview(bytearray(4 * PIECE))),
+        disk.read(4 * PIECE, memoryview(bytearray(4 * PIECE))),
+        return_exceptions=True,
+    )
+    assert isinstance(outcomes[0], Unavailable)
+    assert outcomes[1] is None
+    disk.close()
+
+
+async def test_a_large_call_that_is_cancelled_ends_with_its_last_piece(
+    path: Path, stuck: threading.Event
+) -> None:
+    disk = FileDisk(path, 8 * PIECE, queue_depth=2)
+    buffer = bytearray(8 * PIECE)
+    call = asyncio.ensure_future(disk.read(0, memoryview(buffer)))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    disk.close()
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    stuck.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    buffer[:] = bytes([1]) * len(buffer)
+    await asyncio.sleep(0.02)
+    assert buffer.count(1) == len(buffer)  # nobody reads into it any more
+
+
+async def test_closing_does_not_wait_for_a_stuck_disk(path: Path, stuck: threading.Event) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    disk = FileDisk(path, 64 * PAGE, queue_depth=1)
+    buffers = [bytearray(PAGE) for _ in range(40)]
+    calls = [asyncio.ensure_future(disk.read(0, memoryview(buffer))) for buffer in buffers]
+    await asyncio.sleep(0.05)
+    disk.close()
+    late = asyncio.ensure_future(disk.read(0, memoryview(bytearray(PAGE))))
+    await asyncio.sleep(0.01)
+    assert [call.done() for call in calls] == [False] + [True] * 39
+    assert isinstance(calls[1].exception(), Closed)
+    assert isinstance(late.exception(), Closed)
+    stuck.set()
+    await calls[0]
+    await eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_loop_that_ends_in_the_middle_leaves_nothing_open(path: Path, turns: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    disk = FileDisk(path, 64 * PAGE)
+
+    async def leave() -> None:
+        for _ in range(40):
+            asyncio.ensure_future(disk.write(0, memoryview(bytes(PAGE))))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    buffer = bytearray(PAGE)
+    asyncio.run(disk.read(0, memoryview(buffer)))
+    disk.close()
+    loops_own = 3
+    asyncio.run(eventually(lambda: len(os.listdir("/proc/self/fd")) == before + loops_own))
+
+
+def test_a_stuck_disk_does_not_keep_a_process_from_exiting(path: Path) -> None:
+    script = """
+import asyncio, sys, threading
+from kvpool_tiers import disk
+disk._read = lambda *_: threading.Event().wait()
+async def main():
+    tier = disk.FileDisk(sys.argv[1], 65536)
+    task = asyncio.ensure_future(tier.read(0, memoryview(bytearray(4096))))
+    await asyncio.sleep(0.1)
+    tier.close()
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+"""
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=30)
+
+
+# --- what the bytes mean -----------------------------------------------------------------------
+
+
+async def test_more_namespaces_than_fit_are_served_and_not_remembered(path: Path) -> None:
+    capacity = (NAMESPACES + 10) * PAGE
+    with tier_at(path, capacity) as tier:
+        records = [
+            record(n * PAGE, 100, n + 1, Namespace(f"model/{n}")) for n in range(NAMESPACES + 3)
+        ]
+        await tier.remember(records)
+        assert tier.describe()["not_remembered"] == 3
+        await tier.forget([records[5].offset])
+        await tier.remember(records[-1:])
+        await tier.remember(records[-2:-1])
+        assert tier.describe()["not_remembered"] == 4
+    wanted = {*records[:5], *records[6:NAMESPACES], records[-1]}
+    with tier_at(path, capacity) as tier:
+        assert set(await tier.recover()) == wanted
+        await tier.remember([record(0, 100, 5000, Namespace("a new one"))])
+        await tier.remember(records[-2:-1])
+        assert tier.describe()["not_remembered"] == 2
+        await tier.forget([0, PAGE])
+        await tier.remember(records[-2:-1])
+    with tier_at(path, capacity) as tier:
+        assert set(await tier.recover()) == wanted - set(records[:2]) | {records[-2]}
+
+
+async def test_a_namespace_that_is_being_replaced_is_not_referred_to() -> None:
+    capacity = (NAMESPACES + 2) * PAGE
+    disk = MemoryDisk(Nvme.disk_size(capacity))
+    tier = Nvme(capacity, path="memory", disk=disk)
+    await tier.recover()
+    records = [record(n * PAGE, 100, n + 1, Namespace(f"m/{n}")) for n in range(NAMESPACES + 1)]
+    await tier.remember(records[:NAMESPACES])
+    await tier.forget([0])
+    await asyncio.gather(tier.remember(records[-1:]), tier.remember(records[:1]))
+    assert tier.describe()["not_remembered"] == 1
+    tier = Nvme(capacity, path="memory", disk=disk)
+    assert await tier.recover() == records[1:]
+    assert "dropped_unnamed" not in tier.describe()
+
+
+async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
+    disk = MemoryDisk(Nvme.disk_size(CAPACITY))
+    one = Nvme(CAPACITY, path="memory", disk=disk)
+    await one.recover()
+    await one.remember([record(0, namespace=Namespace("one"))])
+    name = Geometry.namespace(0)
+    page = disk.bytes[name : name + PAGE]
+    other = Nvme(CAPACITY, path="memory", disk=MemoryDisk(disk.size))
+    await other.recover()
+    await other.remember([record(0, namespace=Namespace("other"))])
+    other_disk = other._disk
+    assert isinstance(other_disk, MemoryDisk)
+    other_disk.bytes[name : name + PAGE] = page
+    tier = Nvme(CAPACITY, path="memory", disk=other_disk)
+    assert await tier.recover() == []
+    assert tier.describe()["dropped_unnamed"] == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_flipped_bits_are_dropped_or_do_not_matter(seed: int) -> None:
+    chance = random.Random(seed)
+    capacity = 64 * PAGE
+    disk = MemoryDisk(Nvme.disk_size(capacity))
+    tier = Nvme(capacity, path="memory", disk=disk)
+    await tier.recover()
+    names = [Namespace(f"model/{n}", n + 1) for n in range(4)]
+    records = {record(n * PAGE, chance.randint(1, PAGE), n + 1, names[n % 4]) for n in range(64)}
+    await write(tier, *records)
+    image = bytes(disk.bytes)
+    used = [n for n, byte in enumerate(image) if byte]
+    for _ in range(10):
+        disk.bytes[:] = image
+        for _ in range(chance.choice((1, 3, 40, 400))):
+            disk.bytes[chance.choice(used)] ^= 1 << chance.randrange(8)
+        tier = Nvme(capacity, path="memory", disk=disk)
+        found = set(await tier.recover())
+        assert found <= records
+        told = tier.describe()
+        dropped = sum(int(told[name]) for name in told if name.startswith("dropped_"))
+        assert len(found) + dropped == len(records)
+        again = Nvme(capacity, path="memory", disk=disk)
+        assert set(await again.recover()) == found
+        for one in found:
+            await is_intact(again, one)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_history_is_recovered_as_it_was(seed: int) -> None:
+    """Extents of all sizes come and go; the disk is full at times, or a crash comes first."""
+    chance = random.Random(seed)
+    capacity = 300 * PAGE
+    disk = MemoryDisk(Nvme.disk_size(capacity))
+    known: dict[int, Record] = {}
+    generation = 0
+    for _ in range(8):
+        tier = Nvme(capacity, path="memory", disk=disk)
+        found = await tier.recover()
+        assert {one.offset: one for one in found} == known
+        for _ in range(20):
+            batch: dict[int, Record] = {}
+            for _ in range(chance.randint(1, 8)):
+                grains = chance.choice((1, 1, 2, 5, 33))
+                offset = chance.randrange(300 - grains) * PAGE
+                size = grains * PAGE - chance.choice((0, 0, 1, 4000))
+                end = offset + grains * PAGE
+                if any(r.offset < end and offset < r.offset + r.size for r in batch.values()):
+                    continue
+                generation += 1
+                name = Namespace(f"model/{chance.randrange(3)}")
+                batch[offset] = record(offset, size, generation, name)
+            over = [
+                old.offset
+                for old in known.values()
+                for new in batch.values()
+                if old.offset < new.offset + new.size and new.offset < old.offset + old.size
+            ]
+            for offset in over:
+                known.pop(offset, None)
+            crashed = chance.random() < 0.1
+            if not crashed:
+                await tier.forget(sorted(set(over)))
+            if chance.random() < 0.1:
+                disk.writes_fail = range(disk.size)
+                with pytest.raises(Unavailable):
+                    await tier.remember(list(batch.values()))
+                disk.writes_fail = range(0)
+            await tier.remember(list(batch.values()))
+            known |= batch
+            if crashed:
+                break
+
+
+def test_what_returned_before_kill_9_is_found(path: Path) -> None:
+    script = """
+import asyncio, sys
+from tests.tiers.test_nvme import Nvme, PAGE, record, write
+async def main():
+    tier = Nvme(1 << 24, path=sys.argv[1])
+    await tier.recover()
+    for n in range(1 << 12):
+        await write(tier, record(n * PAGE, 1 + n % PAGE, n + 1))
+        print(n, flush=True)
+asyncio.run(main())
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    while int(child.stdout.readline()) < 100:
+        pass
+    with pytest.raises(ConfigError, match=f"in use by process {child.pid}"):
+        Nvme(1 << 24, path=path)
+    child.send_signal(signal.SIGKILL)
+    returned = 101 + len(child.stdout.readlines())
+    child.wait()
+    child.stdout.close()
+
+    async def check() -> None:
+        with tier_at(path, 1 << 24) as tier:
+            found = await tier.recover()
+            assert len(found) - returned in (0, 1)  # one may have been remembered and not told
+            for n, one in enumerate(found):
+                assert one == record(n * PAGE, 1 + n % PAGE, n + 1)
+                assert await is_intact(tier, one)
+
+    asyncio.run(check())
+
+
+async def test_a_call_beyond_the_file_is_refused(path: Path) -> None:
+    with tier_at(path) as tier:
+        for offset in (CAPACITY, -PAGE, 1):
+            with pytest.raises(UsageError):
+                await tier.forget([offset])
+        with pytest.raises(UsageError, match="multiples of 4096"):
+            await tier.read_into(1, memoryview(bytearray(1)))

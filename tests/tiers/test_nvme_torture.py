@@ -1,0 +1,69 @@
+"""A few histories of `tests/tiers/nvme_torture.py`, and proof that they can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from kvpool_tiers.nvme import tier as nvme
+from kvpool_tiers.nvme.format import Found
+from kvpool_tiers.nvme.tier import Nvme
+from tests.tiers.nvme_torture import play
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_history_ends_well(seed: int) -> None:
+    report = play(seed)
+    assert report.failure is None
+
+
+def test_a_seed_is_one_history() -> None:
+    assert play(3) == play(3)
+    assert play(3).counts != play(4).counts
+
+
+async def forgets_some(self: Nvme, offsets: Sequence[int]) -> None:
+    await forget(self, list(offsets)[1:])
+
+
+async def lets_go_of_writes(self: Nvme, offset: int, buffer: memoryview) -> None:
+    await asyncio.shield(asyncio.ensure_future(write_from(self, offset, buffer)))
+
+
+async def remembers_later(self: Nvme, records: Any) -> None:
+    asyncio.ensure_future(remember(self, records))
+
+
+def recalls_older(header: Any, *arguments: Any) -> Any:
+    found = unpack_header(header, *arguments)
+    if isinstance(found, Found):
+        older = found.record._replace(generation=found.record.generation - 1)
+        return found._replace(record=older)
+    return found
+
+
+forget, write_from, remember = Nvme.forget, Nvme.write_from, Nvme.remember
+unpack_header = nvme.unpack_header
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong", "failure"),
+    [
+        (Nvme, "forget", forgets_some, "which was forgotten"),
+        (Nvme, "write_from", lets_go_of_writes, "wrong bytes"),
+        (Nvme, "remember", remembers_later, "which was remembered"),
+        (nvme, "unpack_header", recalls_older, "never remembered so"),
+    ],
+)
+def test_a_broken_tier_is_noticed(
+    where: Any, name: str, wrong: Callable[..., Any], failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failures() -> Iterator[str]:
+        for seed in range(20, 40):
+            yield play(seed).failure or ""
+
+    monkeypatch.setattr(where, name, wrong)
+    assert any(failure in one for one in failures())

@@ -1,0 +1,150 @@
+"""The main job, small: real processes, every byte checked, the hit rate of the offline policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import patient
+
+
+def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvpool", "replay", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    done = replay(
+        *("--sessions", "6", "--concurrent", "3", "--clients", "2", "--servers", "1"),
+        *("--in-flight", "1", "--capacity", "1600KiB", "--block-size", "4KiB", "--limit", "80"),
+        *("--picture", str(picture), "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["wrong_bytes"] == 0
+    assert report["hits"] > 0
+    assert abs(report["hit_rate"] - report["offline_lru"]) < 0.002
+    assert report["offline_isolated"] < report["offline_lru"] <= report["offline_ideal"]
+    assert picture.read_text().startswith("<svg")
+
+
+def test_a_replay_goes_on_warm_when_every_server_was_killed(tmp_path: Path) -> None:
+    """More than fits in memory, and after kill -9 the file has what the pool had (G8)."""
+    done = replay(
+        *("--sessions", "6", "--concurrent", "3", "--clients", "2", "--servers", "2"),
+        *("--in-flight", "1", "--block-size", "4KiB", "--limit", "80", "--kill-at", "0.5"),
+        *("--tier", "dram:800KiB", "--tier", f"nvme:{tmp_path}/{{server}}:16MiB", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["wrong_bytes"] == 0
+    # Nothing is ever evicted, so what is missing was on its way to the file.
+    assert report["offline_ideal"] - report["hit_rate"] < 0.1
+    usage = [tier for member in report["members"] for tier in member["usage"]]
+    assert sum(tier["hits"] for tier in usage if tier["name"] == "nvme") > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_replay_takes_its_processes_with_it(number: int) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvpool", "replay", "--clients", "2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until = time.monotonic() + patient(20)
+    while len(children(parent.pid)) < 5:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    started = children(parent.pid)
+    parent.send_signal(number)
+    parent.wait(patient(10))
+    until = time.monotonic() + patient(3)
+    while any(os.path.exists(f"/proc/{child}") for child in started):
+        assert time.monotonic() < until, "a process was left behind"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("victim", ["kvpool.tools.replay_engine", "kvpool master"])
+def test_a_replay_without_its_master_or_an_engine_ends_in_a_sentence(victim: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvpool", "replay", "--clients", "2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.kill(playing(parent.pid, victim), signal.SIGKILL)
+    _, errors = parent.communicate(timeout=patient(15))
+    assert parent.returncode == 1
+    assert "ended with code -9" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_replay_outlives_a_server() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvpool", "replay", "--clients", "2", "--limit", "400", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    os.kill(playing(parent.pid, "kvpool server"), signal.SIGKILL)
+    out, _ = parent.communicate(timeout=patient(50))
+    report = json.loads(out)
+    assert parent.returncode == 0
+    assert report["wrong_bytes"] == 0
+    assert report["requests"] == 400
+
+
+def playing(parent: int, name: str) -> int:
+    """The process of a running replay whose command line holds `name`, once requests are played."""
+    until = time.monotonic() + patient(20)
+    while time.monotonic() < until:
+        started = children(parent)
+        if len(started) == 5:
+            time.sleep(2)
+            for child in started:
+                if name in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "):
+                    return child
+        time.sleep(0.05)
+    raise AssertionError("the replay did not start")
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found.append(int(name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("/nowhere/trace.jsonl",), "No such file"),
+        (("--workload", "poetry"), "expected codex"),
+        (("--block-size", "4KB"), "did you mean 4KiB"),
+        (("--capacity", "1KiB"), "holds no block"),
+        (("--transports", "shm,bogus"), "no transport 'bogus'"),
+    ],
+)
+def test_a_wrong_replay_is_a_sentence_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
+    done = replay(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr

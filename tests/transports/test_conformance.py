@@ -1,0 +1,601 @@
+"""Every transport and tier keeps every promise, and the kit notices when one does not."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.write_a_transport import UnixTransport
+from kvpool.errors import Closed, LinkBroken, Overloaded, UsageError
+from kvpool.protocols import (
+    BlockStore,
+    Channel,
+    Connection,
+    Listener,
+    Peer,
+    Reading,
+    Tier,
+    Transport,
+    View,
+    Viewable,
+    Writing,
+)
+from kvpool.testing import (
+    TIER_CHECKS,
+    TRANSPORT_CHECKS,
+    ConformanceError,
+    NotDeclared,
+    check_tier,
+    check_transport,
+)
+from kvpool.types import (
+    ROOT,
+    Cluster,
+    Namespace,
+    Outgoing,
+    Pin,
+    ReadResult,
+    ReadStatus,
+    Record,
+    Wanted,
+    WriteStatus,
+)
+from kvpool_tiers.dram import Dram
+from kvpool_tiers.hbm import Hbm
+from kvpool_tiers.nvme.tier import Nvme
+from kvpool_transports.inproc import InprocTransport
+from kvpool_transports.shm import ShmTransport
+from kvpool_transports.tcp import TcpTransport
+from kvpool_transports.ucx import UcxTransport
+
+
+def makers() -> dict[str, Callable[[], Transport]]:
+    """How to make each transport; inproc's two sides are one instance."""
+    inproc = InprocTransport()
+    return {
+        "inproc": lambda: inproc,
+        "shm": ShmTransport,
+        "tcp": TcpTransport,
+        "ucx": UcxTransport,
+        "unix": UnixTransport,
+    }
+
+
+def needs_ucx() -> None:
+    """Skips where UCX is not installed: it is an extra."""
+    pytest.importorskip("ucxx", reason="the UCX transport needs ucxx: pip install kvpool[ucx]")
+
+
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS)
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp", "ucx", "unix"])
+async def test_transport(scheme: str, check: str) -> None:
+    if scheme == "ucx":
+        needs_ucx()
+    try:
+        await TRANSPORT_CHECKS[check](makers()[scheme])
+    except NotDeclared as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize(
+    "check",
+    ["a_full_batch_comes_back", "a_closed_listener_ends_its_calls", "abort_ends_running_calls"],
+)
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "ucx", "unix"])
+def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
+    """uvloop's transports raise where asyncio's keep quiet, once a connection is lost."""
+    if scheme == "ucx":
+        needs_ucx()
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(TRANSPORT_CHECKS[check](makers()[scheme]))
+
+
+@pytest.mark.parametrize("check", TIER_CHECKS)
+@pytest.mark.parametrize("name", ["dram", "file", "nvme", "nvme-buffered", "hbm"])
+async def test_tier(name: str, check: str, tmp_path: Path) -> None:
+    if name == "hbm":
+        pytest.importorskip("torch", reason="the HBM tier needs torch")
+    path = tmp_path / "tier"
+    tiers: dict[str, Callable[[int], Tier]] = {
+        "dram": dram,
+        "file": lambda capacity: FileTier(path, capacity),
+        "nvme": lambda capacity: Nvme(capacity, path=path),
+        "nvme-buffered": lambda capacity: Nvme(capacity, path=path, direct=False),
+        "hbm": lambda capacity: Hbm(capacity, device="cpu"),
+    }
+
+    try:
+        await TIER_CHECKS[check](tiers[name])
+    except NotDeclared as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("check", TIER_CHECKS)
+def test_nvme_under_uvloop(check: str, tmp_path: Path) -> None:
+    """What servers run on: its futures and threads meet differently."""
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(TIER_CHECKS[check](lambda capacity: Nvme(capacity, path=tmp_path / "tier")))
+        except NotDeclared as why:
+            pytest.skip(str(why))
+
+
+async def test_the_kit_names_what_is_wrong() -> None:
+    """The whole kit stops at the first broken promise and says which, what and instead of what."""
+    with pytest.raises(ConformanceError, match=r"expected .*; got") as caught:
+        await check_transport(broken(channel=Unverified))
+    assert caught.value.check == "rotten_blocks_are_corrupt"
+    with pytest.raises(ConformanceError, match="expected UsageError from writing") as caught:
+        await check_tier(Endless)
+    assert caught.value.check == "nothing_lies_outside"
+
+
+async def test_what_only_passes_on_is_as_good_as_what_it_wraps() -> None:
+    """The wrapper that the broken ones change keeps every promise itself."""
+    await check_transport(broken())
+
+
+# --- teeth: transports -------------------------------------------------------------------
+
+
+class Through:
+    """A channel that passes everything on. Each broken one changes one thing."""
+
+    def __init__(self, inner: Channel) -> None:
+        self.inner = inner
+
+    async def write(
+        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+    ) -> list[WriteStatus]:
+        return await self.inner.write(writing, blocks, deadline=deadline)
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        return await self.inner.read(reading, blocks, deadline=deadline)
+
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        return await self.inner.remove(namespace, digests, deadline=deadline)
+
+    async def suspect(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        return await self.inner.suspect(namespace, part, digests, deadline=deadline)
+
+    @asynccontextmanager
+    async def read_view(
+        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+    ) -> AsyncIterator[list[View]]:
+        assert isinstance(self.inner, Viewable)
+        async with self.inner.read_view(reading, digests, deadline=deadline) as views:
+            yield views
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+
+class ThroughTransport:
+    """Inproc, with something else in front of its channels or of the server's books."""
+
+    scheme = "inproc"
+    same_host = True
+    authenticated = True
+
+    def __init__(
+        self,
+        channel: Callable[[Channel], Channel] = Through,
+        store: Callable[[BlockStore], BlockStore] = lambda store: store,
+    ) -> None:
+        self.inner = InprocTransport()
+        self.channel = channel
+        self.store = store
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        return await self.inner.listen(address, self.store(store))
+
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
+        return self.channel(
+            await self.inner.connect(address, cluster=cluster, client=client, deadline=deadline)
+        )
+
+
+def broken(**parts: Any) -> Callable[[], Transport]:
+    transport = ThroughTransport(**parts)
+    return lambda: transport
+
+
+class Unordered(Through):
+    """Answers in the order of the digests."""
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        return await self.inner.read(reading, sorted(blocks, key=lambda b: b[0]), deadline=deadline)
+
+
+class Unverified(Through):
+    """Trusts the memory."""
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        return await self.inner.read(reading._replace(verify=False), blocks, deadline=deadline)
+
+
+class Caching(Through):
+    """Remembers what it has read."""
+
+    def __init__(self, inner: Channel) -> None:
+        super().__init__(inner)
+        self.seen: dict[object, bytes] = {}
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        places = [(reading.namespace, reading.part, block.digest) for block in blocks]
+        if all(place in self.seen for place in places):
+            for place, block in zip(places, blocks, strict=True):
+                block.buffer[: len(self.seen[place])] = self.seen[place]
+            return [ReadResult(ReadStatus.HIT, len(self.seen[place])) for place in places]
+        results = await self.inner.read(reading, blocks, deadline=deadline)
+        for place, block, result in zip(places, blocks, results, strict=True):
+            if result.status.hit:
+                self.seen[place] = bytes(block.buffer[: result.size])
+        return results
+
+
+class Retrying(Through):
+    """Does not take no for an answer."""
+
+    async def write(
+        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+    ) -> list[WriteStatus]:
+        with suppress(Overloaded):
+            return await self.inner.write(writing, blocks, deadline=deadline)
+        return await self.inner.write(writing, blocks, deadline=deadline)
+
+
+class Patient(Through):
+    """Has its own idea of a deadline."""
+
+    async def write(
+        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+    ) -> list[WriteStatus]:
+        return await self.inner.write(writing, blocks, deadline=deadline + 60)
+
+
+class Lingering(Through):
+    """Lets a read go on when its caller has left."""
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        reads = asyncio.ensure_future(self.inner.read(reading, blocks, deadline=deadline))
+        return await asyncio.shield(reads)
+
+
+class Deaf(Through):
+    """Does not hear `abort`."""
+
+    def abort(self) -> None:
+        pass
+
+
+class Undead(Through):
+    """Works on after its end."""
+
+    async def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+class Scribbled(Through):
+    """Shows memory that can be written into."""
+
+    @asynccontextmanager
+    async def read_view(
+        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+    ) -> AsyncIterator[list[View]]:
+        async with super().read_view(reading, digests, deadline=deadline) as views:
+            yield [
+                view if view.data is None else View(view.status, memoryview(bytearray(view.data)))
+                for view in views
+            ]
+
+
+class Raw(ThroughTransport):
+    """Lets through what the operating system says."""
+
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
+        try:
+            return await super().connect(address, cluster=cluster, client=client, deadline=deadline)
+        except LinkBroken as error:
+            raise ConnectionRefusedError(111, "Connection refused") from error
+
+
+class Leaking(ThroughTransport):
+    """Opens one descriptor more than it closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[int] = []
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        self.opened.append(os.open("/dev/null", os.O_RDONLY))
+        return await super().listen(address, store)
+
+
+class Books:
+    """A store whose connections are changed in one thing, so the server's half is broken."""
+
+    def __init__(self, inner: BlockStore, change: Callable[[Connection], None]) -> None:
+        self._inner = inner
+        self._change = change
+        self.cluster, self.server, self.tier = inner.cluster, inner.server, inner.tier
+
+    def connect(self, peer: Peer) -> Connection:
+        connection = self._inner.connect(peer)
+        self._change(connection)
+        return connection
+
+
+def unpin_early(connection: Any) -> None:
+    """Gives the pins back before the bytes were taken."""
+    pin = connection.pin
+
+    async def pin_and_unpin(*arguments: Any) -> list[Pin]:
+        pins: list[Pin] = await pin(*arguments)
+        connection.unpin(pins)
+        return pins
+
+    connection.pin = pin_and_unpin
+
+
+def seal_anything(connection: Any) -> None:
+    """Seals with checksums that it made up."""
+    seal = connection.seal
+
+    def seal_so(ids: list[int], _: list[int], **options: Any) -> Coroutine[Any, Any, Any]:
+        sealing: Coroutine[Any, Any, Any] = seal(ids, [0] * len(ids), **options)
+        return sealing
+
+    connection.seal = seal_so
+
+
+def forget_the_books(connection: Any) -> None:
+    """Does not close the books of a call that was cancelled or cut off."""
+    connection.close = lambda **_: None
+
+
+BROKEN: dict[str, Callable[[], ThroughTransport]] = {
+    "results_are_in_the_callers_order": lambda: ThroughTransport(Unordered),
+    "rotten_blocks_are_corrupt": lambda: ThroughTransport(Unverified),
+    "a_channel_never_caches": lambda: ThroughTransport(Caching),
+    "a_transport_never_retries": lambda: ThroughTransport(Retrying),
+    "a_silent_server_costs_a_deadline": lambda: ThroughTransport(Patient),
+    "a_cancelled_read_leaves_nothing": lambda: ThroughTransport(Lingering),
+    "abort_ends_calls_that_wait": lambda: ThroughTransport(Deaf),
+    "closing_twice_is_closing_once": lambda: ThroughTransport(Undead),
+    "a_view_is_pinned_and_read_only": lambda: ThroughTransport(Scribbled),
+    "nobody_there_is_unavailable": Raw,
+    "nothing_stays_when_both_sides_close": Leaking,
+    "bytes_are_taken_while_they_are_pinned": lambda: ThroughTransport(
+        store=lambda store: Books(store, unpin_early)
+    ),
+    "blocks_are_sealed_when_their_bytes_are_there": lambda: ThroughTransport(
+        store=lambda store: Books(store, seal_anything)
+    ),
+    "a_cancelled_write_leaves_nothing": lambda: ThroughTransport(
+        store=lambda store: Books(store, forget_the_books)
+    ),
+}
+
+
+@pytest.mark.parametrize("check", BROKEN)
+async def test_a_broken_transport_is_noticed(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.testing.harness.PROMPT_S", 0.2)
+    transport = BROKEN[check]()
+    with pytest.raises(ConformanceError, match=check) as caught:
+        await TRANSPORT_CHECKS[check](lambda: transport)
+    assert caught.value.check == check
+    for descriptor in getattr(transport, "opened", ()):
+        os.close(descriptor)
+
+
+# --- teeth: tiers ----------------------------------------------------------------------------
+
+
+def dram(capacity: int) -> Dram:
+    return Dram(capacity, prefault=False)
+
+
+class FileTier:
+    """The smallest tier that survives a restart: one file."""
+
+    name = "file"
+    alignment = 512
+    survives_restart = True
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        self.capacity = max(capacity // self.alignment, 1) * self.alignment
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        os.ftruncate(self._fd, self.capacity)
+
+    async def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._check(offset, len(buffer))
+        os.preadv(self._fd, [buffer], offset)
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        self._check(offset, len(buffer))
+        os.pwrite(self._fd, buffer, offset)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _check(self, offset: int, size: int) -> None:
+        if self._fd < 0:
+            raise Closed("the tier is closed")
+        if not 0 <= offset <= offset + size <= self.capacity:
+            raise UsageError(f"{size} bytes at {offset}: there are {self.capacity}")
+
+
+class Forgetful(FileTier):
+    """Starts with an empty file."""
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        path.unlink(missing_ok=True)
+        super().__init__(path, capacity)
+
+
+class Sprawling(FileTier):
+    """Writes whole extents, and one more."""
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        await super().write_from(offset, buffer)
+        room = min(2 * self.alignment, self.capacity - offset - len(buffer))
+        os.pwrite(self._fd, bytes(room), offset + len(buffer))
+
+
+class Late(FileTier):
+    """Writes when nobody waits for it any more."""
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        writing = asyncio.ensure_future(self._write(offset, buffer))
+        await asyncio.shield(writing)
+
+    async def _write(self, offset: int, buffer: memoryview) -> None:
+        await asyncio.sleep(0.001)
+        await super().write_from(offset, buffer)
+
+
+class Endless(Dram):
+    """Takes what fits, and says nothing of the rest."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, prefault=False)
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        room = max(0, self.capacity - offset)
+        await super().write_from(offset, buffer[:room])
+
+
+class Copying(Dram):
+    """Shows a copy."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, prefault=False)
+
+    def view(self, offset: int, size: int) -> memoryview:
+        return memoryview(bytearray(super().view(offset, size)))
+
+
+class Amnesiac(Nvme):
+    """Remembers nothing."""
+
+    async def remember(self, records: Sequence[Record]) -> None:
+        pass
+
+
+class Vague(Nvme):
+    """Does not keep where a block belongs."""
+
+    async def recover(self) -> Sequence[Record]:
+        return [record._replace(parent=ROOT) for record in await super().recover()]
+
+
+class Resentful(Nvme):
+    """Never forgets."""
+
+    async def forget(self, offsets: Sequence[int]) -> None:
+        pass
+
+
+class Backward(Nvme):
+    """Believes the oldest."""
+
+    async def remember(self, records: Sequence[Record]) -> None:
+        await super().remember(self._turned(records))
+
+    async def recover(self) -> Sequence[Record]:
+        return self._turned(await super().recover())
+
+    @staticmethod
+    def _turned(records: Sequence[Record]) -> list[Record]:
+        top = (1 << 64) - 1
+        return [record._replace(generation=top - record.generation) for record in records]
+
+
+class Lax(Nvme):
+    """Remembers what it can, and says nothing of the rest."""
+
+    async def remember(self, records: Sequence[Record]) -> None:
+        for record in records:
+            with suppress(UsageError):
+                await super().remember([record])
+
+
+class Greedy(Dram):
+    """Rounds up."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity + 4096, prefault=False)
+
+
+def unsealed(capacity: int) -> Tier:
+    """Dram, if it forgot the seals."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", lambda *_: 0)
+        return dram(capacity)
+
+
+@pytest.mark.parametrize(
+    ("check", "tier"),
+    [
+        ("what_survives_a_restart_is_there_again", Forgetful),
+        ("neighbours_are_left_alone", Sprawling),
+        ("a_cancelled_call_stops", Late),
+        ("nothing_lies_outside", Endless),
+        ("a_view_is_the_memory_itself", Copying),
+        ("capacity_is_what_was_asked_for", Greedy),
+        ("nobody_can_resize_it", unsealed),
+        ("what_was_remembered_is_found_again", Amnesiac),
+        ("what_was_remembered_is_found_again", Vague),
+        ("what_was_forgotten_stays_forgotten", Resentful),
+        ("of_overlapping_extents_the_newest_wins", Backward),
+        ("what_cannot_be_an_extent_is_refused", Lax),
+    ],
+)
+async def test_a_broken_tier_is_noticed(
+    check: str, tier: Callable[..., Tier], tmp_path: Path
+) -> None:
+    def make(capacity: int) -> Tier:
+        if isinstance(tier, type) and issubclass(tier, FileTier):
+            return tier(tmp_path / "tier", capacity)
+        if isinstance(tier, type) and issubclass(tier, Nvme):
+            return tier(capacity, path=tmp_path / "tier")
+        return tier(capacity)
+
+    with pytest.raises(ConformanceError, match=check):
+        await TIER_CHECKS[check](make)

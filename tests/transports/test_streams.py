@@ -1,0 +1,66 @@
+"""A last word goes out when a stream falls idle, and never behind the request that replaces it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvpool.wire.messages import TYPES, Hello, Message, Unpin
+from kvpool_transports.streams.stream import Stream
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[Stream, Stream]]:
+    loop = asyncio.get_running_loop()
+    streams = []
+    for end in socket.socketpair():
+        end.setblocking(False)
+        _, stream = await loop.create_connection(Stream, sock=end)
+        streams.append(stream)
+    try:
+        yield streams[0], streams[1]
+    finally:
+        for stream in streams:
+            stream.abort()
+
+
+async def heard(stream: Stream, count: int) -> list[int]:
+    deadline = asyncio.get_running_loop().time() + 5
+    return [(await stream.receive(deadline=deadline)).type for _ in range(count)]
+
+
+async def test_an_idle_stream_says_its_last_word() -> None:
+    async with pair() as (ours, theirs):
+        ours.send_if_idle(Unpin())
+        ours.send_if_idle(Unpin())  # once is enough
+        await asyncio.sleep(0)
+        await ours.send(hello(), deadline=asyncio.get_running_loop().time() + 5)
+        assert await heard(theirs, 2) == [TYPES[Unpin], TYPES[Hello]]
+
+
+async def test_a_request_takes_the_last_words_place() -> None:
+    """Behind it, it would let go of what that request has just pinned (G4)."""
+    async with pair() as (ours, theirs):
+        deadline = asyncio.get_running_loop().time() + 5
+        ours.send_if_idle(Unpin())
+        await ours.send(hello(), deadline=deadline)
+        await asyncio.sleep(0.01)
+        await ours.send(hello(), deadline=deadline)
+        assert await heard(theirs, 2) == [TYPES[Hello], TYPES[Hello]]
+
+
+async def test_a_stream_that_is_lost_says_nothing() -> None:
+    went_wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: went_wrong.append(what))
+    async with pair() as (ours, _):
+        ours.send_if_idle(Unpin())
+        ours.abort()
+        await asyncio.sleep(0.01)
+    assert went_wrong == []
+
+
+def hello() -> Message:
+    return Hello("default", "test")

@@ -1,0 +1,1 @@
+"""For transports over byte streams."""

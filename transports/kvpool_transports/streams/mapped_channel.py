@@ -1,0 +1,230 @@
+"""The client's half of shared memory: it copies by itself, in memory that the server has shown it.
+
+How that memory came to be mapped is somebody else's business (shm.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from kvpool.errors import BadMessage, LinkBroken
+from kvpool.protocols import Reading, View, Writing
+from kvpool.types import (
+    BLOCK_SIZE_MAX,
+    Gathered,
+    Namespace,
+    Outgoing,
+    ReadResult,
+    ReadStatus,
+    Scattered,
+    Wanted,
+    WriteStatus,
+)
+from kvpool.wire.messages import Pinned, Unpin
+from kvpool_transports.copy_pool import Copier, Job
+from kvpool_transports.streams import requests as exchanges
+from kvpool_transports.streams.stream import Stream, StreamPool
+
+
+class Memory(Protocol):
+    """A server's segment, as this process sees it."""
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """Raises BadMessage for memory that the segment has not got."""
+
+
+class Segment(Protocol):
+    """A server's memory, mapped by the first connection to it. Raises LinkBroken once closed."""
+
+    def readable(self) -> Memory: ...
+
+    def writable(self) -> Memory: ...
+
+    def close(self) -> None: ...
+
+
+class MappedChannel:
+    """A channel whose streams carry words only; the bytes are copied in place."""
+
+    def __init__(self, address: str, streams: StreamPool, segment: Segment, copier: Copier) -> None:
+        self._address = address
+        self._streams = streams
+        self._segment = segment
+        self._copier = copier
+
+    def __repr__(self) -> str:
+        return f"<MappedChannel {self._address} {self._streams!r}>"
+
+    async def write(
+        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+    ) -> list[WriteStatus]:
+        whole = [
+            Gathered(digest, parent, (buffer,), len(buffer)) for digest, parent, buffer in blocks
+        ]
+        return await self.write_pieces(writing, whole, deadline=deadline)
+
+    async def write_pieces(
+        self, writing: Writing, blocks: Sequence[Gathered], *, deadline: float
+    ) -> list[WriteStatus]:
+        async with self._streams.stream(deadline) as stream:
+            sizes = [block.size for block in blocks]
+            statuses, granted, reserved = await exchanges.reserve(
+                stream, writing, blocks, sizes, deadline
+            )
+            if not granted:
+                return statuses
+            memory = self._segment.writable()
+            seeds = exchanges.seeds(
+                writing.namespace, writing.part, [blocks[i].digest for i in granted]
+            )
+            targets = [
+                memory.view(offset, blocks[i].size)
+                for i, offset in zip(granted, reserved.offsets, strict=True)
+            ]
+            jobs = [
+                Job(blocks[i].pieces, (target,), seed, hash_source=True)
+                for i, target, seed in zip(granted, targets, seeds, strict=True)
+            ]
+            # If this is cancelled, the copies have stopped before the stream is aborted: the
+            # server may then reuse the extents at once.
+            with _borrowed(targets, jobs):
+                checksums = await self._copier.run(jobs, deadline=deadline)
+            sealed = await exchanges.seal(stream, writing, reserved.ids, checksums, deadline)
+        for position, status in zip(granted, sealed, strict=True):
+            statuses[position] = status
+        return statuses
+
+    async def read(
+        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+    ) -> list[ReadResult]:
+        whole = [Scattered(digest, (buffer,), len(buffer)) for digest, buffer in blocks]
+        return await self.read_pieces(reading, whole, deadline=deadline)
+
+    async def read_pieces(
+        self, reading: Reading, blocks: Sequence[Scattered], *, deadline: float
+    ) -> list[ReadResult]:
+        room = [block.size for block in blocks]
+        async with self._streams.stream(deadline) as stream:
+            statuses, pinned, hits, sources = await self._pin(
+                stream, reading, blocks, room, deadline
+            )
+            if hits:
+                seeds: list[int | None] = [None] * len(hits)
+                if reading.verify:
+                    seeds[:] = exchanges.seeds(
+                        reading.namespace, reading.part, [blocks[i].digest for i in hits]
+                    )
+                jobs = [
+                    Job((source,), blocks[i].pieces, seed)
+                    for i, source, seed in zip(hits, sources, seeds, strict=True)
+                ]
+                with _borrowed(sources, jobs):
+                    got = await self._copier.run(jobs, deadline=deadline)
+                if not stream.lost:
+                    stream.send_if_idle(Unpin())
+                elif not reading.verify:
+                    raise LinkBroken("the pins were lost while their bytes were copied")
+        if not hits:
+            return [ReadResult(status) for status in statuses]
+        expected = pinned.checksums if reading.verify else [0] * len(hits)
+        arrived = exchanges.verified(pinned.sizes, expected, got)
+        if len(hits) == len(blocks):
+            return arrived
+        results = [ReadResult(status) for status in statuses]
+        for position, result in zip(hits, arrived, strict=True):
+            results[position] = result
+        return results
+
+    @asynccontextmanager
+    async def read_view(
+        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+    ) -> AsyncIterator[list[View]]:
+        nothing = memoryview(b"")
+        blocks = [Wanted(digest, nothing) for digest in digests]
+        room = [BLOCK_SIZE_MAX] * len(digests)
+        async with self._streams.stream(deadline) as stream:
+            statuses, pinned, hits, sources = await self._pin(
+                stream, reading, blocks, room, deadline
+            )
+            views = [View(status) for status in statuses]
+            checksums = [0] * len(digests)
+            for index, position in enumerate(hits):
+                views[position] = View(ReadStatus.HIT, sources[index])
+                checksums[position] = pinned.checksums[index]
+            with _borrowed(sources):
+                if reading.verify:
+                    views = await exchanges.verify_views(
+                        self._copier, reading, digests, views, checksums, deadline
+                    )
+                yield views
+            if hits and not stream.lost:
+                stream.send_if_idle(Unpin())
+
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        return await exchanges.remove(self._streams, namespace, digests, deadline)
+
+    async def suspect(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+    ) -> list[bool]:
+        return await exchanges.suspect(self._streams, namespace, part, digests, deadline)
+
+    async def close(self) -> None:
+        self.abort()
+        self._copier.close()
+        self._segment.close()
+
+    def abort(self) -> None:
+        # In this order: to the server, the end of a stream means that nobody writes any more.
+        self._copier.stop()
+        self._streams.abort()
+
+    async def _pin(
+        self,
+        stream: Stream,
+        reading: Reading,
+        blocks: Sequence[Wanted | Scattered],
+        room: list[int],
+        deadline: float,
+    ) -> tuple[list[ReadStatus], Pinned, list[int], list[memoryview]]:
+        await stream.send(exchanges.read_request(reading, blocks, room), deadline=deadline)
+        pinned = await stream.expect(Pinned, deadline=deadline)
+        if reading.patience is not None:
+            reading.patience.arrived()
+        statuses = exchanges.read_statuses(pinned.statuses, len(blocks))
+        hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
+        if not len(hits) == len(pinned.offsets) == len(pinned.sizes) == len(pinned.checksums):
+            raise BadMessage(f"{len(hits)} hits, {len(pinned.offsets)} offsets")
+        if any(not 0 < size <= room[i] for i, size in zip(hits, pinned.sizes, strict=True)):
+            raise BadMessage("a block larger than the buffer for it")
+        memory = self._segment.readable()
+        sources = [
+            memory.view(offset, size)
+            for offset, size in zip(pinned.offsets, pinned.sizes, strict=True)
+        ]
+        return statuses, pinned, hits, sources
+
+
+@contextlib.contextmanager
+def _borrowed(memory: list[memoryview], jobs: list[Job] | None = None) -> Iterator[None]:
+    """Let go of mapped memory at the end, also where a frame stays.
+
+    An exception keeps the frames that it went through, often until the next full garbage
+    collection; and as long as anything there leads to it, a segment stays mapped, even one whose
+    server is dead.
+    """
+    try:
+        yield
+    finally:
+        for view in memory:
+            try:
+                view.release()
+            except BufferError:  # somebody still looks
+                pass
+        memory.clear()
+        if jobs is not None:
+            jobs.clear()

@@ -1,0 +1,225 @@
+"""The client's half of tcp and shm: the requests they put the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+from kvpool.checksum import block_seed, namespace_seed
+from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
+from kvpool.protocols import Reading, View, Writing
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    Cluster,
+    Gathered,
+    Namespace,
+    Outgoing,
+    ReadResult,
+    ReadStatus,
+    Scattered,
+    Tag,
+    Wanted,
+    WriteStatus,
+)
+from kvpool.wire import auth
+from kvpool.wire.messages import (
+    TYPES,
+    Challenge,
+    Hello,
+    Proof,
+    Read,
+    Remove,
+    Removed,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    Suspect,
+    Welcome,
+    decode_answer,
+    pack_parents,
+)
+from kvpool_transports.copy_pool import Copier, Job
+from kvpool_transports.streams.stream import Stream, StreamPool
+
+#: By value; calling an enum takes ten times as long.
+_READ = tuple(ReadStatus)
+_WRITE = tuple(WriteStatus)
+
+
+async def greet(
+    stream: Stream, *, cluster: Cluster, client: str, server: str, deadline: float
+) -> Welcome:
+    """Say hello; the answer must come from `server`, unless that is empty.
+
+    With a secret, both sides prove that they know it; raises Unauthenticated when one does not.
+    """
+    nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
+    await stream.send(Hello(cluster.name, client, nonce), deadline=deadline)
+    if cluster.secret:
+        await _prove(stream, cluster, nonce, deadline)
+    welcome = await stream.expect(Welcome, deadline=deadline)
+    if server and welcome.server != server:
+        raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")
+    return welcome
+
+
+async def _prove(stream: Stream, cluster: Cluster, nonce: bytes, deadline: float) -> None:
+    frame = await stream.receive(deadline=deadline)
+    if frame.type == TYPES[Welcome]:
+        raise Unauthenticated("the server asks for no secret: give it the one of this client")
+    challenge = decode_answer(Challenge, frame.type, frame.body)
+    if not auth.same(challenge.proof, auth.server_proof(cluster, nonce, challenge.nonce)):
+        raise Unauthenticated("the server does not know this cluster's secret")
+    proof = Proof(auth.client_proof(cluster, nonce, challenge.nonce))
+    await stream.send(proof, deadline=deadline)
+
+
+async def reserve(
+    stream: Stream,
+    writing: Writing,
+    blocks: Sequence[Outgoing | Gathered],
+    sizes: list[int],
+    deadline: float,
+) -> tuple[list[WriteStatus], list[int], Reserved]:
+    """Ask for room; statuses, the positions that were granted, and where they lie."""
+    digest_size = len(blocks[0].digest)
+    tag = writing.tag or Tag("")
+    loop = asyncio.get_running_loop()
+    await stream.send(
+        Reserve(
+            namespace=writing.namespace.name,
+            parts=writing.namespace.parts,
+            digest_size=digest_size,
+            digests=b"".join([block.digest for block in blocks]),
+            part=writing.part,
+            parents=pack_parents([block.parent for block in blocks], digest_size),
+            sizes=sizes,
+            wait_s=max(0.0, deadline - loop.time()),
+            session=tag.session,
+            resume_s=tag.resume_in,
+        ),
+        deadline=deadline,
+    )
+    reserved = await stream.expect(Reserved, deadline=deadline)
+    statuses = write_statuses(reserved.statuses, len(blocks))
+    granted = [i for i, status in enumerate(statuses) if status is WriteStatus.RESERVED]
+    if not len(granted) == len(reserved.ids) == len(reserved.offsets):
+        raise BadMessage(
+            f"{len(granted)} blocks granted, {len(reserved.ids)} ids, "
+            f"{len(reserved.offsets)} offsets"
+        )
+    return statuses, granted, reserved
+
+
+async def seal(
+    stream: Stream, writing: Writing, ids: list[int], checksums: list[int], deadline: float
+) -> list[WriteStatus]:
+    """The bytes are there; make them visible."""
+    wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
+    await stream.send(Seal(ids, checksums, writing.visible, wait_s), deadline=deadline)
+    sealed = await stream.expect(Sealed, deadline=deadline)
+    return write_statuses(sealed.statuses, len(ids))
+
+
+def read_request(reading: Reading, blocks: Sequence[Wanted | Scattered], room: list[int]) -> Read:
+    return Read(
+        namespace=reading.namespace.name,
+        parts=reading.namespace.parts,
+        digest_size=len(blocks[0].digest),
+        digests=b"".join([block.digest for block in blocks]),
+        part=reading.part,
+        room=room,
+    )
+
+
+async def remove(
+    streams: StreamPool, namespace: Namespace, digests: Sequence[bytes], deadline: float
+) -> list[bool]:
+    request = Remove(namespace.name, namespace.parts, len(digests[0]), b"".join(digests))
+    async with streams.stream(deadline) as stream:
+        await stream.send(request, deadline=deadline)
+        return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
+
+
+async def suspect(
+    streams: StreamPool, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
+) -> list[bool]:
+    size = len(digests[0])
+    request = Suspect(namespace.name, namespace.parts, size, b"".join(digests), part)
+    async with streams.stream(deadline) as stream:
+        await stream.send(request, deadline=deadline)
+        return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
+
+
+def seeds(namespace: Namespace, part: int, digests: Sequence[bytes]) -> list[int]:
+    """The checksum seeds of a batch."""
+    half = namespace_seed(namespace, part)
+    return [block_seed(half, digest) for digest in digests]
+
+
+def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:
+    """HIT where the checksums agree, CORRUPT where they do not."""
+    hit, corrupt = ReadStatus.HIT, ReadResult(ReadStatus.CORRUPT)
+    return [
+        ReadResult(hit, size) if one == other else corrupt
+        for size, one, other in zip(sizes, expected, got, strict=True)
+    ]
+
+
+def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
+    """One per block asked for. Raises BadMessage."""
+    _count(packed, count)
+    try:
+        return [_READ[value] for value in packed]
+    except IndexError:
+        raise BadMessage(f"{max(packed)} is not a valid ReadStatus") from None
+
+
+def write_statuses(packed: bytes, count: int) -> list[WriteStatus]:
+    """One per block. Raises BadMessage."""
+    _count(packed, count)
+    try:
+        return [_WRITE[value] for value in packed]
+    except IndexError:
+        raise BadMessage(f"{max(packed)} is not a valid WriteStatus") from None
+
+
+def _flags(removed: Removed, count: int) -> list[bool]:
+    _count(removed.flags, count)
+    return [flag == 1 for flag in removed.flags]
+
+
+def _count(packed: bytes, count: int) -> None:
+    if len(packed) != count or count > BATCH_BLOCKS_MAX:
+        raise BadMessage(f"{len(packed)} statuses for {count} blocks")
+
+
+async def verify_views(
+    copier: Copier,
+    reading: Reading,
+    digests: Sequence[bytes],
+    views: list[View],
+    checksums: Sequence[int],
+    deadline: float,
+) -> list[View]:
+    """Hash pinned memory in place; a wrong checksum turns its view into a CORRUPT miss."""
+    hits = [i for i, view in enumerate(views) if view.data is not None]
+    jobs = [
+        Job((data,), (), seed)
+        for i, seed in zip(
+            hits,
+            seeds(reading.namespace, reading.part, [digests[i] for i in hits]),
+            strict=True,
+        )
+        if (data := views[i].data) is not None
+    ]
+    try:
+        got = await copier.run(jobs, deadline=deadline)
+    finally:
+        jobs.clear()  # an exception may keep this frame, and must not keep the memory
+    for position, checksum in zip(hits, got, strict=True):
+        if checksum != checksums[position]:
+            views[position] = View(ReadStatus.CORRUPT)
+    return views

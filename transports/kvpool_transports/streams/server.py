@@ -1,0 +1,351 @@
+"""The server's half of tcp, ucx and shm: one loop per connection, one exchange at a time.
+
+They differ in one thing only: with tcp and ucx the stream moves the bytes (*carried*), with shm
+the client moves them itself, in memory that it has mapped (*mapped*).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Coroutine
+
+from kvpool import logs
+from kvpool.errors import (
+    BadMessage,
+    KvpoolError,
+    LinkBroken,
+    Unauthenticated,
+    VersionMismatch,
+)
+from kvpool.protocols import BlockStore, Connection, Peer
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
+from kvpool.wire import auth
+from kvpool.wire.frames import Frame
+from kvpool.wire.messages import (
+    PAYLOAD,
+    TYPES,
+    Challenge,
+    Data,
+    Error,
+    Hello,
+    Message,
+    Pinned,
+    Proof,
+    Read,
+    Remove,
+    Removed,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    Suspect,
+    Unpin,
+    Welcome,
+    decode,
+    message_type,
+    unpack_batch,
+    unpack_parents,
+)
+from kvpool_transports.streams.stream import Landing, Stream
+
+#: A client has this long to say hello.
+HELLO_S = 5.0
+#: What a client may ask us to wait for space, and how long after its deadline a writer that has
+#: not sealed is taken for frozen.
+WAIT_S_MAX = 60.0
+GRACE_S = 5.0
+#: An answer that the client does not read within this time ends the connection.
+ANSWER_S = 60.0
+
+log = logs.get("kvpool.transport")
+
+
+class Sessions:
+    """The connections of one listener, each with a task of its own."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        mapped: bool,
+        scheme: str,
+        session: type[Session] | None = None,
+    ) -> None:
+        self._store = store
+        self._mapped = mapped
+        self._scheme = scheme
+        self._session = session or Session
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def accept(self, stream: Stream) -> Stream:
+        """Serve whoever is at the other end of a new stream; hands the stream back."""
+        if self._closed:  # it was accepted before, and comes to us only now
+            stream.abort()
+            return stream
+        session = self._session(stream, self._store, mapped=self._mapped, scheme=self._scheme)
+        task = self.start(session.run())
+        # Also when it is cancelled before its first step, and so never comes to its `finally`.
+        task.add_done_callback(lambda _: stream.abort())
+        return stream
+
+    def start(self, serving: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """The same for a listener that has more to do for a connection than to serve it."""
+        task = self._loop.create_task(serving)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End them all. Idempotent."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+class Session:
+    """One client connection: its stream, its books, and who it is."""
+
+    def __init__(self, stream: Stream, store: BlockStore, *, mapped: bool, scheme: str) -> None:
+        self.stream = stream
+        self._store = store
+        self._mapped = mapped
+        self._scheme = scheme
+        self._loop = asyncio.get_running_loop()
+        self._connection: Connection | None = None
+        self._pins: list[Pin] = []
+
+    async def run(self) -> None:
+        """Serve until the client goes. Whatever happens ends this link only.
+
+        A writer whose link *we* close may still be alive and, with mapped memory, still write. Its
+        reservations then go to quarantine until it hangs up, which it does when its copies have
+        stopped, and its kernel does when it dies.
+        """
+        try:
+            feared = await self._serve()
+            if feared is not None:
+                await self.stream.part()
+                feared.writer_gone()
+        finally:
+            self.stream.abort()
+
+    async def _serve(self) -> Connection | None:
+        """Until the link ends; the connection, if its client may still write to our memory."""
+        ours = feared = False
+        try:
+            self._connection = await self.greet()
+            while True:
+                frame = await self.stream.receive(deadline=None)
+                if self._let_go(self._connection) and frame.type == TYPES[Unpin]:
+                    continue
+                # What the books do for a client that has hung up must not go on without it.
+                async with self.stream.while_open():
+                    await self._answer(frame, self._connection)
+        except LinkBroken:
+            pass
+        except KvpoolError as error:
+            ours = True
+            self._refuse(error)
+        except asyncio.CancelledError:
+            ours = True
+            raise
+        except Exception:
+            ours = True
+            log.exception("connection failed", transport=self._scheme)
+        finally:
+            mapped = ours and self._mapped
+            if not mapped:
+                self.stream.abort()  # before the pins go: what is queued must not be sent
+            if self._connection is not None:
+                feared = self._connection.close(may_still_write=mapped)
+        return self._connection if feared else None
+
+    async def greet(self) -> Connection:
+        """Hear who it is, and open the books."""
+        deadline = self._loop.time() + HELLO_S
+        hello = await self.stream.expect(Hello, deadline=deadline)
+        cluster = self._store.cluster
+        if hello.cluster != cluster.name:
+            raise VersionMismatch(
+                f"client belongs to cluster {hello.cluster!r}, this is {cluster.name!r}"
+            )
+        if cluster.secret:
+            await self._challenge(hello.nonce, deadline)
+        connection = self._store.connect(Peer(hello.client, self._scheme))
+        size = self._store.tier.capacity if self._mapped else 0
+        try:
+            await self._send(Welcome(self._store.server, size))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _challenge(self, theirs: bytes, deadline: float) -> None:
+        """Let the client prove that it knows the secret. Raises Unauthenticated."""
+        if len(theirs) != auth.NONCE_SIZE:
+            raise Unauthenticated("this cluster has a secret: give it (setting secret_file)")
+        cluster, ours = self._store.cluster, secrets.token_bytes(auth.NONCE_SIZE)
+        await self._send(Challenge(ours, auth.server_proof(cluster, theirs, ours)))
+        proof = await self.stream.expect(Proof, deadline=deadline)
+        if not auth.same(proof.proof, auth.client_proof(cluster, theirs, ours)):
+            raise Unauthenticated("the client does not know this cluster's secret")
+
+    def _refuse(self, error: KvpoolError) -> None:
+        log.info(
+            "connection closed", transport=self._scheme, error=type(error).__name__, why=str(error)
+        )
+        with contextlib.suppress(KvpoolError):
+            self.stream.send_now(Error(type(error).__name__, str(error)[:2048]))
+
+    async def _send(self, message: Message) -> None:
+        await self.stream.send(message, deadline=self._loop.time() + ANSWER_S)
+
+    async def _answer(self, frame: Frame, connection: Connection) -> None:
+        kind = message_type(frame.type)
+        if kind is Read:
+            await self._read(decode(Read, frame.type, frame.body), connection)
+        elif kind is Reserve:
+            await self._write(decode(Reserve, frame.type, frame.body), connection)
+        elif kind is Remove:
+            remove = decode(Remove, frame.type, frame.body)
+            flags = await connection.remove(*unpack_batch(remove))
+            await self._send(Removed(bytes(flags)))
+        elif kind is Suspect:
+            suspect = decode(Suspect, frame.type, frame.body)
+            namespace, digests = unpack_batch(suspect)
+            _check_part(namespace, suspect.part)
+            flags = await connection.suspect(namespace, suspect.part, digests)
+            await self._send(Removed(bytes(flags)))
+        else:
+            name = kind.__name__ if kind is not None else f"type {frame.type}"
+            raise BadMessage(f"{name} is no request")
+
+    async def _write(self, reserve: Reserve, connection: Connection) -> None:
+        """Reserve, let the bytes arrive, seal."""
+        namespace, digests = unpack_batch(reserve)
+        _check_part(namespace, reserve.part)
+        parents = unpack_parents(reserve.parents, reserve.digest_size)
+        if not len(digests) == len(parents) == len(reserve.sizes):
+            raise BadMessage(
+                f"{len(digests)} digests, {len(parents)} parents, {len(reserve.sizes)} sizes"
+            )
+        if any(parent == digest for parent, digest in zip(parents, digests, strict=True)):
+            raise BadMessage("a block names itself as its parent")
+        deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
+        reservations = await connection.reserve(
+            namespace,
+            reserve.part,
+            digests,
+            parents,
+            reserve.sizes,
+            deadline=deadline,
+            tag=_tag(reserve),
+        )
+        granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
+        await self._send(
+            Reserved(
+                bytes([r.status for r in reservations]),
+                [r.id for r in granted],
+                [r.extent.offset for r in granted if r.extent is not None],
+            )
+        )
+        if not granted:
+            return
+        if not self._mapped:
+            await self._take_payload(granted, connection, deadline + GRACE_S)
+        seal = await self.stream.expect(Seal, deadline=deadline + GRACE_S)
+        if len(seal.ids) != len(seal.checksums):
+            raise BadMessage(f"{len(seal.ids)} ids, {len(seal.checksums)} checksums")
+        statuses = await connection.seal(
+            seal.ids,
+            seal.checksums,
+            visible=seal.visible,
+            deadline=self._loop.time() + min(seal.wait_s, WAIT_S_MAX),
+        )
+        await self._send(Sealed(bytes(statuses)))
+
+    async def _take_payload(
+        self, granted: list[Reservation], connection: Connection, deadline: float
+    ) -> None:
+        views = [connection.view(r.extent) for r in granted if r.extent is not None]
+
+        def sink(frame: Frame) -> Landing:
+            if frame.type != PAYLOAD:
+                raise BadMessage(f"got type {frame.type}, expected the blocks' bytes")
+            return Landing(views)
+
+        await self.stream.receive(sink, deadline=deadline)
+
+    async def _read(self, read: Read, connection: Connection) -> None:
+        """Pin, then send, or show."""
+        namespace, digests = unpack_batch(read)
+        _check_part(namespace, read.part)
+        if len(read.room) != len(digests):
+            raise BadMessage(f"{len(digests)} digests, {len(read.room)} sizes")
+        pins = await connection.pin(namespace, read.part, digests, read.room)
+        self._pins = [pin for pin in pins if pin.extent is not None]
+        if self._mapped:
+            await self._show(pins)
+        else:
+            await self._carry(pins, connection)
+            self._let_go(connection)
+
+    def _let_go(self, connection: Connection) -> bool:
+        """Unpin what the last request has pinned, if it has."""
+        if not self._pins:
+            return False
+        connection.unpin(self._pins)
+        self._pins = []
+        return True
+
+    async def _carry(self, pins: list[Pin], connection: Connection) -> None:
+        hits = [pin for pin in pins if pin.extent is not None]
+        payload = [connection.view(pin.extent) for pin in hits if pin.extent is not None]
+        answer = Data(
+            bytes([pin.status for pin in pins]),
+            [len(view) for view in payload],
+            [pin.checksum for pin in hits],
+        )
+        try:
+            # It returns when the kernel has every byte, so unpinning after it is safe.
+            await self.stream.send(answer, payload, deadline=self._loop.time() + ANSWER_S)
+        except BaseException:
+            self.stream.abort()  # before the pins go: what is queued must not be sent from there
+            raise
+
+    async def _show(self, pins: list[Pin]) -> None:
+        """Say where they lie. The pins stay until the client sends something else, or goes.
+
+        Never until some time has passed (G4).
+        """
+        extents = [pin.extent for pin in pins if pin.extent is not None]
+        await self._send(
+            Pinned(
+                bytes([pin.status for pin in pins]),
+                [extent.offset for extent in extents],
+                [extent.size for extent in extents],
+                [pin.checksum for pin in pins if pin.status is ReadStatus.HIT],
+            )
+        )
+
+
+def _tag(reserve: Reserve) -> Tag | None:
+    """Who writes, if they say so. Raises BadMessage."""
+    if not reserve.session:
+        if reserve.resume_s is not None:
+            raise BadMessage("a time to resume without a session")
+        return None
+    if not reserve.session.isprintable():
+        raise BadMessage(f"session {reserve.session[:40]!r} is not printable")
+    return Tag(reserve.session, reserve.resume_s)
+
+
+def _check_part(namespace: Namespace, part: int) -> None:
+    if part >= namespace.parts:
+        raise BadMessage(f"part {part} of a namespace with {namespace.parts} parts")
