@@ -26,7 +26,7 @@ PAGE = 4096
 
 def measure(blocks: int) -> list[Row]:
     """Rates with `blocks` blocks, memory with a million (or as many, when that is less)."""
-    process.calm_garbage_collector()
+    process.freeze_gc()
     digests = [os.urandom(32) for _ in range(blocks)]
     rows = [announced(digests), *matched(digests), *stored(digests)]
     rows += [directory_memory(), store_memory()]

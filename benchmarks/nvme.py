@@ -161,7 +161,7 @@ async def recovery(path: Path, grain: int = 4096) -> list[Row]:
     for first in range(0, _EXTENTS, _RECORDS_AT_ONCE):
         numbers = range(first, min(first + _RECORDS_AT_ONCE, _EXTENTS))
         digest = os.urandom(32)
-        await tier.remember(
+        await tier.persist(
             [Record(namespace, 0, digest, digest, n * grain, grain, n, n + 1) for n in numbers]
         )
     remembered = _EXTENTS / (time.perf_counter() - started)
@@ -209,7 +209,7 @@ async def measure(directory: Path) -> list[Row]:
 
 
 if __name__ == "__main__":
-    process.calm_garbage_collector()
+    process.freeze_gc()
     target = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table(process.run(measure(target))))

@@ -23,7 +23,7 @@ from kvpool.server.eviction import lru as eviction
 from kvpool.server.eviction import session_hints as hints
 from kvpool.server.state.store import Store
 from kvpool.tools.bench import Row, table
-from kvpool.types import ROOT, Namespace, Tag, WriteStatus
+from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
 
 NAMESPACE = Namespace("bench")
 PAGE = 4096
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 def measure(blocks: int) -> list[Row]:
     """Each policy, without and with hints, in a store of `blocks` blocks."""
-    process.calm_garbage_collector()
+    process.freeze_gc()
     rows: list[Row] = []
     for name in ("lru", "arc", "lease", "density"):
         for hinted in (False, True):
@@ -100,10 +100,10 @@ def _write(
 ) -> None:
     for number, chain in enumerate(chains):
         now += 0.1
-        tag = Tag(f"{now}", 5.0 + number % 60) if hinted else None
+        session_hint = SessionHint(f"{now}", 5.0 + number % 60) if hinted else None
         sizes = [PAGE] * len(chain)
         parents = [ROOT, *chain[:-1]]
-        for answer in store.reserve(1, NAMESPACE, 0, chain, parents, sizes, now, tag):
+        for answer in store.reserve(1, NAMESPACE, 0, chain, parents, sizes, now, session_hint):
             if answer.status is WriteStatus.RESERVED:
                 store.seal(1, answer.id, 0, now)
         store.take_changes()

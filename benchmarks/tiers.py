@@ -88,7 +88,7 @@ async def measure(directory: Path) -> list[Row]:
 
 
 async def _measure(pool: Pool, path: Path) -> list[Row]:
-    mode = (await _disk(pool)).note.rpartition(", ")[2]
+    mode = (await _disk(pool)).status_text.rpartition(", ")[2]
     memory = memoryview(mmap.mmap(-1, _BATCH * _BLOCK))
     memory[:] = os.urandom(_BLOCK) * _BATCH
     buffers = [memory[n * _BLOCK : (n + 1) * _BLOCK] for n in range(_BATCH)]
@@ -130,7 +130,7 @@ async def _foreground(pool: Pool, master: str, path: Path) -> list[Row]:
     hot = keys("hot", 1)
     block = [bytearray(os.urandom(64 << 10))]
     await pool.write(_NAMESPACE, hot, block)
-    mode = (await _disk(pool)).note.rpartition(", ")[2]
+    mode = (await _disk(pool)).status_text.rpartition(", ")[2]
     times = [await _latencies(pool, hot, block)]
     for arguments in (("--bare-flood", f"{path}-bare", mode), ("--flood", master)):
         async with process_of("benchmarks.tiers", *arguments) as writer:
@@ -196,7 +196,7 @@ def _bare_flood(path: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    process.calm_garbage_collector()
+    process.freeze_gc()
     if sys.argv[1:2] == ["--flood"]:
         process.die_with_parent()
         process.run(_flood(sys.argv[2]))

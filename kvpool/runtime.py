@@ -33,7 +33,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-async def until_stopped() -> None:
+async def wait_for_signal() -> None:
     """Wait for Ctrl-C or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def calm_garbage_collector() -> None:
+def freeze_gc() -> None:
     """For processes that hold millions of blocks: never walk all of them in one pause.
 
     A full collection stops the loop while it visits every entry, and finds nothing: the books hold

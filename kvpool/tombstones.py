@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from kvpool.types import Namespace, ReadStatus
 
 
-class History:
+class Tombstones:
     """The last departures: (namespace, digest) to the status a reader sees now."""
 
     def __init__(self, limit: int = 65_536) -> None:

@@ -178,7 +178,7 @@ class HintStatus(enum.IntEnum):
     UNKNOWN = 3
 
 
-class Tag(NamedTuple):
+class SessionHint(NamedTuple):
     """Who writes: a session, and perhaps in how many seconds its next prompt is expected.
 
     A session is one conversation. Two that go on side by side from one history are two sessions:
@@ -278,12 +278,12 @@ class TierUsage(NamedTuple):
     """One tier of a server: how full it is, and what goes in and out.
 
     Sizes in bytes; `read_s` and `write_s` are the seconds in which any of that moved, rates are
-    bytes (`write_block_rate`: blocks) per second lately. `hits` are reads that it served; `note`
-    says how it is accessed.
+    bytes (`write_block_rate`: blocks) per second lately. `hits` are reads that it served;
+    `status_text` says how it is accessed.
     """
 
     name: str
-    note: str
+    status_text: str
     lost: bool
     capacity: int
     used: int
@@ -346,7 +346,7 @@ class Wanted(NamedTuple):
     buffer: memoryview
 
 
-class Gathered(NamedTuple):
+class WriteBlock(NamedTuple):
     """One block on its way into the pool that lies in several pieces: it is their concatenation."""
 
     digest: bytes
@@ -355,7 +355,7 @@ class Gathered(NamedTuple):
     size: int
 
 
-class Scattered(NamedTuple):
+class ReadBlock(NamedTuple):
     """One block to be read into several pieces of memory, one after the other, `size` in all."""
 
     digest: bytes

@@ -105,7 +105,7 @@ def dev(
                 console.print(line, soft_wrap=True, markup=False)
             console.print(f'\n  pool = await kvpool.connect("{pool.address}")')
             console.print("\nCtrl-C ends it.")
-            await process.until_stopped()
+            await process.wait_for_signal()
 
     _run(main(), log_level)
 
@@ -140,11 +140,11 @@ def master(
         running = Master(settings.master, network)
         try:
             await running.start()
-            process.calm_garbage_collector()
+            process.freeze_gc()
             console.print(f"master at {running.address}")
             wanted = settings.master
             async with _pages(metrics.pages_of_master(running), wanted, settings):
-                await process.until_stopped()
+                await process.wait_for_signal()
         finally:
             await running.close()
             network.close()
@@ -216,7 +216,7 @@ async def _serve(settings: Config) -> None:
             policy=registry.policy(wanted.policy, tiers[-1].capacity),
         )
         await running.start()
-        process.calm_garbage_collector()
+        process.freeze_gc()
         size = ", ".join(f"{tier.name} {human(tier.capacity)}" for tier in running.tiers)
         console.print(
             f"server {running.server}, {size}: {', '.join(running.addresses)}",
@@ -225,7 +225,7 @@ async def _serve(settings: Config) -> None:
         )
         async with _pages(metrics.pages_of_server(running), wanted, settings):
             registering = asyncio.create_task(_registered(running, settings))
-            stopped = asyncio.create_task(process.until_stopped())
+            stopped = asyncio.create_task(process.wait_for_signal())
             # A refused id ends the server; a master that is not there yet does not.
             await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
             if registering.done():
@@ -320,7 +320,7 @@ def top(
 
     async def main() -> None:
         watching = asyncio.create_task(watch())
-        stopped = asyncio.create_task(process.until_stopped())
+        stopped = asyncio.create_task(process.wait_for_signal())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
         for task in (watching, stopped):
             task.cancel()
@@ -535,7 +535,7 @@ def _dry(
         )
     except KvpoolError as error:
         _fail(error)
-    process.calm_garbage_collector()  # it would look at millions of block ids again and again
+    process.freeze_gc()  # it would look at millions of block ids again and again
     done = dries.study(options, lambda line: complaints.print(line, highlight=False))
     if picture is not None:
         from kvpool.tools.charts import curves

@@ -14,16 +14,16 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 
 from kvpool.errors import BadBuffer, TooLarge
-from kvpool.protocols import Channel, Piecewise, Reading, Writing
+from kvpool.protocols import Channel, Piecewise, ReadOptions, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
-    Gathered,
     Memory,
     Outgoing,
+    ReadBlock,
     ReadResult,
-    Scattered,
     Wanted,
+    WriteBlock,
     WriteStatus,
 )
 
@@ -71,7 +71,7 @@ def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 async def write(
-    channel: Channel, writing: Writing, blocks: Sequence[Gathered], deadline: float
+    channel: Channel, writing: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
 ) -> list[WriteStatus]:
     """`Channel.write`, for blocks in any number of pieces."""
     if _is_piecewise(channel):
@@ -88,7 +88,7 @@ async def write(
 
 
 async def read(
-    channel: Channel, reading: Reading, blocks: Sequence[Scattered], deadline: float
+    channel: Channel, reading: ReadOptions, blocks: Sequence[ReadBlock], deadline: float
 ) -> list[ReadResult]:
     """`Channel.read`, into any number of pieces."""
     if _is_piecewise(channel):

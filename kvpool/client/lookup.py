@@ -83,7 +83,7 @@ class Lookup:
         for _ in range(_PAGES_MAX):
             last = found[-1][0] if found else None
             question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
-            answer = await self._masters.ask(question, wire.NamespacesAre, deadline)
+            answer = await self._masters.ask(question, wire.NamespacesReply, deadline)
             try:
                 found += [(Namespace(name, parts), n) for name, parts, n in answer.namespaces]
             except BadKey as error:
@@ -132,12 +132,12 @@ class Lookup:
 
     async def _find(
         self, namespace: Namespace, packed: bytes, size: int, prefix: bool, deadline: float
-    ) -> wire.Found:
+    ) -> wire.FindReply:
         request = wire.Find(namespace.name, namespace.parts, size, packed, prefix)
-        return await self._masters.ask(request, wire.Found, deadline)
+        return await self._masters.ask(request, wire.FindReply, deadline)
 
 
-def _runs(found: wire.Found, first: int, count: int) -> list[Run]:
+def _runs(found: wire.FindReply, first: int, count: int) -> list[Run]:
     """The runs of an answer, moved to their place in the whole chain.
 
     Raises Unavailable for an answer that cannot be true, and so is none.

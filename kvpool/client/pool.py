@@ -40,7 +40,7 @@ from kvpool.protocols import (
     Network,
     Transport,
     View,
-    Writing,
+    WriteOptions,
 )
 from kvpool.runtime import Host, this_host
 from kvpool.types import (
@@ -50,14 +50,14 @@ from kvpool.types import (
     Buffer,
     Cluster,
     Explanation,
-    Gathered,
     HintStatus,
     Match,
     Member,
     Namespace,
     ReadResult,
     ReadStatus,
-    Tag,
+    SessionHint,
+    WriteBlock,
     WriteStatus,
     check_digests,
     check_resume_in,
@@ -265,7 +265,7 @@ class Pool:
         deadline = self._begin(timeout)
         size = check_digests(digests)
         _check_part(namespace, part)
-        tag = _tag(session, resume_in)
+        session_hint = _tag(session, resume_in)
         if not 1 <= copies <= COPIES_MAX:
             raise UsageError(f"copies is {copies}, expected 1 to {COPIES_MAX}")
         if len(buffers) != len(digests):
@@ -274,7 +274,7 @@ class Pool:
             parents = [parent, *digests[:-1]]
         _check_parents(parents, digests, size)
         source = split(buffers, pieces.readable)
-        writing = Writing(namespace, part, visible, tag)
+        writing = WriteOptions(namespace, part, visible, session_hint)
         statuses = await self._writer.write(writing, digests, parents, source, copies, deadline)
         for position, status in enumerate(statuses):
             if status is WriteStatus.TOO_LARGE:
@@ -300,9 +300,9 @@ class Pool:
         deadline = self._begin(timeout)
         check_digests([digest])
         (view,) = pieces.readable(buffer, 0)
-        block = Gathered(digest, ROOT, (view,), len(view))
+        block = WriteBlock(digest, ROOT, (view,), len(view))
         (status,) = await self._servers.write(
-            server, Writing(namespace, 0, True), [block], deadline
+            server, WriteOptions(namespace, 0, True), [block], deadline
         )
         return status
 
@@ -329,7 +329,7 @@ class Pool:
 
     async def _hint(self, hint: wire.Hint, timeout: float | None) -> HintStatus:
         try:
-            hinted = await self._masters.ask(hint, wire.Hinted, self._begin(timeout))
+            hinted = await self._masters.ask(hint, wire.HintReply, self._begin(timeout))
             status = HintStatus(hinted.status)
         except (Unavailable, ValueError):
             status = HintStatus.REFUSED
@@ -398,12 +398,12 @@ async def _remove(
     return await channel.remove(namespace, digests, deadline=deadline)
 
 
-def _tag(session: str, resume_in: float | None) -> Tag | None:
+def _tag(session: str, resume_in: float | None) -> SessionHint | None:
     if resume_in is not None:
         check_resume_in(resume_in)
     if session or resume_in is not None:
         check_session(session)
-        return Tag(session, resume_in)
+        return SessionHint(session, resume_in)
     return None
 
 

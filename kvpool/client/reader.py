@@ -20,7 +20,7 @@ from kvpool.client import buffers as pieces
 from kvpool.client.device_staging import Buffers, OnDevice, Rows, Staging
 from kvpool.client.location_cache import Sighting, Sightings
 from kvpool.client.lookup import Lookup
-from kvpool.client.servers import Patience, Servers, Silent, together
+from kvpool.client.servers import IdleTimeout, Servers, Silent, together
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
@@ -30,8 +30,8 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import Channel, Reading, View
-from kvpool.types import Match, Namespace, ReadResult, ReadStatus, Scattered
+from kvpool.protocols import Channel, ReadOptions, View
+from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus
 
 log = logs.get("kvpool.client")
 
@@ -48,7 +48,7 @@ class _FoundBy(enum.Enum):
 class _Fetch:
     """One `Pool.read` on its way; lists run parallel to the digests."""
 
-    reading: Reading
+    reading: ReadOptions
     digests: Sequence[bytes]
     memory: list[tuple[memoryview, ...]]
     device: Mapping[int, OnDevice]  # positions whose memory is there
@@ -112,7 +112,7 @@ class Reader:
             places = [[sighting.server] for sighting in seen]
         else:
             results, places = await self._lookup.locate(namespace, digests, part, match, deadline)
-        reading = Reading(namespace, part, self._config.verify)
+        reading = ReadOptions(namespace, part, self._config.verify)
         fetch = _Fetch(reading, digests, *buffers, results, places, deadline, found_by)
         fetch.others = not all(sighting.alone for sighting in seen)
         await self._fetch_all(fetch, range(len(digests)))
@@ -134,18 +134,20 @@ class Reader:
         """As `Pool.read_view`."""
         results, places = await self._lookup.locate(namespace, digests, part, match, deadline)
         views = [View(result.status) for result in results]
-        reading = Reading(namespace, part, self._config.verify)
+        reading = ReadOptions(namespace, part, self._config.verify)
         async with AsyncExitStack() as stack:
             missing = [i for i, servers in enumerate(places) if servers]
             while missing:
                 for server, group in _grouped(missing, places, [0] * len(digests)):
                     wanted = [digests[i] for i in group]
                     try:
-                        async with Patience(self._config.attempt_s) as patience:
+                        async with IdleTimeout(self._config.attempt_s) as idle_timeout:
                             channel = await self._servers.viewable(server, deadline)
                             shown = await stack.enter_async_context(
                                 channel.read_view(
-                                    reading._replace(patience=patience), wanted, deadline=deadline
+                                    reading._replace(idle_timeout=idle_timeout),
+                                    wanted,
+                                    deadline=deadline,
                                 )
                             )
                     except (Unavailable, PeerError, Overloaded) as error:
@@ -219,7 +221,7 @@ class Reader:
         A server that is bringing blocks from a slow tier is asked again and again; where another
         has them, too, it must have something new within `hedge_s`.
         """
-        heard = self._loop.time()
+        touch = self._loop.time()
         waiting = positions
         while waiting:
             hedged = fetch.has_others(waiting[0]) and server not in fetch.silent
@@ -227,21 +229,21 @@ class Reader:
             now = self._loop.time()
             still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]
             if len(still) < len(waiting):
-                heard = now
+                touch = now
             waiting = still
-            if waiting and hedged and now - heard >= self._config.hedge_s:
+            if waiting and hedged and now - touch >= self._config.hedge_s:
                 fetch.leave(server, waiting)
                 break
         await self._fetch(fetch, positions)
 
     async def _ask(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
         """One question to one server, and what came of it."""
-        blocks = [Scattered(fetch.digests[i], fetch.memory[i], fetch.sizes[i]) for i in positions]
+        blocks = [ReadBlock(fetch.digests[i], fetch.memory[i], fetch.sizes[i]) for i in positions]
         hedged = fetch.has_others(positions[0]) and server not in fetch.silent
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
-            async with Patience(silence_s) as patience:
-                reading = fetch.reading._replace(patience=patience)
+            async with IdleTimeout(silence_s) as idle_timeout:
+                reading = fetch.reading._replace(idle_timeout=idle_timeout)
                 answer = await self._servers.call(
                     server,
                     lambda channel: pieces.read(channel, reading, blocks, fetch.deadline),
@@ -274,8 +276,10 @@ class Reader:
         for server, digests in [(s, list(d)) for s, d in fetch.corrupt.items()]:
             log.error("wrong checksum", server=server, blocks=len(digests))
             self._counters["corrupt"] += len(digests)
-            suspect = functools.partial(_suspect, namespace, part, digests, fetch.deadline)
-            await together([self._servers.call(server, suspect, fetch.deadline)])
+            report_corruption = functools.partial(
+                _suspect, namespace, part, digests, fetch.deadline
+            )
+            await together([self._servers.call(server, report_corruption, fetch.deadline)])
 
     def _count(self, results: Sequence[ReadResult]) -> None:
         hits = 0
@@ -309,7 +313,7 @@ def _grouped(
 async def _suspect(
     namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float, channel: Channel
 ) -> list[bool]:
-    return await channel.suspect(namespace, part, digests, deadline=deadline)
+    return await channel.report_corruption(namespace, part, digests, deadline=deadline)
 
 
 def _why(error: KvpoolError) -> ReadStatus:

@@ -37,16 +37,16 @@ from kvpool.errors import (
 )
 from kvpool.protocols import (
     Channel,
-    Discerning,
     Link,
+    NeedsMeasurement,
     Network,
+    SupportsReachability,
+    SupportsZeroCopyView,
     Transport,
-    Unproven,
-    Viewable,
-    Writing,
+    WriteOptions,
 )
 from kvpool.runtime import Host
-from kvpool.types import Cluster, Gathered, Member, TierUsage, WriteStatus
+from kvpool.types import Cluster, Member, TierUsage, WriteBlock, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
@@ -71,8 +71,8 @@ class Silent(DeadlineExceeded):
     """A server has said nothing for as long as we care to wait; another one may know more."""
 
 
-class Patience:
-    """Waits as long as the server talks: `async with Patience(1.0): ...` raises Silent.
+class IdleTimeout:
+    """Waits as long as the server talks: `async with IdleTimeout(1.0): ...` raises Silent.
 
     The timer is armed once and looks back when it fires, so that hearing costs one assignment.
     """
@@ -84,16 +84,16 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
         self._heard = 0.0
 
-    def heard(self) -> None:
+    def touch(self) -> None:
         self._heard = self._loop.time()
 
-    def arrived(self) -> None:
+    def disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def __aenter__(self) -> Patience:
+    async def __aenter__(self) -> IdleTimeout:
         await self._limit.__aenter__()
-        self.heard()
+        self.touch()
         self._timer = self._loop.call_at(self._heard + self._silence_s, self._look)
         return self
 
@@ -103,7 +103,7 @@ class Patience:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.arrived()
+        self.disarm()
         try:
             await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:
@@ -262,7 +262,7 @@ class Servers:
         more = True
         while more:
             after = infos[-1].server if infos else ""
-            answer = await self._masters.ask(wire.Members(after), wire.MembersAre, deadline)
+            answer = await self._masters.ask(wire.Members(after), wire.MembersReply, deadline)
             infos += answer.members
             onward = bool(answer.members) and answer.members[0].server > after
             more = answer.more and onward and len(infos) < _MEMBERS_MAX
@@ -395,7 +395,7 @@ class Servers:
         return sorted(servers, key=preference)
 
     async def write(
-        self, server: str, writing: Writing, blocks: Sequence[Gathered], deadline: float
+        self, server: str, writing: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
     ) -> list[WriteStatus]:
         """`Channel.write` on the best path that works, again while the server makes room."""
         statuses = await self._write_once(server, writing, blocks, deadline)
@@ -410,7 +410,7 @@ class Servers:
         return statuses
 
     async def _write_once(
-        self, server: str, writing: Writing, blocks: Sequence[Gathered], deadline: float
+        self, server: str, writing: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
     ) -> list[WriteStatus]:
         return await self.call(
             server,
@@ -424,7 +424,7 @@ class Servers:
             ),
         )
 
-    async def viewable(self, server: str, deadline: float) -> Viewable:
+    async def viewable(self, server: str, deadline: float) -> SupportsZeroCopyView:
         """A channel that shows memory in place. Raises Overloaded when no path does."""
         known = await self._known(server, deadline)
         for path in self._order(known):
@@ -433,7 +433,7 @@ class Servers:
             except (Unavailable, PeerError) as error:
                 self._failed(known, path, None, error)
                 continue
-            if isinstance(channel, Viewable):
+            if isinstance(channel, SupportsZeroCopyView):
                 return channel
         raise Overloaded(f"server {server} has no transport here that can show its memory")
 
@@ -464,20 +464,26 @@ class Servers:
     def _find_paths(self, known: _Server, addresses: Sequence[str]) -> None:
         """The paths that this client can take, in its order of preference."""
         by_scheme = {address.partition("://")[0]: address for address in addresses}
-        near, far, unproven = [], [], []
+        near, far, needs_measurement = [], [], []
         for scheme, transport in self._transports.items():
             if scheme not in by_scheme:
                 continue
             path = _Path(scheme, by_scheme[scheme])
-            if isinstance(transport, Discerning) and not transport.reaches(path.address):
+            if isinstance(transport, SupportsReachability) and not transport.can_reach(
+                path.address
+            ):
                 continue
             if transport.same_host:
                 near += [path] if known.host == self._host.id else []
-            elif self._config.measure and isinstance(transport, Unproven) and transport.unproven:
-                unproven.append(path)
+            elif (
+                self._config.measure
+                and isinstance(transport, NeedsMeasurement)
+                and transport.needs_measurement
+            ):
+                needs_measurement.append(path)
             else:
                 far.append(path)
-        far += unproven
+        far += needs_measurement
         if not self._config.measure or len(far) < 2:
             known.far = None
         elif known.far is None or known.far.paths != far:

@@ -13,8 +13,8 @@ from kvpool.client.device_staging import Buffers, Rows, Staging
 from kvpool.client.location_cache import Sighting, Sightings
 from kvpool.client.servers import Masters, Servers, together
 from kvpool.errors import DeadlineExceeded, KvpoolError, Unavailable
-from kvpool.protocols import Writing
-from kvpool.types import Gathered, Namespace, WriteStatus
+from kvpool.protocols import WriteOptions
+from kvpool.types import Namespace, WriteBlock, WriteStatus
 from kvpool.wire import messages as wire
 
 #: A block with one of these has found no home yet: the next server is asked.
@@ -48,7 +48,7 @@ class Writer:
 
     async def write(
         self,
-        writing: Writing,
+        writing: WriteOptions,
         digests: Sequence[bytes],
         parents: Sequence[bytes],
         buffers: Buffers,
@@ -59,7 +59,7 @@ class Writer:
         memory, device, sizes = buffers
 
         async def send(rows: Rows) -> dict[int, WriteStatus]:
-            blocks = [Gathered(digests[i], parents[i], rows[i], sizes[i]) for i in rows]
+            blocks = [WriteBlock(digests[i], parents[i], rows[i], sizes[i]) for i in rows]
             written = await self._write_blocks(writing, blocks, copies, deadline)
             return dict(zip(rows, written, strict=True))
 
@@ -73,7 +73,7 @@ class Writer:
     # --- inside --------------------------------------------------------------------------
 
     async def _write_blocks(
-        self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
     ) -> list[WriteStatus]:
         """As many as there are, in batches; what follows one that is late is late, too."""
         statuses = [WriteStatus.DEADLINE] * len(blocks)
@@ -86,7 +86,7 @@ class Writer:
         return statuses
 
     async def _write_batch(
-        self, writing: Writing, blocks: Sequence[Gathered], copies: int, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
     ) -> list[WriteStatus]:
         """Place, then try the servers in that order until every block has its copies."""
         try:
@@ -134,8 +134,8 @@ class Writer:
         return statuses
 
     async def _place(
-        self, namespace: Namespace, blocks: Sequence[Gathered], copies: int, deadline: float
-    ) -> wire.Placed:
+        self, namespace: Namespace, blocks: Sequence[WriteBlock], copies: int, deadline: float
+    ) -> wire.PlaceReply:
         request = wire.Place(
             namespace.name,
             namespace.parts,
@@ -146,7 +146,7 @@ class Writer:
             self._host,
             copies,
         )
-        placed = await self._masters.ask(request, wire.Placed, deadline)
+        placed = await self._masters.ask(request, wire.PlaceReply, deadline)
         if len(placed.copies) != len(blocks):
             raise Unavailable(f"a master answered for {len(placed.copies)} of {len(blocks)}")
         return placed

@@ -125,7 +125,7 @@ class Master:
         log.info("server registered" if accepted else "server id is taken", server=m.server)
         return wire.Registered(accepted, self.address, self._hints.last)
 
-    def _heartbeat(self, m: wire.Heartbeat) -> wire.Known:
+    def _heartbeat(self, m: wire.Heartbeat) -> wire.HeartbeatReply:
         report = Report(
             m.free,
             m.used,
@@ -138,14 +138,14 @@ class Master:
         )
         now = self._now()
         if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now, m.sequence):
-            return wire.Known(False)
+            return wire.HeartbeatReply(False)
         hints, heard = self._hints.since(m.hints_heard, wire.HINTS_MAX)
         told = [(hint.session, max(0.0, now - hint.given), hint.resume_in) for hint in hints]
-        return wire.Known(True, told, heard)
+        return wire.HeartbeatReply(True, told, heard)
 
-    def _leave(self, m: wire.Leave) -> wire.Known:
+    def _leave(self, m: wire.Leave) -> wire.HeartbeatReply:
         self.directory.leave(m.server, m.epoch)
-        return wire.Known(True)
+        return wire.HeartbeatReply(True)
 
     def _announce(self, m: wire.Announce) -> wire.Announced:
         changes = [_checked(change) for change in m.changes]
@@ -180,22 +180,22 @@ class Master:
 
     # --- from clients ------------------------------------------------------------------
 
-    def _find(self, m: wire.Find) -> wire.Found:
+    def _find(self, m: wire.Find) -> wire.FindReply:
         namespace, digests = wire.unpack_keys(m)
         runs, reasons = self.directory.find(namespace, digests, prefix=m.prefix)
-        return wire.Found(
+        return wire.FindReply(
             [(run.first, run.last, _replicas(run.replicas)) for run in runs],
             bytes(reasons.values()),
         )
 
-    def _place(self, m: wire.Place) -> wire.Placed:
+    def _place(self, m: wire.Place) -> wire.PlaceReply:
         namespace, digests = wire.unpack_keys(m)
         placement = self.directory.place(namespace, digests, m.parent, m.size, m.host, m.copies)
-        return wire.Placed(
+        return wire.PlaceReply(
             list(placement.servers), bytes([min(copies, 255) for copies in placement.copies])
         )
 
-    def _members(self, m: wire.Members) -> wire.MembersAre:
+    def _members(self, m: wire.Members) -> wire.MembersReply:
         now = self._now()
         members = sorted(self.directory.members(now), key=lambda member: member.server)
         page: list[wire.MemberInfo] = []
@@ -216,17 +216,17 @@ class Master:
                 more = True
                 break
             page.append(info)
-        return wire.MembersAre(self.address, self.uptime_s(now), len(self.directory), page, more)
+        return wire.MembersReply(self.address, self.uptime_s(now), len(self.directory), page, more)
 
-    def _hint(self, m: wire.Hint) -> wire.Hinted:
+    def _hint(self, m: wire.Hint) -> wire.HintReply:
         if not m.session.isprintable():
             raise BadMessage(f"session {m.session[:40]!r} is not printable")
-        return wire.Hinted(self._hints.add(m.session, m.resume_s, self._now()))
+        return wire.HintReply(self._hints.add(m.session, m.resume_s, self._now()))
 
-    def _namespaces(self, m: wire.Namespaces) -> wire.NamespacesAre:
+    def _namespaces(self, m: wire.Namespaces) -> wire.NamespacesReply:
         found = self.directory.namespaces((m.after, m.parts), wire.NAMESPACES_MAX + 1)
         page = found[: wire.NAMESPACES_MAX]
-        return wire.NamespacesAre(
+        return wire.NamespacesReply(
             [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
             len(found) > len(page),
         )

@@ -21,7 +21,7 @@ from kvpool.config import ClientConfig, Config, cluster_of, transport_settings
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.net.zmq_rpc import ZmqNetwork, why_silent
-from kvpool.protocols import Described
+from kvpool.protocols import SupportsStatusText
 from kvpool.types import Cluster, Member, Namespace
 
 _TRIAL_SIZE = 1 << 20
@@ -98,14 +98,16 @@ def _transports(config: ClientConfig) -> list[Finding]:
             continue
         try:
             made = registry.transport(scheme, transport_settings(config).get(scheme))
-            note = made.note if isinstance(made, Described) else known[scheme].value
+            status_text = (
+                made.status_text if isinstance(made, SupportsStatusText) else known[scheme].value
+            )
         except ConfigError as error:
             # One of several is left out, and the pool works; the error says how to get it.
             verdict = "ok" if len(config.transports) > 1 else "fail"
             text = f"left out: {error}"
             findings.append(Finding(f"transport {scheme}", verdict, text, "see README, extras"))
         else:
-            findings.append(Finding(f"transport {scheme}", "ok", note))
+            findings.append(Finding(f"transport {scheme}", "ok", status_text))
     return findings
 
 

@@ -99,7 +99,7 @@ def tiers_table(members: list[Member]) -> Table:
                 _bandwidth(tier.written_bytes, tier.write_s),
                 _bandwidth(tier.read_bytes, tier.read_s),
                 f"{tier.failures + tier.corrupt:,}",
-                escape(tier.note),
+                escape(tier.status_text),
             )
     return table
 

@@ -21,15 +21,15 @@ class Evictable(Protocol):
     digest: bytes  # read only
     size: int  # read only
 
-    stamp: int  # when it was last used, in microseconds, made unique
-    queued: bool  # it stands in the policy's queue
-    heat: int  # whatever the policy ranks it by; 0 for a newcomer
+    last_used: int  # when it was last used, in microseconds, made unique
+    is_candidate: bool  # it stands in the policy's queue
+    policy_data: int  # whatever the policy ranks it by; 0 for a newcomer
 
 
 B = TypeVar("B", bound=Evictable)
 
 
-class Verdict(enum.Enum):
+class Decision(enum.Enum):
     """What a policy may answer instead of a victim."""
 
     #: All that may go is worth more than the newcomer: it is refused, and waiting is of no use.
@@ -45,13 +45,15 @@ class Policy(Protocol[B]):
         So a newcomer's first two touches are one use of it.
         """
 
-    def offer(self, block: B) -> None:
+    def add_candidate(self, block: B) -> None:
         """It may be evicted from now on. Offering twice is offering once."""
 
-    def forget(self, block: B) -> None:
+    def remove(self, block: B) -> None:
         """It leaves the store, as a victim or otherwise."""
 
-    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+    def victim(
+        self, newcomer: B, evictable: Callable[[B], bool], now: float
+    ) -> B | Decision | None:
         """The next to go for a newcomer that has no room, taken from the queue.
 
         None when nothing may go: room comes when a reader or writer lets go of some. BYPASS only

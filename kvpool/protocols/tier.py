@@ -75,11 +75,11 @@ class DeviceAddressable(Protocol):
 
 
 @runtime_checkable
-class Described(Protocol):
+class SupportsStatusText(Protocol):
     """A tier or transport with something to say that an operator wants to know."""
 
     @property
-    def note(self) -> str:
+    def status_text(self) -> str:
         """A few words: where a tier lies and how it is accessed (`kvpool status`), or what a
         transport finds on this machine (`kvpool doctor`; raises ConfigError when it is no use)."""
 
@@ -94,17 +94,17 @@ class Mappable(Protocol):
 
 
 @runtime_checkable
-class Durable(Protocol):
+class PersistentTier(Protocol):
     """A tier whose bytes survive its process, and what they mean, too.
 
     It stores what it is told and draws no conclusions: whether two records are one block, whether
     a parent is there, and what may be thrown out is up to the server. Calls for different extents
-    may run at once. For one extent the order is: write its bytes, `remember` it, and `forget` it
-    before its bytes are written over. A record that outlived its bytes for lack of that `forget`
+    may run at once. For one extent the order is: write its bytes, `persist` it, and `erase` it
+    before its bytes are written over. A record that outlived its bytes for lack of that `erase`
     does no harm but a miss: whoever reads an extent compares the checksum (G1).
     """
 
-    async def remember(self, records: Sequence[Record]) -> None:
+    async def persist(self, records: Sequence[Record]) -> None:
         """Found again by `recover` after kill -9, once it has returned; in any order until then.
 
         Called when the bytes have been written. Raises Unavailable when the medium fails: then any
@@ -113,7 +113,7 @@ class Durable(Protocol):
         for that reason it counts, and says nothing.
         """
 
-    async def forget(self, offsets: Sequence[int]) -> None:
+    async def erase(self, offsets: Sequence[int]) -> None:
         """Not found again: the extents that start there. Where none does, nothing happens.
 
         Raises Unavailable when the medium fails: then any of them may still be found.

@@ -10,16 +10,16 @@ from kvpool.protocols.tier import Tier
 from kvpool.types import (
     Cluster,
     Extent,
-    Gathered,
     Namespace,
     Outgoing,
     Pin,
+    ReadBlock,
     ReadResult,
     ReadStatus,
     Reservation,
-    Scattered,
-    Tag,
+    SessionHint,
     Wanted,
+    WriteBlock,
     WriteStatus,
 )
 
@@ -45,12 +45,12 @@ class Connection(Protocol):
         sizes: Sequence[int],
         *,
         deadline: float,
-        tag: Tag | None = None,
+        session_hint: SessionHint | None = None,
     ) -> list[Reservation]:
         """Room for each block; waits for space until `deadline`, then says NO_SPACE.
 
         BYPASSED, without waiting, where the server keeps what it has instead. A status other
-        than RESERVED asks for no bytes. A `tag` says whose chain the blocks are part of.
+        than RESERVED asks for no bytes. A `session_hint` says whose chain the blocks are part of.
         """
 
     async def seal(
@@ -63,7 +63,7 @@ class Connection(Protocol):
         """
 
     async def pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
     ) -> list[Pin]:
         """Hold the blocks that are here; the extent of a hit is safe to read until `unpin`.
 
@@ -77,7 +77,7 @@ class Connection(Protocol):
     async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
         """Forget blocks, every part; True where one was. The masters have been told."""
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
         """A reader saw a wrong checksum: look again here, and drop what is rotten."""
@@ -85,14 +85,14 @@ class Connection(Protocol):
     def view(self, extent: Extent) -> memoryview:
         """The memory of an extent that this connection has reserved or pinned."""
 
-    def close(self, *, may_still_write: bool = False) -> bool:
+    def close(self, *, writer_may_be_alive: bool = False) -> bool:
         """Drop all pins and reservations. Idempotent.
 
-        With `may_still_write` the reserved extents are not reused before `writer_gone`; True when
-        there are any, so when that must be said.
+        With `writer_may_be_alive` the reserved extents are not reused before `writer_exited`; True
+        when there are any, so when that must be said.
         """
 
-    def writer_gone(self) -> None:
+    def writer_exited(self) -> None:
         """The client that might still write has stopped, or its process has ended."""
 
 
@@ -133,35 +133,35 @@ class Listener(Protocol):
 # --- the client's side of a transport ----------------------------------------------------
 
 
-class Writing(NamedTuple):
+class WriteOptions(NamedTuple):
     """What is common to the blocks of one write."""
 
     namespace: Namespace
     part: int
     visible: bool
-    tag: Tag | None = None
+    session_hint: SessionHint | None = None
 
 
-class Patience(Protocol):
+class IdleTimeout(Protocol):
     """Ends a read when the server has been silent for too long; a slow one is not a lost one."""
 
-    def heard(self) -> None:
+    def touch(self) -> None:
         """Something of the answer has come: wait as long again."""
 
-    def arrived(self) -> None:
+    def disarm(self) -> None:
         """Nothing more is expected of the server: what is left to do is local."""
 
 
-class Reading(NamedTuple):
+class ReadOptions(NamedTuple):
     """What is common to the blocks of one read. `verify` checks every checksum.
 
-    A channel tells `patience` whatever it hears; without one only the deadline counts.
+    A channel tells `idle_timeout` whatever it hears; without one only the deadline counts.
     """
 
     namespace: Namespace
     part: int
     verify: bool = True
-    patience: Patience | None = None
+    idle_timeout: IdleTimeout | None = None
 
 
 class Channel(Protocol):
@@ -176,12 +176,12 @@ class Channel(Protocol):
     """
 
     async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         """Store blocks, at most BATCH_BLOCKS_MAX; one status each, in their order."""
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         """Fill the buffers of the blocks that are there; CORRUPT where a checksum is wrong.
 
@@ -195,7 +195,7 @@ class Channel(Protocol):
     ) -> list[bool]:
         """Forget blocks; True where the server had one."""
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
         """Tell the server of wrong checksums; True where it agreed and dropped the block."""
@@ -231,22 +231,22 @@ class Piecewise(Protocol):
     """
 
     async def write_pieces(
-        self, writing: Writing, blocks: Sequence[Gathered], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         """`Channel.write`, for blocks in pieces."""
 
     async def read_pieces(
-        self, reading: Reading, blocks: Sequence[Scattered], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         """`Channel.read`, into pieces."""
 
 
 @runtime_checkable
-class Viewable(Protocol):
+class SupportsZeroCopyView(Protocol):
     """A channel that can show pinned memory itself, without any copy (shm, inproc)."""
 
     def read_view(
-        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AbstractAsyncContextManager[list[View]]:
         """Pin blocks and look at them; they are unpinned on exit.
 
@@ -287,18 +287,18 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class Discerning(Protocol):
+class SupportsReachability(Protocol):
     """A transport that can tell, without dialling, that nobody is ever going to answer there."""
 
-    def reaches(self, address: str) -> bool:
+    def can_reach(self, address: str) -> bool:
         """False: do not even try."""
 
 
 @runtime_checkable
-class Unproven(Protocol):
+class NeedsMeasurement(Protocol):
     """A transport that is not worth being tried first on every machine."""
 
     @property
-    def unproven(self) -> bool:
+    def needs_measurement(self) -> bool:
         """True: nothing here says that it is faster than others, so they come first until it has
         been measured."""

@@ -32,7 +32,16 @@ from kvpool.server.state.entry import Change, Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import Stack
 from kvpool.server.tier_mover import Mover
-from kvpool.types import Cluster, Extent, Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
+from kvpool.types import (
+    Cluster,
+    Extent,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Reservation,
+    SessionHint,
+    WriteStatus,
+)
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -272,13 +281,13 @@ class _Connection:
         sizes: Sequence[int],
         *,
         deadline: float,
-        tag: Tag | None = None,
+        session_hint: SessionHint | None = None,
     ) -> list[Reservation]:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         patience = now + (deadline - now) / 2
         answers = self._stack.reserve(
-            self._owner, namespace, part, digests, parents, sizes, now, tag
+            self._owner, namespace, part, digests, parents, sizes, now, session_hint
         )
         while True:
             self._server.publish()
@@ -299,7 +308,7 @@ class _Connection:
                 [parents[i] for i in full],
                 [sizes[i] for i in full],
                 self._loop.time(),
-                tag,
+                session_hint,
             )
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
@@ -328,9 +337,9 @@ class _Connection:
         return statuses
 
     async def pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
     ) -> list[Pin]:
-        pins = self._pin(namespace, part, digests, room)
+        pins = self._pin(namespace, part, digests, buffer_sizes)
         later = [
             digest
             for digest, pin in zip(digests, pins, strict=True)
@@ -342,14 +351,16 @@ class _Connection:
         elif later:
             await mover.stage(namespace, part, later, self._loop.time() + _STAGE_S)
             if self._open:
-                pins = self._pin(namespace, part, digests, room)
+                pins = self._pin(namespace, part, digests, buffer_sizes)
         return pins
 
     def _pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
     ) -> list[Pin]:
         """What is in reach now. Between this and the answer nothing is awaited."""
-        pins = self._stack.pin(self._owner, namespace, part, digests, self._loop.time(), room)
+        pins = self._stack.pin(
+            self._owner, namespace, part, digests, self._loop.time(), buffer_sizes
+        )
         hits = [pin.extent.size for pin in pins if pin.extent is not None]
         counters = self._server.counters
         counters["read_blocks"] += len(hits)
@@ -370,11 +381,11 @@ class _Connection:
     async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
         removed = self._stack.remove(namespace, digests)
         self._server.changed()
-        await self._server.mover.forget()  # it must not be back after a restart
+        await self._server.mover.erase()  # it must not be back after a restart
         await self._server.visible(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
         pins = self._pin(namespace, part, digests, [1 << 62] * len(digests))
@@ -400,17 +411,19 @@ class _Connection:
     def view(self, extent: Extent) -> memoryview:
         return self._server.memory.view(extent.offset, extent.size)
 
-    def close(self, *, may_still_write: bool = False) -> bool:
+    def close(self, *, writer_may_be_alive: bool = False) -> bool:
         if not self._open:
             return False
         self._open = False
         self._server.disconnected()
-        feared = self._stack.top.drop_owner(self._owner, may_still_write=may_still_write)
+        quarantined = self._stack.top.drop_owner(
+            self._owner, writer_may_be_alive=writer_may_be_alive
+        )
         self._server.changed()
-        return feared
+        return quarantined
 
-    def writer_gone(self) -> None:
-        self._stack.top.writer_gone(self._owner)
+    def writer_exited(self) -> None:
+        self._stack.top.writer_exited(self._owner)
         self._server.changed()
 
 
@@ -487,7 +500,7 @@ class _Announcer:
             await asyncio.wait([self.task])
         with contextlib.suppress(KvpoolError):
             leave = wire.Leave(self._server.server, self._server.epoch)
-            await self._ask(leave, wire.Known, within_s=0.2)
+            await self._ask(leave, wire.HeartbeatReply, within_s=0.2)
         self._link.close()
         self._lose_sync()
 
@@ -586,7 +599,7 @@ class _Announcer:
         now = self._loop.time()
         self._next_heartbeat = now + self._config.heartbeat_s
         heartbeat = self._server.heartbeat(now, self._hints_heard, self._sequence)
-        known = await self._ask(heartbeat, wire.Known)
+        known = await self._ask(heartbeat, wire.HeartbeatReply)
         if not known.known:
             raise Unavailable("the master has restarted")
         self._hints_heard = known.hints_heard

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import Unavailable
-from kvpool.protocols import Addressable, Described, Durable, Tier
+from kvpool.protocols import Addressable, PersistentTier, SupportsStatusText, Tier
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tiered_store import MOVER, Copy, Stack
 from kvpool.types import Namespace, ReadStatus, Record
@@ -121,8 +121,12 @@ class Mover:
         self._stack = stack
         self._tiers = tiers
         self._changed = changed
-        self._durable = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, Durable)}
-        self._described = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, Described)}
+        self._durable = {
+            n: tier for n, tier in enumerate(tiers) if isinstance(tier, PersistentTier)
+        }
+        self._described = {
+            n: tier for n, tier in enumerate(tiers) if isinstance(tier, SupportsStatusText)
+        }
         self._traffic = [_Traffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,7 +135,7 @@ class Mover:
         self._nobody_waits = asyncio.Event()
         self._nobody_waits.set()
         self._base_lost = asyncio.Event()
-        self._records = asyncio.Lock()  # `forget` and `remember` for one extent keep their order
+        self._records = asyncio.Lock()  # `erase` and `persist` for one extent keep their order
         top = tiers[stack.reached]
         assert isinstance(top, Addressable)
         self._memory = top
@@ -146,7 +150,7 @@ class Mover:
         records = await durable.recover()
         for _ in self._stack.restore(records, _now()):
             await asyncio.sleep(0)
-        await self.forget()
+        await self.erase()
         found = self._stack.bottom
         log.info(
             "tier is warm",
@@ -189,7 +193,9 @@ class Mover:
             usage.append(
                 TierUsage(
                     name=tier.name,
-                    note=self._described[number].note if number in self._described else "",
+                    status_text=self._described[number].status_text
+                    if number in self._described
+                    else "",
                     lost=number in self._stack.lost_tiers,
                     capacity=store.allocator.capacity,
                     used=store.allocator.allocated,
@@ -262,7 +268,7 @@ class Mover:
                 await self._copy_down(copies)
             else:
                 self._wake.clear()
-                await self.forget()
+                await self.erase()
                 await self._wake.wait()
             if not self._stack.is_pressed:  # readers first
                 with contextlib.suppress(TimeoutError):
@@ -290,7 +296,7 @@ class Mover:
         Whoever removes a block meanwhile must find its copy either not recorded or in the books.
         """
         copies = list(waiting)
-        await self.forget()  # before their old extents are written over
+        await self.erase()  # before their old extents are written over
         moved = await asyncio.gather(*map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
         await self._remember(done)
@@ -306,7 +312,7 @@ class Mover:
 
     # --- what a durable base remembers -----------------------------------------------------------
 
-    async def forget(self) -> None:
+    async def erase(self) -> None:
         """Return when the base has no record any more of what has left the books so far."""
         if self._stack.base not in self._durable:
             self._stack.take_freed()
@@ -321,14 +327,14 @@ class Mover:
             if freed and base in self._durable:
                 try:
                     with self._alarmed(base):
-                        await self._durable[base].forget(freed)
+                        await self._durable[base].erase(freed)
                 except Unavailable as error:  # a record too many is a miss at worst
                     self._failed(base, error)
 
     async def _remember(self, good: dict[Copy, bool]) -> None:
         """Without a record a block would not be found after a restart: it counts as not copied.
 
-        Who removes a block while its record is written waits in `forget`, and has it erased again.
+        Who removes a block while its record is written waits in `erase`, and has it erased again.
         """
         base = self._stack.base
         async with self._records:
@@ -362,7 +368,7 @@ class Mover:
             )
         try:
             with self._alarmed(base):
-                await durable.remember(records)
+                await durable.persist(records)
         except Unavailable as error:
             self._failed(base, error)
             return False

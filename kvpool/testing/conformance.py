@@ -50,7 +50,7 @@ TIER_CHECKS: Final = _defined(TierCheck, tier_checks)
 
 
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
-    """Everything that `Transport`, `Listener`, `Channel` and `Viewable` promise.
+    """Everything that `Transport`, `Listener`, `Channel` and `SupportsZeroCopyView` promise.
 
     `make` is called once for the server's side of each check and once for the client's, which in
     production are two processes; a transport that lives inside one process returns the same
@@ -63,7 +63,7 @@ async def check_transport(make: Callable[[], Transport], *, address: str = "") -
 
 
 async def check_tier(make: Callable[[int], Tier]) -> None:
-    """Everything that `Tier`, `Addressable`, `Mappable` and `Durable` promise.
+    """Everything that `Tier`, `Addressable`, `Mappable` and `PersistentTier` promise.
 
     `make` gets a capacity. For a tier that survives a restart it opens the same storage each time.
     Raises ConformanceError at the first check that fails.

@@ -26,10 +26,10 @@ from kvpool.protocols import (
     Connection,
     Listener,
     Peer,
-    Reading,
+    ReadOptions,
     Tier,
     Transport,
-    Writing,
+    WriteOptions,
 )
 from kvpool.server.block_server import BlockServer
 from kvpool.types import (
@@ -42,7 +42,7 @@ from kvpool.types import (
     ReadResult,
     ReadStatus,
     Reservation,
-    Tag,
+    SessionHint,
     Wanted,
     WriteStatus,
 )
@@ -161,7 +161,7 @@ class Asked(NamedTuple):
     parents: list[bytes]
     sizes: list[int]
     deadline: float
-    tag: Tag | None
+    session_hint: SessionHint | None
 
 
 class Recorder:
@@ -177,7 +177,7 @@ class Recorder:
         self.open: set[_Watched] = set()
         #: Extents that were given back unsealed; full of garbage, and to stay so.
         self.freed: set[Extent] = set()
-        #: While it is clear, `reserve`, `remove` and `suspect` do their work and do not answer.
+        #: While it is clear, `reserve`, `remove` and `report_corruption` work and do not answer.
         self.answering = asyncio.Event()
         self.answering.set()
         #: Raised by `connect`.
@@ -261,15 +261,17 @@ class _Watched:
         sizes: Sequence[int],
         *,
         deadline: float,
-        tag: Tag | None = None,
+        session_hint: SessionHint | None = None,
     ) -> list[Reservation]:
         self._recorder.asked.append(
-            Asked(namespace, part, list(digests), list(parents), list(sizes), deadline, tag)
+            Asked(
+                namespace, part, list(digests), list(parents), list(sizes), deadline, session_hint
+            )
         )
         if self._recorder.refuse_writes is not None:
             raise self._recorder.refuse_writes
         answers = await self._inner.reserve(
-            namespace, part, digests, parents, sizes, deadline=deadline, tag=tag
+            namespace, part, digests, parents, sizes, deadline=deadline, session_hint=session_hint
         )
         half = namespace_seed(namespace, part)
         for key, answer in zip(digests, answers, strict=True):
@@ -294,9 +296,9 @@ class _Watched:
         return statuses
 
     async def pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], room: Sequence[int]
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
     ) -> list[Pin]:
-        pins = await self._inner.pin(namespace, part, digests, room)
+        pins = await self._inner.pin(namespace, part, digests, buffer_sizes)
         for key, pin in zip(digests, pins, strict=True):
             if pin.extent is not None:
                 self._pinned[pin.id] = (namespace, part, key, pin.extent)
@@ -311,10 +313,10 @@ class _Watched:
         await self._recorder.answering.wait()
         return removed
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
-        dropped = await self._inner.suspect(namespace, part, digests)
+        dropped = await self._inner.report_corruption(namespace, part, digests)
         await self._recorder.answering.wait()
         return dropped
 
@@ -325,17 +327,17 @@ class _Watched:
             self._recorder.faults.append("memory was looked at that the connection does not hold")
         return self._inner.view(extent)
 
-    def close(self, *, may_still_write: bool = False) -> bool:
-        feared = self._inner.close(may_still_write=may_still_write)
+    def close(self, *, writer_may_be_alive: bool = False) -> bool:
+        quarantined = self._inner.close(writer_may_be_alive=writer_may_be_alive)
         self._recorder.open.discard(self)
-        if may_still_write:
+        if writer_may_be_alive:
             self._unsealed.clear()
         self._give_back()
         self._let_go(list(self._pinned))
-        return feared
+        return quarantined
 
-    def writer_gone(self) -> None:
-        self._inner.writer_gone()
+    def writer_exited(self) -> None:
+        self._inner.writer_exited()
 
     def _give_back(self) -> None:
         extents = [extent for extent, _ in self._unsealed.values()]
@@ -409,7 +411,7 @@ class Stage(Scene):
         within_s: float = CALL_S,
     ) -> list[WriteStatus]:
         """Write blocks, whatever comes of it."""
-        writing = Writing(namespace, part, True)
+        writing = WriteOptions(namespace, part, True)
         return await channel.write(writing, outgoing(data), deadline=self.within(within_s))
 
     async def stored(
@@ -437,7 +439,7 @@ class Stage(Scene):
     ) -> list[ReadResult]:
         """Read blocks, whatever comes of it."""
         wanted = [Wanted(k, memoryview(b)) for k, b in zip(keys, buffers, strict=True)]
-        reading = Reading(namespace, part, verify)
+        reading = ReadOptions(namespace, part, verify)
         return await channel.read(reading, wanted, deadline=self.within())
 
     async def holds(

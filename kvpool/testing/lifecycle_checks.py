@@ -21,7 +21,7 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import Channel, Reading, View, Viewable
+from kvpool.protocols import Channel, ReadOptions, SupportsZeroCopyView, View
 from kvpool.testing.harness import (
     CLUSTER,
     LARGE,
@@ -66,7 +66,7 @@ def every_call(stage: Stage, channel: Channel, name: str, within_s: float) -> li
     return [
         stage.write(channel, blocks(name, 2, 1000), within_s=within_s),
         channel.remove(NAMESPACE, [digest(name)], deadline=deadline),
-        channel.suspect(NAMESPACE, 0, [digest(name)], deadline=deadline),
+        channel.report_corruption(NAMESPACE, 0, [digest(name)], deadline=deadline),
     ]
 
 
@@ -208,7 +208,7 @@ async def expect_unavailable(stage: Stage, channel: Channel, when: str) -> None:
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         expected = f"Unavailable from a call {when}"
         stage.expect(isinstance(outcome, Unavailable), expected, told(outcome))
-    if isinstance(channel, Viewable):
+    if isinstance(channel, SupportsZeroCopyView):
         looking = look(stage, channel, [digest(1)]).__aenter__()
         await stage.raises(Unavailable, looking, f"`read_view` {when}")
 
@@ -468,9 +468,11 @@ def look(
     within_s: float = 10.0,
 ) -> AbstractAsyncContextManager[list[View]]:
     """`read_view`, for a channel that has it."""
-    if not isinstance(channel, Viewable):
+    if not isinstance(channel, SupportsZeroCopyView):
         raise NotDeclared("this channel shows no memory in place")
-    return channel.read_view(Reading(NAMESPACE, 0, verify), keys, deadline=stage.within(within_s))
+    return channel.read_view(
+        ReadOptions(NAMESPACE, 0, verify), keys, deadline=stage.within(within_s)
+    )
 
 
 def shows(view: View, value: bytes | memoryview) -> bool:

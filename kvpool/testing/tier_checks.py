@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from kvpool.errors import KvpoolError, UsageError
-from kvpool.protocols import Addressable, Durable, Mappable, Tier
+from kvpool.protocols import Addressable, Mappable, PersistentTier, Tier
 from kvpool.testing.harness import NotDeclared, Scene, blank, content, digest, named, told
 from kvpool.types import ROOT, Namespace, Record
 
@@ -71,9 +71,9 @@ def mappable(tier: Tier) -> Mappable:
     return tier
 
 
-def durable(tier: Tier) -> Durable:
+def durable(tier: Tier) -> PersistentTier:
     """Raises NotDeclared when it does not remember what its bytes mean."""
-    if not isinstance(tier, Durable):
+    if not isinstance(tier, PersistentTier):
         raise NotDeclared(f"tier {tier.name!r} does not remember what its bytes mean")
     return tier
 
@@ -261,7 +261,7 @@ async def found(make: MakeTier) -> set[Record]:
 
 
 @asynccontextmanager
-async def recovered(make: MakeTier) -> AsyncIterator[tuple[Tier, Durable]]:
+async def recovered(make: MakeTier) -> AsyncIterator[tuple[Tier, PersistentTier]]:
     """A tier that is ready to be written to."""
     async with opened(make) as tier:
         await durable(tier).recover()
@@ -288,7 +288,7 @@ async def what_was_remembered_is_found_again(scene: Scene, make: MakeTier) -> No
             top = (1 << 64) - 1 - number
             records.add(Record(namespace, part, key, parent, offset, size, top, top))
             await tier.write_from(offset, memoryview(content(key, size)))
-        await memory.remember(sorted(records, key=lambda r: r.digest))
+        await memory.persist(sorted(records, key=lambda r: r.digest))
     for again in ("once", "and again"):
         async with opened(make) as tier:
             back = await durable(tier).recover()
@@ -307,27 +307,27 @@ async def nothing_is_found_that_was_not_remembered(scene: Scene, make: MakeTier)
     """Bytes alone are no extent."""
     async with recovered(make) as (tier, memory):
         await tier.write_from(0, memoryview(content(digest("bytes"), tier.capacity)))
-        await memory.remember([])
+        await memory.persist([])
     found_ = await found(make)
     scene.expect(not found_, "no record", listed(found_))
 
 
 @TierCheck
-async def what_was_forgotten_stays_forgotten(scene: Scene, make: MakeTier) -> None:
+async def what_was_erased_stays_erased(scene: Scene, make: MakeTier) -> None:
     """Its neighbours stay. To forget what is not there is no mistake."""
     async with recovered(make) as (tier, memory):
         step = tier.alignment
         records = [record(number * step, step, number + 1) for number in range(8)]
-        await memory.remember(records)
-        await memory.forget([2 * step, 5 * step, 20 * step])
-        await memory.forget([2 * step])
-        await memory.forget([])
+        await memory.persist(records)
+        await memory.erase([2 * step, 5 * step, 20 * step])
+        await memory.erase([2 * step])
+        await memory.erase([])
     left = {one for one in records if one.offset not in (2 * step, 5 * step)}
     for _ in range(2):
         now = await found(make)
         scene.expect(now == left, f"{len(left)} records, without the forgotten", listed(now))
     async with recovered(make) as (_, memory):
-        await memory.forget([one.offset for one in records])
+        await memory.erase([one.offset for one in records])
     now = await found(make)
     scene.expect(not now, "no record", listed(now))
 
@@ -337,10 +337,10 @@ async def an_extent_is_what_was_remembered_last(scene: Scene, make: MakeTier) ->
     """Memory that is used again belongs to the new block alone, also if it has another size."""
     async with recovered(make) as (tier, memory):
         step = tier.alignment
-        await memory.remember([record(0, step, 1), record(step, step, 2), record(4 * step, 1, 3)])
-        await memory.forget([0, step])
+        await memory.persist([record(0, step, 1), record(step, step, 2), record(4 * step, 1, 3)])
+        await memory.erase([0, step])
         large = record(0, 2 * step, 4)
-        await memory.remember([large])
+        await memory.persist([large])
     now = await found(make)
     wanted = {large, record(4 * step, 1, 3)}
     scene.expect(now == wanted, "the new extent, and the one that was left alone", listed(now))
@@ -348,19 +348,19 @@ async def an_extent_is_what_was_remembered_last(scene: Scene, make: MakeTier) ->
 
 @TierCheck
 async def of_overlapping_extents_the_newest_wins(scene: Scene, make: MakeTier) -> None:
-    """As after a crash that came before `forget`; and the others do not come back."""
+    """As after a crash that came before `erase`; and the others do not come back."""
     async with recovered(make) as (tier, memory):
         step = tier.alignment
         apart = record(0, step, 9)
         inside = [record(2 * step, 6 * step, 1), record(4 * step, step, 5)]
         before = [record(10 * step, 4 * step, 7), record(12 * step, 4 * step, 3)]
         for one in (apart, *inside, *before):
-            await memory.remember([one])
+            await memory.persist([one])
     for _ in range(2):
         now = await found(make)
         scene.expect(now == {apart, inside[1], before[0]}, "the newest of each", listed(now))
     async with recovered(make) as (_, memory):
-        await memory.forget([4 * step, 10 * step])
+        await memory.erase([4 * step, 10 * step])
     now = await found(make)
     scene.expect(now == {apart}, "what was overlapped not to come back", listed(now))
 
@@ -371,11 +371,11 @@ async def it_remembers_as_many_as_it_has_room_for(scene: Scene, make: MakeTier) 
     async with recovered(make) as (tier, memory):
         step = tier.alignment
         records = [record(o, step, o // step + 1) for o in range(0, tier.capacity, step)]
-        await asyncio.gather(*(memory.remember(records[first::7]) for first in range(7)))
+        await asyncio.gather(*(memory.persist(records[first::7]) for first in range(7)))
         gone = records[1::3]
-        await asyncio.gather(*(memory.forget([r.offset for r in gone[n::5]]) for n in range(5)))
+        await asyncio.gather(*(memory.erase([r.offset for r in gone[n::5]]) for n in range(5)))
         again = [one._replace(generation=one.generation + len(records)) for one in gone[::2]]
-        await asyncio.gather(*(memory.remember(again[n::3]) for n in range(3)))
+        await asyncio.gather(*(memory.persist(again[n::3]) for n in range(3)))
     wanted = set(records) - set(gone) | set(again)
     now = await found(make)
     scene.expect(now == wanted, f"{len(wanted)} records", f"{len(now)}, {len(now & wanted)} right")
@@ -388,7 +388,7 @@ async def what_cannot_be_an_extent_is_refused(scene: Scene, make: MakeTier) -> N
         step, end = tier.alignment, tier.capacity
         good = record(0, step, 1)
         for offset, size in ((end, 1), (end - step, step + 1), (-step, 1), (1, 1), (step, 0)):
-            remembering = memory.remember([good, record(offset, size, 2)])
+            remembering = memory.persist([good, record(offset, size, 2)])
             await scene.raises(UsageError, remembering, f"remembering {size} bytes at {offset}")
     now = await found(make)
     scene.expect(not now, "no record", listed(now))
@@ -398,11 +398,11 @@ async def what_cannot_be_an_extent_is_refused(scene: Scene, make: MakeTier) -> N
 async def a_closed_tier_remembers_nothing(scene: Scene, make: MakeTier) -> None:
     """And says so with one of our errors."""
     async with recovered(make) as (tier, memory):
-        await memory.remember([record(0, 1, 1)])
+        await memory.persist([record(0, 1, 1)])
         tier.close()
-        remembering = memory.remember([record(tier.alignment, 1, 2)])
+        remembering = memory.persist([record(tier.alignment, 1, 2)])
         await scene.raises(KvpoolError, remembering, "remembering after `close`")
-        await scene.raises(KvpoolError, memory.forget([0]), "forgetting after `close`")
+        await scene.raises(KvpoolError, memory.erase([0]), "forgetting after `close`")
         await scene.raises(KvpoolError, memory.recover(), "recovering after `close`")
     now = await found(make)
     scene.expect(now == {record(0, 1, 1)}, "what was remembered before `close`", listed(now))

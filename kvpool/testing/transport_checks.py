@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from kvpool.errors import Overloaded
-from kvpool.protocols import Peer, Writing
+from kvpool.protocols import Peer, WriteOptions
 from kvpool.testing.harness import (
     CAPACITY,
     LARGE,
@@ -29,7 +29,7 @@ from kvpool.types import (
     Namespace,
     Outgoing,
     ReadStatus,
-    Tag,
+    SessionHint,
     WriteStatus,
 )
 
@@ -160,13 +160,13 @@ async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
         for number, (key, parent) in enumerate(zip(keys, parents, strict=True))
     ]
     deadline = stage.within()
-    tag = Tag("agent 7/Überlänge", 2.5)
-    await channel.write(Writing(namespace, 2, False, tag), chain, deadline=deadline)
+    session_hint = SessionHint("agent 7/Überlänge", 2.5)
+    await channel.write(WriteOptions(namespace, 2, False, session_hint), chain, deadline=deadline)
     stage.expect(len(stage.recorder.asked) == 1, "one `reserve`", stage.recorder.asked)
     asked = stage.recorder.asked[0]
     wanted = (namespace, 2, keys, parents, [50, 51, 52])
     stage.expect(asked[:5] == wanted, f"{wanted}", told(asked[:5]))
-    stage.expect(asked.tag == tag, f"{tag}", asked.tag)
+    stage.expect(asked.session_hint == session_hint, f"{session_hint}", asked.session_hint)
     late_s = asked.deadline - deadline
     stage.expect(-PROMPT_S < late_s < PROMPT_S, "the caller's deadline", f"{late_s:+g} s off")
     stage.expect(stage.recorder.visible == [False], "visible=False", stage.recorder.visible)
@@ -295,12 +295,12 @@ async def bytes_of_another_key_are_corrupt(stage: Stage) -> None:
 async def a_suspect_is_dropped_when_it_is_rotten(stage: Stage) -> None:
     """The server looks for itself: what is intact stays, what is rotten can be written again."""
     channel = await stage.connect()
-    data = blocks("suspect", 3, 5000)
+    data = blocks("report_corruption", 3, 5000)
     keys = list(data)
     await stage.stored(channel, data)
     stage.memory_of(keys[1])[4999] ^= 128
     asked = [*keys, digest("never")]
-    dropped = await channel.suspect(NAMESPACE, 0, asked, deadline=stage.within())
+    dropped = await channel.report_corruption(NAMESPACE, 0, asked, deadline=stage.within())
     wanted = [False, True, False, False]
     stage.expect(dropped == wanted, f"{wanted}", told(dropped))
     results = await stage.read(channel, keys, [blank(5000) for _ in keys])
@@ -374,7 +374,10 @@ async def many_calls_at_once(stage: Stage) -> None:
         *(stage.holds(channel, {key: data[key]}) for key in old[:40]),
         *(stage.stored(channel, {key: value}) for key, value in new.items()),
         *(channel.remove(NAMESPACE, [key], deadline=stage.within()) for key in old[40:]),
-        *(channel.suspect(NAMESPACE, 0, [key], deadline=stage.within()) for key in old[:10]),
+        *(
+            channel.report_corruption(NAMESPACE, 0, [key], deadline=stage.within())
+            for key in old[:10]
+        ),
     )
     await stage.holds(channel, {**{key: data[key] for key in old[:40]}, **new})
     (result,) = await stage.read(channel, [old[45]], [blank(20_000)])

@@ -351,7 +351,7 @@ async def _echo() -> None:
     network = ZmqNetwork()
     listener = await network.serve("127.0.0.1:0", lambda type, body: (type, b""))
     print(listener.address, flush=True)
-    await process.until_stopped()
+    await process.wait_for_signal()
     await listener.close()
     network.close()
 

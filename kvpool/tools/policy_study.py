@@ -27,7 +27,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.tools import workloads as workload
 from kvpool.tools.workloads import Request
-from kvpool.types import ROOT, Namespace, ReadStatus, Tag, WriteStatus
+from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 
 #: The name of the bound among the policies.
 MIN = "MIN"
@@ -151,20 +151,22 @@ def _play_one(store: Store, request: Request, capacity: int, foresight: Foresigh
     pins = store.pin(_OWNER, _NAMESPACE, 0, chain[:held], now)
     if any(pin.status is not ReadStatus.HIT for pin in pins):
         raise InvariantViolated("a head was evicted before its tail")
-    tag = None
+    session_hint = None
     if foresight is not None:
-        tag = Tag(str(request.session), foresight(request))
+        session_hint = SessionHint(str(request.session), foresight(request))
     fresh = chain[held:capacity]
     if fresh:
         parents = [chain[held - 1] if held else ROOT, *fresh[:-1]]
         sizes = [_SIZE] * len(fresh)
-        for answer in store.reserve(_OWNER, _NAMESPACE, 0, fresh, parents, sizes, now, tag):
+        for answer in store.reserve(
+            _OWNER, _NAMESPACE, 0, fresh, parents, sizes, now, session_hint
+        ):
             if answer.status is WriteStatus.RESERVED:
                 store.seal(_OWNER, answer.id, 0, now)
-    elif tag is not None and tag.resume_in is not None:
-        store.resume(tag.session, tag.resume_in, now)
-    if tag is not None and tag.resume_in is None:
-        store.end(tag.session, now)
+    elif session_hint is not None and session_hint.resume_in is not None:
+        store.resume(session_hint.session, session_hint.resume_in, now)
+    if session_hint is not None and session_hint.resume_in is None:
+        store.end(session_hint.session, now)
     for pin in pins:
         store.unpin(_OWNER, pin.id)
     store.take_changes()  # nobody listens

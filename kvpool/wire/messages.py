@@ -148,10 +148,10 @@ class Sealed(Message, frozen=True):
 
 
 class Read(Keys, frozen=True):
-    """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`). `room`: buffer sizes."""
+    """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`)."""
 
     part: Small
-    room: Counts
+    buffer_sizes: Counts
 
 
 class Data(Message, frozen=True):
@@ -179,7 +179,7 @@ class Remove(Keys, frozen=True):
     """Forget these blocks, every part."""
 
 
-class Suspect(Keys, frozen=True):
+class ReportCorruption(Keys, frozen=True):
     """A reader saw a wrong checksum. The server looks for itself and drops what is rotten."""
 
     part: Small
@@ -225,7 +225,7 @@ class TierUsage(Message, frozen=True, omit_defaults=True):
     """One tier of a server. `read_s` and `write_s`: seconds in which bytes moved; rates: lately."""
 
     name: Name
-    note: Text
+    status_text: Text
     lost: bool
     capacity: Count
     used: Count
@@ -259,7 +259,7 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     sequence: Count = 0
 
 
-class Known(Message, frozen=True, omit_defaults=True):
+class HeartbeatReply(Message, frozen=True, omit_defaults=True):
     """False asks the server to register and send its inventory.
 
     To a heartbeat: the hints that came after those it has heard of, and the number of the last.
@@ -271,7 +271,7 @@ class Known(Message, frozen=True, omit_defaults=True):
 
 
 class Leave(Message, frozen=True):
-    """The server shuts down. Answered with `Known`."""
+    """The server shuts down. Answered with `HeartbeatReply`."""
 
     server: Name
     epoch: Hash64
@@ -323,7 +323,7 @@ class Find(Keys, frozen=True):
     prefix: bool
 
 
-class Found(Message, frozen=True):
+class FindReply(Message, frozen=True):
     """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one)."""
 
     runs: Annotated[list[WireRun], Meta(max_length=DIGESTS_MAX)]
@@ -339,7 +339,7 @@ class Place(Keys, frozen=True):
     copies: Annotated[int, Meta(ge=1, le=COPIES_MAX)]
 
 
-class Placed(Message, frozen=True):
+class PlaceReply(Message, frozen=True):
     """Servers, best first; a byte per block: how many copies the pool has."""
 
     servers: Annotated[list[Name], Meta(max_length=4096)]
@@ -371,7 +371,7 @@ class MemberInfo(Message, frozen=True, omit_defaults=True):
     usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
 
 
-class MembersAre(Message, frozen=True):
+class MembersReply(Message, frozen=True):
     """As many as fit well into one message; with `more`, ask again after the last one."""
 
     master: Name
@@ -388,7 +388,7 @@ class Hint(Message, frozen=True):
     resume_s: Seconds | None
 
 
-class Hinted(Message, frozen=True):
+class HintReply(Message, frozen=True):
     """What became of it, as a `HintStatus`."""
 
     status: Small
@@ -417,7 +417,7 @@ class Namespaces(Message, frozen=True):
     parts: Annotated[int, Meta(ge=0, le=256)] = 0
 
 
-class NamespacesAre(Message, frozen=True):
+class NamespacesReply(Message, frozen=True):
     """Name, parts and blocks of each, as many as fit; with `more`, ask again after the last one."""
 
     namespaces: Annotated[
@@ -442,30 +442,30 @@ TYPES: Final[dict[type[Message], int]] = {
     Pinned: 11,
     Unpin: 12,
     Remove: 13,
-    Suspect: 14,
+    ReportCorruption: 14,
     Removed: 15,
     Challenge: 16,
     Proof: 17,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,
-    Known: 35,
+    HeartbeatReply: 35,
     Leave: 36,
     Announce: 37,
     Inventory: 38,
     Announced: 39,
     Find: 40,
-    Found: 41,
+    FindReply: 41,
     Place: 42,
-    Placed: 43,
+    PlaceReply: 43,
     Members: 44,
-    MembersAre: 45,
+    MembersReply: 45,
     Explain: 46,
     Explained: 47,
     Hint: 48,
-    Hinted: 49,
+    HintReply: 49,
     Namespaces: 50,
-    NamespacesAre: 51,
+    NamespacesReply: 51,
 }
 PAYLOAD: Final = 6
 

@@ -128,7 +128,7 @@ class Load:
         self._clear()
         return found
 
-    def suspect(self, what: str, began: float, **details: Any) -> None:
+    def report_corruption(self, what: str, began: float, **details: Any) -> None:
         """Something that needs an explanation which only the nemesis can give."""
         now = asyncio.get_running_loop().time()
         self.events.append({"what": what, "began": began, "ended": now, **details})
@@ -149,13 +149,13 @@ class Load:
         if status in (ReadStatus.CORRUPT, ReadStatus.PART_MISSING) or (
             status is ReadStatus.REMOVED and not removable(chain)
         ):
-            self.suspect("lie", began, status=status.label)
+            self.report_corruption("lie", began, status=status.label)
         elif status in (ReadStatus.NEVER_WRITTEN, ReadStatus.SERVER_LOST) and known:
-            self.suspect("miss", began, status=status.label, since=since)
+            self.report_corruption("miss", began, status=status.label, since=since)
         elif status is ReadStatus.NO_MASTER and patient:
-            self.suspect("no master", began, status=status.label)
+            self.report_corruption("no master", began, status=status.label)
         elif status is ReadStatus.DEADLINE and patient:
-            self.suspect("miss", began, status=status.label, since=began)
+            self.report_corruption("miss", began, status=status.label, since=began)
 
 
 def removable(chain: int) -> bool:
@@ -192,7 +192,7 @@ class User:
             hurried = self._chance.random() < 0.03
             self._timeout_s = self._chance.choice([0.005, 0.05, 0.3]) if hurried else TIMEOUT_S
             if self._digest() != self._ended:
-                self._load.suspect("late bytes", self._loop.time())
+                self._load.report_corruption("late bytes", self._loop.time())
             task = asyncio.ensure_future(operation())
             if self._chance.random() < 0.02:
                 await asyncio.sleep(self._chance.expovariate(200))
@@ -306,9 +306,9 @@ class User:
             if status.present:
                 self._load.acked[digest] = ended
             elif status is WriteStatus.NO_MASTER and self._patient:
-                self._load.suspect("no master", began, status=status.label)
+                self._load.report_corruption("no master", began, status=status.label)
             elif status in (WriteStatus.DEADLINE, WriteStatus.SERVER_LOST) and self._patient:
-                self._load.suspect("write", began, status=status.label, since=began)
+                self._load.report_corruption("write", began, status=status.label, since=began)
 
     async def _remove(self) -> None:
         shelf, number, chain = self._chosen()
@@ -347,7 +347,7 @@ class User:
         finally:
             late_s = self._loop.time() - began - self._timeout_s
             if late_s > _LATE_S:
-                self._load.suspect("late", began, call=name, late_s=late_s)
+                self._load.report_corruption("late", began, call=name, late_s=late_s)
 
 
 async def main() -> None:

@@ -250,7 +250,7 @@ async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
         NAMESPACE, 0, [key("frozen")], [b""], [1 << 20], deadline=loop.time() + 1
     )
     held = server.store.allocator.allocated
-    connection.close(may_still_write=True)
+    connection.close(writer_may_be_alive=True)
     assert server.store.quarantined == 1
     assert server.store.allocator.allocated == held
     async with pool_dev.pool() as pool:
@@ -258,7 +258,7 @@ async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
         assert WriteStatus.STORED in await pool.write(NAMESPACE, storm, values(storm, 1 << 20))
     assert server.store.quarantined == 1
     server.store.check()
-    connection.writer_gone()
+    connection.writer_exited()
     assert server.store.quarantined == 0
 
 

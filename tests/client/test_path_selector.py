@@ -147,10 +147,10 @@ class Paced:
     same_host = False
     authenticated = True
 
-    def __init__(self, scheme: str, delay_s: float, *, unproven: bool = False) -> None:
+    def __init__(self, scheme: str, delay_s: float, *, needs_measurement: bool = False) -> None:
         self.scheme = scheme
         self.delay_s = delay_s
-        self.unproven = unproven
+        self.needs_measurement = needs_measurement
         self.calls = 0
         self.silent = False
         self.broken = False
@@ -256,7 +256,7 @@ async def test_large_calls_over_a_nearer_path_are_not_compared() -> None:
 
 
 async def test_what_is_unproven_comes_after_what_is_not() -> None:
-    first, second = Paced("first", 0.0, unproven=True), Paced("second", 0.0)
+    first, second = Paced("first", 0.0, needs_measurement=True), Paced("second", 0.0)
     async with client({"first": first, "second": second}) as (pool, chain):
         await reads(pool, chain, 1)
         assert (first.calls, second.calls) == (0, 1)

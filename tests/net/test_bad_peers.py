@@ -44,7 +44,7 @@ NOWHERE = {
 @pytest.mark.parametrize("name", NOWHERE)
 async def test_a_server_that_lies_about_itself(watched: dev.Dev, link: Link, name: str) -> None:
     """It says that it has what others have, and cannot be reached: it costs nobody a block."""
-    host = (await ask(link, wire.Members(), wire.MembersAre)).members[0].host
+    host = (await ask(link, wire.Members(), wire.MembersReply)).members[0].host
     liar = msgspec.structs.replace(REGISTER, host=host, addresses=[NOWHERE[name]], capacity=1 << 47)
     assert (await ask(link, liar, wire.Registered)).accepted
     told = wire.Inventory(
@@ -80,17 +80,17 @@ async def test_servers_that_say_too_much_of_themselves(watched: dev.Dev, link: L
 HERE: list[Any] = [("s", "dram", 0)]
 LIES: dict[str, wire.Message | None] = {
     "no answer": None,
-    "an answer to something else": wire.Known(True),
-    "a reason that is a hit": wire.Found([], b"\0\0"),
-    "no reasons": wire.Found([], b""),
-    "a reason nobody knows": wire.Found([], b"\xff\xff"),
-    "a run past the end": wire.Found([(0, 9, HERE)], b""),
-    "a run that ends before it begins": wire.Found([(1, 0, HERE)], b""),
-    "runs that overlap": wire.Found([(0, 1, HERE), (1, 1, HERE)], b""),
-    "a run that is nowhere": wire.Found([(0, 1, [])], b""),
-    "a server nobody knows": wire.Found([(0, 1, HERE)], b""),
-    "servers nobody knows": wire.Placed(["s", "t"], b"\0\0"),
-    "an answer for fewer blocks": wire.Placed([], b"\0"),
+    "an answer to something else": wire.HeartbeatReply(True),
+    "a reason that is a hit": wire.FindReply([], b"\0\0"),
+    "no reasons": wire.FindReply([], b""),
+    "a reason nobody knows": wire.FindReply([], b"\xff\xff"),
+    "a run past the end": wire.FindReply([(0, 9, HERE)], b""),
+    "a run that ends before it begins": wire.FindReply([(1, 0, HERE)], b""),
+    "runs that overlap": wire.FindReply([(0, 1, HERE), (1, 1, HERE)], b""),
+    "a run that is nowhere": wire.FindReply([(0, 1, [])], b""),
+    "a server nobody knows": wire.FindReply([(0, 1, HERE)], b""),
+    "servers nobody knows": wire.PlaceReply(["s", "t"], b"\0\0"),
+    "an answer for fewer blocks": wire.PlaceReply([], b"\0"),
     "an explanation of fewer blocks": wire.Explained([(0, "here", HERE)]),
 }
 
@@ -102,7 +102,7 @@ async def test_a_master_that_lies(name: str) -> None:
 
     def handle(number: int, body: bytes) -> tuple[int, bytes]:
         if number == wire.TYPES[wire.Members]:
-            return wire.encode(wire.MembersAre("m", 0, 0, [], False))
+            return wire.encode(wire.MembersReply("m", 0, 0, [], False))
         return wire.encode(lie) if lie is not None else (250, b"")
 
     network = ZmqNetwork()

@@ -124,4 +124,4 @@ async def test_a_master_refuses_what_is_no_session(link: Link, session: str) -> 
 
 async def test_a_flood_of_hints_costs_only_hints(link: Link) -> None:
     for number in range(3000):
-        await ask(link, wire.Hint(f"{number}", 1.0), wire.Hinted)
+        await ask(link, wire.Hint(f"{number}", 1.0), wire.HintReply)

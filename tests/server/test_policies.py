@@ -15,7 +15,7 @@ from kvpool.server.eviction.lease import Gaps, Lease
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, Namespace, ReadStatus, Tag, WriteStatus
+from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import keys
 
 PAGE = 4096
@@ -261,12 +261,12 @@ class History:
         chain = self.digests[first : first + rng.randint(1, 8)]
         branch = rng.choice([ROOT, self.digests[rng.randrange(first + 1) - 1]])
         parent = branch if branch not in chain else ROOT
-        tag = rng.choice(
-            [None, Tag(rng.choice(self.sessions), rng.choice([None, 0.1, 8.0, 900.0]))]
+        session_hint = rng.choice(
+            [None, SessionHint(rng.choice(self.sessions), rng.choice([None, 0.1, 8.0, 900.0]))]
         )
         sizes = [rng.choice([PAGE, 2 * PAGE])] * len(chain)
         answers = self.store.reserve(
-            owner, namespace, part, chain, [parent, *chain[:-1]], sizes, self.now, tag
+            owner, namespace, part, chain, [parent, *chain[:-1]], sizes, self.now, session_hint
         )
         self.held += [(owner, answer.id) for answer in answers if answer.extent is not None]
 
@@ -346,7 +346,7 @@ def test_parts_of_one_block_go_together(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_holds_what_another_reserved(policy: str) -> None:
     store = books(policy, 4)
-    (answer,) = store.reserve(1, ONE, 0, keys("a", 1), [ROOT], [PAGE], 0.0, Tag("s", 1.0))
+    (answer,) = store.reserve(1, ONE, 0, keys("a", 1), [ROOT], [PAGE], 0.0, SessionHint("s", 1.0))
     with pytest.raises(BadMessage):
         store.seal(2, answer.id, 0, 0.0)
     store.check()

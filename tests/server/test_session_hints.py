@@ -9,7 +9,7 @@ from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_hints import LEAVES_MAX, RESUME_S_MAX, SESSIONS_MAX, Hints
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, HintStatus, Namespace, ReadStatus, Tag, WriteStatus
+from kvpool.types import ROOT, HintStatus, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import keys
 
 PAGE = 4096
@@ -34,10 +34,12 @@ class Books:
         part: int = 0,
     ) -> list[WriteStatus]:
         self.now += 1.0
-        tag = Tag(session, resume_in) if session else None
+        session_hint = SessionHint(session, resume_in) if session else None
         parents = [parent, *chain[:-1]]
         sizes = [PAGE] * len(chain)
-        answers = self.store.reserve(1, namespace, part, chain, parents, sizes, self.now, tag)
+        answers = self.store.reserve(
+            1, namespace, part, chain, parents, sizes, self.now, session_hint
+        )
         for answer in answers:
             if answer.status is WriteStatus.RESERVED:
                 self.store.seal(1, answer.id, 0, self.now)

@@ -164,13 +164,13 @@ class Machine(RuleBasedStateMachine):
         extents = [v[3] for k, v in self.reserved.items() if k[0] == owner]
         self.reserved = {k: v for k, v in self.reserved.items() if k[0] != owner}
         self.pinned = {k: v for k, v in self.pinned.items() if k[0] != owner}
-        self.books.drop_owner(owner, may_still_write=frozen)
+        self.books.drop_owner(owner, writer_may_be_alive=frozen)
         if frozen:
             self.quarantined.setdefault(owner, []).extend(extents)
 
     @rule(owner=st.integers(1, 3))
     def writer_ends(self, owner: int) -> None:
-        self.books.writer_gone(owner)
+        self.books.writer_exited(owner)
         self.quarantined.pop(owner, None)
 
     @rule(first=st.integers(0, 39))
@@ -287,7 +287,7 @@ def test_parts_leave_together() -> None:
 
 
 def test_the_reason_of_a_miss_is_remembered() -> None:
-    books = store(2, history_limit=3)
+    books = store(2, tombstones_max=3)
     write(books, [key("evicted")], 1.0)
     write(books, keys("new", 2), 2.0)
     write(books, [key("removed")], 3.0)
@@ -297,8 +297,8 @@ def test_the_reason_of_a_miss_is_remembered() -> None:
     assert reasons == [ReadStatus.EVICTED, ReadStatus.REMOVED, ReadStatus.NEVER_WRITTEN]
     for digest in keys("churn", 10):
         write(books, [digest], 5.0)
-    assert len(books.history) == 3
-    assert books.history.forgotten > 0
+    assert len(books.tombstones) == 3
+    assert books.tombstones.forgotten > 0
 
 
 def test_a_buffer_too_small_pins_nothing() -> None:

@@ -138,7 +138,7 @@ async def test_status_tells_what_lies_where(tiered: dev.Dev) -> None:
     assert disk.capacity == member.capacity == 16 << 20
     assert memory.hits + disk.hits >= 64
     assert disk.read_bytes == disk.hits * BLOCK
-    assert "tier" in disk.note
+    assert "tier" in disk.status_text
     assert {replica.tier for run in match.runs for replica in run.replicas} == {"dram", "nvme"}
 
 
@@ -317,7 +317,7 @@ def test_a_tier_that_makes_no_sense_is_refused(text: str, expected: str) -> None
 def test_settings_of_a_tier_are_its_own(file: Path) -> None:
     opened = tier(parse_tier(f"nvme:{file}:1MiB?queue_depth=3&direct=no"))
     assert opened.capacity == 1 << 20
-    assert "buffered" in opened.note  # type: ignore[attr-defined]
+    assert "buffered" in opened.status_text  # type: ignore[attr-defined]
     opened.close()
 
 

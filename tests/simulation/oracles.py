@@ -21,7 +21,7 @@ from kvpool.server.state.entry import Entry, Journal
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import MOVER
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
 
 #: Rare events that a batch of seeds must reach, or its worlds are too tame.
 PROBES: Final = (
@@ -297,10 +297,12 @@ class WatchedStore(Store):
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
-        tag: Tag | None = None,
+        session_hint: SessionHint | None = None,
     ) -> list[Reservation]:
         self._evicted_now.clear()
-        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now, tag)
+        answers = super().reserve(
+            owner, namespace, part, digests, parents, sizes, now, session_hint
+        )
         for answer in answers:
             if answer.extent is not None:
                 hold = ("reservation", owner, answer.id)
@@ -396,26 +398,26 @@ class WatchedStore(Store):
         self.look()
         return removed
 
-    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> bool:
+    def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
         held = self._owners.get(owner)
-        if held is not None and may_still_write:
+        if held is not None and writer_may_be_alive:
             for id in held.reservations:
                 hold = self.held.pop(("reservation", owner, id))
                 self._entries.pop(("reservation", owner, id))
                 self.held["quarantine", owner, id] = hold
                 self.truth.notes.add("a frozen writer was put in quarantine")
-        feared = super().drop_owner(owner, may_still_write=may_still_write)
+        quarantined = super().drop_owner(owner, writer_may_be_alive=writer_may_be_alive)
         for kind, of, id in list(self.held):
             if of == owner and kind != "quarantine":
                 self.truth.fail(f"G4: {kind} {id} outlives its connection")
         self.look()
-        return feared
+        return quarantined
 
-    def writer_gone(self, owner: int) -> None:
+    def writer_exited(self, owner: int) -> None:
         for hold in [hold for hold in self.held if hold[:2] == ("quarantine", owner)]:
             del self.held[hold]
             self.truth.notes.add("quarantine ended")
-        super().writer_gone(owner)
+        super().writer_exited(owner)
         self.look()
 
     def _forget(self, kind: str, owner: int, id: int) -> Entry | None:

@@ -131,14 +131,14 @@ BUGS: Sequence[Bug] = (
         "frozen-writer-is-not-feared",
         "G4",
         _SERVING,
-        "self._connection.close(may_still_write=mapped)",
+        "self._connection.close(writer_may_be_alive=mapped)",
         "self._connection.close()",
     ),
     Bug(
         "quarantine-never-ends",
         "liveness",
         _SERVER,
-        "        self._stack.top.writer_gone(self._owner)\n",
+        "        self._stack.top.writer_exited(self._owner)\n",
         "",
     ),
     # --- writing
@@ -407,14 +407,14 @@ BUGS: Sequence[Bug] = (
         "old-records-stay",
         "G8",
         _MOVER,
-        "        await self.forget()  # before their old extents are written over\n",
+        "        await self.erase()  # before their old extents are written over\n",
         "",
     ),
     Bug(
         "removal-does-not-wait-for-the-disk",
         "G8",
         _SERVER,
-        "await self._server.mover.forget()",
+        "await self._server.mover.erase()",
         "await asyncio.sleep(0)",
     ),
     Bug(

@@ -16,7 +16,7 @@ from kvpool.errors import InvariantViolated
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event
-from kvpool.types import Namespace, ReadStatus, Record, Reservation, Tag, WriteStatus
+from kvpool.types import Namespace, ReadStatus, Record, Reservation, SessionHint, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_places
 from tests.simulation.memory import SimTier
 from tests.simulation.oracles import BlockPart, Truth, WatchedStore
@@ -129,9 +129,11 @@ class WatchedBase(WatchedStore):
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
-        tag: Tag | None = None,
+        session_hint: SessionHint | None = None,
     ) -> list[Reservation]:
-        answers = super().reserve(owner, namespace, part, digests, parents, sizes, now, tag)
+        answers = super().reserve(
+            owner, namespace, part, digests, parents, sizes, now, session_hint
+        )
         for digest, answer in zip(digests, answers, strict=True):
             if answer.extent is None:
                 self.refused.add((namespace, digest, part))

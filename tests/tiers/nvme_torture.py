@@ -125,7 +125,7 @@ class History:
         self.process: Process
         self.processes: list[Process] = []  # the dead ones too: their tasks must not be collected
 
-    def note(self, event: str) -> None:
+    def status_text(self, event: str) -> None:
         if self.trace:
             print(f"{self.loop.now:.6f} {event}")
 
@@ -140,12 +140,12 @@ class History:
                 trouble = asyncio.ensure_future(self.break_things(ended))
             await asyncio.sleep(self.chance.choice([0.02, 0.3, 3.0]) * self.chance.random() * 3)
             self.process.kill()
-            self.note("kill")
+            self.status_text("kill")
             if self.faults:
                 await trouble
             if self.power_cuts and self.chance.random() < 0.5:
                 self.platter.power_cut()
-                self.note("power cut")
+                self.status_text("power cut")
 
     async def break_things(self, ended: asyncio.Future[None]) -> None:
         """One fault after the other, also while it recovers; often one outlives the process."""
@@ -153,7 +153,7 @@ class History:
             await asyncio.sleep(self.chance.expovariate(1 / self.chance.choice([0.01, 0.2])))
             if not ended.done():
                 fault = self.chance.choice(self.faults)
-                self.note(f"fault {fault.name}")
+                self.status_text(f"fault {fault.name}")
                 self.report.counts[fault.name] += 1
                 fault.begin(self.platter)
                 await asyncio.sleep(self.chance.expovariate(1 / self.chance.choice([0.01, 0.5])))
@@ -173,7 +173,7 @@ class History:
                 found = await tier.recover()
                 break
             except KvpoolError as error:
-                self.note(f"recover raised {error!r}")
+                self.status_text(f"recover raised {error!r}")
                 excuse = faulty or self.is_faulty() or self.platter.spoilt
                 if isinstance(error, Unavailable) and excuse:
                     self.report.counts["recover met a disk that failed"] += 1
@@ -261,7 +261,7 @@ class History:
     async def work(self, tier: Nvme) -> None:
         while True:
             await asyncio.sleep(self.chance.expovariate(1 / 0.01))
-            kind = self.chance.choice([self.put, self.put, self.forget, self.read])
+            kind = self.chance.choice([self.put, self.put, self.erase, self.read])
             doing = asyncio.ensure_future(kind(tier))
             if self.chance.random() < 0.15:
                 await asyncio.sleep(self.chance.expovariate(1 / self.platter.latency_s))
@@ -304,13 +304,13 @@ class History:
                 if record not in written:
                     books.give(record)
         books.possible.update(written)
-        self.note(f"remember {[record.offset for record in written]}")
+        self.status_text(f"remember {[record.offset for record in written]}")
         skipped = tier.describe()["not_remembered"]
-        await tier.remember(written)
+        await tier.persist(written)
         if tier.describe()["not_remembered"] != skipped:  # the table is full: who knows which
             self.report.counts["no room for a namespace"] += 1
             return
-        self.note(f"remembered {[record.offset for record in written]}")
+        self.status_text(f"remembered {[record.offset for record in written]}")
         for record in written:
             books.possible.discard(record)
             books.live[record.offset] = record
@@ -323,17 +323,17 @@ class History:
         finally:
             buffer[:] = bytes(len(buffer))  # the caller uses it for something else
 
-    async def forget(self, tier: Nvme) -> None:
+    async def erase(self, tier: Nvme) -> None:
         books, chance = self.books, self.chance
         candidates = sorted(books.unpinned(), key=by_generation)
         records = chance.sample(candidates, min(len(candidates), chance.choice([1, 3, 20])))
         for record in records:
             del books.live[record.offset]
         books.possible.update(records)
-        self.note(f"forget {[record.offset for record in records]}")
+        self.status_text(f"forget {[record.offset for record in records]}")
         # When this fails their extents rest until the next life: nobody knows what is there.
-        await tier.forget([record.offset for record in records])
-        self.note(f"forgotten {[record.offset for record in records]}")
+        await tier.erase([record.offset for record in records])
+        self.status_text(f"forgotten {[record.offset for record in records]}")
         for record in records:
             books.possible.discard(record)
             books.gone.add(record)

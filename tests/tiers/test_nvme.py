@@ -75,7 +75,7 @@ async def write(tier: Nvme, *records: Record) -> None:
     """As a server does it: the bytes, then what they mean."""
     for one in records:
         await tier.write_from(one.offset, memoryview(value(one.digest, one.size)))
-    await tier.remember(records)
+    await tier.persist(records)
 
 
 async def is_intact(tier: Nvme, one: Record) -> bool:
@@ -345,8 +345,8 @@ async def test_an_error_of_the_disk_is_told_and_passes(
             for call in (
                 tier.read_into(0, memoryview(bytearray(PAGE))),
                 tier.write_from(PAGE, memoryview(bytes(PAGE))),
-                tier.remember([record(PAGE)]),
-                tier.forget([0]),
+                tier.persist([record(PAGE)]),
+                tier.erase([0]),
                 tier.recover(),
             ):
                 with pytest.raises(Unavailable, match=f"{path}: {name}: {os.strerror(number)}"):
@@ -374,7 +374,7 @@ async def test_headers_that_cannot_be_read_are_lost_and_the_others_found() -> No
     tier = Nvme(capacity, path="memory", disk=disk)
     await tier.recover()
     records = [record(number * GROUP_SIZE) for number in range(3)]
-    await tier.remember(records)
+    await tier.persist(records)
     bad = Geometry(capacity, PAGE).header(GROUP_SIZE)
     disk.reads_fail = range(bad, bad + 1)
     tier = Nvme(capacity, path="memory", disk=disk)
@@ -518,7 +518,7 @@ def test_a_loop_that_ends_in_the_middle_leaves_nothing_open(path: Path, turns: i
 def test_a_stuck_disk_does_not_keep_a_process_from_exiting(path: Path) -> None:
     script = """
 import asyncio, sys, threading
-from kvpool_tiers import disk
+from kvpool_tiers.nvme import file_disk as disk
 disk._read = lambda *_: threading.Event().wait()
 async def main():
     tier = disk.FileDisk(sys.argv[1], 65536)
@@ -540,20 +540,20 @@ async def test_more_namespaces_than_fit_are_served_and_not_remembered(path: Path
         records = [
             record(n * PAGE, 100, n + 1, Namespace(f"model/{n}")) for n in range(NAMESPACES + 3)
         ]
-        await tier.remember(records)
+        await tier.persist(records)
         assert tier.describe()["not_remembered"] == 3
-        await tier.forget([records[5].offset])
-        await tier.remember(records[-1:])
-        await tier.remember(records[-2:-1])
+        await tier.erase([records[5].offset])
+        await tier.persist(records[-1:])
+        await tier.persist(records[-2:-1])
         assert tier.describe()["not_remembered"] == 4
     wanted = {*records[:5], *records[6:NAMESPACES], records[-1]}
     with tier_at(path, capacity) as tier:
         assert set(await tier.recover()) == wanted
-        await tier.remember([record(0, 100, 5000, Namespace("a new one"))])
-        await tier.remember(records[-2:-1])
+        await tier.persist([record(0, 100, 5000, Namespace("a new one"))])
+        await tier.persist(records[-2:-1])
         assert tier.describe()["not_remembered"] == 2
-        await tier.forget([0, PAGE])
-        await tier.remember(records[-2:-1])
+        await tier.erase([0, PAGE])
+        await tier.persist(records[-2:-1])
     with tier_at(path, capacity) as tier:
         assert set(await tier.recover()) == wanted - set(records[:2]) | {records[-2]}
 
@@ -564,9 +564,9 @@ async def test_a_namespace_that_is_being_replaced_is_not_referred_to() -> None:
     tier = Nvme(capacity, path="memory", disk=disk)
     await tier.recover()
     records = [record(n * PAGE, 100, n + 1, Namespace(f"m/{n}")) for n in range(NAMESPACES + 1)]
-    await tier.remember(records[:NAMESPACES])
-    await tier.forget([0])
-    await asyncio.gather(tier.remember(records[-1:]), tier.remember(records[:1]))
+    await tier.persist(records[:NAMESPACES])
+    await tier.erase([0])
+    await asyncio.gather(tier.persist(records[-1:]), tier.persist(records[:1]))
     assert tier.describe()["not_remembered"] == 1
     tier = Nvme(capacity, path="memory", disk=disk)
     assert await tier.recover() == records[1:]
@@ -577,12 +577,12 @@ async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
     disk = MemoryDisk(Nvme.disk_size(CAPACITY))
     one = Nvme(CAPACITY, path="memory", disk=disk)
     await one.recover()
-    await one.remember([record(0, namespace=Namespace("one"))])
+    await one.persist([record(0, namespace=Namespace("one"))])
     name = Geometry.namespace(0)
     page = disk.bytes[name : name + PAGE]
     other = Nvme(CAPACITY, path="memory", disk=MemoryDisk(disk.size))
     await other.recover()
-    await other.remember([record(0, namespace=Namespace("other"))])
+    await other.persist([record(0, namespace=Namespace("other"))])
     other_disk = other._disk
     assert isinstance(other_disk, MemoryDisk)
     other_disk.bytes[name : name + PAGE] = page
@@ -653,13 +653,13 @@ async def test_any_history_is_recovered_as_it_was(seed: int) -> None:
                 known.pop(offset, None)
             crashed = chance.random() < 0.1
             if not crashed:
-                await tier.forget(sorted(set(over)))
+                await tier.erase(sorted(set(over)))
             if chance.random() < 0.1:
                 disk.writes_fail = range(disk.size)
                 with pytest.raises(Unavailable):
-                    await tier.remember(list(batch.values()))
+                    await tier.persist(list(batch.values()))
                 disk.writes_fail = range(0)
-            await tier.remember(list(batch.values()))
+            await tier.persist(list(batch.values()))
             known |= batch
             if crashed:
                 break
@@ -705,6 +705,6 @@ async def test_a_call_beyond_the_file_is_refused(path: Path) -> None:
     with tier_at(path) as tier:
         for offset in (CAPACITY, -PAGE, 1):
             with pytest.raises(UsageError):
-                await tier.forget([offset])
+                await tier.erase([offset])
         with pytest.raises(UsageError, match="multiples of 4096"):
             await tier.read_into(1, memoryview(bytearray(1)))

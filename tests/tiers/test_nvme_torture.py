@@ -26,7 +26,7 @@ def test_a_seed_is_one_history() -> None:
 
 
 async def forgets_some(self: Nvme, offsets: Sequence[int]) -> None:
-    await forget(self, list(offsets)[1:])
+    await erase(self, list(offsets)[1:])
 
 
 async def lets_go_of_writes(self: Nvme, offset: int, buffer: memoryview) -> None:
@@ -34,7 +34,7 @@ async def lets_go_of_writes(self: Nvme, offset: int, buffer: memoryview) -> None
 
 
 async def remembers_later(self: Nvme, records: Any) -> None:
-    asyncio.ensure_future(remember(self, records))
+    asyncio.ensure_future(persist(self, records))
 
 
 def recalls_older(header: Any, *arguments: Any) -> Any:
@@ -45,16 +45,16 @@ def recalls_older(header: Any, *arguments: Any) -> Any:
     return found
 
 
-forget, write_from, remember = Nvme.forget, Nvme.write_from, Nvme.remember
+erase, write_from, persist = Nvme.erase, Nvme.write_from, Nvme.persist
 unpack_header = nvme.unpack_header
 
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong", "failure"),
     [
-        (Nvme, "forget", forgets_some, "which was forgotten"),
+        (Nvme, "erase", forgets_some, "which was forgotten"),
         (Nvme, "write_from", lets_go_of_writes, "wrong bytes"),
-        (Nvme, "remember", remembers_later, "which was remembered"),
+        (Nvme, "persist", remembers_later, "which was remembered"),
         (nvme, "unpack_header", recalls_older, "never remembered so"),
     ],
 )

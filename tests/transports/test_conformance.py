@@ -20,12 +20,12 @@ from kvpool.protocols import (
     Connection,
     Listener,
     Peer,
-    Reading,
+    ReadOptions,
+    SupportsZeroCopyView,
     Tier,
     Transport,
     View,
-    Viewable,
-    Writing,
+    WriteOptions,
 )
 from kvpool.testing import (
     TIER_CHECKS,
@@ -154,12 +154,12 @@ class Through:
         self.inner = inner
 
     async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         return await self.inner.write(writing, blocks, deadline=deadline)
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         return await self.inner.read(reading, blocks, deadline=deadline)
 
@@ -168,16 +168,16 @@ class Through:
     ) -> list[bool]:
         return await self.inner.remove(namespace, digests, deadline=deadline)
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        return await self.inner.suspect(namespace, part, digests, deadline=deadline)
+        return await self.inner.report_corruption(namespace, part, digests, deadline=deadline)
 
     @asynccontextmanager
     async def read_view(
-        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
-        assert isinstance(self.inner, Viewable)
+        assert isinstance(self.inner, SupportsZeroCopyView)
         async with self.inner.read_view(reading, digests, deadline=deadline) as views:
             yield views
 
@@ -224,7 +224,7 @@ class Unordered(Through):
     """Answers in the order of the digests."""
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         return await self.inner.read(reading, sorted(blocks, key=lambda b: b[0]), deadline=deadline)
 
@@ -233,7 +233,7 @@ class Unverified(Through):
     """Trusts the memory."""
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         return await self.inner.read(reading._replace(verify=False), blocks, deadline=deadline)
 
@@ -246,7 +246,7 @@ class Caching(Through):
         self.seen: dict[object, bytes] = {}
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         places = [(reading.namespace, reading.part, block.digest) for block in blocks]
         if all(place in self.seen for place in places):
@@ -264,7 +264,7 @@ class Retrying(Through):
     """Does not take no for an answer."""
 
     async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         with suppress(Overloaded):
             return await self.inner.write(writing, blocks, deadline=deadline)
@@ -275,7 +275,7 @@ class Patient(Through):
     """Has its own idea of a deadline."""
 
     async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         return await self.inner.write(writing, blocks, deadline=deadline + 60)
 
@@ -284,7 +284,7 @@ class Lingering(Through):
     """Lets a read go on when its caller has left."""
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         reads = asyncio.ensure_future(self.inner.read(reading, blocks, deadline=deadline))
         return await asyncio.shield(reads)
@@ -312,7 +312,7 @@ class Scribbled(Through):
 
     @asynccontextmanager
     async def read_view(
-        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
         async with super().read_view(reading, digests, deadline=deadline) as views:
             yield [
@@ -514,7 +514,7 @@ class Copying(Dram):
 class Amnesiac(Nvme):
     """Remembers nothing."""
 
-    async def remember(self, records: Sequence[Record]) -> None:
+    async def persist(self, records: Sequence[Record]) -> None:
         pass
 
 
@@ -528,15 +528,15 @@ class Vague(Nvme):
 class Resentful(Nvme):
     """Never forgets."""
 
-    async def forget(self, offsets: Sequence[int]) -> None:
+    async def erase(self, offsets: Sequence[int]) -> None:
         pass
 
 
 class Backward(Nvme):
     """Believes the oldest."""
 
-    async def remember(self, records: Sequence[Record]) -> None:
-        await super().remember(self._turned(records))
+    async def persist(self, records: Sequence[Record]) -> None:
+        await super().persist(self._turned(records))
 
     async def recover(self) -> Sequence[Record]:
         return self._turned(await super().recover())
@@ -550,10 +550,10 @@ class Backward(Nvme):
 class Lax(Nvme):
     """Remembers what it can, and says nothing of the rest."""
 
-    async def remember(self, records: Sequence[Record]) -> None:
+    async def persist(self, records: Sequence[Record]) -> None:
         for record in records:
             with suppress(UsageError):
-                await super().remember([record])
+                await super().persist([record])
 
 
 class Greedy(Dram):
@@ -582,7 +582,7 @@ def unsealed(capacity: int) -> Tier:
         ("nobody_can_resize_it", unsealed),
         ("what_was_remembered_is_found_again", Amnesiac),
         ("what_was_remembered_is_found_again", Vague),
-        ("what_was_forgotten_stays_forgotten", Resentful),
+        ("what_was_erased_stays_erased", Resentful),
         ("of_overlapping_extents_the_newest_wins", Backward),
         ("what_cannot_be_an_extent_is_refused", Lax),
     ],

@@ -25,7 +25,7 @@ import pytest
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, connect, dev, registry
 from kvpool.errors import ConfigError, LinkBroken, Overloaded, Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
-from kvpool.protocols import Peer, Reading
+from kvpool.protocols import Peer, ReadOptions
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import Cluster, Wanted
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
@@ -488,17 +488,21 @@ def test_settings_win_over_the_environment_and_that_over_defaults(
 
 def test_the_doctor_says_what_ucx_may_use(installed: None) -> None:
     settings = {"TLS": "tcp,self", "NET_DEVICES": "lo", "MAX_RNDV_RAILS": "3"}
-    note = UcxTransport(settings).note
-    assert "lanes tcp,self, devices lo, up to 3 rails, rendezvous am" in note
+    status_text = UcxTransport(settings).status_text
+    assert "lanes tcp,self, devices lo, up to 3 rails, rendezvous am" in status_text
 
 
 def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes before tcp only where it has what tcp has not."""
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setattr(ucx, "_rdma_devices", lambda: ["mlx5_0"])
-    for lanes, verbs, unproven in (("", True, True), ("rc,self", False, True), ("rc", True, False)):
+    for lanes, verbs, needs_measurement in (
+        ("", True, True),
+        ("rc,self", False, True),
+        ("rc", True, False),
+    ):
         monkeypatch.setattr(ucx, "_has_verbs", lambda verbs=verbs: verbs)
-        assert UcxTransport({"TLS": lanes}).unproven is unproven
+        assert UcxTransport({"TLS": lanes}).needs_measurement is needs_measurement
 
 
 @pytest.mark.parametrize("doing", ["read", "write"])
@@ -617,7 +621,7 @@ async def reset(channel: object, chain: list[bytes]) -> None:
 
     def read(into: list[bytearray]) -> asyncio.Task[object]:
         wanted = [Wanted(k, memoryview(b)) for k, b in zip(chain, into, strict=True)]
-        reading = channel.read(Reading(NAMESPACE, 0), wanted, deadline=loop.time() + 5)
+        reading = channel.read(ReadOptions(NAMESPACE, 0), wanted, deadline=loop.time() + 5)
         return asyncio.ensure_future(reading)
 
     worker = channel._workers.current()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvpool.config import MasterConfig
 from kvpool.errors import KvpoolError, PeerError, Unavailable
 from kvpool.master.service import Master
-from kvpool.protocols import Reading
+from kvpool.protocols import ReadOptions
 from kvpool.types import Namespace, Wanted
 from kvpool.wire import frames, messages
 from kvpool_transports.streams.channel import CarriedChannel
@@ -197,8 +197,8 @@ REQUESTS = st.one_of(
         st.lists(st.integers(0, 2**64 - 1), max_size=2),
         st.sampled_from([0.0, 0.5, 1e9]),
     ),
-    st.just(frame(messages.Read(**ONE, part=0, room=[1 << 20]))),
-    st.just(frame(messages.Suspect(**ONE, part=0))),
+    st.just(frame(messages.Read(**ONE, part=0, buffer_sizes=[1 << 20]))),
+    st.just(frame(messages.ReportCorruption(**ONE, part=0))),
 )
 
 
@@ -289,7 +289,7 @@ def test_a_client_and_what_a_server_sends(
 
         channel = CarriedChannel("tcp://x:1", StreamPool(dial))
         reading = asyncio.create_task(
-            channel.read(Reading(Namespace("n"), 0), blocks, deadline=loop.time() + 1)
+            channel.read(ReadOptions(Namespace("n"), 0), blocks, deadline=loop.time() + 1)
         )
         await asyncio.sleep(0)
         await wire.deliver(mutated(answer, changes))

@@ -25,9 +25,9 @@ from kvpool.protocols import (
     Connection,
     Listener,
     Peer,
-    Reading,
+    ReadOptions,
     View,
-    Writing,
+    WriteOptions,
 )
 from kvpool.types import Cluster, Namespace, Outgoing, ReadResult, Wanted, WriteStatus
 from kvpool_transports.copy_pool import Copier, Job
@@ -44,7 +44,7 @@ class InprocTransport:
     def __init__(self) -> None:
         self._listeners: dict[str, _InprocListener] = {}
 
-    def reaches(self, address: str) -> bool:
+    def can_reach(self, address: str) -> bool:
         """Its server is in this process."""
         return address in self._listeners
 
@@ -141,7 +141,7 @@ class _InprocChannel:
                 self._idle.set()
 
     async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         async with self._connection() as connection, self._until(deadline):
             reservations = await connection.reserve(
@@ -151,7 +151,7 @@ class _InprocChannel:
                 [block.parent for block in blocks],
                 [len(block.buffer) for block in blocks],
                 deadline=deadline,
-                tag=writing.tag,
+                session_hint=writing.session_hint,
             )
             statuses = [reservation.status for reservation in reservations]
             granted = [i for i, r in enumerate(reservations) if r.extent is not None]
@@ -175,14 +175,14 @@ class _InprocChannel:
         return statuses
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         digests = [block.digest for block in blocks]
-        room = [len(block.buffer) for block in blocks]
-        if reading.patience is not None:
-            reading.patience.arrived()
+        buffer_sizes = [len(block.buffer) for block in blocks]
+        if reading.idle_timeout is not None:
+            reading.idle_timeout.disarm()
         async with self._connection() as connection, self._until(deadline):
-            pins = await connection.pin(reading.namespace, reading.part, digests, room)
+            pins = await connection.pin(reading.namespace, reading.part, digests, buffer_sizes)
             results = [ReadResult(pin.status) for pin in pins]
             hits = [i for i, pin in enumerate(pins) if pin.extent is not None]
             seeds: list[int | None] = [None] * len(hits)
@@ -203,12 +203,12 @@ class _InprocChannel:
 
     @asynccontextmanager
     async def read_view(
-        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
         async with self._connection() as connection:
             async with self._until(deadline):
-                room = [1 << 62] * len(digests)
-                pins = await connection.pin(reading.namespace, reading.part, digests, room)
+                buffer_sizes = [1 << 62] * len(digests)
+                pins = await connection.pin(reading.namespace, reading.part, digests, buffer_sizes)
                 views = [
                     View(pin.status, connection.view(pin.extent).toreadonly())
                     if pin.extent is not None
@@ -232,11 +232,11 @@ class _InprocChannel:
         async with self._connection() as connection, self._until(deadline):
             return await connection.remove(namespace, digests)
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
         async with self._connection() as connection, self._until(deadline):
-            return await connection.suspect(namespace, part, digests)
+            return await connection.report_corruption(namespace, part, digests)
 
     async def close(self) -> None:
         self.abort()

@@ -139,7 +139,7 @@ class UcxTransport:
         return UcxChannel(address, streams, workers)
 
     @property
-    def note(self) -> str:
+    def status_text(self) -> str:
         """What UCX finds on this machine, and what that means for the bytes."""
         _load()
         context = make_context(local=False, settings=self._settings)
@@ -151,7 +151,7 @@ class UcxTransport:
         )
 
     @property
-    def unproven(self) -> bool:
+    def needs_measurement(self) -> bool:
         """Without a lane of a fabric UCX has nothing that tcp has not."""
         lanes = self._settings.get("TLS") or os.environ.get("UCX_TLS", "")
         named = any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from kvpool.errors import InvariantViolated
-from kvpool.tombstones import History
+from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
     BlockKey,
@@ -123,11 +123,11 @@ class Directory:
     """The map. `timeout_s` without a word makes a server silent; `forget_s` forgets it."""
 
     def __init__(
-        self, *, timeout_s: float = 3.0, forget_s: float = 600.0, history_limit: int = 65_536
+        self, *, timeout_s: float = 3.0, forget_s: float = 600.0, tombstones_max: int = 65_536
     ) -> None:
         self.timeout_s = timeout_s
         self.forget_s = forget_s
-        self.history = History(history_limit)
+        self.tombstones = Tombstones(tombstones_max)
         self._servers: dict[str, ServerState] = {}
         self._blocks: dict[Namespace, dict[bytes, Holding]] = {}
         self._holdings: dict[tuple[int, frozenset[Copy]], Holding] = {}
@@ -320,11 +320,11 @@ class Directory:
             if holding is None:
                 blocks[digest] = alone
                 added += 1
-                if self.history:
-                    self.history.came_back(namespace, digest)
+                if self.tombstones:
+                    self.tombstones.came_back(namespace, digest)
             else:
-                if self.history:
-                    self.history.came_back(namespace, digest)
+                if self.tombstones:
+                    self.tombstones.came_back(namespace, digest)
                 after = holding._plus.get(copy) or self._plus(holding, copy)
                 if after is not holding:
                     blocks[digest] = after
@@ -357,7 +357,7 @@ class Directory:
                 holding is None
                 or all(c.view.server == server or not self._in_use(c.view) for c in holding.copies)
             ):
-                self.history.left(namespace, digest, reason)
+                self.tombstones.left(namespace, digest, reason)
 
     # --- questions -------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ class Directory:
                     last += 1
             if holding is None:
                 for position in range(first, last):
-                    reasons[position] = self.history.reason(namespace, digests[position])
+                    reasons[position] = self.tombstones.reason(namespace, digests[position])
                     if prefix:
                         break
             else:
@@ -567,12 +567,12 @@ class Directory:
         if after.copies:
             blocks[digest] = after
             if not any(self._in_use(copy.view) for copy in after.copies):
-                self.history.left(namespace, digest, reason)  # the rest is only not swept yet
+                self.tombstones.left(namespace, digest, reason)  # the rest is only not swept yet
             return
         del blocks[digest]
         if not blocks:
             del self._blocks[namespace]
-        self.history.left(namespace, digest, reason)
+        self.tombstones.left(namespace, digest, reason)
 
     def _resolve(self, holding: Holding) -> None:
         """Work out, once per change of members, whether these places make a whole block."""
@@ -614,7 +614,7 @@ class Directory:
         """
         self._resolve(holding)
         if holding.status is ReadStatus.SERVER_LOST:
-            said = self.history.reason(namespace, digest)
+            said = self.tombstones.reason(namespace, digest)
             return holding.status if said is ReadStatus.NEVER_WRITTEN else said
         return holding.status
 
@@ -650,7 +650,7 @@ class Directory:
         if status is ReadStatus.NEVER_WRITTEN:
             if namespace not in self._blocks:
                 return self._strange_namespace(namespace)
-            if self.history.forgotten:
+            if self.tombstones.forgotten:
                 return "no record: never written, or gone longer ago than the record reaches"
             return "never written (since this master started)"
         return f"{status.label}: it was here"

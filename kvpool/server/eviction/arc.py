@@ -10,11 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Generic
 
-from kvpool.protocols.policy import B, Verdict
+from kvpool.protocols.policy import B, Decision
 from kvpool.server.eviction.lru import LRU
 
-# What `heat` says: where a block belongs, and whether it is still on its way in. A newcomer is
-# touched twice, reserved and sealed, and that is one use.
+# What `policy_data` says: where a block belongs, and whether it is still on its way in. A newcomer
+# is touched twice, reserved and sealed, and that is one use.
 _ONCE_NEW: Final = 1
 _AGAIN_NEW: Final = 2
 _ONCE: Final = 3
@@ -47,34 +47,38 @@ class ARC(Generic[B]):
     def touch(self, block: B, now: float) -> None:
         # One clock for both queues: a block moves between them with its stamp.
         self._once.touch(block, now)
-        heat = block.heat
-        if heat == _AGAIN:
+        policy_data = block.policy_data
+        if policy_data == _AGAIN:
             return
-        if heat == _ONCE:
-            block.heat = _AGAIN
+        if policy_data == _ONCE:
+            block.policy_data = _AGAIN
             self._once_bytes -= block.size
             self._again_bytes += block.size
-        elif heat:
-            block.heat = _ONCE if heat == _ONCE_NEW else _AGAIN
+        elif policy_data:
+            block.policy_data = _ONCE if policy_data == _ONCE_NEW else _AGAIN
         else:
             self._arrive(block)
 
-    def offer(self, block: B) -> None:
-        (self._again if block.heat in (_AGAIN, _AGAIN_NEW) else self._once).offer(block)
+    def add_candidate(self, block: B) -> None:
+        (self._again if block.policy_data in (_AGAIN, _AGAIN_NEW) else self._once).add_candidate(
+            block
+        )
 
-    def forget(self, block: B) -> None:
-        once = block.heat in (_ONCE, _ONCE_NEW)
+    def remove(self, block: B) -> None:
+        once = block.policy_data in (_ONCE, _ONCE_NEW)
         if once:
             self._once_bytes -= block.size
-        elif block.heat:
+        elif block.policy_data:
             self._again_bytes -= block.size
         if block.digest == self._leaving:
             (self._once_gone if once else self._again_gone).add(block.digest, block.size)
             self._trim()
-        (self._once if once else self._again).forget(block)
-        block.heat = 0
+        (self._once if once else self._again).remove(block)
+        block.policy_data = 0
 
-    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+    def victim(
+        self, newcomer: B, evictable: Callable[[B], bool], now: float
+    ) -> B | Decision | None:
         once_first = self._once_bytes > self.once_share or (
             self._once_bytes == self.once_share and newcomer.digest in self._again_gone
         )
@@ -83,7 +87,7 @@ class ARC(Generic[B]):
             block = self._again.victim(newcomer, evictable, now)
         if block is None and not once_first:
             block = self._from_once(newcomer, evictable, now)
-        if block is not None and not isinstance(block, Verdict):
+        if block is not None and not isinstance(block, Decision):
             self._leaving = block.digest
         return block
 
@@ -97,12 +101,12 @@ class ARC(Generic[B]):
 
     def _from_once(
         self, newcomer: B, evictable: Callable[[B], bool], now: float
-    ) -> B | Verdict | None:
+    ) -> B | Decision | None:
         """The oldest block used once; those that were used again meanwhile move over."""
 
         def still(block: B) -> bool:
-            if block.heat == _AGAIN:
-                self._again.offer(block)
+            if block.policy_data == _AGAIN:
+                self._again.add_candidate(block)
                 return False
             return evictable(block)
 
@@ -115,15 +119,15 @@ class ARC(Generic[B]):
             step = block.size * max(1.0, again.bytes / max(1, once.bytes))
             self.once_share = min(float(self._capacity), self.once_share + step)
             once.take(block.digest, block.size)
-            block.heat = _AGAIN_NEW
+            block.policy_data = _AGAIN_NEW
         elif block.digest in again:
             step = block.size * max(1.0, once.bytes / max(1, again.bytes))
             self.once_share = max(0.0, self.once_share - step)
             again.take(block.digest, block.size)
-            block.heat = _AGAIN_NEW
+            block.policy_data = _AGAIN_NEW
         else:
-            block.heat = _ONCE_NEW
-        if block.heat == _ONCE_NEW:
+            block.policy_data = _ONCE_NEW
+        if block.policy_data == _ONCE_NEW:
             self._once_bytes += block.size
         else:
             self._again_bytes += block.size

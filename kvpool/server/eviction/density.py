@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Generic, NamedTuple
 
-from kvpool.protocols.policy import B, Verdict
+from kvpool.protocols.policy import B, Decision
 from kvpool.server.eviction.lru import LRU
 
 #: Classes, by how often a block was used: once, twice, three times, more.
@@ -42,8 +42,8 @@ _SAME_USE_S: Final = 0.001
 #: The rank of what is not expected to be used at all.
 _POOREST: Final = -10_000
 
-# `heat` is the number of uses, in the lowest bits, and the class it was queued in, above them;
-# negative while a block is on its way in: it is reserved and sealed, which is one use.
+# `policy_data` is the number of uses, in the lowest bits, and the class it was queued in, above
+# them; negative while a block is on its way in: it is reserved and sealed, which is one use.
 _USES: Final = 7
 
 
@@ -61,17 +61,17 @@ class Density(Generic[B]):
         self._touches = 0
 
     def touch(self, block: B, now: float) -> None:
-        heat = block.heat
-        if heat > 0:
-            uses = heat & _USES
+        policy_data = block.policy_data
+        if policy_data > 0:
+            uses = policy_data & _USES
             if block.digest[-1] % _SAMPLE == 0:
-                self._used_again(uses, now - block.stamp / 1e6)
+                self._used_again(uses, now - block.last_used / 1e6)
             if uses < _CLASSES:
-                block.heat = heat + 1
-        elif heat < 0:
-            block.heat = -heat
+                block.policy_data = policy_data + 1
+        elif policy_data < 0:
+            block.policy_data = -policy_data
         else:
-            block.heat = -self._arrive(block, now)
+            block.policy_data = -self._arrive(block, now)
         self._clock.touch(block, now)
         self._touches += 1
         if self._touches == _LESSON:
@@ -79,29 +79,31 @@ class Density(Generic[B]):
             for lives in self._lives:
                 lives.learn()
 
-    def offer(self, block: B) -> None:
-        if not block.queued:
-            uses = block.heat & _USES
-            block.heat = uses | (uses - 1) * (_USES + 1)
-            self._queues[uses - 1].offer(block)
+    def add_candidate(self, block: B) -> None:
+        if not block.is_candidate:
+            uses = block.policy_data & _USES
+            block.policy_data = uses | (uses - 1) * (_USES + 1)
+            self._queues[uses - 1].add_candidate(block)
 
-    def forget(self, block: B) -> None:
-        heat = abs(block.heat)
-        self._queues[heat // (_USES + 1)].forget(block)
-        block.heat = 0
-        if heat and block.digest[-1] % _SAMPLE == 0:
+    def remove(self, block: B) -> None:
+        policy_data = abs(block.policy_data)
+        self._queues[policy_data // (_USES + 1)].remove(block)
+        block.policy_data = 0
+        if policy_data and block.digest[-1] % _SAMPLE == 0:
             self._sampled -= 1
-            self._remember(block.digest, heat & _USES, block.stamp)
+            self._remember(block.digest, policy_data & _USES, block.last_used)
 
-    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+    def victim(
+        self, newcomer: B, evictable: Callable[[B], bool], now: float
+    ) -> B | Decision | None:
         while (poorest := self._poorest(now)) is not None:
-            age_s = now - poorest.stamp / 1e6
+            age_s = now - poorest.last_used / 1e6
             known = self._ghosts.get(_name(newcomer.digest), 0)
             offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
             kept = self._lives[poorest.number].density(age_s)
             if offered < kept * _POORER and age_s < _BYPASS_S_MAX:
                 self._refuse(newcomer, now)
-                return Verdict.BYPASS
+                return Decision.BYPASS
             block = self._queues[poorest.number].victim(newcomer, evictable, now)
             if block is not None:
                 return block
@@ -109,7 +111,7 @@ class Density(Generic[B]):
 
     def victim_age(self, now: float) -> float:
         poorest = self._poorest(now)
-        return max(0.0, now - poorest.stamp / 1e6) if poorest is not None else 0.0
+        return max(0.0, now - poorest.last_used / 1e6) if poorest is not None else 0.0
 
     @property
     def ghosts(self) -> int:
@@ -121,15 +123,17 @@ class Density(Generic[B]):
         found: B | None = None
         lowest = 0
         for number, queue in enumerate(self._queues):
-            while (block := queue.oldest()) is not None and (block.heat & _USES) != number + 1:
+            while (block := queue.oldest()) is not None and (
+                block.policy_data & _USES
+            ) != number + 1:
                 queue.take()  # it was used again while it stood there
-                self.offer(block)
+                self.add_candidate(block)
             if block is None:
                 continue
-            rank = self._lives[number].rank(now - block.stamp / 1e6)
-            if found is None or (rank, block.stamp) < (lowest, found.stamp):
+            rank = self._lives[number].rank(now - block.last_used / 1e6)
+            if found is None or (rank, block.last_used) < (lowest, found.last_used):
                 found, lowest, chosen = block, rank, number
-        return _Candidate(found.stamp, chosen) if found is not None else None
+        return _Candidate(found.last_used, chosen) if found is not None else None
 
     def _arrive(self, block: B, now: float) -> int:
         """How often a newcomer has been used with this time."""
@@ -160,8 +164,8 @@ class Density(Generic[B]):
         self._lives[uses - 1].ended(age_s)
         self._lives[min(uses, _CLASSES - 1)].began += 1
 
-    def _remember(self, digest: bytes, uses: int, stamp: int) -> None:
-        self._ghosts[_name(digest)] = stamp * (_USES + 1) + uses
+    def _remember(self, digest: bytes, uses: int, last_used: int) -> None:
+        self._ghosts[_name(digest)] = last_used * (_USES + 1) + uses
         while len(self._ghosts) > max(_GHOSTS_MIN, _GHOSTS * self._sampled):
             self._ghosts.popitem(last=False)
 
@@ -169,7 +173,7 @@ class Density(Generic[B]):
 class _Candidate(NamedTuple):
     """A leaf that may go next."""
 
-    stamp: int
+    last_used: int
     number: int  # of its class
 
 

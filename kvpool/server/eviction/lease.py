@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Final, Generic
 
-from kvpool.protocols.policy import B, Verdict
+from kvpool.protocols.policy import B, Decision
 from kvpool.server.eviction.lru import LRU
 
 #: The lease in median times between two uses of a block. That time contains the model's answer:
@@ -31,8 +31,8 @@ class Lease(Generic[B]):
     def __init__(self, capacity: int) -> None:
         self._order: LRU[B] = LRU()
         self._gaps = Gaps()
-        self.offer = self._order.offer
-        self.forget = self._order.forget
+        self.add_candidate = self._order.add_candidate
+        self.remove = self._order.remove
         self.victim_age = self._order.victim_age
 
     @property
@@ -41,19 +41,21 @@ class Lease(Generic[B]):
         return min(_LEASE_S_MAX, _MEDIANS * self._gaps.median_s)
 
     def touch(self, block: B, now: float) -> None:
-        if block.heat < _ARRIVING:
-            block.heat += 1
+        if block.policy_data < _ARRIVING:
+            block.policy_data += 1
         else:
-            self._gaps.add(now - block.stamp / 1e6)
+            self._gaps.add(now - block.last_used / 1e6)
         self._order.touch(block, now)
 
-    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+    def victim(
+        self, newcomer: B, evictable: Callable[[B], bool], now: float
+    ) -> B | Decision | None:
         block = self._order.victim(newcomer, evictable, now)
-        if block is None or isinstance(block, Verdict):
+        if block is None or isinstance(block, Decision):
             return block
-        if now - block.stamp / 1e6 < self.lease_s:
-            self._order.offer(block)
-            return Verdict.BYPASS
+        if now - block.last_used / 1e6 < self.lease_s:
+            self._order.add_candidate(block)
+            return Decision.BYPASS
         return block
 
 

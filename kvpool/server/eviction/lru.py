@@ -6,7 +6,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic
 
-from kvpool.protocols.policy import B, Verdict
+from kvpool.protocols.policy import B, Decision
 
 
 class LRU(Generic[B]):
@@ -25,49 +25,51 @@ class LRU(Generic[B]):
         self._last_stamp = 0
 
     def touch(self, block: B, now: float) -> None:
-        self._last_stamp = block.stamp = max(self._last_stamp + 1, int(now * 1e6))
+        self._last_stamp = block.last_used = max(self._last_stamp + 1, int(now * 1e6))
 
-    def offer(self, block: B) -> None:
-        if not block.queued:
-            block.queued = True
-            heappush(self._heap, (block.stamp, block))
+    def add_candidate(self, block: B) -> None:
+        if not block.is_candidate:
+            block.is_candidate = True
+            heappush(self._heap, (block.last_used, block))
 
-    def forget(self, block: B) -> None:
-        if block.queued:
-            block.queued = False
+    def remove(self, block: B) -> None:
+        if block.is_candidate:
+            block.is_candidate = False
             self._stale += 1
             if self._stale > 1024 and self._stale > len(self._heap) // 2:
-                self._heap = [entry for entry in self._heap if entry[1].queued]
+                self._heap = [entry for entry in self._heap if entry[1].is_candidate]
                 heapify(self._heap)
                 self._stale = 0
 
-    def victim(self, newcomer: B, evictable: Callable[[B], bool], now: float) -> B | Verdict | None:
+    def victim(
+        self, newcomer: B, evictable: Callable[[B], bool], now: float
+    ) -> B | Decision | None:
         while (block := self.oldest()) is not None:
-            stamp = block.stamp
+            last_used = block.last_used
             self.take()
             if evictable(block):
                 return block
-            if block.stamp != stamp:  # `evictable` learned of a later use of another part
-                self.offer(block)
+            if block.last_used != last_used:  # `evictable` learned of a later use of another part
+                self.add_candidate(block)
         return None
 
     def oldest(self) -> B | None:
         """The next in line, which stays there; whether it may go is not looked at."""
         heap = self._heap
         while heap:
-            stamp, block = heap[0]
-            if not block.queued:
+            last_used, block = heap[0]
+            if not block.is_candidate:
                 heappop(heap)
                 self._stale -= 1
-            elif block.stamp != stamp:
-                heapreplace(heap, (block.stamp, block))
+            elif block.last_used != last_used:
+                heapreplace(heap, (block.last_used, block))
             else:
                 return block
         return None
 
     def take(self) -> None:
         """Take what `oldest` has just shown out of the line."""
-        heappop(self._heap)[1].queued = False
+        heappop(self._heap)[1].is_candidate = False
 
     def victim_age(self, now: float) -> float:
         return max(0.0, now - self._heap[0][0] / 1e6) if self._heap else 0.0

@@ -24,9 +24,9 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kvpool.errors import InvariantViolated
-from kvpool.protocols.policy import Policy, Verdict
+from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.state.entry import Session
-from kvpool.types import ROOT, HintStatus, Tag
+from kvpool.types import ROOT, HintStatus, SessionHint
 
 if TYPE_CHECKING:
     from kvpool.server.state.entry import Entry
@@ -61,18 +61,18 @@ class Hints:
 
     # --- what the store tells ------------------------------------------------------------
 
-    def open(self, tag: Tag, now: float) -> Session:
+    def open(self, session_hint: SessionHint, now: float) -> Session:
         """The session of a write. One that writes has not ended; what was announced holds."""
-        session = self._sessions.get(tag.session)
+        session = self._sessions.get(session_hint.session)
         if session is None:
-            session = self._sessions[tag.session] = Session(tag.session)
+            session = self._sessions[session_hint.session] = Session(session_hint.session)
             if len(self._sessions) > SESSIONS_MAX:
                 self._withdraw(self._sessions.popitem(last=False)[1])
         else:
-            self._sessions.move_to_end(tag.session)
+            self._sessions.move_to_end(session_hint.session)
             session.ended = 0
-        if tag.resume_in is not None:
-            self._announce(session, tag.resume_in, now)
+        if session_hint.resume_in is not None:
+            self._announce(session, session_hint.resume_in, now)
         return session
 
     def joined(self, entry: Entry) -> None:
@@ -91,7 +91,7 @@ class Hints:
             self._part(session, entry)
             entry.session = None
             if listed:
-                self.policy.offer(entry)
+                self.policy.add_candidate(entry)
 
     def grew(self, session: Session, first: Entry, last: Entry) -> None:
         """A session wrote a stretch of its chain.
@@ -113,7 +113,7 @@ class Hints:
             parent is not None and old is not None and parent.generation < old.generation
         )
         if old is not None and old is not parent and before and old.session is session:
-            old.dead = old.stamp
+            old.dead = old.last_used
             if self._listed(old):
                 self._dead[old] = None
         session.tips[index] = last
@@ -126,7 +126,7 @@ class Hints:
         if session is None or not session.bytes:
             return HintStatus.UNKNOWN
         self._withdraw(session)
-        stamps = [entry.stamp for entry in (*session.tips.values(), *session.leaves)]
+        stamps = [entry.last_used for entry in (*session.tips.values(), *session.leaves)]
         session.ended = max(int(now * 1e6), *stamps) if stamps else int(now * 1e6)
         if session.leaves:
             self._ended[session] = None
@@ -145,10 +145,10 @@ class Hints:
 
     # --- the policy ----------------------------------------------------------------------
 
-    def offer(self, entry: Entry) -> None:
+    def add_candidate(self, entry: Entry) -> None:
         session = entry.session
         if session is not None:
-            if entry.dead >= entry.stamp:
+            if entry.dead >= entry.last_used:
                 self._dead[entry] = None
             elif len(session.leaves) < LEAVES_MAX:
                 session.leaves[entry] = None
@@ -156,12 +156,12 @@ class Hints:
                     if session not in self._furthest:
                         self._furthest.set(session, -session.due)
                     return
-                if session.ended >= entry.stamp:
+                if session.ended >= entry.last_used:
                     self._ended[session] = None
-        self.policy.offer(entry)
+        self.policy.add_candidate(entry)
 
-    def forget(self, entry: Entry) -> None:
-        self.policy.forget(entry)
+    def remove(self, entry: Entry) -> None:
+        self.policy.remove(entry)
         if entry.dead:
             self._dead.pop(entry, None)
         parent = entry.index.blocks.get(entry.parent)
@@ -180,17 +180,17 @@ class Hints:
         elif was_tip:
             session.tips[entry.index] = parent
         elif (
-            entry.dead >= max(entry.stamp, parent.stamp)
+            entry.dead >= max(entry.last_used, parent.last_used)
             and session.tips.get(entry.index) is not parent
         ):
-            parent.dead = parent.stamp
+            parent.dead = parent.last_used
         if not session.bytes and self._sessions.get(session.name) is session:
             self._withdraw(session)
             del self._sessions[session.name]
 
     def victim(
         self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
-    ) -> Entry | Verdict | None:
+    ) -> Entry | Decision | None:
         """The dead; what nothing is announced of; what is announced furthest away."""
         self._lapse(now)
         if self._dead or self._ended:
@@ -206,25 +206,25 @@ class Hints:
         if far is None or far.session is None or far.session.due is None:
             return found
         over = self.announced_bytes > self.budget
-        if found is None or isinstance(found, Verdict):
+        if found is None or isinstance(found, Decision):
             expected = self._expected(newcomer, now)
             unannounced = newcomer.session is None or newcomer.session.due is None
-            return far if far.session.due > expected or (over and unannounced) else Verdict.BYPASS
+            return far if far.session.due > expected or (over and unannounced) else Decision.BYPASS
         if found.session is not None and found.session.lapsed:
             return found
-        expected = self._expected(found, found.stamp / 1e6)
+        expected = self._expected(found, found.last_used / 1e6)
         if over or (expected > now and far.session.due > expected):
-            self.policy.offer(found)
+            self.policy.add_candidate(found)
             return far
         return found
 
     def victim_age(self, now: float) -> float:
         dead = next(iter(self._dead), None)
-        return max(0.0, now - dead.stamp / 1e6) if dead else self.policy.victim_age(now)
+        return max(0.0, now - dead.last_used / 1e6) if dead else self.policy.victim_age(now)
 
     def holds(self, entry: Entry) -> bool:
         """It is offered somewhere: the store's `check` asks."""
-        return entry.queued or entry in self._dead or self._protects(entry)
+        return entry.is_candidate or entry in self._dead or self._protects(entry)
 
     def check(self, entries: Collection[Entry]) -> None:
         """Every invariant, for the blocks that are here. Raises InvariantViolated."""
@@ -279,7 +279,7 @@ class Hints:
         return session is not None and session.due is not None and entry in session.leaves
 
     def _listed(self, entry: Entry) -> bool:
-        return entry.queued or (entry.session is not None and entry in entry.session.leaves)
+        return entry.is_candidate or (entry.session is not None and entry in entry.session.leaves)
 
     def _part(self, session: Session, entry: Entry) -> None:
         """A block is no more its session's own."""
@@ -299,7 +299,7 @@ class Hints:
             self._furthest.drop(session)
             self._lapses.drop(session)
             for entry in session.leaves:
-                self.policy.offer(entry)
+                self.policy.add_candidate(entry)
 
     def _lapse(self, now: float) -> None:
         while (first := self._lapses.first()) is not None and first[0] <= now:
@@ -309,16 +309,16 @@ class Hints:
     def _next_dead(self, evictable: Callable[[Entry], bool]) -> Entry | None:
         while self._dead:
             entry = next(iter(self._dead))
-            if entry.dead >= entry.stamp and evictable(entry):
+            if entry.dead >= entry.last_used and evictable(entry):
                 return entry
             del self._dead[entry]
-            if entry.dead < entry.stamp:  # used again, or another part of it
-                self.policy.offer(entry)
+            if entry.dead < entry.last_used:  # used again, or another part of it
+                self.policy.add_candidate(entry)
         while self._ended:
             session = next(iter(self._ended))
             while session.leaves:
                 entry, _ = session.leaves.popitem()
-                if session.ended >= entry.stamp and evictable(entry):
+                if session.ended >= entry.last_used and evictable(entry):
                     session.leaves[entry] = None
                     return entry
             del self._ended[session]
@@ -329,11 +329,13 @@ class Hints:
             session = first[1]
             while session.leaves:
                 entry, _ = session.leaves.popitem()
-                stamp = entry.stamp
+                last_used = entry.last_used
                 if evictable(entry):
                     session.leaves[entry] = None
                     return entry
-                if entry.stamp != stamp:  # `evictable` learned of a later use of another part
+                if (
+                    entry.last_used != last_used
+                ):  # `evictable` learned of a later use of another part
                     session.leaves[entry] = None
             self._furthest.drop(session)
         return None

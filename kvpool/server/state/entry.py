@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvpool.server.state.extent_state import State
-from kvpool.tombstones import History
+from kvpool.tombstones import Tombstones
 from kvpool.types import (
     Extent,
     Namespace,
@@ -51,17 +51,17 @@ class Entry:
         "dead",
         "digest",
         "generation",
-        "heat",
         "index",
+        "is_candidate",
+        "last_used",
         "offset",
         "parent",
         "pins",
-        "queued",
+        "policy_data",
         "reads",
         "session",
         "settled",
         "size",
-        "stamp",
         "state",
     )
 
@@ -78,9 +78,9 @@ class Entry:
         self.state = State.RESERVED
         self.pins = 0
         self.children = 0  # blocks on this server that name this one as parent
-        self.stamp = 0
-        self.queued = False
-        self.heat = 0
+        self.last_used = 0
+        self.is_candidate = False
+        self.policy_data = 0
         self.session: Session | None = None  # the only one that uses it, as far as is known
         self.dead = 0  # its stamp when its branch was superseded; a later use revives it
         self.settled = True  # nothing has to be saved from here before it may go
@@ -119,8 +119,8 @@ class Change(NamedTuple):
 class Journal:
     """What the rest of the pool must learn, and what became of what has left."""
 
-    def __init__(self, history_limit: int = 65_536) -> None:
-        self.history = History(history_limit)
+    def __init__(self, tombstones_max: int = 65_536) -> None:
+        self.tombstones = Tombstones(tombstones_max)
         self.changes: list[Change] = []
 
     def tell(self, entry: Entry, status: ReadStatus, tier: int) -> None:
@@ -130,5 +130,5 @@ class Journal:
 
     def left(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         """The pool has lost a block of this server."""
-        self.history.left(entry.index.namespace, entry.digest, reason)
+        self.tombstones.left(entry.index.namespace, entry.digest, reason)
         self.tell(entry, reason, tier)

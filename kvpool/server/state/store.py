@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.errors import BadMessage, InvariantViolated
-from kvpool.protocols.policy import Policy, Verdict
+from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.session_hints import Hints
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import Change, Entry, Index, Journal, Owner, Session
 from kvpool.server.state.extent_state import Event, State, after
-from kvpool.tombstones import History
+from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
     HintStatus,
@@ -29,7 +29,7 @@ from kvpool.types import (
     ReadStatus,
     Record,
     Reservation,
-    Tag,
+    SessionHint,
     WriteStatus,
 )
 
@@ -44,12 +44,12 @@ class Store:
         alignment: int = 4096,
         policy: Policy[Entry] | None = None,
         hint_budget: float = 0.8,
-        history_limit: int = 65_536,
+        tombstones_max: int = 65_536,
     ) -> None:
         self.allocator = Allocator(capacity, alignment)
         budget = int(self.allocator.capacity * hint_budget)
         self.policy = Hints(policy or LRU(), budget)
-        self.journal = Journal(history_limit)
+        self.journal = Journal(tombstones_max)
         #: Which tier of its server this is, counted from the top.
         self.rank = 0
         #: Blocks sealed here are to be copied to another tier before they may go.
@@ -71,9 +71,9 @@ class Store:
         return f"<Store {self.stored} blocks, {self.allocator!r}>"
 
     @property
-    def history(self) -> History:
+    def tombstones(self) -> Tombstones:
         """What became of blocks that are gone."""
-        return self.journal.history
+        return self.journal.tombstones
 
     # --- writing ---------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Store:
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
-        tag: Tag | None = None,
+        session_hint: SessionHint | None = None,
     ) -> list[Reservation]:
         """Room for each block that is not here yet, evicting what may go.
 
@@ -98,7 +98,7 @@ class Store:
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
         reservations = self._owner(owner).reservations
-        session = self.policy.open(tag, now) if tag is not None else None
+        session = self.policy.open(session_hint, now) if session_hint is not None else None
         granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
@@ -146,9 +146,9 @@ class Store:
         self.stored += 1
         self.stored_bytes += entry.size
         if not a_copy:
-            self.history.came_back(entry.index.namespace, entry.digest)
+            self.tombstones.came_back(entry.index.namespace, entry.digest)
             self.journal.tell(entry, ReadStatus.HIT, self.rank)
-        self._offer(entry)
+        self._add_candidate(entry)
         return WriteStatus.STORED
 
     def cancel(self, owner: int, id: int) -> None:
@@ -172,11 +172,11 @@ class Store:
         part: int,
         digests: Sequence[bytes],
         now: float,
-        room: Sequence[int] | None = None,
+        buffer_sizes: Sequence[int] | None = None,
     ) -> list[Pin]:
         """Hold each block that is here until it is unpinned; a reason for each that is not.
 
-        `room` is how many bytes the reader has for each; a block that is larger is not pinned.
+        `buffer_sizes` is how many bytes the reader has for each; a larger block is not pinned.
         """
         index = self._indexes.get((namespace, part))
         blocks = index.blocks if index is not None else {}
@@ -185,13 +185,13 @@ class Store:
         for position, digest in enumerate(digests):
             entry = blocks.get(digest)
             if entry is None:
-                reason = self.history.reason(namespace, digest)
+                reason = self.tombstones.reason(namespace, digest)
                 # Whoever sent the reader here is wrong; in-order news is the correction.
                 self.journal.changes.append(Change(namespace, part, digest, reason))
                 answers.append(Pin(reason))
             elif entry.state is not State.STORED:
                 answers.append(Pin(ReadStatus.BEING_WRITTEN))
-            elif room is not None and room[position] < entry.size:
+            elif buffer_sizes is not None and buffer_sizes[position] < entry.size:
                 answers.append(Pin(ReadStatus.BUFFER_TOO_SMALL))
             else:
                 entry.pins += 1
@@ -213,7 +213,7 @@ class Store:
                 del self._doomed[entry.offset]
                 self.allocator.release(entry.offset)
             else:
-                self._offer(entry)
+                self._add_candidate(entry)
 
     # --- removing --------------------------------------------------------------------
 
@@ -238,10 +238,10 @@ class Store:
                     self._leave(entry, Event.REMOVE_PINNED if entry.pins else Event.REMOVE, reason)
         return removed
 
-    def drop_owner(self, owner: int, *, may_still_write: bool = False) -> bool:
+    def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
         """The connection is gone, and with it every pin and reservation.
 
-        With `may_still_write` the reserved extents rest in quarantine until `writer_gone`,
+        With `writer_may_be_alive` the reserved extents rest in quarantine until `writer_exited`,
         because a living process still has them mapped. True when there are any.
         """
         held = self._owners.get(owner)
@@ -250,7 +250,7 @@ class Store:
         for id in list(held.pins):
             self.unpin(owner, id)
         for id, entry in list(held.reservations.items()):
-            if may_still_write:
+            if writer_may_be_alive:
                 del held.reservations[id]
                 entry.state = after(entry.state, Event.WRITER_LOST)
                 self._unlink(entry)
@@ -260,7 +260,7 @@ class Store:
         del self._owners[owner]
         return owner in self._quarantine
 
-    def writer_gone(self, owner: int) -> None:
+    def writer_exited(self, owner: int) -> None:
         """A quarantined owner has stopped writing, or its process has ended."""
         for entry in self._quarantine.pop(owner, ()):
             entry.state = after(entry.state, Event.WRITER_GONE)
@@ -290,7 +290,7 @@ class Store:
         if not entry.settled:
             entry.settled = True
             if entry.state is State.STORED:
-                self._offer(entry)
+                self._add_candidate(entry)
 
     def reserved(self, owner: int, id: int) -> Entry:
         """Whose reservation this is. Raises BadMessage for a foreign id."""
@@ -327,7 +327,7 @@ class Store:
             self.policy.touch(entry, now)
             self.policy.touch(entry, now)  # as any newcomer: reserved and sealed (seed 53)
         for entry in entries:
-            self._offer(entry)
+            self._add_candidate(entry)
 
     # --- sessions --------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class Store:
         """
         return [
             Change(namespace, 0, digest, status)
-            for namespace, digest, status in self.history
+            for namespace, digest, status in self.tombstones
             if not any(self.peek(namespace, part, digest) for part in range(namespace.parts))
         ]
 
@@ -487,7 +487,7 @@ class Store:
             victim = self.policy.victim(newcomer, self._evictable, now)
             if victim is None:
                 return WriteStatus.NO_SPACE
-            if victim is Verdict.BYPASS:
+            if victim is Decision.BYPASS:
                 self.bypassed += 1
                 return WriteStatus.BYPASSED
             for entry in self._parts(victim):
@@ -509,7 +509,7 @@ class Store:
     def _evictable(self, entry: Entry) -> bool:
         """Sealed, unpinned, no children: for all parts here, which leave together.
 
-        Of parts used at different times the latest use counts; `stamp` is corrected here.
+        Of parts used at different times the latest use counts; `last_used` is corrected here.
         """
         if entry.index.namespace.parts == 1:
             return (
@@ -519,24 +519,24 @@ class Store:
                 and not entry.children
             )
         parts = self._parts(entry)
-        latest = max(part.stamp for part in parts)
-        if latest != entry.stamp:
-            entry.stamp = latest
+        latest = max(part.last_used for part in parts)
+        if latest != entry.last_used:
+            entry.last_used = latest
             return False
         return all(
             part.state is State.STORED and part.settled and not part.pins and not part.children
             for part in parts
         )
 
-    def _offer(self, entry: Entry) -> None:
+    def _add_candidate(self, entry: Entry) -> None:
         """Tell the policy about a block that may have become evictable, with all its parts."""
         if entry.index.namespace.parts == 1:
             if entry.state is State.STORED and not entry.children and not entry.pins:
-                self.policy.offer(entry)
+                self.policy.add_candidate(entry)
         else:
             for part in self._parts(entry):
                 if part.state is State.STORED:
-                    self.policy.offer(part)
+                    self.policy.add_candidate(part)
 
     def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         """A sealed block goes: out of the index, its extent free or doomed, the news out."""
@@ -572,7 +572,7 @@ class Store:
     def _unlink(self, entry: Entry) -> None:
         """Leave the index. Children that stay behind wait for another copy of their parent."""
         index = entry.index
-        self.policy.forget(entry)
+        self.policy.remove(entry)
         del index.blocks[entry.digest]
         if entry.children:
             index.orphans[entry.digest] = entry.children
@@ -582,7 +582,7 @@ class Store:
             if parent is not None:
                 parent.children -= 1
                 if not parent.children:
-                    self._offer(parent)
+                    self._add_candidate(parent)
             else:
                 left = index.orphans[entry.parent] - 1
                 if left:
@@ -591,7 +591,7 @@ class Store:
                     del index.orphans[entry.parent]
         self._drop_if_empty(index)
         if index.namespace.parts > 1:
-            self._offer(entry)  # its other parts, which may have waited for this one
+            self._add_candidate(entry)  # its other parts, which may have waited for this one
 
     def _drop_if_empty(self, index: Index) -> None:
         if not index.blocks and not index.orphans:

@@ -34,7 +34,7 @@ from kvpool.types import (
     ReadStatus,
     Record,
     Reservation,
-    Tag,
+    SessionHint,
     WriteStatus,
 )
 
@@ -108,15 +108,17 @@ class Stack:
         parents: Sequence[bytes],
         sizes: Sequence[int],
         now: float,
-        tag: Tag | None = None,
+        session_hint: SessionHint | None = None,
     ) -> list[Reservation]:
         """As `Store.reserve`: room in the reached tier for what no tier has yet."""
         top = self.top
         if len(self.stores) == 1:
-            return top.reserve(owner, namespace, part, digests, parents, sizes, now, tag)
+            return top.reserve(owner, namespace, part, digests, parents, sizes, now, session_hint)
         below = [self._only_elsewhere(namespace, part, digest) for digest in digests]
         if not any(below):
-            answers = top.reserve(owner, namespace, part, digests, parents, sizes, now, tag)
+            answers = top.reserve(
+                owner, namespace, part, digests, parents, sizes, now, session_hint
+            )
         else:
             new = [position for position, entry in enumerate(below) if entry is None]
             granted = iter(
@@ -128,7 +130,7 @@ class Stack:
                     [parents[i] for i in new],
                     [sizes[i] for i in new],
                     now,
-                    tag,
+                    session_hint,
                 )
             )
             here = Reservation(WriteStatus.ALREADY_STORED)
@@ -157,30 +159,37 @@ class Stack:
         part: int,
         digests: Sequence[bytes],
         now: float,
-        room: Sequence[int],
+        buffer_sizes: Sequence[int],
     ) -> list[Pin]:
         """As `Store.pin`; NOT_YET for a block that another tier has: `stage` brings it."""
         top = self.top
         if len(self.stores) == 1:
-            return top.pin(owner, namespace, part, digests, now, room)
+            return top.pin(owner, namespace, part, digests, now, buffer_sizes)
         below = [self._only_elsewhere(namespace, part, digest) for digest in digests]
         if any(below):
             here = [position for position, entry in enumerate(below) if entry is None]
             found = iter(
                 top.pin(
-                    owner, namespace, part, [digests[i] for i in here], now, [room[i] for i in here]
+                    owner,
+                    namespace,
+                    part,
+                    [digests[i] for i in here],
+                    now,
+                    [buffer_sizes[i] for i in here],
                 )
             )
             pins = [
                 next(found)
                 if entry is None
                 else Pin(
-                    ReadStatus.NOT_YET if room[i] >= entry.size else ReadStatus.BUFFER_TOO_SMALL
+                    ReadStatus.NOT_YET
+                    if buffer_sizes[i] >= entry.size
+                    else ReadStatus.BUFFER_TOO_SMALL
                 )
                 for i, entry in enumerate(below)
             ]
         else:
-            pins = top.pin(owner, namespace, part, digests, now, room)
+            pins = top.pin(owner, namespace, part, digests, now, buffer_sizes)
         hits = [digest for digest, pin in zip(digests, pins, strict=True) if pin.id]
         self.hits[self.reached] += len(hits)
         self._touch_others(namespace, part, hits, now)
@@ -487,7 +496,9 @@ class Stack:
         index = entry.index
         store = self.stores[target]
         session = entry.session
-        tag = Tag(session.name) if session is not None and not session.ended else None
+        session_hint = (
+            SessionHint(session.name) if session is not None and not session.ended else None
+        )
         pin = self.stores[source].hold(MOVER, entry)  # first: making room must not evict it
         (answer,) = store.reserve(
             MOVER,
@@ -497,7 +508,7 @@ class Stack:
             [entry.parent],
             [entry.size],
             now,
-            tag,
+            session_hint,
         )
         if answer.extent is None:
             self.stores[source].unpin(MOVER, pin)

@@ -1,7 +1,7 @@
 """NVMe: one preallocated file that remembers what its bytes mean.
 
 `nvme_format` says what lies where, `disk` how it gets there; this is the order of things. The
-payload is written first, its header after it (`remember`), and the header is erased (`forget`)
+payload is written first, its header after it (`persist`), and the header is erased (`erase`)
 before the payload is written over. After kill -9 everything that returned is there: it is in the
 kernel's hands. A *power cut* may take the last seconds: headers wait in the page cache, payload in
 the disk's own. Then a header is missing (a miss), or there without all of its bytes, which the
@@ -117,7 +117,7 @@ class Nvme:
         return Geometry(max(capacity - capacity % alignment, alignment), alignment).file_size
 
     @property
-    def note(self) -> str:
+    def status_text(self) -> str:
         """Where it lies and how it is accessed."""
         return f"{self.path}, {self._disk.mode}"
 
@@ -175,7 +175,7 @@ class Nvme:
 
     # --- what they mean ----------------------------------------------------------------------
 
-    async def remember(self, records: Sequence[Record]) -> None:
+    async def persist(self, records: Sequence[Record]) -> None:
         """Found again after kill -9, once it has returned; see the head of this file."""
         self._check_open()
         for record in records:
@@ -198,7 +198,7 @@ class Nvme:
             headers.append((record, pack_header(record, name, seed)))
         await _all(self._disk.write(at, memoryview(run)) for at, run in self._runs(headers))
 
-    async def forget(self, offsets: Sequence[int]) -> None:
+    async def erase(self, offsets: Sequence[int]) -> None:
         """Not found again. The places of headers that are not there are written, too."""
         self._check_open()
         for offset in offsets:
@@ -293,7 +293,7 @@ class Nvme:
         self._dropped.update(reason for _, reason in dropped)
         for first in range(0, len(dropped), _ERASED_MAX):
             with contextlib.suppress(Unavailable):
-                await self.forget([offset for offset, _ in dropped[first : first + _ERASED_MAX]])
+                await self.erase([offset for offset, _ in dropped[first : first + _ERASED_MAX]])
 
     async def _read_region(self, region: Region) -> memoryview:
         return await self._read(region.position, region.size)

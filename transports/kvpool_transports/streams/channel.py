@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.errors import BadMessage
-from kvpool.protocols import Reading, Writing
+from kvpool.protocols import ReadOptions, WriteOptions
 from kvpool.types import (
     Namespace,
     Outgoing,
@@ -35,7 +35,7 @@ class CarriedChannel:
         return f"<CarriedChannel {self._address} {self._streams!r}>"
 
     async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         async with self._streams.stream(deadline) as stream:
             sizes = [len(block.buffer) for block in blocks]
@@ -55,12 +55,12 @@ class CarriedChannel:
         return statuses
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
         data: Data | None = None
         landing: Landing | None = None
         hits: list[int] = []
-        room = [len(block.buffer) for block in blocks]
+        buffer_sizes = [len(block.buffer) for block in blocks]
 
         def sink(frame: Frame) -> Landing:
             """Where the bytes go, as soon as the answer says which blocks they are of."""
@@ -70,18 +70,22 @@ class CarriedChannel:
             hits.extend(i for i, status in enumerate(statuses) if status is ReadStatus.HIT)
             if not len(hits) == len(data.sizes) == len(data.checksums):
                 raise BadMessage(f"{len(hits)} hits, {len(data.sizes)} sizes")
-            if any(not 0 < size <= room[i] for i, size in zip(hits, data.sizes, strict=True)):
+            if any(
+                not 0 < size <= buffer_sizes[i] for i, size in zip(hits, data.sizes, strict=True)
+            ):
                 raise BadMessage("a block larger than the buffer for it")
             buffers = [blocks[i].buffer[:size] for i, size in zip(hits, data.sizes, strict=True)]
             seeds = None
             if reading.verify:
                 digests = [blocks[i].digest for i in hits]
                 seeds = exchanges.seeds(reading.namespace, reading.part, digests)
-            landing = Landing(buffers, seeds, reading.patience)
+            landing = Landing(buffers, seeds, reading.idle_timeout)
             return landing
 
         async with self._streams.stream(deadline) as stream:
-            await stream.send(exchanges.read_request(reading, blocks, room), deadline=deadline)
+            await stream.send(
+                exchanges.read_request(reading, blocks, buffer_sizes), deadline=deadline
+            )
             await stream.receive(sink, deadline=deadline)
         assert data is not None
         assert landing is not None
@@ -97,10 +101,10 @@ class CarriedChannel:
     ) -> list[bool]:
         return await exchanges.remove(self._streams, namespace, digests, deadline)
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        return await exchanges.suspect(self._streams, namespace, part, digests, deadline)
+        return await exchanges.report_corruption(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
         self._streams.abort()

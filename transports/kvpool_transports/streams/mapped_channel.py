@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from kvpool.errors import BadMessage, LinkBroken
-from kvpool.protocols import Reading, View, Writing
+from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BLOCK_SIZE_MAX,
-    Gathered,
     Namespace,
     Outgoing,
+    ReadBlock,
     ReadResult,
     ReadStatus,
-    Scattered,
     Wanted,
+    WriteBlock,
     WriteStatus,
 )
 from kvpool.wire.messages import Pinned, Unpin
@@ -59,15 +59,15 @@ class MappedChannel:
         return f"<MappedChannel {self._address} {self._streams!r}>"
 
     async def write(
-        self, writing: Writing, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
     ) -> list[WriteStatus]:
         whole = [
-            Gathered(digest, parent, (buffer,), len(buffer)) for digest, parent, buffer in blocks
+            WriteBlock(digest, parent, (buffer,), len(buffer)) for digest, parent, buffer in blocks
         ]
         return await self.write_pieces(writing, whole, deadline=deadline)
 
     async def write_pieces(
-        self, writing: Writing, blocks: Sequence[Gathered], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         async with self._streams.stream(deadline) as stream:
             sizes = [block.size for block in blocks]
@@ -98,18 +98,18 @@ class MappedChannel:
         return statuses
 
     async def read(
-        self, reading: Reading, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
     ) -> list[ReadResult]:
-        whole = [Scattered(digest, (buffer,), len(buffer)) for digest, buffer in blocks]
+        whole = [ReadBlock(digest, (buffer,), len(buffer)) for digest, buffer in blocks]
         return await self.read_pieces(reading, whole, deadline=deadline)
 
     async def read_pieces(
-        self, reading: Reading, blocks: Sequence[Scattered], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
-        room = [block.size for block in blocks]
+        buffer_sizes = [block.size for block in blocks]
         async with self._streams.stream(deadline) as stream:
             statuses, pinned, hits, sources = await self._pin(
-                stream, reading, blocks, room, deadline
+                stream, reading, blocks, buffer_sizes, deadline
             )
             if hits:
                 seeds: list[int | None] = [None] * len(hits)
@@ -140,14 +140,14 @@ class MappedChannel:
 
     @asynccontextmanager
     async def read_view(
-        self, reading: Reading, digests: Sequence[bytes], *, deadline: float
+        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
         nothing = memoryview(b"")
         blocks = [Wanted(digest, nothing) for digest in digests]
-        room = [BLOCK_SIZE_MAX] * len(digests)
+        buffer_sizes = [BLOCK_SIZE_MAX] * len(digests)
         async with self._streams.stream(deadline) as stream:
             statuses, pinned, hits, sources = await self._pin(
-                stream, reading, blocks, room, deadline
+                stream, reading, blocks, buffer_sizes, deadline
             )
             views = [View(status) for status in statuses]
             checksums = [0] * len(digests)
@@ -168,10 +168,10 @@ class MappedChannel:
     ) -> list[bool]:
         return await exchanges.remove(self._streams, namespace, digests, deadline)
 
-    async def suspect(
+    async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        return await exchanges.suspect(self._streams, namespace, part, digests, deadline)
+        return await exchanges.report_corruption(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
         self.abort()
@@ -186,20 +186,20 @@ class MappedChannel:
     async def _pin(
         self,
         stream: Stream,
-        reading: Reading,
-        blocks: Sequence[Wanted | Scattered],
-        room: list[int],
+        reading: ReadOptions,
+        blocks: Sequence[Wanted | ReadBlock],
+        buffer_sizes: list[int],
         deadline: float,
     ) -> tuple[list[ReadStatus], Pinned, list[int], list[memoryview]]:
-        await stream.send(exchanges.read_request(reading, blocks, room), deadline=deadline)
+        await stream.send(exchanges.read_request(reading, blocks, buffer_sizes), deadline=deadline)
         pinned = await stream.expect(Pinned, deadline=deadline)
-        if reading.patience is not None:
-            reading.patience.arrived()
+        if reading.idle_timeout is not None:
+            reading.idle_timeout.disarm()
         statuses = exchanges.read_statuses(pinned.statuses, len(blocks))
         hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
         if not len(hits) == len(pinned.offsets) == len(pinned.sizes) == len(pinned.checksums):
             raise BadMessage(f"{len(hits)} hits, {len(pinned.offsets)} offsets")
-        if any(not 0 < size <= room[i] for i, size in zip(hits, pinned.sizes, strict=True)):
+        if any(not 0 < size <= buffer_sizes[i] for i, size in zip(hits, pinned.sizes, strict=True)):
             raise BadMessage("a block larger than the buffer for it")
         memory = self._segment.readable()
         sources = [

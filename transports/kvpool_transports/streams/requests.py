@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 from kvpool.checksum import block_seed, namespace_seed
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
-from kvpool.protocols import Reading, View, Writing
+from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     Cluster,
-    Gathered,
     Namespace,
     Outgoing,
+    ReadBlock,
     ReadResult,
     ReadStatus,
-    Scattered,
-    Tag,
+    SessionHint,
     Wanted,
+    WriteBlock,
     WriteStatus,
 )
 from kvpool.wire import auth
@@ -31,11 +31,11 @@ from kvpool.wire.messages import (
     Read,
     Remove,
     Removed,
+    ReportCorruption,
     Reserve,
     Reserved,
     Seal,
     Sealed,
-    Suspect,
     Welcome,
     decode_answer,
     pack_parents,
@@ -78,14 +78,14 @@ async def _prove(stream: Stream, cluster: Cluster, nonce: bytes, deadline: float
 
 async def reserve(
     stream: Stream,
-    writing: Writing,
-    blocks: Sequence[Outgoing | Gathered],
+    writing: WriteOptions,
+    blocks: Sequence[Outgoing | WriteBlock],
     sizes: list[int],
     deadline: float,
 ) -> tuple[list[WriteStatus], list[int], Reserved]:
     """Ask for room; statuses, the positions that were granted, and where they lie."""
     digest_size = len(blocks[0].digest)
-    tag = writing.tag or Tag("")
+    session_hint = writing.session_hint or SessionHint("")
     loop = asyncio.get_running_loop()
     await stream.send(
         Reserve(
@@ -97,8 +97,8 @@ async def reserve(
             parents=pack_parents([block.parent for block in blocks], digest_size),
             sizes=sizes,
             wait_s=max(0.0, deadline - loop.time()),
-            session=tag.session,
-            resume_s=tag.resume_in,
+            session=session_hint.session,
+            resume_s=session_hint.resume_in,
         ),
         deadline=deadline,
     )
@@ -114,7 +114,7 @@ async def reserve(
 
 
 async def seal(
-    stream: Stream, writing: Writing, ids: list[int], checksums: list[int], deadline: float
+    stream: Stream, writing: WriteOptions, ids: list[int], checksums: list[int], deadline: float
 ) -> list[WriteStatus]:
     """The bytes are there; make them visible."""
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
@@ -123,14 +123,16 @@ async def seal(
     return write_statuses(sealed.statuses, len(ids))
 
 
-def read_request(reading: Reading, blocks: Sequence[Wanted | Scattered], room: list[int]) -> Read:
+def read_request(
+    reading: ReadOptions, blocks: Sequence[Wanted | ReadBlock], buffer_sizes: list[int]
+) -> Read:
     return Read(
         namespace=reading.namespace.name,
         parts=reading.namespace.parts,
         digest_size=len(blocks[0].digest),
         digests=b"".join([block.digest for block in blocks]),
         part=reading.part,
-        room=room,
+        buffer_sizes=buffer_sizes,
     )
 
 
@@ -143,11 +145,11 @@ async def remove(
         return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
 
 
-async def suspect(
+async def report_corruption(
     streams: StreamPool, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
 ) -> list[bool]:
     size = len(digests[0])
-    request = Suspect(namespace.name, namespace.parts, size, b"".join(digests), part)
+    request = ReportCorruption(namespace.name, namespace.parts, size, b"".join(digests), part)
     async with streams.stream(deadline) as stream:
         await stream.send(request, deadline=deadline)
         return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
@@ -198,7 +200,7 @@ def _count(packed: bytes, count: int) -> None:
 
 async def verify_views(
     copier: Copier,
-    reading: Reading,
+    reading: ReadOptions,
     digests: Sequence[bytes],
     views: list[View],
     checksums: Sequence[int],

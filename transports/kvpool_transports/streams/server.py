@@ -20,7 +20,7 @@ from kvpool.errors import (
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, Tag, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
 from kvpool.wire import auth
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
@@ -36,11 +36,11 @@ from kvpool.wire.messages import (
     Read,
     Remove,
     Removed,
+    ReportCorruption,
     Reserve,
     Reserved,
     Seal,
     Sealed,
-    Suspect,
     Unpin,
     Welcome,
     decode,
@@ -128,16 +128,16 @@ class Session:
         stopped, and its kernel does when it dies.
         """
         try:
-            feared = await self._serve()
-            if feared is not None:
+            quarantined = await self._serve()
+            if quarantined is not None:
                 await self.stream.part()
-                feared.writer_gone()
+                quarantined.writer_exited()
         finally:
             self.stream.abort()
 
     async def _serve(self) -> Connection | None:
         """Until the link ends; the connection, if its client may still write to our memory."""
-        ours = feared = False
+        ours = quarantined = False
         try:
             self._connection = await self.greet()
             while True:
@@ -163,8 +163,8 @@ class Session:
             if not mapped:
                 self.stream.abort()  # before the pins go: what is queued must not be sent
             if self._connection is not None:
-                feared = self._connection.close(may_still_write=mapped)
-        return self._connection if feared else None
+                quarantined = self._connection.close(writer_may_be_alive=mapped)
+        return self._connection if quarantined else None
 
     async def greet(self) -> Connection:
         """Hear who it is, and open the books."""
@@ -216,11 +216,11 @@ class Session:
             remove = decode(Remove, frame.type, frame.body)
             flags = await connection.remove(*unpack_batch(remove))
             await self._send(Removed(bytes(flags)))
-        elif kind is Suspect:
-            suspect = decode(Suspect, frame.type, frame.body)
-            namespace, digests = unpack_batch(suspect)
-            _check_part(namespace, suspect.part)
-            flags = await connection.suspect(namespace, suspect.part, digests)
+        elif kind is ReportCorruption:
+            report_corruption = decode(ReportCorruption, frame.type, frame.body)
+            namespace, digests = unpack_batch(report_corruption)
+            _check_part(namespace, report_corruption.part)
+            flags = await connection.report_corruption(namespace, report_corruption.part, digests)
             await self._send(Removed(bytes(flags)))
         else:
             name = kind.__name__ if kind is not None else f"type {frame.type}"
@@ -245,7 +245,7 @@ class Session:
             parents,
             reserve.sizes,
             deadline=deadline,
-            tag=_tag(reserve),
+            session_hint=_tag(reserve),
         )
         granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
         await self._send(
@@ -286,9 +286,9 @@ class Session:
         """Pin, then send, or show."""
         namespace, digests = unpack_batch(read)
         _check_part(namespace, read.part)
-        if len(read.room) != len(digests):
-            raise BadMessage(f"{len(digests)} digests, {len(read.room)} sizes")
-        pins = await connection.pin(namespace, read.part, digests, read.room)
+        if len(read.buffer_sizes) != len(digests):
+            raise BadMessage(f"{len(digests)} digests, {len(read.buffer_sizes)} sizes")
+        pins = await connection.pin(namespace, read.part, digests, read.buffer_sizes)
         self._pins = [pin for pin in pins if pin.extent is not None]
         if self._mapped:
             await self._show(pins)
@@ -335,7 +335,7 @@ class Session:
         )
 
 
-def _tag(reserve: Reserve) -> Tag | None:
+def _tag(reserve: Reserve) -> SessionHint | None:
     """Who writes, if they say so. Raises BadMessage."""
     if not reserve.session:
         if reserve.resume_s is not None:
@@ -343,7 +343,7 @@ def _tag(reserve: Reserve) -> Tag | None:
         return None
     if not reserve.session.isprintable():
         raise BadMessage(f"session {reserve.session[:40]!r} is not printable")
-    return Tag(reserve.session, reserve.resume_s)
+    return SessionHint(reserve.session, reserve.resume_s)
 
 
 def _check_part(namespace: Namespace, part: int) -> None:

@@ -28,7 +28,7 @@ from kvpool.errors import (
     KvpoolError,
     LinkBroken,
 )
-from kvpool.protocols import Patience
+from kvpool.protocols import IdleTimeout
 from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, M, Message, decode_answer, encode
 
@@ -70,15 +70,15 @@ os.register_at_fork(after_in_child=_let_go)
 class Landing:
     """Where a payload goes: buffers one after the other, each hashed on the way if it has a seed.
 
-    `checksums` grows by one for each buffer that is full; `patience` hears of every piece.
+    `checksums` grows by one for each buffer that is full; `idle_timeout` hears of every piece.
     """
 
     __slots__ = (
         "_at",
         "_buffers",
         "_hasher",
+        "_idle_timeout",
         "_index",
-        "_patience",
         "_seeds",
         "checksums",
         "missing",
@@ -88,9 +88,9 @@ class Landing:
         self,
         buffers: Sequence[memoryview],
         seeds: Sequence[int] | None = None,
-        patience: Patience | None = None,
+        idle_timeout: IdleTimeout | None = None,
     ) -> None:
-        self._patience = patience
+        self._idle_timeout = idle_timeout
         self._buffers = buffers
         self._seeds = seeds
         self._index = 0
@@ -106,8 +106,8 @@ class Landing:
 
     def received(self, count: int) -> None:
         """`count` bytes have arrived in what `next` gave."""
-        if self._patience is not None:
-            self._patience.heard()
+        if self._idle_timeout is not None:
+            self._idle_timeout.touch()
         buffer = self._buffers[self._index]
         if self._hasher is not None:
             self._hasher.update(buffer[self._at : self._at + count])
