@@ -14,6 +14,7 @@ from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.master.state.directory import Directory
 from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.protocols import ReserveRequest
 from kvpool.server.state.store import Store
 from kvpool.tools.bench import Row, table
 from kvpool.types import ROOT, Namespace, WriteStatus
@@ -104,7 +105,9 @@ def _write(books: Store, digests: list[bytes]) -> float:
     for first in range(0, len(digests), BATCH):
         chain = digests[first : first + BATCH]
         sizes = [PAGE] * len(chain)
-        for answer in books.reserve(1, NAMESPACE, 0, chain, [ROOT, *chain[:-1]], sizes, 1.0):
+        for answer in books.reserve(
+            1, ReserveRequest(NAMESPACE, 0, chain, [ROOT, *chain[:-1]], sizes), 1.0
+        ):
             assert answer.status is WriteStatus.RESERVED
             books.seal(1, answer.id, answer.id, 1.0)
         books.take_changes()

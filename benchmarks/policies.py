@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kvpool import registry
 from kvpool import runtime as process
+from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction import arc, density, lease
 from kvpool.server.eviction import lru as eviction
 from kvpool.server.eviction import session_hints as hints
@@ -103,7 +104,9 @@ def _write(
         session_hint = SessionHint(f"{now}", 5.0 + number % 60) if hinted else None
         sizes = [PAGE] * len(chain)
         parents = [ROOT, *chain[:-1]]
-        for answer in store.reserve(1, NAMESPACE, 0, chain, parents, sizes, now, session_hint):
+        for answer in store.reserve(
+            1, ReserveRequest(NAMESPACE, 0, chain, parents, sizes, session_hint), now
+        ):
             if answer.status is WriteStatus.RESERVED:
                 store.seal(1, answer.id, 0, now)
         store.take_changes()

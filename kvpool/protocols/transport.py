@@ -33,24 +33,37 @@ class Peer(NamedTuple):
     transport: str = ""
 
 
+class ReserveRequest(NamedTuple):
+    """What a connection asks room for: the blocks of one write. The three lists run parallel.
+
+    `parents` are the digests before them in their chains (ROOT for the first), `sizes` bytes. A
+    `session_hint` names the session whose chain the blocks are part of.
+    """
+
+    namespace: Namespace
+    part: int
+    digests: Sequence[bytes]
+    parents: Sequence[bytes]
+    sizes: Sequence[int]
+    session_hint: SessionHint | None = None
+
+    def subset(self, positions: Sequence[int]) -> ReserveRequest:
+        """The same for some of the blocks."""
+        return self._replace(
+            digests=[self.digests[i] for i in positions],
+            parents=[self.parents[i] for i in positions],
+            sizes=[self.sizes[i] for i in positions],
+        )
+
+
 class Connection(Protocol):
     """One client connection in the server's books. Its pins and reservations die with it."""
 
-    async def reserve(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        parents: Sequence[bytes],
-        sizes: Sequence[int],
-        *,
-        deadline: float,
-        session_hint: SessionHint | None = None,
-    ) -> list[Reservation]:
+    async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         """Room for each block; waits for space until `deadline`, then says NO_SPACE.
 
         BYPASSED, without waiting, where the server keeps what it has instead. A status other
-        than RESERVED asks for no bytes. A `session_hint` says whose chain the blocks are part of.
+        than RESERVED asks for no bytes.
         """
 
     async def seal(

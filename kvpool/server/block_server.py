@@ -23,6 +23,7 @@ from kvpool.protocols import (
     Listener,
     Network,
     Peer,
+    ReserveRequest,
     Tier,
     Transport,
 )
@@ -39,7 +40,6 @@ from kvpool.types import (
     Pin,
     ReadStatus,
     Reservation,
-    SessionHint,
     WriteStatus,
 )
 from kvpool.wire import messages as wire
@@ -272,23 +272,11 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._open = True
 
-    async def reserve(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        parents: Sequence[bytes],
-        sizes: Sequence[int],
-        *,
-        deadline: float,
-        session_hint: SessionHint | None = None,
-    ) -> list[Reservation]:
+    async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         patience = now + (deadline - now) / 2
-        answers = self._stack.reserve(
-            self._owner, namespace, part, digests, parents, sizes, now, session_hint
-        )
+        answers = self._stack.reserve(self._owner, request, now)
         while True:
             self._server.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
@@ -300,16 +288,7 @@ class _Connection:
             if not full or self._loop.time() >= patience or not self._open:
                 break
             await self._server.space(patience)
-            retried = self._stack.reserve(
-                self._owner,
-                namespace,
-                part,
-                [digests[i] for i in full],
-                [parents[i] for i in full],
-                [sizes[i] for i in full],
-                self._loop.time(),
-                session_hint,
-            )
+            retried = self._stack.reserve(self._owner, request.subset(full), self._loop.time())
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
         self._server.counters["refused_blocks"] += len(full)

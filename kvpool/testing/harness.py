@@ -13,7 +13,7 @@ import functools
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvpool import registry
 from kvpool.checksum import block_seed, checksum, namespace_seed
@@ -27,6 +27,7 @@ from kvpool.protocols import (
     Listener,
     Peer,
     ReadOptions,
+    ReserveRequest,
     Tier,
     Transport,
     WriteOptions,
@@ -42,7 +43,6 @@ from kvpool.types import (
     ReadResult,
     ReadStatus,
     Reservation,
-    SessionHint,
     Wanted,
     WriteStatus,
 )
@@ -152,18 +152,6 @@ def outgoing(data: Mapping[bytes, bytes | bytearray]) -> list[Outgoing]:
 # --- the server's side ---------------------------------------------------------------------
 
 
-class Asked(NamedTuple):
-    """One `reserve`, as the server heard it."""
-
-    namespace: Namespace
-    part: int
-    digests: list[bytes]
-    parents: list[bytes]
-    sizes: list[int]
-    deadline: float
-    session_hint: SessionHint | None
-
-
 class Recorder:
     """A `BlockStore`: the real server, watched, and made slow or unwilling where a check asks."""
 
@@ -171,7 +159,8 @@ class Recorder:
         self._server = server
         self.cluster = server.cluster
         self.peers: list[Peer] = []
-        self.asked: list[Asked] = []
+        #: Each `reserve`, with its deadline.
+        self.asked: list[tuple[ReserveRequest, float]] = []
         self.visible: list[bool] = []
         self.faults: list[str] = []
         self.open: set[_Watched] = set()
@@ -252,29 +241,13 @@ class _Watched:
         self._unsealed: dict[int, tuple[Extent, int]] = {}
         self._pinned: dict[int, tuple[Namespace, int, bytes, Extent]] = {}
 
-    async def reserve(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        parents: Sequence[bytes],
-        sizes: Sequence[int],
-        *,
-        deadline: float,
-        session_hint: SessionHint | None = None,
-    ) -> list[Reservation]:
-        self._recorder.asked.append(
-            Asked(
-                namespace, part, list(digests), list(parents), list(sizes), deadline, session_hint
-            )
-        )
+    async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
+        self._recorder.asked.append((request, deadline))
         if self._recorder.refuse_writes is not None:
             raise self._recorder.refuse_writes
-        answers = await self._inner.reserve(
-            namespace, part, digests, parents, sizes, deadline=deadline, session_hint=session_hint
-        )
-        half = namespace_seed(namespace, part)
-        for key, answer in zip(digests, answers, strict=True):
+        answers = await self._inner.reserve(request, deadline=deadline)
+        half = namespace_seed(request.namespace, request.part)
+        for key, answer in zip(request.digests, answers, strict=True):
             if answer.extent is not None:
                 self._recorder.was_given(answer.extent)
                 self._unsealed[answer.id] = (answer.extent, block_seed(half, key))

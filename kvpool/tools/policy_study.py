@@ -22,6 +22,7 @@ from rich.table import Table
 
 from kvpool import registry
 from kvpool.errors import ConfigError, InvariantViolated
+from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
@@ -159,7 +160,7 @@ def _play_one(store: Store, request: Request, capacity: int, foresight: Foresigh
         parents = [chain[held - 1] if held else ROOT, *fresh[:-1]]
         sizes = [_SIZE] * len(fresh)
         for answer in store.reserve(
-            _OWNER, _NAMESPACE, 0, fresh, parents, sizes, now, session_hint
+            _OWNER, ReserveRequest(_NAMESPACE, 0, fresh, parents, sizes, session_hint), now
         ):
             if answer.status is WriteStatus.RESERVED:
                 store.seal(_OWNER, answer.id, 0, now)

@@ -21,7 +21,7 @@ from kvpool import (
 from kvpool.errors import DeadlineExceeded, Overloaded
 from kvpool.master.service import Master
 from kvpool.net.zmq_rpc import ZmqNetwork
-from kvpool.protocols import Peer
+from kvpool.protocols import Peer, ReserveRequest
 from kvpool.wire.messages import Hello, Reserved, Welcome
 from kvpool_transports.streams.stream import Stream
 from tests.conftest import NAMESPACE, UCX, buffers, eventually, key, keys, patient, value, values
@@ -247,7 +247,7 @@ async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
     loop = asyncio.get_running_loop()
     connection = server.connect(Peer("test"))
     await connection.reserve(
-        NAMESPACE, 0, [key("frozen")], [b""], [1 << 20], deadline=loop.time() + 1
+        ReserveRequest(NAMESPACE, 0, [key("frozen")], [b""], [1 << 20]), deadline=loop.time() + 1
     )
     held = server.store.allocator.allocated
     connection.close(writer_may_be_alive=True)

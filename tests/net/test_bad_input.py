@@ -23,7 +23,7 @@ import pytest
 import zmq
 
 from kvpool import ReadStatus, WriteStatus, dev
-from kvpool.protocols import Link, Peer
+from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import cluster_id, encode_envelope, encode_frame
@@ -325,10 +325,13 @@ async def test_refused_writes_leave_no_waiters(watched: dev.Dev) -> None:
     connection = server.connect(Peer("raw"))
     await connection.pin(NAMESPACE, 0, CHAIN, [1 << 20] * 3)
     room = server.store.allocator.free
-    await connection.reserve(NAMESPACE, 0, [key("all")], [b""], [room], deadline=loop.time())
+    await connection.reserve(
+        ReserveRequest(NAMESPACE, 0, [key("all")], [b""], [room]), deadline=loop.time()
+    )
     for number in range(20):
         await connection.reserve(
-            NAMESPACE, 0, [key(number)], [b""], [1 << 20], deadline=loop.time() + 0.002
+            ReserveRequest(NAMESPACE, 0, [key(number)], [b""], [1 << 20]),
+            deadline=loop.time() + 0.002,
         )
     assert not server._space
     connection.close()

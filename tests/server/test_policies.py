@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.errors import BadMessage
+from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density, Lives
@@ -34,7 +35,9 @@ def books(policy: str, pages: int) -> Store:
 
 
 def write(store: Store, chain: list[bytes], now: float, parent: bytes = ROOT) -> list[WriteStatus]:
-    answers = store.reserve(1, ONE, 0, chain, [parent, *chain[:-1]], [PAGE] * len(chain), now, None)
+    answers = store.reserve(
+        1, ReserveRequest(ONE, 0, chain, [parent, *chain[:-1]], [PAGE] * len(chain)), now
+    )
     for answer in answers:
         if answer.status is WriteStatus.RESERVED:
             store.seal(1, answer.id, 0, now)
@@ -187,7 +190,9 @@ def cycle(pages: int, count: int, rounds: int) -> tuple[int, int]:
         for now in range(rounds * count):
             digest = names[now % count]
             if store.peek(ONE, 0, digest) is None:
-                answers = store.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], float(now))
+                answers = store.reserve(
+                    1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), float(now)
+                )
                 if answers[0].extent is not None:
                     store.seal(1, answers[0].id, 0, float(now))
             elif now > rounds * count // 2:
@@ -266,7 +271,9 @@ class History:
         )
         sizes = [rng.choice([PAGE, 2 * PAGE])] * len(chain)
         answers = self.store.reserve(
-            owner, namespace, part, chain, [parent, *chain[:-1]], sizes, self.now, session_hint
+            owner,
+            ReserveRequest(namespace, part, chain, [parent, *chain[:-1]], sizes, session_hint),
+            self.now,
         )
         self.held += [(owner, answer.id) for answer in answers if answer.extent is not None]
 
@@ -325,7 +332,9 @@ def test_parts_of_one_block_go_together(policy: str) -> None:
     for number in range(40):
         for part in (0, 1):
             (answer,) = store.reserve(
-                1, TWO, part, keys(f"{number}", 1), [ROOT], [PAGE], float(number * 60), None
+                1,
+                ReserveRequest(TWO, part, keys(f"{number}", 1), [ROOT], [PAGE]),
+                float(number * 60),
             )
             if answer.status is WriteStatus.RESERVED:
                 store.seal(1, answer.id, 0, float(number * 60))
@@ -346,7 +355,9 @@ def test_parts_of_one_block_go_together(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_holds_what_another_reserved(policy: str) -> None:
     store = books(policy, 4)
-    (answer,) = store.reserve(1, ONE, 0, keys("a", 1), [ROOT], [PAGE], 0.0, SessionHint("s", 1.0))
+    (answer,) = store.reserve(
+        1, ReserveRequest(ONE, 0, keys("a", 1), [ROOT], [PAGE], SessionHint("s", 1.0)), 0.0
+    )
     with pytest.raises(BadMessage):
         store.seal(2, answer.id, 0, 0.0)
     store.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.master.state.hint_log import Relay
+from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_hints import LEAVES_MAX, RESUME_S_MAX, SESSIONS_MAX, Hints
 from kvpool.server.state.entry import Entry
@@ -38,7 +39,7 @@ class Books:
         parents = [parent, *chain[:-1]]
         sizes = [PAGE] * len(chain)
         answers = self.store.reserve(
-            1, namespace, part, chain, parents, sizes, self.now, session_hint
+            1, ReserveRequest(namespace, part, chain, parents, sizes, session_hint), self.now
         )
         for answer in answers:
             if answer.status is WriteStatus.RESERVED:

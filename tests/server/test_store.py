@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from kvpool.errors import BadMessage
+from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
@@ -38,7 +39,9 @@ def write(
     """Reserve and seal blocks of one page; parts belong to namespace TWO."""
     namespace = TWO if part else ONE
     parents = [parent, *chain[:-1]]
-    answers = books.reserve(1, namespace, part, chain, parents, [PAGE] * len(chain), now)
+    answers = books.reserve(
+        1, ReserveRequest(namespace, part, chain, parents, [PAGE] * len(chain)), now
+    )
     for answer in answers:
         if answer.status is WriteStatus.RESERVED:
             books.seal(1, answer.id, answer.id, now)
@@ -98,7 +101,9 @@ class Machine(RuleBasedStateMachine):
         parents = [self.digests[first - 1] if first else ROOT, *chain[:-1]]
         held = self.held()
         answers = self.books.reserve(
-            owner, namespace, part, chain, parents, [pages * PAGE] * len(chain), self.now
+            owner,
+            ReserveRequest(namespace, part, chain, parents, [pages * PAGE] * len(chain)),
+            self.now,
         )
         for digest, answer in zip(chain, answers, strict=True):
             if answer.extent is not None:
@@ -263,14 +268,14 @@ def test_probing_changes_nothing() -> None:
 
 def test_two_writers_of_one_key() -> None:
     books = store(4)
-    (first,) = books.reserve(1, ONE, 0, [key("k")], [ROOT], [PAGE], 0.0)
-    (second,) = books.reserve(2, ONE, 0, [key("k")], [ROOT], [PAGE], 0.0)
+    (first,) = books.reserve(1, ReserveRequest(ONE, 0, [key("k")], [ROOT], [PAGE]), 0.0)
+    (second,) = books.reserve(2, ReserveRequest(ONE, 0, [key("k")], [ROOT], [PAGE]), 0.0)
     assert (first.status, second.status) == (WriteStatus.RESERVED, WriteStatus.IN_PROGRESS)
     assert books.pin(3, ONE, 0, [key("k")], 0.0)[0].status is ReadStatus.BEING_WRITTEN
     with pytest.raises(BadMessage):
         books.seal(2, first.id, 0, 0.0)
     books.seal(1, first.id, 0, 0.0)
-    (third,) = books.reserve(2, ONE, 0, [key("k")], [ROOT], [PAGE], 0.0)
+    (third,) = books.reserve(2, ReserveRequest(ONE, 0, [key("k")], [ROOT], [PAGE]), 0.0)
     assert third.status is WriteStatus.ALREADY_STORED
     with pytest.raises(BadMessage):
         books.seal(1, first.id, 0, 0.0)
@@ -279,7 +284,7 @@ def test_two_writers_of_one_key() -> None:
 def test_parts_leave_together() -> None:
     books = store(4)
     for part in (0, 1):
-        (answer,) = books.reserve(1, TWO, part, [key("p")], [ROOT], [PAGE], 1.0)
+        (answer,) = books.reserve(1, ReserveRequest(TWO, part, [key("p")], [ROOT], [PAGE]), 1.0)
         books.seal(1, answer.id, 0, 1.0)
     write(books, keys("filler", 3), 2.0)
     assert [books.peek(TWO, part, key("p")) for part in (0, 1)] == [None, None]
@@ -310,7 +315,7 @@ def test_a_buffer_too_small_pins_nothing() -> None:
 
 
 def test_a_block_larger_than_the_segment_is_told_apart() -> None:
-    (answer,) = store(2).reserve(1, ONE, 0, [key("k")], [ROOT], [3 * PAGE], 0.0)
+    (answer,) = store(2).reserve(1, ReserveRequest(ONE, 0, [key("k")], [ROOT], [3 * PAGE]), 0.0)
     assert answer.status is WriteStatus.TOO_LARGE
 
 
@@ -363,7 +368,7 @@ def test_removals_do_not_make_the_policy_grow() -> None:
 
 
 def write_quietly(books: Store, digest: bytes, now: float) -> None:
-    (answer,) = books.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], now)
+    (answer,) = books.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), now)
     books.seal(1, answer.id, 0, now)
 
 
@@ -406,7 +411,7 @@ def test_departures_are_of_blocks_that_are_gone_in_every_part() -> None:
     books = store(4)
     digest = key("parts")
     for part in (0, 1):
-        (answer,) = books.reserve(1, TWO, part, [digest], [ROOT], [PAGE], 0.0)
+        (answer,) = books.reserve(1, ReserveRequest(TWO, part, [digest], [ROOT], [PAGE]), 0.0)
         books.seal(1, answer.id, 0, 0.0)
     books.remove(TWO, [digest], ReadStatus.CORRUPT, part=1)
     assert books.departures() == []
@@ -418,10 +423,10 @@ def test_a_block_that_is_being_written_again_is_still_gone() -> None:
     """Seed 30742: a master that asked meanwhile never heard that it had been evicted."""
     books = store(4)
     digest = key("again")
-    (answer,) = books.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], 0.0)
+    (answer,) = books.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 0.0)
     books.seal(1, answer.id, 0, 0.0)
     books.remove(ONE, [digest])
-    (answer,) = books.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], 1.0)
+    (answer,) = books.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 1.0)
     assert [(c.digest, c.status) for c in books.departures()] == [(digest, ReadStatus.REMOVED)]
     books.seal(1, answer.id, 0, 1.0)
     assert books.departures() == []

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvpool import registry
+from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import MOVER, Copy, Stack
@@ -48,7 +49,7 @@ class Server:
         self.now += 1
         parents = [ROOT, *chain[:-1]]
         answers = self.stack.reserve(
-            owner, namespace, part, chain, parents, [PAGE] * len(chain), self.now
+            owner, ReserveRequest(namespace, part, chain, parents, [PAGE] * len(chain)), self.now
         )
         for digest, answer in zip(chain, answers, strict=True):
             if answer.extent is not None:
@@ -330,7 +331,7 @@ def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> Non
     store.check()
     assert store.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
     statuses = [
-        store.reserve(1, ONE, 0, [digest], [ROOT], [PAGE], 1e6 + second)[0].status
+        store.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 1e6 + second)[0].status
         for second, digest in enumerate(keys("new", 4))
     ]
     store.check()

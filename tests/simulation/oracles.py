@@ -15,13 +15,14 @@ from typing import Final, Protocol
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
+from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import Entry, Journal
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import MOVER
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 #: Rare events that a batch of seeds must reach, or its worlds are too tame.
 PROBES: Final = (
@@ -288,21 +289,9 @@ class WatchedStore(Store):
 
     # --- the calls --------------------------------------------------------------------------
 
-    def reserve(
-        self,
-        owner: int,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        parents: Sequence[bytes],
-        sizes: Sequence[int],
-        now: float,
-        session_hint: SessionHint | None = None,
-    ) -> list[Reservation]:
+    def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         self._evicted_now.clear()
-        answers = super().reserve(
-            owner, namespace, part, digests, parents, sizes, now, session_hint
-        )
+        answers = super().reserve(owner, request, now)
         for answer in answers:
             if answer.extent is not None:
                 hold = ("reservation", owner, answer.id)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvpool.errors import InvariantViolated
+from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event
-from kvpool.types import Namespace, ReadStatus, Record, Reservation, SessionHint, WriteStatus
+from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_places
 from tests.simulation.memory import SimTier
 from tests.simulation.oracles import BlockPart, Truth, WatchedStore
@@ -120,25 +121,13 @@ class WatchedBase(WatchedStore):
             return
         super().verify(entry, when)
 
-    def reserve(
-        self,
-        owner: int,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        parents: Sequence[bytes],
-        sizes: Sequence[int],
-        now: float,
-        session_hint: SessionHint | None = None,
-    ) -> list[Reservation]:
-        answers = super().reserve(
-            owner, namespace, part, digests, parents, sizes, now, session_hint
-        )
-        for digest, answer in zip(digests, answers, strict=True):
+    def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
+        answers = super().reserve(owner, request, now)
+        for digest, answer in zip(request.digests, answers, strict=True):
             if answer.extent is None:
-                self.refused.add((namespace, digest, part))
+                self.refused.add((request.namespace, digest, request.part))
             else:
-                self.refused.discard((namespace, digest, part))
+                self.refused.discard((request.namespace, digest, request.part))
         return answers
 
     def seal(

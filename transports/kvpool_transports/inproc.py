@@ -26,6 +26,7 @@ from kvpool.protocols import (
     Listener,
     Peer,
     ReadOptions,
+    ReserveRequest,
     View,
     WriteOptions,
 )
@@ -145,13 +146,15 @@ class _InprocChannel:
     ) -> list[WriteStatus]:
         async with self._connection() as connection, self._until(deadline):
             reservations = await connection.reserve(
-                writing.namespace,
-                writing.part,
-                [block.digest for block in blocks],
-                [block.parent for block in blocks],
-                [len(block.buffer) for block in blocks],
+                ReserveRequest(
+                    writing.namespace,
+                    writing.part,
+                    [block.digest for block in blocks],
+                    [block.parent for block in blocks],
+                    [len(block.buffer) for block in blocks],
+                    writing.session_hint,
+                ),
                 deadline=deadline,
-                session_hint=writing.session_hint,
             )
             statuses = [reservation.status for reservation in reservations]
             granted = [i for i, r in enumerate(reservations) if r.extent is not None]

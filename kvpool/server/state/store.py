@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.errors import BadMessage, InvariantViolated
 from kvpool.protocols.policy import Decision, Policy
+from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.session_hints import Hints
 from kvpool.server.state.allocator import Allocator
@@ -29,7 +30,6 @@ from kvpool.types import (
     ReadStatus,
     Record,
     Reservation,
-    SessionHint,
     WriteStatus,
 )
 
@@ -77,23 +77,14 @@ class Store:
 
     # --- writing ---------------------------------------------------------------------
 
-    def reserve(
-        self,
-        owner: int,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        parents: Sequence[bytes],
-        sizes: Sequence[int],
-        now: float,
-        session_hint: SessionHint | None = None,
-    ) -> list[Reservation]:
+    def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         """Room for each block that is not here yet, evicting what may go.
 
         One writer gets `RESERVED`; the others hear `IN_PROGRESS` or `ALREADY_STORED`. After the
         first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: a prefix
         is worth more than a hole.
         """
+        namespace, part, digests, parents, sizes, session_hint = request
         index = self._indexes.get((namespace, part))
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part, self.rank)

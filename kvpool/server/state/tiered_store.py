@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.errors import InvariantViolated
+from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Change, Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
@@ -99,40 +100,18 @@ class Stack:
 
     # --- for connections ------------------------------------------------------------------
 
-    def reserve(
-        self,
-        owner: int,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        parents: Sequence[bytes],
-        sizes: Sequence[int],
-        now: float,
-        session_hint: SessionHint | None = None,
-    ) -> list[Reservation]:
+    def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         """As `Store.reserve`: room in the reached tier for what no tier has yet."""
         top = self.top
         if len(self.stores) == 1:
-            return top.reserve(owner, namespace, part, digests, parents, sizes, now, session_hint)
+            return top.reserve(owner, request, now)
+        namespace, part, digests, *_ = request
         below = [self._only_elsewhere(namespace, part, digest) for digest in digests]
         if not any(below):
-            answers = top.reserve(
-                owner, namespace, part, digests, parents, sizes, now, session_hint
-            )
+            answers = top.reserve(owner, request, now)
         else:
             new = [position for position, entry in enumerate(below) if entry is None]
-            granted = iter(
-                top.reserve(
-                    owner,
-                    namespace,
-                    part,
-                    [digests[i] for i in new],
-                    [parents[i] for i in new],
-                    [sizes[i] for i in new],
-                    now,
-                    session_hint,
-                )
-            )
+            granted = iter(top.reserve(owner, request.subset(new), now))
             here = Reservation(WriteStatus.ALREADY_STORED)
             answers = [here if entry is not None else next(granted) for entry in below]
         known = [
@@ -502,13 +481,15 @@ class Stack:
         pin = self.stores[source].hold(MOVER, entry)  # first: making room must not evict it
         (answer,) = store.reserve(
             MOVER,
-            index.namespace,
-            index.part,
-            [entry.digest],
-            [entry.parent],
-            [entry.size],
+            ReserveRequest(
+                index.namespace,
+                index.part,
+                [entry.digest],
+                [entry.parent],
+                [entry.size],
+                session_hint,
+            ),
             now,
-            session_hint,
         )
         if answer.extent is None:
             self.stores[source].unpin(MOVER, pin)

@@ -19,7 +19,7 @@ from kvpool.errors import (
     Unauthenticated,
     VersionMismatch,
 )
-from kvpool.protocols import BlockStore, Connection, Peer
+from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
 from kvpool.wire import auth
 from kvpool.wire.frames import Frame
@@ -239,13 +239,8 @@ class Session:
             raise BadMessage("a block names itself as its parent")
         deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
         reservations = await connection.reserve(
-            namespace,
-            reserve.part,
-            digests,
-            parents,
-            reserve.sizes,
+            ReserveRequest(namespace, reserve.part, digests, parents, reserve.sizes, _tag(reserve)),
             deadline=deadline,
-            session_hint=_tag(reserve),
         )
         granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
         await self._send(
