@@ -93,10 +93,6 @@ class Refused(KvpoolError):
     """The pool understood and declined."""
 
 
-class NoSpace(Refused):
-    """No room could be made by the deadline: everything left is pinned or reserved."""
-
-
 class Overloaded(Refused):
     """A bound on pending work was reached."""
 

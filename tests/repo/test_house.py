@@ -54,7 +54,7 @@ def files(*folders: str) -> list[Path]:
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
     ("types", "units"),
-    ("protocols", "config", "checksum", "wire", "tombstones", "device_copy"),
+    ("protocols", "config", "checksum", "wire", "tombstones", "device_copy", "huge_pages"),
     ("net", "registry"),
     ("client", "server", "master"),
     ("sync", "dev", "ops", "testing"),
@@ -134,7 +134,8 @@ def test_the_pure_rooms_are_pure() -> None:
 
 
 def test_transports_and_tiers_know_contracts_only() -> None:
-    allowed = ("types", "errors", "protocols", "wire", "checksum", "device_copy", "logs")
+    helpers = ("checksum", "device_copy", "huge_pages", "logs")
+    allowed = ("types", "errors", "protocols", "wire", *helpers)
     for path in files("transports", "tiers"):
         for name in imports(path):
             if within(name, "kvpool") and name != "kvpool.logs":

@@ -17,19 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
-import mmap
 import os
 import secrets
 import socket
 import struct
-import threading
-
-import numpy as np
 
 from kvpool import logs
 from kvpool.errors import BadMessage, ConfigError, LinkBroken
+from kvpool.huge_pages import HugePageMapping
 from kvpool.protocols import (
     BlockStore,
     Channel,
@@ -43,14 +39,8 @@ from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.server import Session, Sessions
 from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
 
-_MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
-_MADV_POPULATE_WRITE = 23
-_PREFAULT_STEP = 64 << 20
-_HUGE_PAGE = 2 << 20
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _UCRED = struct.Struct("iII")
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 log = logs.get("kvpool.shm")
 
@@ -173,59 +163,25 @@ class _ShmListener:
 
 
 class _Mapping:
-    """A server's segment, mapped here; touched in the background so that first reads are fast."""
+    """A server's segment, mapped here; touched in the background so that first reads are fast.
+
+    It lies in huge pages, as far as the server could get them; at an address that is not aligned
+    they would be mapped here as small ones.
+    """
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map = _mapped(fd, size, access)
-        self._map.madvise(mmap.MADV_DONTFORK)  # a child must not inherit a writer's mapping
-        self.memory = memoryview(self._map)
-        self._advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._touch, name="prefault", daemon=True)
-        self._thread.start()
+        # Not inherited: a forked child must not have a writer's mapping.
+        self._mapping = HugePageMapping(fd, size, writable=writable, inherit=False)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Raises BadMessage when the server names memory that it has not got."""
-        if offset + size > len(self.memory):
-            raise BadMessage(f"extent {offset}+{size} in a segment of {len(self.memory)} bytes")
-        return self.memory[offset : offset + size]
+        """Raises BadMessage when the server names memory outside of its segment."""
+        memory = self._mapping.memory
+        if offset + size > len(memory):
+            raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
+        return memory[offset : offset + size]
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        with contextlib.suppress(BufferError):  # a caller still looks; it goes with that view
-            self.memory.release()
-            self._map.close()
-
-    def _touch(self) -> None:
-        with contextlib.suppress(OSError):  # of this thread only
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data
-        for offset in range(0, len(self.memory), _PREFAULT_STEP):
-            size = min(_PREFAULT_STEP, len(self.memory) - offset)
-            if self._stop.is_set() or _libc.madvise(start + offset, size, self._advice):
-                return
-
-
-def _mapped(fd: int, size: int, access: int) -> mmap.mmap:
-    """A server's memory, at a multiple of a huge page where that can be had.
-
-    It lies in huge pages, as far as the server could get them; at any other address they would be
-    mapped here in small ones. Kernels fill the address space from above, and `mmap` cannot ask
-    for an address: so what is too much is filled first.
-    """
-    mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
-    too_high = _address(mapped, size) % _HUGE_PAGE
-    if too_high and size >= _HUGE_PAGE:
-        mapped.close()
-        with mmap.mmap(-1, too_high):
-            mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
-    return mapped
-
-
-def _address(mapped: mmap.mmap, size: int) -> int:
-    return int(np.frombuffer(mapped, np.uint8, size).ctypes.data)
+        self._mapping.close()
 
 
 class _Segment:

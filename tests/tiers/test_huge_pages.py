@@ -1,0 +1,138 @@
+"""Mappings for huge pages: aligned, touched in advance, and gone after `close`."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.huge_pages import HUGE_PAGE, HugePageMapping
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("kvpool-test-huge-pages")
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def resident(address: int) -> int | None:
+    """Bytes that the kernel has mapped of the mapping at `address`; None: nothing is mapped."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def mapped(fd: int) -> bool:
+    """Whether this process maps the file, at any address."""
+    inode = os.fstat(fd).st_ino
+    return any(
+        line.split()[4] == str(inode) and "kvpool-test-huge-pages" in line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+
+
+@pytest.mark.parametrize("size", [2 * MIB, 3 * MIB, 8 * MIB + 4096, 64 * MIB])
+def test_a_mapping_begins_at_a_multiple_of_a_huge_page(fd: int, size: int) -> None:
+    os.ftruncate(fd, size)
+    with mmap.mmap(-1, 12288):  # the kernel's next address is not aligned by itself
+        mapping = HugePageMapping(fd, size)
+        assert mapping.address % HUGE_PAGE == 0
+        mapping.close()
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 2 * MIB - 1, 2 * MIB + 1, 17 * MIB + 4097])
+@pytest.mark.parametrize("collapse", [True, False])
+def test_any_size_is_mapped_and_touched(fd: int, size: int, collapse: bool) -> None:
+    os.ftruncate(fd, size)
+    mapping = HugePageMapping(fd, size, collapse=collapse)
+    assert len(mapping.memory) == size
+    mapping.memory[-1] = 7
+    mapping.wait_until_touched()
+    assert mapping.memory[-1] == 7
+    assert os.pread(fd, 1, size - 1) == b"\7"
+    assert os.fstat(fd).st_blocks * 512 >= size  # all of it is allocated
+    assert (resident(mapping.address) or 0) >= size
+    mapping.close()
+
+
+def test_anonymous_memory_is_zero_and_writable() -> None:
+    mapping = HugePageMapping(-1, 3 * MIB, collapse=True)
+    assert mapping.address % HUGE_PAGE == 0
+    assert not any(mapping.memory[:4096])
+    mapping.memory[: 3 * MIB] = b"x" * (3 * MIB)
+    mapping.close()
+
+
+def test_touching_a_read_only_mapping_keeps_what_is_written(fd: int) -> None:
+    os.ftruncate(fd, 4 * MIB)
+    os.pwrite(fd, b"kept", 3 * MIB)
+    mapping = HugePageMapping(fd, 4 * MIB, writable=False)
+    mapping.wait_until_touched()
+    assert mapping.memory.readonly
+    assert bytes(mapping.memory[3 * MIB : 3 * MIB + 4]) == b"kept"
+    mapping.close()
+
+
+def test_without_prefault_no_page_is_allocated(fd: int) -> None:
+    os.ftruncate(fd, 8 * MIB)
+    mapping = HugePageMapping(fd, 8 * MIB, prefault=False)
+    mapping.wait_until_touched()
+    assert os.fstat(fd).st_blocks == 0
+    mapping.close()
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_closing_ends_the_thread_that_touches_and_unmaps(fd: int, turn: int) -> None:
+    size = 256 * MIB
+    os.ftruncate(fd, size)
+    mapping = HugePageMapping(fd, size, collapse=turn % 2 == 0)
+    for _ in range(turn):  # a different moment each time
+        os.pread(fd, MIB, 0)
+    mapping.close()
+    assert not mapped(fd)
+    assert "prefault" not in {thread.name for thread in threading.enumerate()}
+    allocated = os.fstat(fd).st_blocks
+    mapping.close()  # idempotent
+    assert os.fstat(fd).st_blocks == allocated
+
+
+def test_a_view_that_is_held_keeps_the_memory_until_it_goes(fd: int) -> None:
+    os.ftruncate(fd, 2 * MIB)
+    mapping = HugePageMapping(fd, 2 * MIB)
+    view = mapping.memory[:4]
+    mapping.close()
+    view[:] = b"held"
+    assert os.pread(fd, 4, 0) == b"held"
+    assert mapped(fd)
+    del view, mapping
+    assert not mapped(fd)
+
+
+def test_a_child_does_not_inherit_what_it_must_not(fd: int) -> None:
+    os.ftruncate(fd, 4096)
+    mapping = HugePageMapping(fd, 4096, inherit=False)
+    flags = re.search(
+        rf"{mapping.address:x}-.*?VmFlags:([^\n]*)", Path("/proc/self/smaps").read_text(), re.S
+    )
+    assert flags is not None
+    assert "dc" in flags[1].split()
+    mapping.close()
+
+
+def test_a_closed_descriptor_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        HugePageMapping(1 << 20, 4096)
