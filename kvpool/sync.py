@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvpool.client import pool as client
-from kvpool.client.device_staging import Seen, on_device
+from kvpool.client.buffers import Seen, on_device
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View

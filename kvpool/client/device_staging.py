@@ -9,7 +9,6 @@ host and device. The memory is taken when a device is used for the first time, a
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -22,22 +21,18 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
-from kvpool.client import buffers as pieces
+from kvpool.client.buffers import OnDevice, Rows
 from kvpool.device_copy import Bytes, DeviceCopier, first_line, pinned
 from kvpool.errors import (
-    BadBuffer,
     Closed,
     ConfigError,
     DeadlineExceeded,
     TooLarge,
     Unavailable,
 )
-from kvpool.types import BLOCK_SIZE_MAX, Memory, ReadResult, ReadStatus, WriteStatus
+from kvpool.types import ReadResult, ReadStatus, WriteStatus
 
 if TYPE_CHECKING:
     import torch
@@ -49,73 +44,6 @@ ROUND: Final = 16 << 20
 _AT_ONCE: Final = 2
 #: How often it is asked whether a device has come to where its caller is.
 _MARK_S: Final = 0.0005
-_HOST: Final = (bytes, bytearray, memoryview, np.ndarray)
-
-
-class Mark(Protocol):
-    """A point in what a device was asked for; a `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """The memory of one block on a device: rows of bytes, whose concatenation is the block."""
-
-    rows: tuple[torch.Tensor, ...]
-    size: int
-    #: Behind what its owner had asked the device for. Before that, nobody copies.
-    after: tuple[Mark, ...]
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows[0].device
-
-
-#: The memory of one block in a call, as it came or as `on_device` made it.
-Seen: TypeAlias = "Memory | OnDevice"
-#: Memory of the host for blocks, by their numbers.
-Rows: TypeAlias = Mapping[int, tuple[memoryview, ...]]
-
-
-def on_device(buffers: Sequence[Seen]) -> Sequence[Seen]:
-    """The same, with memory of devices as `OnDevice`, and tensors of the host as their bytes.
-
-    To be called in the thread that works with the device: what it has asked for on its current
-    stream is waited for before anything is copied. Raises BadBuffer and TooLarge.
-    """
-    if all(isinstance(_pieces(buffer)[0], _HOST) for buffer in buffers):
-        return buffers
-    marks: dict[torch.device, Mark] = {}
-    return [_seen(buffer, index, marks) for index, buffer in enumerate(buffers)]
-
-
-class Buffers(NamedTuple):
-    """The memory of each block; of those on a device apart; the sizes of all."""
-
-    memory: list[tuple[memoryview, ...]]
-    device: dict[int, OnDevice]
-    sizes: list[int]
-
-
-def split(
-    buffers: Sequence[Seen], look: Callable[[Memory, int], tuple[memoryview, ...]]
-) -> Buffers:
-    """What a caller gave us; `look` is for memory of the host. Raises BadBuffer and TooLarge."""
-    memory: list[tuple[memoryview, ...]] = []
-    device: dict[int, OnDevice] = {}
-    sizes = []
-    for position, buffer in enumerate(on_device(buffers)):
-        if isinstance(buffer, OnDevice):
-            device[position] = buffer
-            memory.append(())
-            sizes.append(buffer.size)
-        else:
-            views = look(buffer, position)
-            memory.append(views)
-            sizes.append(pieces.size(views))
-    return Buffers(memory, device, sizes)
 
 
 class _Place(NamedTuple):
@@ -371,92 +299,3 @@ async def _in_time(deadline: float) -> AsyncIterator[None]:
 
 
 # --- what callers pass ------------------------------------------------------------------------
-
-
-def _pieces(memory: Any) -> Sequence[Any]:
-    """At least one, so that somebody else finds out about none."""
-    return memory if isinstance(memory, list | tuple) and memory else (memory,)
-
-
-def _seen(memory: Any, index: int, marks: dict[torch.device, Mark]) -> Any:
-    pieces = _pieces(memory)
-    if isinstance(memory, OnDevice) or not any(
-        _is_tensor(p) or _lies_on_a_device(p) for p in pieces
-    ):
-        return memory
-    if not any(map(_lies_on_a_device, pieces)):
-        seen = [_bytes(piece, index).numpy() if _is_tensor(piece) else piece for piece in pieces]
-        return seen if isinstance(memory, list | tuple) else seen[0]
-    tensors = [_tensor(piece, index) for piece in pieces]
-    rows = tuple(_bytes(tensor, index) for tensor in tensors)
-    (device, *others) = {row.device for row in rows}
-    size = sum(map(len, rows))
-    if others:
-        raise BadBuffer(f"buffer {index} has pieces on several devices: a block lies on one")
-    if size > BLOCK_SIZE_MAX:
-        raise TooLarge(f"buffer {index} has {size} bytes, a block at most {BLOCK_SIZE_MAX}")
-    if device not in marks:
-        marks[device] = mark(device)
-    own = {mark(device, stream) for piece in pieces if (stream := _stream(piece)) is not None}
-    return OnDevice(rows, size, (marks[device], *own))
-
-
-def mark(device: torch.device, stream: int | None = None) -> Mark:
-    """Behind what was asked for on a stream, the calling thread's current one or that handle."""
-    import torch
-
-    made: Mark = (
-        torch.cuda.current_stream(device)
-        if stream is None
-        else torch.cuda.ExternalStream(stream, device)
-    ).record_event()
-    return made
-
-
-def _is_tensor(piece: Any) -> bool:
-    torch = sys.modules.get("torch")  # without it there are none
-    return torch is not None and isinstance(piece, torch.Tensor)
-
-
-def _lies_on_a_device(piece: Any) -> bool:
-    if _is_tensor(piece):
-        return bool(piece.is_cuda)
-    return hasattr(type(piece), "__cuda_array_interface__")
-
-
-def _stream(piece: Any) -> int | None:
-    """The stream that somebody else's array says it is ready on."""
-    return None if _is_tensor(piece) else piece.__cuda_array_interface__.get("stream")
-
-
-def _tensor(piece: Any, index: int) -> torch.Tensor:
-    """The piece itself as a tensor, never a copy. Raises BadBuffer."""
-    if not _lies_on_a_device(piece):
-        raise BadBuffer(f"buffer {index} has pieces on a device and others: a block lies on one")
-    if _is_tensor(piece):
-        tensor: torch.Tensor = piece
-        return tensor
-    try:
-        import torch
-
-        tensor = torch.as_tensor(piece, device="cuda")
-    except (ImportError, OSError):
-        raise BadBuffer(
-            f"buffer {index} lies on a device, which needs torch: pip install 'kvpool[torch]'"
-        ) from None
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # no CUDA, odd array
-        raise BadBuffer(f"buffer {index} cannot be used: {first_line(error)}") from None
-    if tensor.data_ptr() != piece.__cuda_array_interface__["data"][0]:
-        raise BadBuffer(f"buffer {index} lies on another device than torch's current one")
-    return tensor
-
-
-def _bytes(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """The tensor's own memory as a row of bytes. Raises BadBuffer."""
-    import torch
-
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise BadBuffer(f"buffer {index} is not contiguous: copy it, or pass its pieces")
-    if not tensor.numel():
-        raise BadBuffer(f"buffer {index} is empty: a block has at least one byte")
-    return tensor.detach().view(-1).view(torch.uint8)

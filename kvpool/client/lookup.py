@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvpool.client.servers import Masters, Servers
+from kvpool.client.masters import Masters
+from kvpool.client.servers import Servers
 from kvpool.errors import BadKey, MasterLost, Unavailable
 from kvpool.types import (
     BATCH_BLOCKS_MAX,

@@ -17,11 +17,13 @@ from contextlib import asynccontextmanager
 
 from kvpool import registry
 from kvpool.client import buffers as pieces
-from kvpool.client.device_staging import Seen, Staging, split
+from kvpool.client.buffers import Seen, split
+from kvpool.client.device_staging import Staging
 from kvpool.client.location_cache import Sightings
 from kvpool.client.lookup import Lookup
+from kvpool.client.masters import Masters
 from kvpool.client.reader import Reader
-from kvpool.client.servers import Masters, Servers, together
+from kvpool.client.servers import Servers, together
 from kvpool.client.writer import Writer
 from kvpool.config import ClientConfig, transport_settings
 from kvpool.errors import (

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 
 from kvpool import logs
 from kvpool.client import buffers as pieces
-from kvpool.client.device_staging import Buffers, OnDevice, Rows, Staging
+from kvpool.client.buffers import Buffers, OnDevice, Rows
+from kvpool.client.device_staging import Staging
+from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
 from kvpool.client.location_cache import Sighting, Sightings
 from kvpool.client.lookup import Lookup
-from kvpool.client.servers import IdleTimeout, Servers, Silent, together
+from kvpool.client.servers import Servers, together
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
@@ -141,7 +143,7 @@ class Reader:
                 for server, group in _grouped(missing, places, [0] * len(digests)):
                     wanted = [digests[i] for i in group]
                     try:
-                        async with IdleTimeout(self._config.attempt_s) as idle_timeout:
+                        async with InactivityTimer(self._config.attempt_s) as idle_timeout:
                             channel = await self._servers.viewable(server, deadline)
                             shown = await stack.enter_async_context(
                                 channel.read_view(
@@ -242,7 +244,7 @@ class Reader:
         hedged = fetch.has_others(positions[0]) and server not in fetch.silent
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
-            async with IdleTimeout(silence_s) as idle_timeout:
+            async with InactivityTimer(silence_s) as idle_timeout:
                 reading = fetch.reading._replace(idle_timeout=idle_timeout)
                 answer = await self._servers.call(
                     server,
@@ -253,7 +255,7 @@ class Reader:
                 )
         except (Unavailable, PeerError, Overloaded) as error:
             answer = [ReadResult(_why(error))] * len(positions)
-            if isinstance(error, Silent):
+            if isinstance(error, ServerUnresponsive):
                 self._servers.silent(server, given_up=not hedged)
                 if hedged:
                     fetch.leave(server, positions)

@@ -15,13 +15,13 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from kvpool import logs
 from kvpool.client import buffers as pieces
+from kvpool.client.masters import Masters
 from kvpool.client.path_selector import Choice
 from kvpool.config import ClientConfig
 from kvpool.errors import (
@@ -37,9 +37,7 @@ from kvpool.errors import (
 )
 from kvpool.protocols import (
     Channel,
-    Link,
     NeedsMeasurement,
-    Network,
     SupportsReachability,
     SupportsZeroCopyView,
     Transport,
@@ -65,136 +63,6 @@ _MEMBERS_MAX: Final = 4096
 def nothing(_: object) -> int:
     """What a call moved that moves no blocks."""
     return 0
-
-
-class Silent(DeadlineExceeded):
-    """A server has said nothing for as long as we care to wait; another one may know more."""
-
-
-class IdleTimeout:
-    """Waits as long as the server talks: `async with IdleTimeout(1.0): ...` raises Silent.
-
-    The timer is armed once and looks back when it fires, so that hearing costs one assignment.
-    """
-
-    def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
-        self._loop = asyncio.get_running_loop()
-        self._limit = asyncio.timeout(None)
-        self._timer: asyncio.TimerHandle | None = None
-        self._heard = 0.0
-
-    def touch(self) -> None:
-        self._heard = self._loop.time()
-
-    def disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def __aenter__(self) -> IdleTimeout:
-        await self._limit.__aenter__()
-        self.touch()
-        self._timer = self._loop.call_at(self._heard + self._silence_s, self._look)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.disarm()
-        try:
-            await self._limit.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            raise Silent(f"nothing was heard for {self._silence_s:g} s") from None
-
-    def _look(self) -> None:
-        due = self._heard + self._silence_s
-        if self._loop.time() >= due:
-            self._limit.reschedule(self._loop.time())
-        else:
-            self._timer = self._loop.call_at(due, self._look)
-
-
-class Masters:
-    """Any master that answers. The one that answered last is asked first."""
-
-    def __init__(self, network: Network, config: ClientConfig) -> None:
-        self._links: list[Link] = [network.connect(address) for address in config.masters]
-        self._config = config
-        self._preferred = 0
-
-    async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
-        """The first good answer. Raises MasterLost when no master answers in time.
-
-        What clients ask changes nothing that matters, so it may be asked twice: when the
-        preferred master is silent for `hedge_s`, all are asked at once (it may only be slow).
-        """
-        now = asyncio.get_running_loop().time()
-        request = wire.encode(message)
-        until = min(deadline, now + self._config.attempt_s)
-        problems: list[str] = []
-        if len(self._links) > 1:
-            # Half of a short deadline: the others need time to answer, too.
-            first = min(now + self._config.hedge_s, now + (until - now) / 2)
-            got = await self._ask(self._preferred, request, answer, first, problems)
-            if got is not None:
-                return got
-            return await self._ask_all(request, answer, until, problems)
-        got = await self._ask(0, request, answer, until, problems)
-        if got is None:
-            raise _lost(problems)
-        return got
-
-    def close(self) -> None:
-        for link in self._links:
-            link.close()
-
-    async def _ask(
-        self,
-        index: int,
-        request: tuple[int, bytes],
-        answer: type[wire.M],
-        deadline: float,
-        problems: list[str],
-    ) -> wire.M | None:
-        try:
-            got = await self._links[index].request(*request, deadline=deadline)
-            decoded = wire.decode_answer(answer, *got)
-        except (Unavailable, Overloaded, PeerError) as error:
-            problems.append(str(error))
-            return None
-        self._preferred = index
-        return decoded
-
-    async def _ask_all(
-        self,
-        request: tuple[int, bytes],
-        answer: type[wire.M],
-        deadline: float,
-        problems: list[str],
-    ) -> wire.M:
-        loop = asyncio.get_running_loop()
-        order = [*range(self._preferred, len(self._links)), *range(self._preferred)]
-        tasks = [
-            loop.create_task(self._ask(index, request, answer, deadline, problems))
-            for index in order
-        ]
-        try:
-            for done in asyncio.as_completed(tasks):
-                got = await done
-                if got is not None:
-                    return got
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        raise _lost(problems)
-
-
-def _lost(problems: Sequence[str]) -> MasterLost:
-    return MasterLost(f"no master answers: {'; '.join(problems)}; is `kvpool master` running?")
 
 
 class _Path(NamedTuple):

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpool.client import buffers as pieces
-from kvpool.client.device_staging import Buffers, Rows, Staging
+from kvpool.client.buffers import Buffers, Rows
+from kvpool.client.device_staging import Staging
 from kvpool.client.location_cache import Sighting, Sightings
-from kvpool.client.servers import Masters, Servers, together
+from kvpool.client.masters import Masters
+from kvpool.client.servers import Servers, together
 from kvpool.errors import DeadlineExceeded, KvpoolError, Unavailable
 from kvpool.protocols import WriteOptions
 from kvpool.types import Namespace, WriteBlock, WriteStatus

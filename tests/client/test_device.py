@@ -27,6 +27,7 @@ from kvpool import (
 )
 from kvpool import device_copy as device
 from kvpool.client import device_staging as staging
+from kvpool.client.buffers import Rows, on_device
 from kvpool.device_copy import DeviceCopier
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, value, values
 from tests.support.late_device import Gate, LateTensor, lanes, make_late, stream
@@ -65,7 +66,7 @@ def copiers(monkeypatch: pytest.MonkeyPatch) -> list[DeviceCopier]:
 
     monkeypatch.setattr(staging, "DeviceCopier", late)
     monkeypatch.setattr(staging, "pinned", lambda size, _: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(staging, "mark", lambda *_: Past())
+    monkeypatch.setattr("kvpool.client.buffers.mark", lambda *_: Past())
     return made
 
 
@@ -149,7 +150,7 @@ async def test_tensors_of_any_type_and_in_pieces(tcp: Pool) -> None:
     assert await tcp.write(NAMESPACE, [name], [layers]) == [WriteStatus.STORED]
     with torch.inference_mode():  # as in most engines' threads
         target = [torch.zeros(SIZE // 16, dtype=torch.int32).as_subclass(OnGpu) for _ in range(4)]
-        seen = staging.on_device([target])
+        seen = on_device([target])
     assert hits(await tcp.read(NAMESPACE, [name], seen)) == [True]
     assert [content(piece) for piece in target] == [data[i::4] for i in range(4)]
 
@@ -193,12 +194,12 @@ async def test_blocks_are_sent_in_order_while_others_cross(
     """Parents first: a child is placed where its parent is. And neither side waits idly."""
     monkeypatch.setattr(staging, "ROUND", SIZE)
     both = staging.Staging(6 * SIZE, Counter())
-    blocks = dict(enumerate(staging.on_device([empty() for _ in range(7)])))
+    blocks = dict(enumerate(on_device([empty() for _ in range(7)])))
     deadline = asyncio.get_running_loop().time() + 5
     sent: list[object] = []
     waited = [0]
 
-    async def send(rows: staging.Rows) -> dict[int, WriteStatus]:
+    async def send(rows: Rows) -> dict[int, WriteStatus]:
         sent.append(tuple(rows))
         await asyncio.sleep(0.01 if len(sent) % 2 else 0)
         ahead = both._counters["staged_write_bytes"] // SIZE - len(sent) // 2
@@ -229,7 +230,7 @@ async def test_a_large_block_is_not_passed_for_ever_by_small_ones(
     order: list[int] = []
 
     async def takes(size: int, held: asyncio.Event) -> None:
-        (block,) = staging.on_device([empty(size)])
+        (block,) = on_device([empty(size)])
         async with both._room({0: block}, [0], deadline):  # type: ignore[dict-item]
             order.append(size)
             await held.wait()
@@ -419,7 +420,7 @@ def test_threads_have_streams_of_their_own(
         marked.append(threading.current_thread().name)
         return Past()
 
-    monkeypatch.setattr(staging, "mark", mark)
+    monkeypatch.setattr("kvpool.client.buffers.mark", mark)
     with sync.connect(dev_in_thread.address) as pool:
         chain = keys("thread", 2)
         data = values(chain, SIZE)

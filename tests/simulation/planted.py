@@ -39,7 +39,8 @@ _DIRECTORY = "kvpool.master.state.directory"
 _LOOKUP = "kvpool.client.lookup"
 _READER = "kvpool.client.reader"
 _WRITER = "kvpool.client.writer"
-_REACH = "kvpool.client.servers"
+_MASTERS = "kvpool.client.masters"
+_SERVERS = "kvpool.client.servers"
 _SERVER = "kvpool.server.block_server"
 _STREAMS = "kvpool_transports.streams.stream"
 _SERVING = "kvpool_transports.streams.server"
@@ -355,14 +356,14 @@ BUGS: Sequence[Bug] = (
     Bug(
         "one-master-only",
         "G7",
-        _REACH,
+        _MASTERS,
         "            return await self._ask_all(request, answer, until, problems)",
         "            raise _lost(problems)",
     ),
     Bug(
         "restarted-server-is-not-found",
         "liveness",
-        _REACH,
+        _SERVERS,
         "        if known.epoch == epoch:\n            known.retry_at",
         "        if True:\n            known.retry_at",
     ),
