@@ -166,10 +166,10 @@ def removable(chain: int) -> bool:
 class User:
     """One of the load's concurrent users. It owns its memory, and looks at it afterwards."""
 
-    def __init__(self, load: Load, chance: random.Random) -> None:
+    def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
         self._pool = load.pool
-        self._chance = chance
+        self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._memory = np.zeros((CHAIN_BLOCKS, max(SIZES)), np.uint8)
         self._ended = self._digest()
@@ -187,15 +187,15 @@ class User:
         ]
         operations, weights = [kind for _, kind in kinds], [weight for weight, _ in kinds]
         while not self._load.stopped:
-            await asyncio.sleep(self._chance.expovariate(1 / 0.02))
-            (operation,) = self._chance.choices(operations, weights)
-            hurried = self._chance.random() < 0.03
-            self._timeout_s = self._chance.choice([0.005, 0.05, 0.3]) if hurried else TIMEOUT_S
+            await asyncio.sleep(self._rng.expovariate(1 / 0.02))
+            (operation,) = self._rng.choices(operations, weights)
+            hurried = self._rng.random() < 0.03
+            self._timeout_s = self._rng.choice([0.005, 0.05, 0.3]) if hurried else TIMEOUT_S
             if self._digest() != self._ended:
                 self._load.report_corruption("late bytes", self._loop.time())
             task = asyncio.ensure_future(operation())
-            if self._chance.random() < 0.02:
-                await asyncio.sleep(self._chance.expovariate(200))
+            if self._rng.random() < 0.02:
+                await asyncio.sleep(self._rng.expovariate(200))
                 task.cancel()
                 self._load.operations["cancelled"] += 1
             with contextlib.suppress(Unavailable, asyncio.CancelledError):
@@ -208,9 +208,7 @@ class User:
         for _ in range(0, total // shelf.payload.size, CHAIN_BLOCKS):
             if self._load.stopped:
                 return
-            fresh = [
-                shelf.payload.digest(self._chance.getrandbits(60)) for _ in range(CHAIN_BLOCKS)
-            ]
+            fresh = [shelf.payload.digest(self._rng.getrandbits(60)) for _ in range(CHAIN_BLOCKS)]
             with contextlib.suppress(Unavailable):
                 await self._store(shelf, fresh, copies=1)
 
@@ -218,13 +216,13 @@ class User:
 
     def _chosen(self) -> tuple[Shelf, int, list[bytes]]:
         """A chain, some more often than others, or the head of one."""
-        shelf = self._chance.choices(self._load.shelves, [5, 4, 1])[0]
-        number = min(int(self._chance.paretovariate(0.4)) - 1, CHAINS - 1)
+        shelf = self._rng.choices(self._load.shelves, [5, 4, 1])[0]
+        number = min(int(self._rng.paretovariate(0.4)) - 1, CHAINS - 1)
         chain = shelf.chains[number]
-        return shelf, number, chain[: self._chance.randint(1, len(chain))]
+        return shelf, number, chain[: self._rng.randint(1, len(chain))]
 
     async def _probe(self) -> None:
-        for _ in range(self._chance.randint(1, 6)):
+        for _ in range(self._rng.randint(1, 6)):
             await self._match(*self._chosen())
 
     async def _match(self, shelf: Shelf, number: int, chain: Sequence[bytes]) -> Match:
@@ -240,7 +238,7 @@ class User:
     async def _read(self) -> None:
         shelf, number, chain = self._chosen()
         match = None
-        if self._chance.random() < 0.7:
+        if self._rng.random() < 0.7:
             match = await self._match(shelf, number, chain)
             chain = chain[: match.length]
         if not chain:
@@ -281,11 +279,11 @@ class User:
                     if view.data is not None:
                         block = np.frombuffer(view.data, np.uint8)
                         self._load.wrong += shelf.payload.wrong(digest, block)
-                await asyncio.sleep(self._chance.choice([0, 0.01, 0.2]))
+                await asyncio.sleep(self._rng.choice([0, 0.01, 0.2]))
 
     async def _write(self) -> None:
         shelf, _, chain = self._chosen()
-        await self._store(shelf, chain, copies=self._chance.choice([2, 2, 2, 1]))
+        await self._store(shelf, chain, copies=self._rng.choice([2, 2, 2, 1]))
 
     async def _store(self, shelf: Shelf, chain: Sequence[bytes], copies: int) -> None:
         buffers = []

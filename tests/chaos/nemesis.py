@@ -36,13 +36,13 @@ class Nemesis:
         clients: Sequence[ClientNode],
         report: Report,
         *,
-        chance: random.Random,
+        rng: random.Random,
         storm: int,
     ) -> None:
         self._cluster = cluster
         self._clients = clients
         self._report = report
-        self._chance = chance
+        self._rng = rng
         self._storm_size = storm
         self._loop = asyncio.get_running_loop()
         self._trials = Trials(cluster, report)
@@ -71,38 +71,38 @@ class Nemesis:
         while (left_s := until - self._loop.time()) > 0:
             if not deck:
                 deck = [*self._alone, *8 * [self._several]]
-                self._chance.shuffle(deck)
+                self._rng.shuffle(deck)
                 if left_s > 4 * SETTLE_S:
                     deck.append(self._calm)
             await deck.pop()()
             for client in self._clients:
                 client.check()
             await self._cluster.well()
-            await asyncio.sleep(self._chance.uniform(0.2, 1.0))
+            await asyncio.sleep(self._rng.uniform(0.2, 1.0))
 
     # --- rounds -------------------------------------------------------------------------------
 
     async def _kill_an_owner(self) -> None:
-        await self._trials.kill_an_owner(self._chance)
+        await self._trials.kill_an_owner(self._rng)
 
     async def _freeze_an_owner(self) -> None:
-        frozen_s = self._chance.choice(_FREEZES_S[1:])
-        await self._trials.freeze_an_owner(self._chance, frozen_s)
+        frozen_s = self._rng.choice(_FREEZES_S[1:])
+        await self._trials.freeze_an_owner(self._rng, frozen_s)
 
     async def _freeze_for_long(self) -> None:
-        await self._trials.freeze_an_owner(self._chance, _LONG_S)
+        await self._trials.freeze_an_owner(self._rng, _LONG_S)
 
     async def _restart_a_master(self) -> None:
-        name = self._chance.choice(sorted(self._cluster.masters))
-        await self._trials.restart_a_master(name, self._chance.choice(_AWAY_S))
+        name = self._rng.choice(sorted(self._cluster.masters))
+        await self._trials.restart_a_master(name, self._rng.choice(_AWAY_S))
 
     async def _calm(self) -> None:
         """So long that in its second part no fault explains anything."""
         await asyncio.sleep(SETTLE_S + 10)
 
     async def _several(self) -> None:
-        count = self._chance.choice([1, 2, 3, 4])
-        faults = [self._chance.choice(self._faults)() for _ in range(count)]
+        count = self._rng.choice([1, 2, 3, 4])
+        faults = [self._rng.choice(self._faults)() for _ in range(count)]
         for outcome in await asyncio.gather(*faults, return_exceptions=True):
             if outcome is not None:
                 raise outcome
@@ -112,7 +112,7 @@ class Nemesis:
     def _victim(self, nodes: Sequence[T], name: Callable[[T], str]) -> T | None:
         """One that nothing is being done to."""
         idle = [node for node in nodes if name(node) not in self._busy]
-        return self._chance.choice(idle) if idle else None
+        return self._rng.choice(idle) if idle else None
 
     async def _on(
         self, node: Node | None, kind: str, harm: Callable[[Node], Awaitable[None]]
@@ -127,12 +127,12 @@ class Nemesis:
 
     async def _kill(self, node: Node) -> None:
         await node.kill()
-        await asyncio.sleep(self._chance.choice(_AWAY_S))
+        await asyncio.sleep(self._rng.choice(_AWAY_S))
         await node.start()
 
     async def _freeze(self, node: Node) -> None:
         node.freeze()
-        await asyncio.sleep(self._chance.choice(_FREEZES_S))
+        await asyncio.sleep(self._rng.choice(_FREEZES_S))
         node.thaw()
 
     async def _kill_node(self) -> None:
@@ -149,13 +149,13 @@ class Nemesis:
 
     async def _spoil_link(self) -> None:
         """A link is slow, or hands on small pieces, or nothing at all."""
-        kind = self._chance.choice(["delay", "chop", "stall"])
+        kind = self._rng.choice(["delay", "chop", "stall"])
 
         def spoil(proxy: Proxy) -> None:
             if kind == "delay":
-                proxy.weather.delay_s = self._chance.choice([0.005, 0.05, 0.3])
+                proxy.weather.delay_s = self._rng.choice([0.005, 0.05, 0.3])
             elif kind == "chop":
-                proxy.weather.chop = self._chance.choice([50, 500, 4000])
+                proxy.weather.chop = self._rng.choice([50, 500, 4000])
             else:
                 proxy.weather.stalled = True
 
@@ -163,7 +163,7 @@ class Nemesis:
 
     async def _cut_link(self) -> None:
         """A link is reset once, or refuses everybody for a while."""
-        if self._chance.random() < 0.5:
+        if self._rng.random() < 0.5:
             await self._on_link("reset", Proxy.reset)
         else:
             await self._on_link("cut", Proxy.cut)
@@ -177,7 +177,7 @@ class Nemesis:
         self._busy.add(name)
         with self._report.trouble(self._loop.time, f"{kind} {plane} link", name):
             harm(proxy)
-            await asyncio.sleep(self._chance.choice(_FREEZES_S))
+            await asyncio.sleep(self._rng.choice(_FREEZES_S))
             proxy.heal()
         self._busy.discard(name)
 
@@ -185,7 +185,7 @@ class Nemesis:
         """Clients write far more than the pool holds."""
         self._report.faults["put storm"] += 1
         for client in self._clients:
-            client.storm(int(self._storm_size / len(self._clients) * self._chance.uniform(1, 3)))
+            client.storm(int(self._storm_size / len(self._clients) * self._rng.uniform(1, 3)))
         await asyncio.sleep(2)
 
 

@@ -33,12 +33,12 @@ class Weather:
 class Proxy:
     """Stands in front of `target` at an address of its own; `weather` may change at any time."""
 
-    def __init__(self, target: str, chance: random.Random | None = None) -> None:
+    def __init__(self, target: str, rng: random.Random | None = None) -> None:
         self.weather = Weather()
         self.address = ""
         self.moved = 0  # bytes, in both directions
         self._target = target
-        self._chance = chance or random.Random(target)
+        self._rng = rng or random.Random(target)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,7 +120,7 @@ class Proxy:
                 writer.write(data)
             while self.weather.chop and data:
                 # Whoever cuts everything into single bytes tests nothing but patience.
-                size = self._chance.randint(1, self.weather.chop)
+                size = self._rng.randint(1, self.weather.chop)
                 writer.write(data[:size])
                 data = data[size:]
                 await asyncio.sleep(0)
@@ -128,7 +128,7 @@ class Proxy:
 
     async def _wait(self) -> None:
         if self.weather.delay_s:
-            await asyncio.sleep(self._chance.uniform(0, 2 * self.weather.delay_s))
+            await asyncio.sleep(self._rng.uniform(0, 2 * self.weather.delay_s))
         while self.weather.stalled:  # noqa: ASYNC110 (a flag that anybody may change)
             await asyncio.sleep(0.01)
 

@@ -101,7 +101,7 @@ class Chaos:
             self._cluster,
             self._clients,
             self.report,
-            chance=random.Random(options.seed),
+            rng=random.Random(options.seed),
             storm=SERVERS * CAPACITY,
         )
         telling = self._loop.create_task(self._tell())

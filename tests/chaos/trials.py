@@ -33,7 +33,7 @@ class Trials:
         self._shelves = shelves(report.seed)
         self._witnesses = 0
 
-    async def kill_an_owner(self, chance: random.Random) -> None:
+    async def kill_an_owner(self, rng: random.Random) -> None:
         """G6: kill -9 of one owner of two costs no read, and one second at most."""
 
         async def observe(witness: Witness, struck: float) -> Reads:
@@ -42,9 +42,9 @@ class Trials:
             self._report.failover_s.append(max(seen.ended for seen in first) - struck)
             return reads
 
-        await self._strike(chance, "kill server", Node.kill, observe, Node.start)
+        await self._strike(rng, "kill server", Node.kill, observe, Node.start)
 
-    async def freeze_an_owner(self, chance: random.Random, frozen_s: float) -> None:
+    async def freeze_an_owner(self, rng: random.Random, frozen_s: float) -> None:
         """G6: with one owner of two frozen, the other one is asked after the hedge.
 
         And when it thaws, it has what it had (G8).
@@ -63,11 +63,11 @@ class Trials:
             self._report.frozen_read_s.append(max(durations))
             return reads
 
-        await self._strike(chance, "freeze server", freeze, observe, thaw)
+        await self._strike(rng, "freeze server", freeze, observe, thaw)
 
     async def _strike(
         self,
-        chance: random.Random,
+        rng: random.Random,
         kind: str,
         harm: Callable[[Node], Awaitable[None]],
         observe: Callable[[Witness, float], Awaitable[Reads]],
@@ -79,7 +79,7 @@ class Trials:
             owners = sorted(witness.owners)
             if not owners:
                 return  # one of the servers had no room: nothing to be seen
-            chance.shuffle(owners)
+            rng.shuffle(owners)
             victim, other = owners
             await asyncio.sleep(0.2)
             node = self._cluster.servers[victim]

@@ -38,34 +38,34 @@ def fuzz(
         arguments += [f"-max_len={INPUT_SIZE_MAX}", str(corpus)]
 
     def mutate(data: bytes, size_max: int, seed: int) -> bytes:
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         parts = split(data)
-        if not parts or chance.random() < 0.5:
+        if not parts or rng.random() < 0.5:
             return bytes(atheris.Mutate(data, size_max))
-        return join(changed(parts, chance))[:size_max]
+        return join(changed(parts, rng))[:size_max]
 
     atheris.Setup(arguments, target, custom_mutator=mutate)
     atheris.Fuzz()
 
 
-def changed(parts: list[Record], chance: random.Random) -> list[Record]:
+def changed(parts: list[Record], rng: random.Random) -> list[Record]:
     """The same messages, but for one step."""
-    at, other = chance.randrange(len(parts)), chance.randrange(len(parts))
+    at, other = rng.randrange(len(parts)), rng.randrange(len(parts))
     number, body = parts[at]
-    step = chance.random()
+    step = rng.random()
     if step < 0.1:
         return parts[:at] + parts[at + 1 :]
     if step < 0.2:
         return [*parts[:other], parts[at], *parts[other:]]
     if step < 0.3:
-        return [*parts[:at], (chance.randrange(48), body), *parts[at + 1 :]]
+        return [*parts[:at], (rng.randrange(48), body), *parts[at + 1 :]]
     if step < 0.5 and body:
         mutated = bytes(atheris.Mutate(body, len(body) + 16))
         return [*parts[:at], (number, mutated), *parts[at + 1 :]]
-    return [*parts[:at], (number, with_another_field(body, chance)), *parts[at + 1 :]]
+    return [*parts[:at], (number, with_another_field(body, rng)), *parts[at + 1 :]]
 
 
-def with_another_field(body: bytes, chance: random.Random) -> bytes:
+def with_another_field(body: bytes, rng: random.Random) -> bytes:
     """One field with another value of its type, many of them at the edge of what is allowed."""
     try:
         fields = msgspec.msgpack.decode(body, type=dict[str, Any])
@@ -73,20 +73,20 @@ def with_another_field(body: bytes, chance: random.Random) -> bytes:
         return body
     if not fields:
         return body
-    name = chance.choice(sorted(fields))
+    name = rng.choice(sorted(fields))
     old = fields[name]
     if isinstance(old, bool):
         fields[name] = not old
     elif isinstance(old, int):
-        fields[name] = chance.choice([0, 1, 2, max(0, old - 1), old + 1, 255, 2**48 - 1, 2**63])
+        fields[name] = rng.choice([0, 1, 2, max(0, old - 1), old + 1, 255, 2**48 - 1, 2**63])
     elif isinstance(old, float):
-        fields[name] = chance.choice([0.0, 1e-9, 60.0, 1e9])
+        fields[name] = rng.choice([0.0, 1e-9, 60.0, 1e9])
     elif isinstance(old, bytes):
-        fields[name] = chance.choice([b"", old[:32], old[32:], old[:16], old * 2, bytes(32)])
+        fields[name] = rng.choice([b"", old[:32], old[32:], old[:16], old * 2, bytes(32)])
     elif isinstance(old, str):
-        fields[name] = chance.choice(["s", "t", "n", "", "\0", "../x", "default"])
+        fields[name] = rng.choice(["s", "t", "n", "", "\0", "../x", "default"])
     elif isinstance(old, list):
-        fields[name] = chance.choice([[], old[:1], old[1:], old * 2, old[::-1]])
+        fields[name] = rng.choice([[], old[:1], old[1:], old * 2, old[::-1]])
     try:
         return msgspec.msgpack.encode(fields)
     except OverflowError:  # it was 2**64 - 1 already

@@ -1,14 +1,13 @@
-"""Deterministic simulation: the real pool in a world where anything can go wrong.
+"""Deterministic simulation: the real pool in a simulated world with faults.
 
-    from tests.simulation import run
+    from tests.simulation.world import run
     report = run(1234)
     assert report.failure is None
 
-Master, server, client, transports' streams and sessions, codec and core are the real ones. Only
-the event loop, the network below the streams, memory, clocks and randomness are simulated; they
-come in through constructors and the running loop. One seed is one history, always the same.
+Master, server, client, the transports' streams and sessions, the codec and the server's state are
+the real code. Only the event loop, the network below the streams, memory, disks, clocks and
+randomness are simulated; the real code gets them through constructors and the running loop. One
+seed gives one history, and each run of that seed repeats it exactly.
+
+This file imports nothing: `plant.py` must install its import hook before the pool is imported.
 """
-
-from tests.simulation.world import Plan, Report, run
-
-__all__ = ["Plan", "Report", "run"]

@@ -1,7 +1,10 @@
 """Play many histories: `python -m tests.simulation --seeds 0:2000 --jobs 2`.
 
-A failing seed prints one line, and that line says how to play it again. `--reduce SEED` looks for a
-smaller world in which it still fails; `--bugs` grades the simulator with planted bugs.
+For each seed that fails it prints the violation and the command that plays the seed again.
+`--reduce SEED` looks for a smaller world in which the seed still fails. `--bugs` checks that the
+simulator finds each planted bug.
+
+Exit codes: 0 success, 1 a history failed or a planted bug was not found, 2 usage error.
 """
 
 from __future__ import annotations
@@ -19,41 +22,66 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from tests.simulation import planted, run
+if __package__ != "tests.simulation":
+    raise SystemExit("start this program from the repository root: python -m tests.simulation")
+
 from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS
 from tests.simulation.oracles import PROBES
-from tests.simulation.world import Report
+from tests.simulation.planted import BUGS, Bug
+from tests.simulation.world import Report, run
 
-#: What `--without` may name: kinds of fault, and disks themselves.
+#: What `--without` may name: kinds of fault, and `disk` for the disks themselves.
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, "disk")
+#: Seeds that one process plays before it reports.
 _CHUNK: Final = 20
 #: Each planted bug must be found within this many seeds.
 _BUG_SEEDS: Final = 200
-_PROGRAM: Final = (sys.executable, "-m", "tests.simulation")
 _COMMAND: Final = "python -m tests.simulation"
+#: Child processes run here, so that they find the package `tests`.
+_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 def main(
-    seeds: Annotated[str, typer.Option(help="first:last, the last one excluded")] = "0:2000",
-    jobs: Annotated[int, typer.Option(min=0, help="processes; 0: one for each core")] = 0,
-    ops: Annotated[int, typer.Option(min=1, help="operations in each history")] = 40,
-    without: Annotated[str, typer.Option(help="kinds of fault to leave out, by comma")] = "",
-    seed: Annotated[int | None, typer.Option(help="play one history")] = None,
-    trace: Annotated[bool, typer.Option(help="print every event of it")] = False,
-    reduce: Annotated[int | None, typer.Option(help="shrink the world of a failing seed")] = None,
-    bugs: Annotated[bool, typer.Option(help="grade the simulator with planted bugs")] = False,
+    seeds: Annotated[
+        str, typer.Option(help="Seeds to play: first:last, the last one excluded.")
+    ] = "0:2000",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 means one per core.")] = 0,
+    ops: Annotated[int, typer.Option(min=1, help="Operations in each history.")] = 40,
+    without: Annotated[
+        str, typer.Option(help="Kinds of fault to leave out, separated by commas.")
+    ] = "",
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Play one seed and print its report as JSON.")
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="With --seed: print every event of the history.")
+    ] = False,
+    reduce: Annotated[
+        int | None, typer.Option(min=0, help="Find a smaller world in which this seed fails.")
+    ] = None,
+    bugs: Annotated[
+        bool, typer.Option("--bugs", help="Check that the simulator finds the planted bugs.")
+    ] = False,
+    only: Annotated[
+        str, typer.Option(help="With --bugs: only these bugs, separated by commas.")
+    ] = "",
     replays: Annotated[
-        int, typer.Option(min=0, help="seeds to play again in other processes")
+        int, typer.Option(min=0, help="Seeds to play twice more and compare, in other processes.")
     ] = 20,
 ) -> None:
-    """Play histories of a whole cluster under faults; exit code 1 if one fails."""
+    """Play simulated histories of a whole cluster under faults."""
     console = Console()
-    excluded = frozenset(filter(None, without.split(",")))
-    unknown = excluded - set(_PARTS)
-    if unknown:
-        raise typer.BadParameter(f"no such fault: {', '.join(sorted(unknown))}; know {_PARTS}")
+    excluded = frozenset(_names("--without", without, _PARTS))
+    chosen = _names("--only", only, [bug.name for bug in BUGS])
+    if (seed is not None) + (reduce is not None) + bugs > 1:
+        raise typer.BadParameter("--seed, --reduce and --bugs exclude each other")
+    if trace and seed is None:
+        raise typer.BadParameter("--trace needs --seed")
+    if only and not bugs:
+        raise typer.BadParameter("--only needs --bugs")
     workers = jobs or os.cpu_count() or 1
     if seed is not None:
         report = run(seed, ops=ops, without=excluded, trace=trace)
@@ -62,23 +90,33 @@ def main(
     if reduce is not None:
         raise typer.Exit(_reduce(console, reduce, ops))
     if bugs:
-        raise typer.Exit(_grade(console, workers))
+        missed = _grade(console, [bug for bug in BUGS if not only or bug.name in chosen], workers)
+        raise typer.Exit(1 if missed else 0)
     wanted = _range(seeds)
     failed = _play(console, wanted, workers, ops, excluded)
     failed += _replay(console, wanted[:replays], ops)
     raise typer.Exit(1 if failed else 0)
 
 
+def _names(option: str, text: str, known: Sequence[str]) -> set[str]:
+    names = set(filter(None, text.split(",")))
+    if unknown := names - set(known):
+        raise typer.BadParameter(
+            f"{option}: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}"
+        )
+    return names
+
+
 def _range(seeds: str) -> range:
-    """`first:last`; no seeds at all are a mistake, too: they would pass."""
+    """The seeds of `first:last`. No seeds at all are a mistake: nothing would be checked."""
     first, _, last = seeds.partition(":")
     if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise typer.BadParameter(f"seeds {seeds!r}: expected first:last, such as 0:2000")
+        raise typer.BadParameter(f"--seeds {seeds!r}: expected first:last, such as 0:2000")
     return range(int(first), int(last))
 
 
 def _play(console: Console, seeds: range, workers: int, ops: int, without: frozenset[str]) -> int:
-    """Play all seeds; how many failed."""
+    """Play all seeds; returns how many failed."""
     started = time.monotonic()
     faults: Counter[str] = Counter()
     probes: Counter[str] = Counter()
@@ -94,8 +132,8 @@ def _play(console: Console, seeds: range, workers: int, ops: int, without: froze
         if report.failure is not None:
             failed += 1
             left_out = f" --without '{','.join(sorted(without))}'" if without else ""
-            said = f"seed {report.seed}: {report.failure}"
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
+            line = f"seed {report.seed}: {report.failure}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
             again = f"  replay: {_COMMAND} --seed {report.seed} --ops {ops}{left_out} --trace"
             console.print(again, markup=False, highlight=False, soft_wrap=True)
     seconds = time.monotonic() - started
@@ -134,7 +172,8 @@ def _reports(seeds: range, workers: int, ops: int, without: frozenset[str]) -> I
 
 
 def _chunk(seeds: Sequence[int], ops: int, without: frozenset[str]) -> list[Report]:
-    # Generators of simulated processes that were killed end when they are collected, on no loop.
+    # Coroutines of killed processes are closed by the garbage collector, when no loop runs any
+    # more; what they raise then means nothing.
     sys.unraisablehook = lambda _: None
     return [run(seed, ops=ops, without=without) for seed in seeds]
 
@@ -153,24 +192,34 @@ def _plain(report: Report) -> dict[str, object]:
 
 
 def _replay(console: Console, seeds: range, ops: int) -> int:
-    """Play seeds twice in fresh processes with different hash seeds; how many differ."""
+    """Play seeds twice in new processes with different hash seeds; returns how many differ."""
     differ = 0
     for seed in seeds:
         hashes = set()
         for hash_seed in ("1", "2"):
-            done = subprocess.run(
-                [*_PROGRAM, "--seed", str(seed), "--ops", str(ops)],
-                env={**os.environ, "PYTHONHASHSEED": hash_seed},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            hashes.add(json.loads(done.stdout)["trace_hash"])
+            line = _child(["tests.simulation", f"--seed={seed}", f"--ops={ops}"], hash_seed)
+            hashes.add(str(line["trace_hash"]))
         if len(hashes) != 1:
             differ += 1
             console.print(f"seed {seed}: two runs differ: {hashes}", markup=False)
     console.print(f"{len(seeds)} seeds played again in other processes: {differ} differ")
     return differ
+
+
+def _child(module: Sequence[str], hash_seed: str = "random") -> dict[str, object]:
+    """Run a module in a process of its own; returns the JSON object on its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", *module],
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not done.stdout.strip():  # exit code 1 with a report is a failed history, not a failed child
+        raise SystemExit(f"{' '.join(module)} ended with code {done.returncode}:\n{done.stderr}")
+    verdict: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return verdict
 
 
 def _reduce(console: Console, seed: int, ops: int) -> int:
@@ -188,7 +237,7 @@ def _reduce(console: Console, seed: int, ops: int) -> int:
         ops, failure = ops // 2, found
     left = sorted(set(_PARTS) - without)
     console.print(f"seed {seed}: {failure}", markup=False, highlight=False)
-    console.print(f"  needs {ops} operations and, at most, these faults: {', '.join(left)}")
+    console.print(f"  still fails with {ops} operations and only these faults: {', '.join(left)}")
     console.print(
         f"  {_COMMAND} --seed {seed} --ops {ops} --without '{','.join(sorted(without))}' --trace",
         markup=False,
@@ -197,33 +246,26 @@ def _reduce(console: Console, seed: int, ops: int) -> int:
     return 1
 
 
-def _grade(console: Console, workers: int) -> int:
-    """Plant each bug in a process of its own; how many were not found."""
-    script = Path(planted.__file__)
+def _grade(console: Console, bugs: Sequence[Bug], workers: int) -> int:
+    """Plant each bug in a process of its own; returns how many were not found."""
 
-    def grade(bug: planted.Bug) -> dict[str, object]:
-        done = subprocess.run(
-            [sys.executable, str(script), "--bug", bug.name, "--seeds", f"0:{_BUG_SEEDS}"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        verdict: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-        return verdict
+    def grade(bug: Bug) -> dict[str, object]:
+        options = [f"--bug={bug.name}", f"--seeds=0:{_BUG_SEEDS}"]
+        return _child(["tests.simulation.plant", *options])
 
     table = Table("planted bug", "breaks", "seed", "how it was found", box=None)
     missed = 0
     with ThreadPoolExecutor(workers) as pool:
-        for bug, verdict in zip(planted.BUGS, pool.map(grade, planted.BUGS), strict=True):
+        for bug, verdict in zip(bugs, pool.map(grade, bugs), strict=True):
             caught = verdict["caught"]
             if isinstance(caught, dict):
-                how = str(caught["failure"])[:90]
+                how = escape(str(caught["failure"])[:90])
                 table.add_row(bug.name, bug.promise, str(caught["seed"]), how)
             else:
                 missed += 1
                 table.add_row(bug.name, bug.promise, "[red]-[/red]", "[red]not found[/red]")
     console.print(table)
-    console.print(f"{len(planted.BUGS) - missed} of {len(planted.BUGS)} planted bugs found")
+    console.print(f"{len(bugs) - missed} of {len(bugs)} planted bugs found")
     return missed
 
 

@@ -62,13 +62,13 @@ class Damage(NamedTuple):
 
 
 class Platter:
-    """The bytes of one disk, and its faults. Everything random comes from `chance`."""
+    """The bytes of one disk, and its faults. Everything random comes from `rng`."""
 
     def __init__(
         self,
         loop: SimLoop,
         size: int,
-        chance: random.Random,
+        rng: random.Random,
         *,
         name: str = "disk",
         head: bytes = b"",
@@ -76,18 +76,18 @@ class Platter:
         """All zeros, but for the `head` that a new file begins with."""
         self.loop = loop
         self.size = size
-        self.chance = chance
+        self.rng = rng
         self.name = name
         self.memory = bytearray(head.ljust(size, b"\0"))
         self.wear = Wear()
         #: Written whole or not at all.
-        self.sector = chance.choice([512, PAGE])
-        self.mode = chance.choice(["O_DIRECT", "buffered"])
-        self.latency_s = chance.choice([0.00005, 0.0005, 0.005])
-        self.bytes_per_s = chance.choice([50e6, 500e6, 2e9])
-        self.queue_depth = chance.choice([1, 4, 16])
+        self.sector = rng.choice([512, PAGE])
+        self.mode = rng.choice(["O_DIRECT", "buffered"])
+        self.latency_s = rng.choice([0.00005, 0.0005, 0.005])
+        self.bytes_per_s = rng.choice([50e6, 500e6, 2e9])
+        self.queue_depth = rng.choice([1, 4, 16])
         #: Writes younger than this are not safe from a power cut.
-        self.unsynced_s = chance.choice([0.05, 1.0, 5.0])
+        self.unsynced_s = rng.choice([0.05, 1.0, 5.0])
         self.spoilt: set[int] = set()  # sectors
         self.damaged: list[Damage] = []  # until it is written over
         self.scars: list[Damage] = []  # all that ever was
@@ -139,8 +139,8 @@ class Platter:
     def rot(self, start: int, stop: int, bits: int = 1) -> None:
         """Flip some bits there. Only checksums can tell."""
         for _ in range(bits):
-            at = self.chance.randrange(start, stop)
-            self.memory[at] ^= 1 << self.chance.randrange(8)
+            at = self.rng.randrange(start, stop)
+            self.memory[at] ^= 1 << self.rng.randrange(8)
             self._damage("rot", at, 1)
 
     def heal(self) -> None:
@@ -182,14 +182,14 @@ class Platter:
     def spot(self) -> tuple[int, int]:
         """Some bytes, often those of something that lies there."""
         worth = self.worth()
-        if worth and self.chance.random() < 0.8:
-            return self.chance.choice(worth)
-        start = self.chance.randrange(self.size // self.sector) * self.sector
+        if worth and self.rng.random() < 0.8:
+            return self.rng.choice(worth)
+        start = self.rng.randrange(self.size // self.sector) * self.sector
         return start, start + self.sector
 
     def place(self, size: int) -> int:
         """The start of some sectors, often where something lies."""
-        at = self.chance.randrange(*self.spot())
+        at = self.rng.randrange(*self.spot())
         return min(at, self.size - size) // self.sector * self.sector
 
     def _damage(self, what: str, start: int, size: int) -> None:
@@ -211,31 +211,31 @@ class Platter:
 
     def begin(self, transfer: _Transfer) -> None:
         """Draw when which piece of it moves, and what becomes of it."""
-        chance, size = self.chance, len(transfer.buffer)
+        rng, size = self.rng, len(transfer.buffer)
         transfer.began = self.loop.now
-        takes_s = chance.expovariate(1 / self.latency_s) + size / self.bytes_per_s
+        takes_s = rng.expovariate(1 / self.latency_s) + size / self.bytes_per_s
         end = self.loop.now + takes_s * self.wear.slowness
         edges = range(self.sector - transfer.offset % self.sector, size, self.sector)
-        cuts = sorted(chance.sample(edges, min(len(edges), chance.choice([0, 0, 1, 2]))))
-        times = sorted(chance.uniform(self.loop.now, end) for _ in range(len(cuts) + 1))
+        cuts = sorted(rng.sample(edges, min(len(edges), rng.choice([0, 0, 1, 2]))))
+        times = sorted(rng.uniform(self.loop.now, end) for _ in range(len(cuts) + 1))
         bounds = [0, *cuts, size]
         for when, start, stop in zip(times, bounds[:-1], bounds[1:], strict=True):
             transfer.steps.append(_Step(when, start, stop))
         transfer.steps.append(_Step(end, size, size))
-        transfer.fails = chance.random() < self.wear.failing
+        transfer.fails = rng.random() < self.wear.failing
         if transfer.writes:
             self._divert(transfer)
         self._wait(transfer)
 
     def _divert(self, transfer: _Transfer) -> None:
         size = len(transfer.buffer)
-        if self.chance.random() < self.wear.lost:
+        if self.rng.random() < self.wear.lost:
             transfer.target = None
             self._damage("lost", transfer.offset, size)
-        elif self.chance.random() < self.wear.misdirected:
+        elif self.rng.random() < self.wear.misdirected:
             places = range(transfer.offset % self.sector, self.size - size + 1, self.sector)
             near = self.place(size) + transfer.offset % self.sector
-            transfer.target = near if near in places else self.chance.choice(places)
+            transfer.target = near if near in places else self.rng.choice(places)
             self._damage("misdirected", transfer.offset, size)
             self._damage("misdirected", transfer.target, size)
 
@@ -305,11 +305,11 @@ class Platter:
 
     def _survivors(self, start: int, data: bytes) -> Iterator[_Piece]:
         """All of it, nothing, or some sectors."""
-        share = self.chance.choice([0.0, 0.5, 1.0])
+        share = self.rng.choice([0.0, 0.5, 1.0])
         at = 0
         while at < len(data):
             stop = min(len(data), at + self.sector - (start + at) % self.sector)
-            if self.chance.random() < share:
+            if self.rng.random() < share:
                 yield _Piece(start + at, data[at:stop])
             at = stop
 
@@ -483,25 +483,25 @@ class DiskFault(NamedTuple):
 
 def _rot(platter: Platter) -> None:
     """Flip a bit in one place or in several."""
-    for _ in range(platter.chance.choice([1, 8])):
+    for _ in range(platter.rng.choice([1, 8])):
         platter.rot(*platter.spot())
 
 
 def _range(platter: Platter) -> tuple[int, int]:
     """Some sectors near each other."""
-    size = platter.chance.choice([1, 8]) * platter.sector
+    size = platter.rng.choice([1, 8]) * platter.sector
     start = platter.place(size)
     return start, start + size
 
 
 #: What a nemesis can do to a disk while its server runs. A power cut is a kind of kill.
 DISK_FAULTS: Final = (
-    DiskFault("slow disk", lambda p: p.slow(p.chance.choice([10, 100, 1000]))),
+    DiskFault("slow disk", lambda p: p.slow(p.rng.choice([10, 100, 1000]))),
     DiskFault("stuck disk", lambda p: p.stick()),
     DiskFault("full disk", lambda p: p.fill()),
-    DiskFault("failing disk", lambda p: p.fail(p.chance.choice([0.02, 0.3, 1.0]))),
+    DiskFault("failing disk", lambda p: p.fail(p.rng.choice([0.02, 0.3, 1.0]))),
     DiskFault("spoilt sectors", lambda p: p.spoil(*_range(p))),
     DiskFault("rot on disk", _rot, True),
-    DiskFault("lost writes", lambda p: p.lose(p.chance.choice([0.02, 0.3])), True),
-    DiskFault("misdirected writes", lambda p: p.misdirect(p.chance.choice([0.02, 0.3])), True),
+    DiskFault("lost writes", lambda p: p.lose(p.rng.choice([0.02, 0.3])), True),
+    DiskFault("misdirected writes", lambda p: p.misdirect(p.rng.choice([0.02, 0.3])), True),
 )

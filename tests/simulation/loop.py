@@ -38,7 +38,7 @@ class Forbidden(RuntimeError):
 class Process:
     """One simulated process: where it runs, its clock, and whether it runs at all."""
 
-    def __init__(self, loop: SimLoop, name: str, host: str, chance: random.Random) -> None:
+    def __init__(self, loop: SimLoop, name: str, host: str, rng: random.Random) -> None:
         self.name = name
         self.host = host
         self.alive = True
@@ -51,8 +51,8 @@ class Process:
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
         self._loop = loop
-        self._zero = chance.uniform(0, 1e5)
-        self._rate = 1 + chance.uniform(-2e-4, 2e-4)
+        self._zero = rng.uniform(0, 1e5)
+        self._rate = 1 + rng.uniform(-2e-4, 2e-4)
         self._frozen_at = 0.0
 
     def __repr__(self) -> str:

@@ -17,7 +17,8 @@ from tests.simulation.disk import DISK_FAULTS, DiskFault
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
-    from tests.simulation.world import ServerNode, World
+    from tests.simulation.nodes import ServerNode
+    from tests.simulation.world import World
 
 #: Kinds of fault; `run(without=...)` and the reducer name them.
 FAULTS: Final = (
@@ -46,9 +47,9 @@ FAULTS_OF_DISKS: Final = (*(fault.name for fault in DISK_FAULTS), "power cut")
 class Nemesis:
     """Breaks things for a while, then mends all of them."""
 
-    def __init__(self, world: World, chance: random.Random) -> None:
+    def __init__(self, world: World, rng: random.Random) -> None:
         self._world = world
-        self._chance = chance
+        self._rng = rng
         self._net = world.net
         self._strikes: list[asyncio.Task[None]] = []
         self._over = False
@@ -76,10 +77,10 @@ class Nemesis:
             self._kinds += [partial(self._spoil_disk, fault) for fault in disk_faults]
             self._kinds += [self._cut_power] * ("power cut" in faults)
         if "chop" in faults:
-            self._net.weather.piece_max = chance.choice([61, 251, 1021])
-        self._net.weather.delay_s = chance.choice([0.0003, 0.0005, 0.01])
+            self._net.conditions.piece_max = rng.choice([61, 251, 1021])
+        self._net.conditions.delay_s = rng.choice([0.0003, 0.0005, 0.01])
         if "narrow" in faults:
-            self._net.weather.window = chance.choice([200, 1000, 5000])
+            self._net.conditions.window = rng.choice([200, 1000, 5000])
 
     async def run(self, seconds: float) -> None:
         """Faults, one at a time or several at once, with calm in between."""
@@ -88,11 +89,11 @@ class Nemesis:
         running: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
         while world.loop.now < until and self._kinds:
-            if self._chance.random() < 0.12:
-                await asyncio.sleep(self._chance.uniform(11, 18))  # long enough to be calm
-            await asyncio.sleep(self._chance.expovariate(1 / 1.5))
-            action = self._chance.choice(self._kinds)
-            if len(running) < 3 and (not running or self._chance.random() < 0.5):
+            if self._rng.random() < 0.12:
+                await asyncio.sleep(self._rng.uniform(11, 18))  # long enough to be calm
+            await asyncio.sleep(self._rng.expovariate(1 / 1.5))
+            action = self._rng.choice(self._kinds)
+            if len(running) < 3 and (not running or self._rng.random() < 0.5):
                 task = loop.create_task(action())
                 running.add(task)
                 task.add_done_callback(running.discard)
@@ -103,8 +104,8 @@ class Nemesis:
         """Freeze or kill one of some servers about now: the moment is the victim's worst."""
         if self._over:
             return
-        node = self._chance.choice([n for n in self._world.servers if n.name in targets])
-        delay_s = self._world.chance["strikes"].choice([0.0, 0.001, 0.004, 0.016])
+        node = self._rng.choice([n for n in self._world.servers if n.name in targets])
+        delay_s = self._world.rng["strikes"].choice([0.0, 0.001, 0.004, 0.016])
 
         async def strike() -> None:
             await asyncio.sleep(delay_s)  # what was done last is halfway to the disk, perhaps
@@ -123,26 +124,26 @@ class Nemesis:
         for node in world.servers:
             if node.platter is not None:
                 node.platter.heal()
-        self._net.weather.loss = self._net.weather.double = self._net.weather.tail = 0.0
+        self._net.conditions.loss = self._net.conditions.double = self._net.conditions.tail = 0.0
         world.note("healed")
 
     # --- kinds ------------------------------------------------------------------------------
 
     async def _kill_server(self) -> None:
-        node = self._chance.choice(self._world.servers)
+        node = self._rng.choice(self._world.servers)
         await self._in_mid_write(node)
         await self._kill(node)
 
     async def _cut_power(self) -> None:
         """Of a server's machine; its clients and masters are elsewhere."""
-        node = self._chance.choice(self._world.servers)
+        node = self._rng.choice(self._world.servers)
         await self._in_mid_write(node)
         await self._kill(node, power_cut=True)
 
     async def _kill(self, node: ServerNode, *, power_cut: bool = False) -> None:
         if node.process.alive and not node.falling:
             node.falling = True  # nobody else may kill its successor before that has started
-            with self._world.trouble("kill server", node.name):
+            with self._world.incident("kill server", node.name):
                 if node.is_writing:
                     self._world.truth.notes.add("a server was killed while its disk wrote")
                 node.process.kill()
@@ -150,28 +151,28 @@ class Nemesis:
                     self._world.report.faults["power cut"] += 1
                     self._world.truth.notes.add("the power was cut")
                     node.platter.power_cut()
-                await asyncio.sleep(self._chance.choice([0.05, 1, 5, 12]))
+                await asyncio.sleep(self._rng.choice([0.05, 1, 5, 12]))
                 await self._world.start_server(node)
             node.falling = False
 
     async def _kill_master(self) -> None:
-        node = self._chance.choice(self._world.masters)
+        node = self._rng.choice(self._world.masters)
         if node.process.alive and not node.falling:
             node.falling = True
-            with self._world.trouble("kill master", node.name):
+            with self._world.incident("kill master", node.name):
                 node.process.kill()
-                await asyncio.sleep(self._chance.choice([0.05, 1, 5, 12]))
+                await asyncio.sleep(self._rng.choice([0.05, 1, 5, 12]))
                 await self._world.start_master(node)
             node.falling = False
 
     async def _kill_client(self) -> None:
-        client = self._chance.choice(self._world.clients)
+        client = self._rng.choice(self._world.clients)
         await self._in_mid_copy(client.process)
         if client.process.alive and not client.falling:
             client.falling = True
-            with self._world.trouble("kill client", settle_s=1.0):
+            with self._world.incident("kill client", settle_s=1.0):
                 client.process.kill()
-                await asyncio.sleep(self._chance.uniform(0, 3))
+                await asyncio.sleep(self._rng.uniform(0, 3))
                 await client.start()
                 client.resume()
             client.falling = False
@@ -180,27 +181,27 @@ class Nemesis:
         world = self._world
         if process.frozen or not process.alive:
             return
-        with world.trouble(name, process.name):
+        with world.incident(name, process.name):
             process.freeze()
-            await asyncio.sleep(self._chance.choice([0.05, 0.3, 2, 14, 40]))
+            await asyncio.sleep(self._rng.choice([0.05, 0.3, 2, 14, 40]))
             process.thaw()
 
     async def _freeze_server(self) -> None:
-        node = self._chance.choice(self._world.servers)
+        node = self._rng.choice(self._world.servers)
         await self._in_mid_write(node)
         await self._freeze(node.process, "freeze server")
 
     async def _freeze_master(self) -> None:
-        await self._freeze(self._chance.choice(self._world.masters).process, "freeze master")
+        await self._freeze(self._rng.choice(self._world.masters).process, "freeze master")
 
     async def _freeze_client(self) -> None:
-        client = self._chance.choice(self._world.clients)
+        client = self._rng.choice(self._world.clients)
         await self._in_mid_copy(client.process)
         await self._freeze(client.process, "freeze client")
 
     async def _in_mid_copy(self, process: Process) -> None:
         """Often, wait a little for the worst moment: its threads are about to write."""
-        if self._chance.random() < 0.8:
+        if self._rng.random() < 0.8:
             for _ in range(1000):
                 if process.writing:
                     return
@@ -208,28 +209,28 @@ class Nemesis:
 
     async def _in_mid_write(self, node: ServerNode) -> None:
         """The same for a server's disk: often, a write to it has begun."""
-        if node.platter is not None and self._chance.random() < 0.8:
+        if node.platter is not None and self._rng.random() < 0.8:
             for _ in range(200):
                 if node.is_writing:
                     return
                 await asyncio.sleep(0.007)
 
     async def _spoil_disk(self, fault: DiskFault) -> None:
-        node = self._chance.choice(self._world.servers)
+        node = self._rng.choice(self._world.servers)
         platter = node.platter
         assert platter is not None
-        with self._world.trouble(fault.name, node.name):
+        with self._world.incident(fault.name, node.name):
             fault.begin(platter)
             if fault.name == "slow disk":
                 platter.counts["crawled"] += 1
             process, frozen_s = node.process, node.process.frozen_s
             lasts = [5, 40] if fault.name == "stuck disk" else [0.05, 0.5, 5, 20, 40]
-            await asyncio.sleep(self._chance.choice(lasts))
+            await asyncio.sleep(self._rng.choice(lasts))
             ran = process.alive and not process.frozen and process.frozen_s == frozen_s
             if ran and node.tiers is not None:
                 node.tiers.check_patience(platter.hung_s)
             platter.heal()
-        if fault.silent and self._chance.random() < 0.5:
+        if fault.silent and self._rng.random() < 0.5:
             await self._kill(node)  # its successor reads what the disk has made of it
 
     async def _partition(self) -> None:
@@ -239,53 +240,53 @@ class Nemesis:
             *(node.name for node in world.servers),
             *(client.name for client in world.clients),
         ]
-        self._chance.shuffle(names)
-        one = names[: self._chance.choice([1, len(names) // 2])]
+        self._rng.shuffle(names)
+        one = names[: self._rng.choice([1, len(names) // 2])]
         rest = [name for name in names if name not in one]
-        with world.trouble("partition"):
+        with world.incident("partition"):
             self._net.cut(one, rest)
-            if self._chance.random() < 0.5:
+            if self._rng.random() < 0.5:
                 self._net.cut(rest, one)
-            await asyncio.sleep(self._chance.choice([0.05, 0.5, 4, 15]))
+            await asyncio.sleep(self._rng.choice([0.05, 0.5, 4, 15]))
             self._net.heal()
 
     async def _reset(self) -> None:
-        for _ in range(self._chance.randint(1, 4)):
+        for _ in range(self._rng.randint(1, 4)):
             connections = self._net.resettable()
             if connections:
-                with self._world.trouble("reset", settle_s=6.0):
-                    self._net.reset(self._chance.choice(connections))
-                await asyncio.sleep(self._chance.expovariate(20))
+                with self._world.incident("reset", settle_s=6.0):
+                    self._net.reset(self._rng.choice(connections))
+                await asyncio.sleep(self._rng.expovariate(20))
 
     async def _episode(self, setting: str, value: float) -> None:
         """Bad weather for a few seconds; what is late then is under way for a while."""
-        with self._world.trouble(setting, settle_s=14.0):
-            setattr(self._net.weather, setting, value)
-            await asyncio.sleep(self._chance.uniform(0.5, 8))
-            setattr(self._net.weather, setting, 0.0)
+        with self._world.incident(setting, settle_s=14.0):
+            setattr(self._net.conditions, setting, value)
+            await asyncio.sleep(self._rng.uniform(0.5, 8))
+            setattr(self._net.conditions, setting, 0.0)
 
     async def _loss(self) -> None:
-        await self._episode("loss", self._chance.choice([0.05, 0.2, 0.4]))
+        await self._episode("loss", self._rng.choice([0.05, 0.2, 0.4]))
 
     async def _double(self) -> None:
         # With losses, inventories are sent again and again: the messages that are worth doubling.
-        self._net.weather.loss = self._chance.choice([0.0, 0.2])
-        await self._episode("double", self._chance.choice([0.1, 0.5]))
-        self._net.weather.loss = 0.0
+        self._net.conditions.loss = self._rng.choice([0.0, 0.2])
+        await self._episode("double", self._rng.choice([0.1, 0.5]))
+        self._net.conditions.loss = 0.0
 
     async def _tail(self) -> None:
-        self._net.weather.tail_s = self._chance.choice([0.05, 0.3, 1.5])
-        await self._episode("tail", self._chance.choice([0.05, 0.4]))
+        self._net.conditions.tail_s = self._rng.choice([0.05, 0.3, 1.5])
+        await self._episode("tail", self._rng.choice([0.05, 0.4]))
 
     async def _rot(self) -> None:
         """Flip a bit in a block that a server holds."""
-        node = self._chance.choice(self._world.servers)
+        node = self._rng.choice(self._world.servers)
         entries = node.store.inventory() if node.process.alive else []
         if entries:
-            entry = self._chance.choice(entries)
-            with self._world.trouble("rot"):
+            entry = self._rng.choice(entries)
+            with self._world.incident("rot"):
                 key = entry.index.namespace, entry.digest, entry.index.part
                 self._world.truth.story(*key).rotten += 1
                 node.store.rotten.add((entry.offset, entry.generation))
-                position = entry.offset + self._chance.randrange(entry.size)
-                node.memory[position] ^= 1 << self._chance.randrange(8)
+                position = entry.offset + self._rng.randrange(entry.size)
+                node.memory[position] ^= 1 << self._rng.randrange(8)

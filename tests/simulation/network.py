@@ -31,7 +31,7 @@ LOCAL: Final = "shm"
 
 
 @dataclass(slots=True)
-class Weather:
+class NetworkConditions:
     """How bad it is at the moment; the nemesis changes it."""
 
     delay_s: float = 0.0005  # mean one-way delay
@@ -56,14 +56,14 @@ class Weather:
 class Net:
     """Everything that connects processes."""
 
-    def __init__(self, loop: SimLoop, chance: random.Random, faults: Counter[str]) -> None:
+    def __init__(self, loop: SimLoop, rng: random.Random, faults: Counter[str]) -> None:
         self.loop = loop
-        self.weather = Weather()
+        self.conditions = NetworkConditions()
         self.faults = faults
         self.note: Callable[[str], None] = lambda event: None
         self.connections: dict[int, tuple[Endpoint, Endpoint]] = {}
         self.segments: dict[str, memoryview] = {}  # address -> memory that may be mapped there
-        self._chance = chance
+        self._rng = rng
         self._listeners: dict[str, _Listener] = {}
         self._handlers: dict[str, tuple[Process, Handler, int]] = {}
         self._cut: set[tuple[str, str]] = set()  # one-way partitions, by process name
@@ -92,17 +92,17 @@ class Net:
         return (source.name, target.name) in self._cut
 
     def delay(self) -> float:
-        weather = self.weather
-        if weather.tail and self._chance.random() < weather.tail:
+        conditions = self.conditions
+        if conditions.tail and self._rng.random() < conditions.tail:
             self.faults["late"] += 1
-            return self._chance.uniform(0, weather.tail_s)
-        return self._chance.expovariate(1 / weather.delay_s)
+            return self._rng.uniform(0, conditions.tail_s)
+        return self._rng.expovariate(1 / conditions.delay_s)
 
     def piece(self, available: int) -> int:
         """How many of the next bytes arrive together."""
-        if available <= self.weather.piece_max:
+        if available <= self.conditions.piece_max:
             return available
-        return self._chance.randint(1, self.weather.piece_max)
+        return self._rng.randint(1, self.conditions.piece_max)
 
     # --- streams -------------------------------------------------------------------------
 
@@ -200,13 +200,13 @@ class Net:
         self._send(arrive)
 
     def _send(self, arrive: Callable[[], None]) -> None:
-        if self.weather.loss and self._chance.random() < self.weather.loss:
+        if self.conditions.loss and self._rng.random() < self.conditions.loss:
             self.faults["lost message"] += 1
             return
         self.loop.at(self.loop.now + self.delay(), arrive)
-        if self.weather.double and self._chance.random() < self.weather.double:
+        if self.conditions.double and self._rng.random() < self.conditions.double:
             self.faults["doubled message"] += 1
-            self.loop.at(self.loop.now + self.delay() + self._chance.uniform(0, 3), arrive)
+            self.loop.at(self.loop.now + self.delay() + self._rng.uniform(0, 3), arrive)
 
 
 class _Listener:
@@ -331,9 +331,9 @@ class Endpoint(asyncio.Transport):
 
     def _push(self) -> None:
         """Hand bytes to the kernel, as many as it takes."""
-        while self.backlog and self._in_flight < self._net.weather.window:
+        while self.backlog and self._in_flight < self._net.conditions.window:
             data = self.backlog[0]
-            count = min(len(data), self._net.weather.window - self._in_flight)
+            count = min(len(data), self._net.conditions.window - self._in_flight)
             self._flight.append(bytes(data[:count]))
             self._in_flight += count
             if count == len(data):

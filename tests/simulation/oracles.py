@@ -7,10 +7,8 @@ function of its key: whoever has the key can check every byte, anywhere, at any 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final, Protocol
 
 from kvpool.errors import InvariantViolated
@@ -23,6 +21,7 @@ from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import MOVER
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from tests.simulation.blocks import value
 
 #: Rare events that a batch of seeds must reach, or its worlds are too tame.
 PROBES: Final = (
@@ -56,20 +55,6 @@ PROBES: Final = (
 )
 
 BlockPart = tuple[Namespace, bytes, int]
-
-
-#: What keys of large blocks end with.
-LARGE: Final = b"more than one page"
-
-
-@lru_cache(maxsize=16_384)
-def value(namespace: Namespace, digest: bytes, part: int) -> bytes:
-    """The bytes of one part of a block: 40 to 600 of them, or two to three pages."""
-    seed = hashlib.blake2b(digest, key=f"{namespace.name}/{part}".encode()[:64]).digest()
-    size = 40 + int.from_bytes(digest[:4], "little") % 561
-    if digest.endswith(LARGE):
-        size = 4097 + size * 13
-    return (seed * (size // len(seed) + 1))[:size]
 
 
 @dataclass(slots=True)

@@ -1,33 +1,22 @@
-"""Planted bugs: what the simulator must find, or its silence means nothing.
+"""The planted bugs: mistakes that the simulator must find, each within 200 seeds.
 
-Each is a bug that somebody could really write: a few characters in one place of the real source,
-which is changed on its way into the interpreter (an import hook), so that the pool itself has no
-switches for them. A test keeps each `before` in step with the source.
-
-This file is also a program, because the hook must be there before anything is imported:
-
-    python tests/simulation/planted.py --bug evict-pinned --seeds 0:200
-
-It uses nothing but the standard library until then.
+If the simulator finds none of them, its silence about the real code means nothing. Each bug is a
+mistake that a programmer could make: a few characters in one place of the real source. `plant.py`
+changes the source while it is imported, so the product contains no switches for tests. A test
+checks that each `before` occurs exactly once in its module (design: planted-bugs).
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Final, NamedTuple
 
 
 class Bug(NamedTuple):
-    """One mistake: `before` occurs once in the module's source and becomes `after`."""
+    """One mistake: `before` occurs once in the source of `module` and is replaced by `after`."""
 
     name: str
+    #: The promise of docs/guarantees.md that the bug breaks.
     promise: str
     module: str
     before: str
@@ -521,9 +510,9 @@ BUGS: Sequence[Bug] = (
     ),
 )
 
-#: The first seed that showed it, of those that take a while: it is looked at first. When it shows
-#: it no more, because the code around it has moved, all seeds are played.
-SHOWN_BY: Final[Mapping[str, int]] = {
+#: The first seed that found a bug, for bugs that need many seeds: it is played first. When the code
+#: around a bug has changed and this seed no longer finds it, all the other seeds are played.
+FIRST_SEED: Final[Mapping[str, int]] = {
     "inventory-merged-not-replaced": 6,
     "stall-credits-the-future": 6,
     "base-evicts-alone": 6,
@@ -550,67 +539,3 @@ SHOWN_BY: Final[Mapping[str, int]] = {
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,
 }
-
-
-class _Planter(importlib.abc.MetaPathFinder):
-    """Imports one module with one bug in it."""
-
-    def __init__(self, bug: Bug) -> None:
-        self._bug = bug
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._bug.module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.origin is None:
-            raise ImportError(f"no source of {name}")
-        spec.loader = _BuggyLoader(name, spec.origin, self._bug)
-        return spec
-
-
-class _BuggyLoader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, bug: Bug) -> None:
-        super().__init__(name, path)
-        self._bug = bug
-
-    def path_stats(self, path: str) -> dict[str, int]:
-        raise OSError("never from a cache")
-
-    def get_data(self, path: str) -> bytes:
-        return with_bug(self._bug, super().get_data(path).decode()).encode()
-
-
-def with_bug(bug: Bug, source: str) -> str:
-    """The source with the bug in it. Raises ValueError when `before` is not there exactly once."""
-    if source.count(bug.before) != 1:
-        raise ValueError(f"{bug.name}: found {source.count(bug.before)} times in {bug.module}")
-    return source.replace(bug.before, bug.after)
-
-
-def main() -> None:
-    """Plant one bug, then play seeds until one fails; print a JSON line."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--bug", required=True, choices=[bug.name for bug in BUGS])
-    parser.add_argument("--seeds", default="0:200")
-    arguments = parser.parse_args()
-    (bug,) = (bug for bug in BUGS if bug.name == arguments.bug)
-    # Run by its path, this directory comes first: kvpool must not be found relative to it.
-    sys.path.pop(0)
-    sys.meta_path.insert(0, _Planter(bug))
-    from tests.simulation import run
-
-    first, last = (int(number) for number in arguments.seeds.split(":"))
-    caught = None
-    seeds = range(first, last)
-    for seed in (*(seed for seed in seeds if seed == SHOWN_BY.get(bug.name)), *seeds):
-        report = run(seed)
-        if report.failure is not None:
-            caught = {"seed": seed, "failure": report.failure}
-            break
-    print(json.dumps({"bug": bug.name, "promise": bug.promise, "caught": caught}))
-
-
-if __name__ == "__main__":
-    main()

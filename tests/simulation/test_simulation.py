@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import Plan, planted, run
-from tests.simulation.fence import fence
+from tests.simulation import plant, planted
 from tests.simulation.loop import Forbidden, SimLoop, Violation
-from tests.simulation.world import World
+from tests.simulation.plan import Plan
+from tests.simulation.sandbox import sandbox
+from tests.simulation.world import World, run
 
 #: Seeds that failed once, and why. (A change of the simulator makes other histories of them; each
 #: cause has a test of its own, too.)
@@ -102,17 +103,17 @@ def test_a_planted_bug_is_in_step_with_the_source(bug: planted.Bug) -> None:
     spec = importlib.util.find_spec(bug.module)
     assert spec is not None
     assert spec.origin is not None
-    compile(planted.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
+    compile(plant.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
 
 
 def test_seeds_to_begin_with_are_of_bugs_that_there_are() -> None:
-    assert planted.SHOWN_BY.keys() <= {bug.name for bug in planted.BUGS}
+    assert planted.FIRST_SEED.keys() <= {bug.name for bug in planted.BUGS}
 
 
 @pytest.mark.parametrize("name", ["leak-on-cancel", "beyond-the-match-is-a-hit", "wall-clock"])
 def test_a_planted_bug_is_found(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, planted.__file__, "--bug", name, "--seeds", "0:20"],
+        [sys.executable, plant.__file__, "--bug", name, "--seeds", "0:20"],
         capture_output=True,
         text=True,
         check=True,
@@ -143,7 +144,7 @@ def in_a_world(action: Callable[[], object]) -> SimLoop:
     async def main() -> None:
         await world.process("p", "h").spawn(act())
 
-    with fence(world.loop.fail):
+    with sandbox(world.loop.fail):
         world.loop.run(main())
     return world.loop
 

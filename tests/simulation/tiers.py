@@ -85,7 +85,7 @@ class DiskMemory:
         return found
 
 
-class Legacy(NamedTuple):
+class PreviousDisk(NamedTuple):
     """What a server must find on its disk when it starts."""
 
     blocks: dict[BlockPart, int]  # and the offset of each
@@ -102,16 +102,16 @@ class WatchedBase(WatchedStore):
         life: str,
         memory: DiskMemory,
         truth: Truth,
-        legacy: Legacy | None,
+        previous_disk: PreviousDisk | None,
         *,
         every: int = 1,
         policy: Policy[Entry] | None = None,
     ) -> None:
-        """Without a `legacy` nobody can say what is on the disk."""
+        """Without a `previous_disk` nobody can say what is on the disk."""
         super().__init__(life, memory, truth, every=every, policy=policy)
         self.above: WatchedStore | None = None
         self.refused: set[BlockPart] = set()  # there was no room for them here
-        self._legacy = legacy
+        self._previous_disk = previous_disk
         self.restored = False
 
     def verify(self, entry: Entry, when: str) -> None:
@@ -142,7 +142,9 @@ class WatchedBase(WatchedStore):
         if entry is not None:
             key = record.namespace, record.digest, record.part
             server = self.life.partition("#")[0]
-            excused = self._legacy is None or self.memory.is_damaged(entry.offset, entry.size)
+            excused = self._previous_disk is None or self.memory.is_damaged(
+                entry.offset, entry.size
+            )
             story = self.truth.story(*key)
             if not story.lives:
                 self.truth.fail(f"G8: {entry!r} is found on the disk, and nobody has written it")
@@ -159,10 +161,10 @@ class WatchedBase(WatchedStore):
         self.restored = True
         if entries:
             self.truth.notes.add("a disk tier came back warm")
-        if self._legacy is None:
+        if self._previous_disk is None:
             return
-        scars = self.memory.platter.scars[self._legacy.scars :]
-        for (namespace, digest, part), offset in self._legacy.blocks.items():
+        scars = self.memory.platter.scars[self._previous_disk.scars :]
+        for (namespace, digest, part), offset in self._previous_disk.blocks.items():
             if self.peek(namespace, part, digest) is None:
                 places = (self.memory.head, self.memory.header(offset))
                 hit = [(a, b) for _, a, b in scars for c, d in places if a < d and c < b]
@@ -204,10 +206,10 @@ class WatchedBase(WatchedStore):
             self.truth.notes.add("the base evicted what was in reach")
         super()._leave(entry, event, reason)
 
-    def legacy(self, *, in_service: bool) -> Legacy | None:
+    def previous_disk(self, *, in_service: bool) -> PreviousDisk | None:
         """What must be found on the disk when this life has ended."""
         if not self.restored:
-            return self._legacy  # it has not come so far as to change anything
+            return self._previous_disk  # it has not come so far as to change anything
         platter, memory = self.memory.platter, self.memory
         if not in_service or platter.is_damaged(*memory.head):
             return None
@@ -216,7 +218,7 @@ class WatchedBase(WatchedStore):
             for entry in self.inventory()
             if not platter.is_damaged(*memory.header(entry.offset))
         }
-        return Legacy(blocks, len(platter.scars))
+        return PreviousDisk(blocks, len(platter.scars))
 
 
 class Tiers:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import xxhash
 
@@ -32,98 +31,24 @@ from kvpool.types import Cluster
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.tcp import TcpTransport
-from tests.simulation.chance import Chance
+from tests.simulation.blocks import BlockCatalog
 from tests.simulation.disk import PAGE, Platter, SimDisk
-from tests.simulation.fence import fence
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.memory import SimShm, SimTier
-from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, Nemesis
+from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import Net, SimNetwork
+from tests.simulation.nodes import Incident, MasterNode, ServerNode
 from tests.simulation.oracles import Truth, WatchedDirectory, WatchedStore
-from tests.simulation.tiers import DiskMemory, Legacy, Tiers, WatchedBase, offset_in
-from tests.simulation.workload import Client, Library
+from tests.simulation.plan import Plan
+from tests.simulation.random_streams import RandomStreams
+from tests.simulation.sandbox import sandbox
+from tests.simulation.tiers import DiskMemory, Tiers, WatchedBase, offset_in
+from tests.simulation.users import Client
 
 HEARTBEAT_S: Final = 1.0
 SILENT_AFTER_S: Final = 3.0
 #: After the last fault healed, the cluster has this long to be well again.
 RECOVERY_S: Final = 60.0
-ALIGNMENT: Final = 64
-#: What the lowest tier of a server follows; each world with disks draws one.
-POLICIES: Final = ("lru", "arc", "lease", "density")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one seed's world looks like: drawn once, before anything runs."""
-
-    seed: int
-    masters: int
-    servers: int
-    hosts: int
-    clients: int
-    capacity: int
-    ops: int
-    chaos_s: float
-    verify: bool
-    shm: bool
-    faults: frozenset[str]
-    check_every: int
-    copy_s: float
-    disk: int = 0  # bytes below each server's memory; 0: there is none
-    large: bool = False  # some blocks are larger than a page
-    policy: str = "lru"
-
-    @property
-    def alignment(self) -> int:
-        return PAGE if self.disk else ALIGNMENT
-
-    @property
-    def usual_extent(self) -> int:
-        """What a block takes, about."""
-        return PAGE if self.disk else 384
-
-    @property
-    def viewed_max(self) -> int:
-        """Blocks that one client looks at in place."""
-        return max(1, self.capacity // PAGE // 12) if self.disk else 1_000_000
-
-    @classmethod
-    def draw(cls, seed: int, ops: int, without: frozenset[str]) -> Plan:
-        chance = random.Random(f"{seed}/plan")
-        verify = bool(seed % 2)  # every other world runs with checksums off: they hide bugs
-        faults = {name for name in FAULTS if chance.random() < 0.45}
-        if not verify:
-            faults.discard("rot")  # then only a checksum could tell
-        plan = cls(
-            seed=seed,
-            masters=chance.choice([1, 1, 2, 3]),
-            servers=chance.choice([1, 2, 2, 3, 3]),
-            hosts=chance.choice([1, 2]),
-            clients=chance.randint(2, 4),
-            capacity=ALIGNMENT * chance.choice([96, 192, 384]),
-            ops=ops,
-            chaos_s=chance.uniform(20, 45),
-            verify=verify,
-            shm=chance.random() < 0.7,
-            faults=frozenset(faults - without),
-            copy_s=chance.choice([0.0005, 0.02, 0.1]),
-            check_every=chance.choice([1, 12, 12, 12]),
-        )
-        chance = random.Random(f"{seed}/disk")  # so that worlds without one stay as they were
-        if chance.random() < 0.5 or "disk" in without:
-            return plan
-        extents = chance.randint(6, 24)
-        share = chance.choice([0.5, 1.0, 1.0, 1.5, 2.0, 4.0])
-        own = {name for name in FAULTS_OF_DISKS if chance.random() < 0.35}
-        slow_net = {"chop", "narrow"} & plan.faults
-        return replace(
-            plan,
-            capacity=PAGE * extents,
-            disk=PAGE * round(extents * share),
-            large=chance.random() < 0.6 and not slow_net,
-            policy=chance.choice(POLICIES),
-            faults=plan.faults | (own - without),
-        )
 
 
 @dataclass(slots=True)
@@ -140,79 +65,28 @@ class Report:
     probes: set[str] = field(default_factory=set)
 
 
-class Trouble(NamedTuple):
-    """One fault that is going on."""
-
-    name: str
-    target: str
-    since: float
-
-
-@dataclass(slots=True)
-class ServerNode:
-    """A block server's place in the cluster; processes come and go there."""
-
-    name: str
-    host: str
-    process: Process
-    server: BlockServer | None = None
-    falling: bool = False  # killed, and not started again yet
-    #: The disk outlives its servers; `legacy` is what the next one must find there.
-    platter: Platter | None = None
-    legacy: Legacy | None = None
-    tiers: Tiers | None = None
-
-    @property
-    def is_writing(self) -> bool:
-        """A write to its disk is under way."""
-        platter = self.platter
-        return platter is not None and platter.owner is not None and platter.owner.is_writing
-
-    @property
-    def store(self) -> WatchedStore:
-        assert self.server is not None
-        store = self.server.store
-        assert isinstance(store, WatchedStore)
-        return store
-
-    @property
-    def memory(self) -> memoryview:
-        tier = self.store.memory
-        assert isinstance(tier, SimTier)
-        return tier.memory
-
-
-@dataclass(slots=True)
-class MasterNode:
-    name: str
-    address: str
-    process: Process
-    master: Master | None = None
-    falling: bool = False
-
-
 class World:
     """A cluster in one thread."""
 
     def __init__(self, plan: Plan, trace: bool = False) -> None:
         self.plan = plan
-        self.chance = Chance(plan.seed)
+        self.rng = RandomStreams(plan.seed)
         self.report = Report(plan.seed)
-        self.loop = SimLoop(self.chance["threads"], plan.copy_s)  # type: ignore[abstract]
-        self.net = Net(self.loop, self.chance["net"], self.report.faults)
+        self.loop = SimLoop(self.rng["threads"], plan.copy_s)  # type: ignore[abstract]
+        self.net = Net(self.loop, self.rng["net"], self.report.faults)
         self.loop.network = self.net
         self.loop.writes_to_pool = self._landings
         self.net.note = self.note
         self.truth = Truth(lambda: self.loop.now, self.loop.fail)
-        self.library = Library(plan.seed, large=plan.large)
+        self.catalog = BlockCatalog(plan.seed, large=plan.large)
         self.masters: list[MasterNode] = []
         self.servers: list[ServerNode] = []
         self.clients: list[Client] = []
-        self.troubles = 0  # faults that are going on
+        self.open_incidents = 0  # faults that are going on
         self.calm_from = 0.0  # when the last of those that have ended has settled
-        self.other_troubles = 0  # that are no kills
+        self.open_other_incidents = 0  # that are no kills
         self.only_kills_from = 0.0
-        self.alone: Trouble | None = None  # while it is all that is wrong
+        self.alone: Incident | None = None  # while it is all that is wrong
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
@@ -229,32 +103,32 @@ class World:
             print(line, end="")
 
     @contextmanager
-    def trouble(self, name: str, target: str = "", settle_s: float = 10.0) -> Iterator[None]:
+    def incident(self, name: str, target: str = "", settle_s: float = 10.0) -> Iterator[None]:
         """Something is wrong inside; no answer is perfect before it has settled."""
         self.report.faults[name] += 1
         self.note(f"fault {name} {target}")
         calm = self.calm_since(self.loop.now + 7.0)  # what was before need not have settled fully
-        self.alone = Trouble(name, target, self.loop.now) if calm else None
-        self.troubles += 1
-        self.other_troubles += not name.startswith("kill")
+        self.alone = Incident(name, target, self.loop.now) if calm else None
+        self.open_incidents += 1
+        self.open_other_incidents += not name.startswith("kill")
         try:
             yield
         finally:
-            self.troubles -= 1
+            self.open_incidents -= 1
             self.alone = None
             if not name.startswith("kill"):
-                self.other_troubles -= 1
+                self.open_other_incidents -= 1
                 self.only_kills_from = max(self.only_kills_from, self.loop.now + settle_s)
             self.note(f"end of {name}")
             self.calm_from = max(self.calm_from, self.loop.now + settle_s)
 
     def calm_since(self, when: float) -> bool:
         """Nothing has been wrong from `when` until now, nor shortly before."""
-        return not self.troubles and self.calm_from <= when
+        return not self.open_incidents and self.calm_from <= when
 
     def only_kills_since(self, when: float) -> bool:
         """The same, except that processes may have been killed."""
-        return not self.other_troubles and self.only_kills_from <= when
+        return not self.open_other_incidents and self.only_kills_from <= when
 
     def _landings(self, job: tuple[object, ...]) -> list[Callable[[], None]]:
         """The flight table: what a copier's share will write into a server's memory (G4)."""
@@ -289,7 +163,7 @@ class World:
 
     def process(self, name: str, host: str) -> Process:
         self._lives += 1
-        process = Process(self.loop, name, host, self.chance[f"clock/{name}/{self._lives}"])
+        process = Process(self.loop, name, host, self.rng[f"clock/{name}/{self._lives}"])
         self._processes.append(process)
         return process
 
@@ -336,7 +210,7 @@ class World:
                 platter = node.platter
                 if platter is not None and not platter.wear.failing and not platter.wear.full:
                     self.truth.notes.add("a disk had to be replaced")
-                    node.platter, node.legacy = self._new_disk(node.name), None
+                    node.platter, node.previous_disk = self._new_disk(node.name), None
             else:
                 return
 
@@ -367,7 +241,7 @@ class World:
             tiers=tiers,
             stores=stores,
             host=self.host_of(node.process),
-            chance=self.chance[f"server/{life}"],
+            chance=self.rng[f"server/{life}"],
         )
         truth.life_began(life)
         base = stores[-1]
@@ -379,26 +253,26 @@ class World:
 
     def _new_disk(self, name: str) -> Platter:
         size = Nvme.disk_size(self.plan.disk)
-        chance = self.chance[f"disk/{name}"]
+        rng = self.rng[f"disk/{name}"]
         head = pack_superblock(self.plan.alignment)
-        return Platter(self.loop, size, chance, name=f"disk of {name}", head=head)
+        return Platter(self.loop, size, rng, name=f"disk of {name}", head=head)
 
     def _base(self, node: ServerNode, life: str, platter: Platter) -> WatchedBase:
         return WatchedBase(
             life,
             DiskMemory(platter, self.plan.disk, self.plan.alignment),
             self.truth,
-            node.legacy,
+            node.previous_disk,
             every=self.plan.check_every,
             policy=registry.policy(self.plan.policy, self.plan.disk),
         )
 
     def _leaves_behind(self, node: ServerNode, base: WatchedBase, tiers: Tiers) -> None:
-        node.legacy = base.legacy(in_service=tiers.in_service)
+        node.previous_disk = base.previous_disk(in_service=tiers.in_service)
 
     def client_config(self) -> ClientConfig:
         masters = self.master_addresses
-        self.chance["plan"].shuffle(masters)
+        self.rng["plan"].shuffle(masters)
         return ClientConfig(
             masters=masters, transports=list(self.transports()), verify=self.plan.verify
         )
@@ -407,7 +281,7 @@ class World:
 
     async def history(self) -> None:
         await self._build()
-        self.nemesis = nemesis = Nemesis(self, self.chance["faults"])
+        self.nemesis = nemesis = Nemesis(self, self.rng["faults"])
         chaos = asyncio.get_running_loop().create_task(nemesis.run(self.plan.chaos_s))
         for client in self.clients:
             client.begin(self.plan.ops // len(self.clients), self.plan.chaos_s)
@@ -453,7 +327,7 @@ class World:
                 node.tiers.check()
                 node.tiers.base.verify_all("everything is well again")
         for number, client in enumerate(self.clients):
-            await client.prove_well(self.library.chains[number :: len(self.clients)])
+            await client.prove_well(self.catalog.chains[number :: len(self.clients)])
 
     def _ailing(self) -> str | None:
         """What is not as it should be when nothing is wrong; None when all is well."""
@@ -491,7 +365,7 @@ class World:
         }
         ranks = {tier.name: rank for rank, tier in enumerate(node.server.tiers)}
         known = set()
-        for namespace, digest in self.library.every_key():
+        for namespace, digest in self.catalog.every_key():
             for replica in master.master.directory.explain(namespace, [digest])[0].replicas:
                 if replica.server == node.name:
                     known.add((namespace, digest, replica.part, ranks[replica.tier]))
@@ -581,7 +455,7 @@ def run(
 ) -> Report:
     """Play one history. The report says what happened; `failure` is None when all was well."""
     world = World(Plan.draw(seed, ops, without), trace)
-    with _errors_reported(world.loop), fence(world.loop.fail), _no_collection():
+    with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
         try:
             world.loop.run(world.history())
         except Violation as violation:

@@ -35,8 +35,8 @@ from kvpool_tiers.nvme import tier as nvme
 from kvpool_tiers.nvme.format import HEADER_SIZE, Geometry, pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from tests.simulation.disk import DISK_FAULTS, Platter, SimDisk
-from tests.simulation.fence import fence
 from tests.simulation.loop import Process, SimLoop, Violation
+from tests.simulation.sandbox import sandbox
 
 GRAIN: Final = 4096
 NAMESPACES: Final = [
@@ -85,13 +85,13 @@ class Books:
     def grains(self, offset: int, size: int) -> range:
         return range(offset // GRAIN, -(-(offset + size) // GRAIN))
 
-    def take(self, size: int, chance: random.Random) -> int | None:
+    def take(self, size: int, rng: random.Random) -> int | None:
         """The offset of free grains in a row."""
         count = -(-size // GRAIN)
         fits = [g for g in sorted(self.free) if self.free.issuperset(range(g, g + count))]
         if not fits:
             return None
-        offset = chance.choice(fits) * GRAIN
+        offset = rng.choice(fits) * GRAIN
         self.free -= set(self.grains(offset, size))
         return offset
 
@@ -106,21 +106,21 @@ class History:
     """One seed."""
 
     def __init__(self, seed: int, trace: bool = False) -> None:
-        self.chance = chance = random.Random(f"{seed}/torture")
+        self.rng = rng = random.Random(f"{seed}/torture")
         self.report = Report(seed)
         self.trace = trace
         self.loop = SimLoop(random.Random(f"{seed}/threads"), 0.001)  # type: ignore[abstract]
-        self.capacity = GRAIN * chance.choice([48, 100, 300])
+        self.capacity = GRAIN * rng.choice([48, 100, 300])
         self.geometry = Geometry(self.capacity, GRAIN)
         size = Nvme.disk_size(self.capacity, GRAIN)
         drawn = random.Random(f"{seed}/disk")
         self.head = pack_superblock(GRAIN)
         self.platter = Platter(self.loop, size, drawn, name="nvme0", head=self.head)
         self.books = Books(self.capacity // GRAIN)
-        silent = chance.random() < 0.5
+        silent = rng.random() < 0.5
         faults = [fault for fault in DISK_FAULTS if silent or not fault.silent]
-        self.faults = [fault for fault in faults if chance.random() < 0.4]
-        self.power_cuts = silent and chance.random() < 0.5
+        self.faults = [fault for fault in faults if rng.random() < 0.4]
+        self.power_cuts = silent and rng.random() < 0.5
         self.head_size = self.geometry.namespace(nvme_format.NAMESPACES)
         self.process: Process
         self.processes: list[Process] = []  # the dead ones too: their tasks must not be collected
@@ -130,34 +130,34 @@ class History:
             print(f"{self.loop.now:.6f} {event}")
 
     async def run(self) -> None:
-        for life in range(self.chance.randint(3, 7)):
-            self.process = Process(self.loop, f"life-{life}", "host", self.chance)
+        for life in range(self.rng.randint(3, 7)):
+            self.process = Process(self.loop, f"life-{life}", "host", self.rng)
             self.processes.append(self.process)
             ended = self.loop.create_future()
             self.process.on_death.append(lambda ended=ended: ended.set_result(None))
             self.process.spawn(self.live())
             if self.faults:
-                trouble = asyncio.ensure_future(self.break_things(ended))
-            await asyncio.sleep(self.chance.choice([0.02, 0.3, 3.0]) * self.chance.random() * 3)
+                incident = asyncio.ensure_future(self.break_things(ended))
+            await asyncio.sleep(self.rng.choice([0.02, 0.3, 3.0]) * self.rng.random() * 3)
             self.process.kill()
             self.status_text("kill")
             if self.faults:
-                await trouble
-            if self.power_cuts and self.chance.random() < 0.5:
+                await incident
+            if self.power_cuts and self.rng.random() < 0.5:
                 self.platter.power_cut()
                 self.status_text("power cut")
 
     async def break_things(self, ended: asyncio.Future[None]) -> None:
         """One fault after the other, also while it recovers; often one outlives the process."""
         while not ended.done():
-            await asyncio.sleep(self.chance.expovariate(1 / self.chance.choice([0.01, 0.2])))
+            await asyncio.sleep(self.rng.expovariate(1 / self.rng.choice([0.01, 0.2])))
             if not ended.done():
-                fault = self.chance.choice(self.faults)
+                fault = self.rng.choice(self.faults)
                 self.status_text(f"fault {fault.name}")
                 self.report.counts[fault.name] += 1
                 fault.begin(self.platter)
-                await asyncio.sleep(self.chance.expovariate(1 / self.chance.choice([0.01, 0.5])))
-                if not ended.done() or self.chance.random() < 0.7:
+                await asyncio.sleep(self.rng.expovariate(1 / self.rng.choice([0.01, 0.5])))
+                if not ended.done() or self.rng.random() < 0.7:
                     self.platter.heal()
         if self.platter.wear.stuck:
             self.platter.heal()
@@ -188,7 +188,7 @@ class History:
                     return self.loop.fail(f"recover raised {error!r}")
         self.compare(list(found), tier)
         await self.verify_all(tier)
-        workers = [self.work(tier) for _ in range(self.chance.choice([1, 3, 8]))]
+        workers = [self.work(tier) for _ in range(self.rng.choice([1, 3, 8]))]
         await asyncio.gather(*workers)
 
     def is_faulty(self) -> bool:
@@ -260,11 +260,11 @@ class History:
 
     async def work(self, tier: Nvme) -> None:
         while True:
-            await asyncio.sleep(self.chance.expovariate(1 / 0.01))
-            kind = self.chance.choice([self.put, self.put, self.erase, self.read])
+            await asyncio.sleep(self.rng.expovariate(1 / 0.01))
+            kind = self.rng.choice([self.put, self.put, self.erase, self.read])
             doing = asyncio.ensure_future(kind(tier))
-            if self.chance.random() < 0.15:
-                await asyncio.sleep(self.chance.expovariate(1 / self.platter.latency_s))
+            if self.rng.random() < 0.15:
+                await asyncio.sleep(self.rng.expovariate(1 / self.platter.latency_s))
                 doing.cancel()
             try:
                 await doing
@@ -274,24 +274,22 @@ class History:
     # --- what the server would do ---------------------------------------------------------------
 
     def draw(self) -> Record | None:
-        chance, books = self.chance, self.books
-        size = chance.choice(
-            [100, GRAIN, GRAIN, 5000, 2 * GRAIN, 8 * GRAIN, chance.randint(1, 70000)]
-        )
-        offset = books.take(size, chance)
+        rng, books = self.rng, self.books
+        size = rng.choice([100, GRAIN, GRAIN, 5000, 2 * GRAIN, 8 * GRAIN, rng.randint(1, 70000)])
+        offset = books.take(size, rng)
         if offset is None:
             return None
         books.generation += 1
-        namespace = chance.choice(NAMESPACES)
-        digest, parent = chance.randbytes(chance.choice([16, 32])), chance.choice([ROOT, b"p" * 32])
-        part = chance.randrange(namespace.parts)
+        namespace = rng.choice(NAMESPACES)
+        digest, parent = rng.randbytes(rng.choice([16, 32])), rng.choice([ROOT, b"p" * 32])
+        part = rng.randrange(namespace.parts)
         bare = Record(namespace, part, digest, parent, offset, size, 0, books.generation)
         return bare._replace(checksum=sum_of(content(bare), bare))
 
     async def put(self, tier: Nvme) -> None:
         """Write extents, then remember them together. What failed is forgotten before reuse."""
         books = self.books
-        drawn = (self.draw() for _ in range(self.chance.choice([1, 2, 5, 40])))
+        drawn = (self.draw() for _ in range(self.rng.choice([1, 2, 5, 40])))
         records = [record for record in drawn if record is not None]
         written: list[Record] = []
         try:
@@ -324,9 +322,9 @@ class History:
             buffer[:] = bytes(len(buffer))  # the caller uses it for something else
 
     async def erase(self, tier: Nvme) -> None:
-        books, chance = self.books, self.chance
+        books, rng = self.books, self.rng
         candidates = sorted(books.unpinned(), key=by_generation)
-        records = chance.sample(candidates, min(len(candidates), chance.choice([1, 3, 20])))
+        records = rng.sample(candidates, min(len(candidates), rng.choice([1, 3, 20])))
         for record in records:
             del books.live[record.offset]
         books.possible.update(records)
@@ -344,7 +342,7 @@ class History:
         """Nobody forgets it meanwhile: that is what pins are for."""
         books = self.books
         if books.live:
-            record = self.chance.choice(sorted(books.live.values(), key=by_generation))
+            record = self.rng.choice(sorted(books.live.values(), key=by_generation))
             books.pins[record.offset] += 1
             try:
                 await self.verify(tier, record)
@@ -353,11 +351,11 @@ class History:
 
 
 @contextmanager
-def small_format(chance: random.Random) -> Iterator[None]:
+def small_format(rng: random.Random) -> Iterator[None]:
     """Groups so small that extents reach over them, and namespaces that must be reused."""
     before = nvme_format.GROUP_SIZE, nvme_format.NAMESPACES
-    nvme_format.GROUP_SIZE = GRAIN * chance.choice([8, 32])
-    nvme_format.NAMESPACES = nvme.NAMESPACES = chance.choice([3, 4, 10])
+    nvme_format.GROUP_SIZE = GRAIN * rng.choice([8, 32])
+    nvme_format.NAMESPACES = nvme.NAMESPACES = rng.choice([3, 4, 10])
     nvme_format._HEAD_SIZE = 2 * GRAIN + nvme_format.NAMESPACES * GRAIN
     try:
         yield
@@ -375,7 +373,7 @@ def play(seed: int, *, trace: bool = False) -> Report:
 def _play(history: History) -> Report:
     gc.disable()  # finalizers run when the collector pleases, which no seed decides
     try:
-        with fence(history.loop.fail):
+        with sandbox(history.loop.fail):
             history.loop.run(history.run())
     except Violation as violation:
         history.report.failure = str(violation)

@@ -11,8 +11,8 @@ import pytest
 
 from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
 from tests.simulation.disk import DISK_FAULTS, PAGE, Platter, SimDisk
-from tests.simulation.fence import fence
 from tests.simulation.loop import Process, SimLoop, Violation
+from tests.simulation.sandbox import sandbox
 
 SIZE = 64 * PAGE
 
@@ -23,12 +23,12 @@ class Bench:
     def __init__(self, seed: int) -> None:
         self.loop = SimLoop(random.Random(f"{seed}/threads"), 0.001)  # type: ignore[abstract]
         self.platter = Platter(self.loop, SIZE, random.Random(f"{seed}/disk"))
-        self.chance = random.Random(f"{seed}/test")
+        self.rng = random.Random(f"{seed}/test")
         self.process: Process
 
     def spawn(self, work: Callable[[SimDisk], Awaitable[object]]) -> asyncio.Task[object]:
         """In a new process, with a handle of its own."""
-        self.process = Process(self.loop, "server", "host", self.chance)
+        self.process = Process(self.loop, "server", "host", self.rng)
 
         async def run() -> object:
             return await work(SimDisk(self.platter))
@@ -41,7 +41,7 @@ Test = Callable[[Bench], Coroutine[Any, Any, None]]
 
 def play(test: Test, seed: int = 1) -> Bench:
     bench = Bench(seed)
-    with fence(bench.loop.fail):
+    with sandbox(bench.loop.fail):
         bench.loop.run(test(bench))
     return bench
 

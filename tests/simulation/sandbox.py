@@ -33,7 +33,7 @@ _FENCED: Final[list[tuple[ModuleType | type, str]]] = [
 
 
 @contextmanager
-def fence(complain: Callable[[str], None]) -> Iterator[None]:
+def sandbox(complain: Callable[[str], None]) -> Iterator[None]:
     """Inside, the real world is out of reach: Forbidden is raised, and `complain` hears of it."""
     originals = [(owner, name, getattr(owner, name)) for owner, name in _FENCED]
     for owner, name, original in originals:

@@ -8,13 +8,10 @@ while, the judge is strict: what is held must be found, and what is not must hav
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool.client.pool import Pool
-from kvpool.config import ClientConfig
 from kvpool.errors import Unavailable
 from kvpool.protocols import View
 from kvpool.types import (
@@ -28,73 +25,21 @@ from kvpool.types import (
     Run,
     WriteStatus,
 )
+from tests.simulation.blocks import ONE, TWO, value
+from tests.simulation.judge import Judge
 from tests.simulation.loop import Violation
 from tests.simulation.network import SimNetwork
-from tests.simulation.oracles import LARGE, Story, value
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
-    from tests.simulation.world import Trouble, World
+    from tests.simulation.world import World
 
 T = TypeVar("T")
 
-ONE: Final = Namespace("sim/one")
-TWO: Final = Namespace("sim/two", 2)
 
 #: A call may end this much after its deadline: a copy in progress is waited for.
 _SLACK_S: Final = 0.3
-_CLIENT: Final = ClientConfig()
-#: A read that finds one server frozen takes this long at most: the hedge, and then a read.
-_HEDGED_S: Final = _CLIENT.hedge_s + 0.5
-#: What is said about one block when it is read, in either direction: bytes, generously.
-_WORDS_SIZE: Final = 100
-#: A master knows of a server's death by then.
-_NOTICED_S: Final = 5.0
-#: How long news of a block takes to every master when nothing is wrong.
-_NEWS_S: Final = 2.0
 _TIMEOUT_S: Final = 5.0
-
-
-class Library:
-    """The prompts of the workload: chains that share prefixes, as conversations do."""
-
-    def __init__(self, seed: int, *, large: bool = False) -> None:
-        """With `large`, every third block or so is larger than a page."""
-        chance = random.Random(f"{seed}/library")
-        sizes = random.Random(f"{seed}/sizes")
-        self.chains: list[list[bytes]] = []
-        for number in range(chance.randint(8, 16)):
-            prefix: list[bytes] = []
-            if self.chains and chance.random() < 0.6:
-                other = chance.choice(self.chains)
-                prefix = other[: chance.randint(1, len(other))]
-            fresh = [
-                hashlib.blake2b(f"{seed}/{number}/{i}".encode(), digest_size=32).digest()
-                for i in range(chance.randint(2, 14))
-            ]
-            if large:
-                fresh = [
-                    digest[: -len(LARGE)] + LARGE if sizes.random() < 0.3 else digest
-                    for digest in fresh
-                ]
-            self.chains.append(prefix + fresh)
-        self.hot: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
-        self.extra: list[bytes] = []  # what storms and last proofs write
-
-    def every_key(self) -> list[tuple[Namespace, bytes]]:
-        digests = dict.fromkeys(digest for chain in self.chains for digest in chain)
-        return [(namespace, digest) for namespace in (ONE, TWO) for digest in digests] + [
-            (ONE, digest) for digest in self.extra
-        ]
-
-    def fresh(self, count: int) -> list[bytes]:
-        """A chain that nobody has seen."""
-        first = len(self.extra)
-        self.extra += [
-            hashlib.blake2b(f"extra/{first + i}".encode(), digest_size=16).digest() * 2
-            for i in range(count)
-        ]
-        return self.extra[first:]
 
 
 class Client:
@@ -106,7 +51,7 @@ class Client:
         self.process: Process
         self.pool: Pool
         self._world = world
-        self._chance = world.chance[f"work/{name}"]
+        self._rng = world.rng[f"work/{name}"]
         self.falling = False
         self._working: asyncio.Task[None] | None = None
         self._ops_left = 0
@@ -128,7 +73,7 @@ class Client:
                 transports=world.transports(),
                 owns_network=True,
                 host=world.host_of(self.process),
-                chance=self._chance,
+                chance=self._rng,
             )
 
         self.process = world.process(self.name, self.host)
@@ -159,7 +104,7 @@ class Client:
     async def _work(self) -> None:
         while self._ops_left > 0:
             self._ops_left -= 1
-            await asyncio.sleep(self._chance.expovariate(1 / self._pause_s))
+            await asyncio.sleep(self._rng.expovariate(1 / self._pause_s))
             await self._one()
             self._check_ended()
 
@@ -177,10 +122,10 @@ class Client:
         ]
         if "storm" in world.plan.faults:
             kinds.append((0.02, self._storm))
-        (operation,) = self._chance.choices([k for _, k in kinds], [share for share, _ in kinds])
+        (operation,) = self._rng.choices([k for _, k in kinds], [share for share, _ in kinds])
         self._timeout_s = _TIMEOUT_S
-        if "hurry" in world.plan.faults and self._chance.random() < 0.15:
-            self._timeout_s = self._chance.choice([0.001, 0.02, 0.2])
+        if "hurry" in world.plan.faults and self._rng.random() < 0.15:
+            self._timeout_s = self._rng.choice([0.001, 0.02, 0.2])
         world.report.ops += 1
         await self._bounded(operation)
 
@@ -195,7 +140,7 @@ class Client:
 
         task = asyncio.ensure_future(operation())
         limit = 3 * _TIMEOUT_S  # an operation is up to three calls
-        if "cancel" in world.plan.faults and self._chance.random() < 0.15:
+        if "cancel" in world.plan.faults and self._rng.random() < 0.15:
             await self._cancel(task)
             limit = spent() + 1.0
         while not task.done():
@@ -213,11 +158,11 @@ class Client:
                 raise error
 
     async def _cancel(self, task: asyncio.Future[None]) -> None:
-        if self._chance.random() < 0.5:
-            for _ in range(self._chance.randint(0, 40)):
+        if self._rng.random() < 0.5:
+            for _ in range(self._rng.randint(0, 40)):
                 await asyncio.sleep(0)
         else:
-            await asyncio.sleep(self._chance.expovariate(300))
+            await asyncio.sleep(self._rng.expovariate(300))
         if not task.done():
             self._world.report.faults["cancel"] += 1
             task.cancel()
@@ -232,16 +177,16 @@ class Client:
     # --- operations ---------------------------------------------------------------------------
 
     def _chain(self) -> tuple[Namespace, list[bytes]]:
-        chains = self._world.library.chains
-        if self._chance.random() < 0.25:
-            return self._world.library.hot  # what somebody else has just written
-        rank = min(int(self._chance.paretovariate(0.8)) - 1, len(chains) - 1)
+        chains = self._world.catalog.chains
+        if self._rng.random() < 0.25:
+            return self._world.catalog.hot  # what somebody else has just written
+        rank = min(int(self._rng.paretovariate(0.8)) - 1, len(chains) - 1)
         chain = chains[rank]
-        namespace = TWO if self._chance.random() < 0.2 else ONE
-        return namespace, chain[: self._chance.randint(1, len(chain))]
+        namespace = TWO if self._rng.random() < 0.2 else ONE
+        return namespace, chain[: self._rng.randint(1, len(chain))]
 
     async def _probe(self) -> None:
-        for _ in range(self._chance.randint(1, 4)):
+        for _ in range(self._rng.randint(1, 4)):
             namespace, chain = self._chain()
             await self._match(namespace, chain)
 
@@ -257,26 +202,26 @@ class Client:
     async def _read(self) -> None:
         namespace, chain = self._chain()
         match: Match | None = None
-        if self._old_match is not None and self._chance.random() < 0.2:
+        if self._old_match is not None and self._rng.random() < 0.2:
             namespace, chain, match = self._old_match  # much may have happened since
             self._stale = match
-        elif self._chance.random() < 0.7:
+        elif self._rng.random() < 0.7:
             match = await self._match(namespace, chain)
             self._old_match = namespace, chain, match
         if match is not None:
-            chain = chain[: match.length + self._chance.choice([0, 0, 1])]
+            chain = chain[: match.length + self._rng.choice([0, 0, 1])]
         if not chain:
             return
-        await asyncio.sleep(self._chance.choice([0, 0, 0.01, 0.5]))
+        await asyncio.sleep(self._rng.choice([0, 0, 0.01, 0.5]))
         await self._read_now(namespace, chain, match)
 
     async def _read_now(
         self, namespace: Namespace, chain: Sequence[bytes], match: Match | None
     ) -> list[ReadResult]:
         world = self._world
-        part = self._chance.randrange(namespace.parts)
+        part = self._rng.randrange(namespace.parts)
         sizes = [len(value(namespace, digest, part)) for digest in chain]
-        buffers = [bytearray(size + self._chance.choice([0, 0, 64])) for size in sizes]
+        buffers = [bytearray(size + self._rng.choice([0, 0, 64])) for size in sizes]
         began = world.loop.now
         try:
             results = await self._timed(
@@ -297,7 +242,7 @@ class Client:
     async def _look(self) -> None:
         """read_view: the pool's memory itself, looked at for a while."""
         namespace, chain = self._chain()
-        part = self._chance.randrange(namespace.parts)
+        part = self._rng.randrange(namespace.parts)
         # Whoever looks at all of the memory keeps others from what must be brought into it.
         chain = chain[: self._world.plan.viewed_max]
         began = self._world.loop.now
@@ -306,7 +251,7 @@ class Client:
         ) as views:
             for _ in range(2):
                 self._judge_views(namespace, chain, part, views, began)
-                await asyncio.sleep(self._chance.choice([0, 0.02, 1.0]))
+                await asyncio.sleep(self._rng.choice([0, 0.02, 1.0]))
             self._judge_views(namespace, chain, part, views, began)
 
     def _judge_views(
@@ -327,14 +272,14 @@ class Client:
 
     async def _write(self) -> None:
         namespace, chain = self._chain()
-        part = self._chance.randrange(namespace.parts)
-        self._world.library.hot = namespace, chain
-        copies = self._chance.choice([1, 1, 2, 3])
-        visible = self._chance.random() < 0.8
+        part = self._rng.randrange(namespace.parts)
+        self._world.catalog.hot = namespace, chain
+        copies = self._rng.choice([1, 1, 2, 3])
+        visible = self._rng.random() < 0.8
         await self._write_now(namespace, chain, part, copies=copies, visible=visible)
-        if namespace.parts > 1 and self._chance.random() < 0.7:
+        if namespace.parts > 1 and self._rng.random() < 0.7:
             await self._write_now(namespace, chain, 1 - part, visible=visible)
-        if self._world.plan.disk and self._chance.random() < 0.15:
+        if self._world.plan.disk and self._rng.random() < 0.15:
             await self._remove_now(namespace, chain)  # it is on its way down
 
     async def _write_now(
@@ -367,7 +312,7 @@ class Client:
         judge = Judge(world, began, self._timeout_s)
         judge.write(namespace, chain, part, statuses, copies if not missing else 1)
         new_to_us = WriteStatus.ALREADY_STORED in statuses  # by somebody who may still wait
-        if visible and namespace is ONE and (self._chance.random() < 0.5 or new_to_us):
+        if visible and namespace is ONE and (self._rng.random() < 0.5 or new_to_us):
             wrote, began = began, world.loop.now
             match = await self._timed(
                 self.pool.match(namespace, chain, timeout=self._timeout_s), "match"
@@ -378,9 +323,9 @@ class Client:
 
     async def _race(self) -> None:
         """Several writers of the same blocks, within milliseconds."""
-        chain = self._world.library.chains[0][: self._chance.randint(1, 4)]
-        if self._chance.random() < 0.5:
-            chain = self._world.library.fresh(2)
+        chain = self._world.catalog.chains[0][: self._rng.randint(1, 4)]
+        if self._rng.random() < 0.5:
+            chain = self._world.catalog.fresh(2)
 
         async def write(after_s: float) -> None:
             await asyncio.sleep(after_s)
@@ -395,21 +340,21 @@ class Client:
             await self._read_now(ONE, chain, self._stale)
 
         await self._side_by_side(
-            [write(0.03 * self._chance.random() ** 3) for _ in range(3)]
-            + [read(self._chance.uniform(0, 0.2)) for _ in range(2)]
+            [write(0.03 * self._rng.random() ** 3) for _ in range(3)]
+            + [read(self._rng.uniform(0, 0.2)) for _ in range(2)]
         )
 
     async def _lose_an_owner(self) -> None:
         """Write two copies, freeze or kill one owner when nothing else is wrong, and read."""
         kinds = self._world.plan.faults & {"freeze server", "kill server"}
-        if not kinds or self._world.troubles or len(self._world.servers) < 2:
+        if not kinds or self._world.open_incidents or len(self._world.servers) < 2:
             return
-        chain = self._world.library.fresh(2)
+        chain = self._world.catalog.fresh(2)
         await self._write_now(ONE, chain, copies=2)
         match = await self._match(ONE, chain)
         owners = sorted({replica.server for run in match.runs for replica in run.replicas})
-        if match.length == len(chain) and len(owners) > 1 and not self._world.troubles:
-            self._world.nemesis.strike(self._chance.choice(sorted(kinds)), owners)
+        if match.length == len(chain) and len(owners) > 1 and not self._world.open_incidents:
+            self._world.nemesis.strike(self._rng.choice(sorted(kinds)), owners)
             await asyncio.sleep(0.001)
             await self._read_now(ONE, chain, match)
 
@@ -417,8 +362,8 @@ class Client:
         """Write 100 to 300 % of a server's capacity at once."""
         world = self._world
         world.report.faults["storm"] += 1
-        total = int(world.plan.capacity * self._chance.uniform(1, 3))
-        chains = [world.library.fresh(8) for _ in range(total // (8 * world.plan.usual_extent) + 1)]
+        total = int(world.plan.capacity * self._rng.uniform(1, 3))
+        chains = [world.catalog.fresh(8) for _ in range(total // (8 * world.plan.usual_extent) + 1)]
         await self._side_by_side([self._write_now(ONE, chain) for chain in chains])
 
     async def _side_by_side(self, calls: Sequence[Coroutine[None, None, object]]) -> None:
@@ -435,7 +380,7 @@ class Client:
 
     async def _remove(self) -> None:
         namespace, chain = self._chain()
-        await self._remove_now(namespace, chain[self._chance.randrange(len(chain)) :])
+        await self._remove_now(namespace, chain[self._rng.randrange(len(chain)) :])
 
     async def _remove_now(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
         began = self._world.loop.now
@@ -448,7 +393,7 @@ class Client:
                 servers |= self._world.truth.erased(namespace, digest, began)
         plan = self._world.plan
         may_kill = plan.disk and "kill server" in plan.faults
-        if may_kill and servers and self._chance.random() < 0.5:  # it must not come back
+        if may_kill and servers and self._rng.random() < 0.5:  # it must not come back
             self._world.nemesis.strike("kill server", sorted(servers))
 
     async def _explain(self) -> None:
@@ -479,7 +424,7 @@ class Client:
                 match = await self._match(namespace, chain)
                 if match.length:
                     await self._read_now(namespace, chain[: match.length], match)
-        fresh = self._world.library.fresh(3)
+        fresh = self._world.catalog.fresh(3)
         statuses = await self._write_now(ONE, fresh)
         if set(statuses) != {WriteStatus.STORED}:
             raise Violation(f"liveness: a write says {[status.label for status in statuses]}")
@@ -487,202 +432,3 @@ class Client:
         if not all(result.status.hit for result in results):
             raise Violation(f"G5: what was just written is {[r.status.label for r in results]}")
         self._check_ended()
-
-
-class Judge:
-    """Compares one answer with the truth."""
-
-    def __init__(self, world: World, began: float, timeout_s: float) -> None:
-        self._world = world
-        self._began = began
-        #: Nothing was wrong from well before the call until now, and it had time.
-        self._patient = timeout_s >= 1.0
-        self._strict = self._patient and world.calm_since(began)
-
-    def match(self, namespace: Namespace, chain: Sequence[bytes], match: Match) -> None:
-        truth = self._world.truth
-        for position, digest in enumerate(chain[: match.length]):
-            for part in range(namespace.parts):
-                if not truth.story(namespace, digest, part).lives:
-                    self._fail(f"G1: match says block {position} is there; nobody ever wrote it")
-        if match.length < len(chain):
-            self.read(namespace, chain[match.length], None, match.stopped, memoryview(b""))
-        if self._world.only_kills_since(self._began):
-            for position, digest in enumerate(chain[: match.length]):
-                gone = not self._held(namespace, digest)
-                if gone and self._settled(namespace, digest, _NOTICED_S):
-                    self._fail(f"G7: match says block {position} is there; no server has held it")
-
-    def read(
-        self,
-        namespace: Namespace,
-        digest: bytes,
-        part: int | None,
-        status: ReadStatus,
-        data: memoryview,
-        *,
-        viewed: bool = False,
-    ) -> None:
-        """One block's outcome; without `part`, that of a match, which concerns all parts."""
-        world = self._world
-        parts = range(namespace.parts) if part is None else (part,)
-        stories = [world.truth.story(namespace, digest, p) for p in parts]
-        if status.hit:
-            spoilt = viewed and any(story.rotten for story in stories)  # after it was verified
-            if part is not None and not spoilt and data != value(namespace, digest, part):
-                self._fail(f"G1: wrong bytes of {digest.hex()[:12]}")
-            return
-        if status is ReadStatus.CORRUPT and not any(story.rotten for story in stories):
-            self._fail(f"G1: {digest.hex()[:12]} is said to be corrupt, and nobody spoilt it")
-        if status is ReadStatus.EVICTED and not self._ever(namespace, digest, status):
-            self._fail("G5: evicted, says the pool; it never was")
-        if status is ReadStatus.NOT_YET:
-            self._fail("G5: not yet, says the pool, and leaves it at that")
-        if status is ReadStatus.TIER_LOST and not self._ever(namespace, digest, status):
-            self._fail("G5: its tier is lost, says the pool; it never was")
-        if status is ReadStatus.REMOVED and not self._ever(namespace, digest, status):
-            self._fail("G5: removed, says the pool; it never was")
-        masters = len(world.masters)
-        if (
-            status is ReadStatus.NO_MASTER
-            and masters > 1
-            and self._alone("kill master", "freeze master")
-        ):
-            self._fail(f"G7: one of {masters} masters is lost, and nobody can be asked")
-        if not self._strict or viewed:
-            return
-        if not self._settled(namespace, digest):
-            return
-        if self._held(namespace, digest) and not any(story.rotten for story in stories):
-            self._fail(f"G5: {digest.hex()[:12]} is held, and a reader is told: {status.label}")
-        if status in (ReadStatus.NO_MASTER, ReadStatus.DEADLINE, ReadStatus.BEING_WRITTEN):
-            self._fail(f"G5: nothing is wrong, and a reader is told: {status.label}")
-        if not self._held(namespace, digest) and status not in self._true_reasons(
-            namespace, digest
-        ):
-            self._fail(f"G5: {digest.hex()[:12]} is said to be {status.label}, which is not true")
-
-    def write(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        part: int,
-        statuses: Sequence[WriteStatus],
-        copies: int,
-    ) -> None:
-        for digest, status in zip(chain, statuses, strict=True):
-            if status in (WriteStatus.NOT_YET, WriteStatus.RESERVED):
-                self._fail(f"G5: {status.label}, says the pool of a write, and leaves it at that")
-            lives = self._world.truth.story(namespace, digest, part).lives
-            if status.present and len(lives) < copies:
-                self._fail(f"G5: {status.label}: {copies} copies asked for, {len(lives)} made")
-
-    def found(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        statuses: Sequence[WriteStatus],
-        length: int,
-        wrote: float,
-    ) -> None:
-        """What has just been acknowledged as visible is matched at once (G5).
-
-        Unless that copy has gone since the write began: another one, of somebody whose write is
-        not acknowledged yet, need not be known (seed 97).
-        """
-        if not self._strict or length == len(chain):
-            return
-        story = self._world.truth.story(namespace, chain[length], 0)
-        told = story.holders and story.changed_at < self._began and story.lost_at < wrote
-        if statuses[length].present and told:
-            self._fail(f"G5: block {length} was {statuses[length].label}, and is not found")
-
-    def hedge(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        part: int,
-        results: Sequence[ReadResult],
-        spent: float,
-        match: Match | None,
-    ) -> None:
-        """While one server is frozen and nothing else is wrong, replicas cost a hedge (G6)."""
-        alone = self._alone("freeze server", "kill server")
-        if alone is None or namespace is not ONE:
-            return
-        truth = self._world.truth
-        for position, digest in enumerate(chain):
-            story = truth.story(namespace, digest, part)
-            others = {life.partition("#")[0] for life in story.holders} - {alone.target}
-            if match is None:
-                unknown = self._changed_since(story, alone)
-            else:
-                known = [run for run in match.runs if run.first <= position <= run.last]
-                replicas = {replica.server for run in known for replica in run.replicas}
-                unknown = not others & replicas
-            if not others or story.rotten or unknown:
-                return
-        truth.notes.add("a lost server's blocks were read elsewhere")
-        if not all(result.status.hit for result in results):
-            self._fail(f"G6: {alone.name}: a block with another copy was not read")
-        weather = self._world.net.weather
-        words = _WORDS_SIZE * len(results)
-        whole_s = weather.slow_s(words + sum(result.size for result in results))
-        allowed_s = _HEDGED_S + 10 * self._world.plan.copy_s + whole_s
-        allowed_s += self._world.disk_s(len(chain))
-        if weather.slow_s(words) > _CLIENT.hedge_s:
-            # Seed 22923: on such a network a healthy server may be silent for so long, too. Then
-            # all are left once, and the lost one may be the first to be given `attempt_s`.
-            left_s = _CLIENT.hedge_s + whole_s
-            allowed_s += len(self._world.servers) * left_s + _CLIENT.attempt_s
-        if spent > allowed_s:
-            self._fail(f"G6: {alone.name}: a read with other copies took {spent:.3f} s")
-
-    def _alone(self, *names: str) -> Trouble | None:
-        """The fault that began before this call, if it is all that is wrong, and of such a kind."""
-        alone = self._world.alone
-        if alone is None or alone.name not in names or alone.since > self._began:
-            return None
-        return alone if self._patient else None
-
-    def _changed_since(self, story: Story, alone: Trouble) -> bool:
-        """Something else than this fault has happened to the block lately."""
-        return story.changed_at != alone.since and story.changed_at > alone.since - _NEWS_S
-
-    def _held(self, namespace: Namespace, digest: bytes) -> bool:
-        """Every part is on some server."""
-        stories = [
-            self._world.truth.story(namespace, digest, part) for part in range(namespace.parts)
-        ]
-        return all(story.holders for story in stories)
-
-    def _settled(self, namespace: Namespace, digest: bytes, within_s: float = _NEWS_S) -> bool:
-        """Nothing has happened to the block since well before the call."""
-        stories = [
-            self._world.truth.story(namespace, digest, part) for part in range(namespace.parts)
-        ]
-        return all(story.changed_at < self._began - within_s for story in stories)
-
-    def _true_reasons(self, namespace: Namespace, digest: bytes) -> set[ReadStatus]:
-        """Everything that could truly be said of a block that is not there."""
-        world = self._world
-        stories = [world.truth.story(namespace, digest, p) for p in range(namespace.parts)]
-        reasons = set().union(*(story.ends for story in stories))
-        if any(not world.truth.is_living(life) for story in stories for life in story.lives):
-            # A master may not have heard why it was thrown out when that server died.
-            reasons.add(ReadStatus.SERVER_LOST)
-        if namespace.parts > 1:
-            reasons.add(ReadStatus.PART_MISSING)
-        # A server's record dies with it; a master gets its own back from the servers.
-        if world.report.faults["kill server"] or not all(story.lives for story in stories):
-            reasons.add(ReadStatus.NEVER_WRITTEN)
-        return reasons
-
-    def _ever(self, namespace: Namespace, digest: bytes, status: ReadStatus) -> bool:
-        return any(
-            status in self._world.truth.story(namespace, digest, part).ends
-            for part in range(namespace.parts)
-        )
-
-    def _fail(self, what: str) -> None:
-        self._world.loop.fail(what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 
-class Chance:
+class RandomStreams:
     """Everything random in one history comes from here. The same seed, the same history."""
 
     def __init__(self, seed: int) -> None:

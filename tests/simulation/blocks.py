@@ -1,0 +1,71 @@
+"""The blocks of a history: their keys, and the bytes that belong to each key."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from functools import lru_cache
+from typing import Final
+
+from kvpool.types import Namespace
+
+ONE: Final = Namespace("sim/one")
+
+
+TWO: Final = Namespace("sim/two", 2)
+
+
+#: What keys of large blocks end with.
+LARGE: Final = b"more than one page"
+
+
+@lru_cache(maxsize=16_384)
+def value(namespace: Namespace, digest: bytes, part: int) -> bytes:
+    """The bytes of one part of a block: 40 to 600 of them, or two to three pages."""
+    seed = hashlib.blake2b(digest, key=f"{namespace.name}/{part}".encode()[:64]).digest()
+    size = 40 + int.from_bytes(digest[:4], "little") % 561
+    if digest.endswith(LARGE):
+        size = 4097 + size * 13
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+class BlockCatalog:
+    """The prompts of the workload: chains that share prefixes, as conversations do."""
+
+    def __init__(self, seed: int, *, large: bool = False) -> None:
+        """With `large`, every third block or so is larger than a page."""
+        rng = random.Random(f"{seed}/library")
+        sizes = random.Random(f"{seed}/sizes")
+        self.chains: list[list[bytes]] = []
+        for number in range(rng.randint(8, 16)):
+            prefix: list[bytes] = []
+            if self.chains and rng.random() < 0.6:
+                other = rng.choice(self.chains)
+                prefix = other[: rng.randint(1, len(other))]
+            fresh = [
+                hashlib.blake2b(f"{seed}/{number}/{i}".encode(), digest_size=32).digest()
+                for i in range(rng.randint(2, 14))
+            ]
+            if large:
+                fresh = [
+                    digest[: -len(LARGE)] + LARGE if sizes.random() < 0.3 else digest
+                    for digest in fresh
+                ]
+            self.chains.append(prefix + fresh)
+        self.hot: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
+        self.extra: list[bytes] = []  # what storms and last proofs write
+
+    def every_key(self) -> list[tuple[Namespace, bytes]]:
+        digests = dict.fromkeys(digest for chain in self.chains for digest in chain)
+        return [(namespace, digest) for namespace in (ONE, TWO) for digest in digests] + [
+            (ONE, digest) for digest in self.extra
+        ]
+
+    def fresh(self, count: int) -> list[bytes]:
+        """A chain that nobody has seen."""
+        first = len(self.extra)
+        self.extra += [
+            hashlib.blake2b(f"extra/{first + i}".encode(), digest_size=16).digest() * 2
+            for i in range(count)
+        ]
+        return self.extra[first:]

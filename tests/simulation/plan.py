@@ -1,0 +1,90 @@
+"""What the world of one seed looks like: drawn once, before anything runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tests.simulation.disk import PAGE
+from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS
+
+ALIGNMENT: Final = 64
+
+
+#: What the lowest tier of a server follows; each world with disks draws one.
+POLICIES: Final = ("lru", "arc", "lease", "density")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one seed's world looks like: drawn once, before anything runs."""
+
+    seed: int
+    masters: int
+    servers: int
+    hosts: int
+    clients: int
+    capacity: int
+    ops: int
+    chaos_s: float
+    verify: bool
+    shm: bool
+    faults: frozenset[str]
+    check_every: int
+    copy_s: float
+    disk: int = 0  # bytes below each server's memory; 0: there is none
+    large: bool = False  # some blocks are larger than a page
+    policy: str = "lru"
+
+    @property
+    def alignment(self) -> int:
+        return PAGE if self.disk else ALIGNMENT
+
+    @property
+    def usual_extent(self) -> int:
+        """What a block takes, about."""
+        return PAGE if self.disk else 384
+
+    @property
+    def viewed_max(self) -> int:
+        """Blocks that one client looks at in place."""
+        return max(1, self.capacity // PAGE // 12) if self.disk else 1_000_000
+
+    @classmethod
+    def draw(cls, seed: int, ops: int, without: frozenset[str]) -> Plan:
+        rng = random.Random(f"{seed}/plan")
+        verify = bool(seed % 2)  # every other world runs with checksums off: they hide bugs
+        faults = {name for name in FAULTS if rng.random() < 0.45}
+        if not verify:
+            faults.discard("rot")  # then only a checksum could tell
+        plan = cls(
+            seed=seed,
+            masters=rng.choice([1, 1, 2, 3]),
+            servers=rng.choice([1, 2, 2, 3, 3]),
+            hosts=rng.choice([1, 2]),
+            clients=rng.randint(2, 4),
+            capacity=ALIGNMENT * rng.choice([96, 192, 384]),
+            ops=ops,
+            chaos_s=rng.uniform(20, 45),
+            verify=verify,
+            shm=rng.random() < 0.7,
+            faults=frozenset(faults - without),
+            copy_s=rng.choice([0.0005, 0.02, 0.1]),
+            check_every=rng.choice([1, 12, 12, 12]),
+        )
+        rng = random.Random(f"{seed}/disk")  # so that worlds without one stay as they were
+        if rng.random() < 0.5 or "disk" in without:
+            return plan
+        extents = rng.randint(6, 24)
+        share = rng.choice([0.5, 1.0, 1.0, 1.5, 2.0, 4.0])
+        own = {name for name in FAULTS_OF_DISKS if rng.random() < 0.35}
+        slow_net = {"chop", "narrow"} & plan.faults
+        return replace(
+            plan,
+            capacity=PAGE * extents,
+            disk=PAGE * round(extents * share),
+            large=rng.random() < 0.6 and not slow_net,
+            policy=rng.choice(POLICIES),
+            faults=plan.faults | (own - without),
+        )

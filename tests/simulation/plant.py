@@ -1,0 +1,112 @@
+"""Plants one bug and plays seeds until the simulator finds it; prints one JSON line.
+
+    python -m tests.simulation.plant --bug evict-pinned --seeds 0:200
+
+This is a program of its own because its import hook must be installed before any module of the
+pool is imported. Until then it imports nothing but the standard library and the list of bugs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+if __name__ == "__main__" and not __package__:
+    # Started by its path: Python put this folder first, where `network.py` and others would hide
+    # modules of the same name. The repository root takes its place.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tests.simulation.planted import BUGS, FIRST_SEED, Bug
+
+
+class _Planter(importlib.abc.MetaPathFinder):
+    """Imports one module with one bug in it."""
+
+    def __init__(self, bug: Bug) -> None:
+        self._bug = bug
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._bug.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.origin is None:
+            raise ImportError(f"no source of {name}")
+        spec.loader = _BuggyLoader(name, spec.origin, self._bug)
+        return spec
+
+
+class _BuggyLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, bug: Bug) -> None:
+        super().__init__(name, path)
+        self._bug = bug
+
+    def path_stats(self, path: str) -> dict[str, int]:
+        # Without the file's time the loader uses no cached bytecode, which has no bug in it, and
+        # writes none, which would plant the bug in later processes, too.
+        raise OSError("the source is changed: no bytecode cache")
+
+    def get_data(self, path: str) -> bytes:
+        return with_bug(self._bug, super().get_data(path).decode()).encode()
+
+
+def with_bug(bug: Bug, source: str) -> str:
+    """The source with the bug in it. Raises ValueError unless `before` occurs exactly once."""
+    if source.count(bug.before) != 1:
+        raise ValueError(f"{bug.name}: found {source.count(bug.before)} times in {bug.module}")
+    return source.replace(bug.before, bug.after)
+
+
+def _bug(name: str) -> Bug:
+    for bug in BUGS:
+        if bug.name == name:
+            return bug
+    raise argparse.ArgumentTypeError(
+        f"no planted bug {name!r}; tests/simulation/planted.py has all"
+    )
+
+
+def _seeds(text: str) -> range:
+    found = re.fullmatch(r"(\d+):(\d+)", text, re.ASCII)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected first:last, such as 0:200")
+    return range(int(found[1]), int(found[2]))
+
+
+def main() -> None:
+    """Plant the bug, then play seeds until one fails."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation.plant",
+        description="Plant one bug and play seeds until the simulator finds it.",
+    )
+    parser.add_argument("--bug", required=True, type=_bug, help="its name in planted.py")
+    parser.add_argument(
+        "--seeds", default="0:200", type=_seeds, help="first:last, the last one excluded"
+    )
+    arguments = parser.parse_args()
+    bug: Bug = arguments.bug
+    sys.meta_path.insert(0, _Planter(bug))
+    # Imported here, and not above, because from now on the hook changes what is imported.
+    from tests.simulation.world import run
+
+    caught = None
+    seeds: range = arguments.seeds
+    first = FIRST_SEED.get(bug.name)
+    for seed in (*([first] if first in seeds else []), *seeds):
+        report = run(seed)
+        if report.failure is not None:
+            caught = {"seed": seed, "failure": report.failure}
+            break
+    print(json.dumps({"bug": bug.name, "promise": bug.promise, "caught": caught}))
+
+
+if __name__ == "__main__":
+    main()
