@@ -102,7 +102,9 @@ async def serve(
             )
             stack.push_async_callback(server.close)
             await server.start()
-            await server.registered(asyncio.get_running_loop().time() + _REGISTERED_WITHIN_S)
+            await server.wait_until_registered(
+                asyncio.get_running_loop().time() + _REGISTERED_WITHIN_S
+            )
             started.append(server)
         yield Dev(master, started, chosen)
 

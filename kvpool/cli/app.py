@@ -257,7 +257,7 @@ async def _registered(running: BlockServer, settings: Config) -> None:
     loop = asyncio.get_running_loop()
     patience = settings.master.timeout_s + 2 * settings.server.heartbeat_s
     try:
-        await running.registered(loop.time() + patience)
+        await running.wait_until_registered(loop.time() + patience)
     except Unavailable as error:
         hint = await why_silent(settings.server.masters, cluster_of(settings))
         complaints.print(f"[yellow]no master yet:[/] {escape(str(error))}{hint}; trying on")

@@ -88,7 +88,7 @@ def pages_of_server(server: BlockServer) -> dict[str, Callable[[], Page]]:
     now = asyncio.get_running_loop().time
 
     def unready() -> str | None:
-        return None if server.known else "no master knows this server yet"
+        return None if server.registered else "no master knows this server yet"
 
     return _pages(lambda: _of_members([_member(server, now())]), unready)
 
@@ -172,7 +172,7 @@ def _member(server: BlockServer, now: float) -> Member:
         host=server.host.name,
         addresses=tuple(server.addresses),
         tiers=tuple(tier.name for tier in server.tiers),
-        alive=server.known,
+        alive=server.registered,
         heard_s=0.0,
         capacity=told.free + told.used,
         used=told.used,

@@ -16,7 +16,8 @@ from typing import Any, Final
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import Unavailable
-from kvpool.protocols import Addressable, PersistentTier, SupportsStatusText, Tier
+from kvpool.protocols import Addressable, PersistentTier, Tier
+from kvpool.server import tier_traffic
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tiered_store import MOVER, Copy, Stack
 from kvpool.types import Namespace, ReadStatus, Record
@@ -52,51 +53,6 @@ _BURY_STEP: Final = 1024
 _Key = tuple[Namespace, int, bytes]
 
 
-class _Flow:
-    """What goes one way into or out of a tier, and the seconds in which any of it did."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.blocks = 0
-        self.seconds = 0.0
-        self.rate = 0.0  # bytes per second lately
-        self.block_rate = 0.0
-        self._under_way = 0
-        self._since = 0.0
-        self._counted = (0.0, 0, 0)  # when the rates were last computed, of what
-
-    @contextlib.contextmanager
-    def under_way(self) -> Iterator[None]:
-        if not self._under_way:
-            self._since = _now()
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self.seconds += _now() - self._since
-
-    def tick(self, now: float) -> None:
-        """Bring the rates up to date, once a second at most."""
-        since, size, blocks = self._counted
-        if now - since >= 1.0:
-            self.rate = (self.size - size) / (now - since)
-            self.block_rate = (self.blocks - blocks) / (now - since)
-            self._counted = (now, self.size, self.blocks)
-
-
-class _Traffic:
-    """What has gone into and out of one tier."""
-
-    def __init__(self) -> None:
-        self.read = _Flow()
-        self.written = _Flow()
-        self.failures = 0
-        self.failures_in_a_row = 0
-        self.corrupt = 0
-
-
 class _Wave:
     """A reader that waits for staged blocks."""
 
@@ -124,10 +80,7 @@ class Mover:
         self._durable = {
             n: tier for n, tier in enumerate(tiers) if isinstance(tier, PersistentTier)
         }
-        self._described = {
-            n: tier for n, tier in enumerate(tiers) if isinstance(tier, SupportsStatusText)
-        }
-        self._traffic = [_Traffic() for _ in tiers]
+        self._traffic = [tier_traffic.TierTraffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._staging: dict[_Key, list[_Wave]] = {}
@@ -185,35 +138,7 @@ class Mover:
 
     def usage(self, now: float) -> list[TierUsage]:
         """How full each tier is and what goes through it, for `kvpool status`."""
-        usage = []
-        for number, (tier, store) in enumerate(zip(self._tiers, self._stack.stores, strict=True)):
-            traffic = self._traffic[number]
-            traffic.read.tick(now)
-            traffic.written.tick(now)
-            usage.append(
-                TierUsage(
-                    name=tier.name,
-                    status_text=self._described[number].status_text
-                    if number in self._described
-                    else "",
-                    lost=number in self._stack.lost_tiers,
-                    capacity=store.allocator.capacity,
-                    used=store.allocator.allocated,
-                    blocks=store.stored,
-                    hits=self._stack.hits[number],
-                    read_bytes=traffic.read.size,
-                    read_s=traffic.read.seconds,
-                    read_rate=traffic.read.rate,
-                    written_bytes=traffic.written.size,
-                    write_s=traffic.written.seconds,
-                    write_rate=traffic.written.rate,
-                    failures=traffic.failures,
-                    corrupt=traffic.corrupt,
-                    written_blocks=traffic.written.blocks,
-                    write_block_rate=traffic.written.block_rate,
-                )
-            )
-        return usage
+        return tier_traffic.usage(self._tiers, self._stack, self._traffic, now)
 
     # --- up ------------------------------------------------------------------------------------
 
@@ -386,7 +311,8 @@ class Mover:
         size = stack.top.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
         memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
         try:
-            with flow.under_way(), self._alarmed(other):
+            flow.begin(_now())
+            with self._alarmed(other):
                 if up:
                     await tier.read_into(entry.offset, memory)
                 else:
@@ -396,6 +322,8 @@ class Mover:
             if up:  # the rest of the tier may be well; this block would fail again
                 stack.spoilt(copy, ReadStatus.TIER_LOST)
             return False
+        finally:
+            flow.end(_now())
         flow.size += entry.size
         flow.blocks += 1
         traffic.failures_in_a_row = 0

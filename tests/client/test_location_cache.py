@@ -9,7 +9,7 @@ import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev
 from kvpool.client.location_cache import Sighting, Sightings
-from kvpool.server.block_server import _Connection
+from kvpool.server.connection import ServerConnection
 from tests.conftest import NAMESPACE, buffers, key, keys, value, values
 
 HERE = Sighting(NAMESPACE, "here", alone=True)
@@ -78,15 +78,15 @@ async def test_a_part_is_no_block(pool_dev: dev.Dev) -> None:
 def fall_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """The server of this name answers no reads any more; how often it was asked."""
     asked: list[str] = []
-    pin = _Connection.pin
+    pin = ServerConnection.pin
 
-    async def never(self: _Connection, *question: Any) -> Any:
-        if self._server.server != name:
+    async def never(self: ServerConnection, *question: Any) -> Any:
+        if self._context.server != name:
             return await pin(self, *question)
         asked.append(name)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(_Connection, "pin", never)
+    monkeypatch.setattr(ServerConnection, "pin", never)
     return asked
 
 

@@ -333,7 +333,7 @@ async def test_refused_writes_leave_no_waiters(watched: dev.Dev) -> None:
             ReserveRequest(NAMESPACE, 0, [key(number)], [b""], [1 << 20]),
             deadline=loop.time() + 0.002,
         )
-    assert not server._space
+    assert not server._context._waiting_for_space
     connection.close()
 
 

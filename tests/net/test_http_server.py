@@ -104,7 +104,7 @@ async def test_ready_is_a_server_that_a_master_knows() -> None:
             assert serving is not None
             assert (await ask(serving.address, "/ready"))[0] == 200
             await running.master.close()
-            await eventually(lambda: not server.known, within_s=15)
+            await eventually(lambda: not server.registered, within_s=15)
             status, why = await ask(serving.address, "/ready")
             assert (status, why) == (503, "no master knows this server yet\n")
             assert (await ask(serving.address, "/health"))[0] == 200
@@ -138,7 +138,7 @@ async def test_connections_are_bounded(of_server: str) -> None:
 
 async def test_names_that_a_server_made_up_do_not_spoil_the_page(pool_dev: dev.Dev) -> None:
     strange = {"evicted_blocks_total": 1, "used_bytes": 2, 'x"} 1\nfake': 3, "fine": 4}
-    pool_dev.servers[0].counters.update(strange)
+    pool_dev.servers[0]._context.counters.update(strange)
     async with pages(metrics.pages_of_server(pool_dev.servers[0]), "127.0.0.1:0") as serving:
         assert serving is not None
         told = await figures(serving.address)

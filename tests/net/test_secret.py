@@ -45,7 +45,7 @@ async def pool_of(cluster: Cluster) -> AsyncIterator[dev.Dev]:
     )
     try:
         await server.start()
-        await server.registered(asyncio.get_running_loop().time() + 10)
+        await server.wait_until_registered(asyncio.get_running_loop().time() + 10)
         yield dev.Dev(master, [server], {})
     finally:
         await server.close()

@@ -65,7 +65,7 @@ async def saved(running: dev.Dev) -> None:
     """Wait until everything has been copied to the file, and the master knows what that evicted."""
     (server,) = running.servers
     await eventually(lambda: not server.stack.waiting and not server.stack.top.pins)
-    await server.visible(asyncio.get_running_loop().time() + 5)
+    await server._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
 
 
 # --- more than fits in memory -----------------------------------------------------------

@@ -30,7 +30,8 @@ _READER = "kvpool.client.reader"
 _WRITER = "kvpool.client.writer"
 _MASTERS = "kvpool.client.masters"
 _SERVERS = "kvpool.client.servers"
-_SERVER = "kvpool.server.block_server"
+_CONNECTION = "kvpool.server.connection"
+_ANNOUNCER = "kvpool.server.announcer"
 _STREAMS = "kvpool_transports.streams.stream"
 _SERVING = "kvpool_transports.streams.server"
 _MAPPED = "kvpool_transports.streams.mapped_channel"
@@ -127,8 +128,8 @@ BUGS: Sequence[Bug] = (
     Bug(
         "quarantine-never-ends",
         "liveness",
-        _SERVER,
-        "        self._stack.top.writer_exited(self._owner)\n",
+        _CONNECTION,
+        "        self._store.top.writer_exited(self._id)\n",
         "",
     ),
     # --- writing
@@ -164,15 +165,15 @@ BUGS: Sequence[Bug] = (
     Bug(
         "acknowledged-before-announced",
         "G5",
-        _SERVER,
-        "        if visible:\n            await self._server.visible(deadline)\n",
+        _CONNECTION,
+        "        if visible:\n            await self._context.wait_until_announced(deadline)\n",
         "",
     ),
     Bug(
         "already-stored-before-announced",
         "G5",
-        _SERVER,
-        "await self._server.visible(patience)",
+        _CONNECTION,
+        "await self._context.wait_until_announced(patience)",
         "pass",
     ),
     # --- connections
@@ -309,9 +310,9 @@ BUGS: Sequence[Bug] = (
     Bug(
         "lost-news-is-not-repeated",
         "G7",
-        _SERVER,
-        "self._failed(error)\n                await asyncio.sleep(self._config.heartbeat_s / 10)",
-        "await asyncio.sleep(self._config.heartbeat_s / 10)",
+        _ANNOUNCER,
+        "self._failed(error)\n                await asyncio.sleep(self._heartbeat_s / 10)",
+        "await asyncio.sleep(self._heartbeat_s / 10)",
     ),
     Bug(
         "old-announcement-applied",
@@ -403,8 +404,8 @@ BUGS: Sequence[Bug] = (
     Bug(
         "removal-does-not-wait-for-the-disk",
         "G8",
-        _SERVER,
-        "await self._server.mover.erase()",
+        _CONNECTION,
+        "await self._context.mover.erase()",
         "await asyncio.sleep(0)",
     ),
     Bug(

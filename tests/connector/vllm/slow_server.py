@@ -34,7 +34,7 @@ async def serve(master: str) -> None:
         policy=registry.policy(config.policy, tiers[-1].capacity),
     )
     await server.start()
-    await server.registered(asyncio.get_running_loop().time() + 10)
+    await server.wait_until_registered(asyncio.get_running_loop().time() + 10)
     rates = asyncio.create_task(_listen(shaped))
     while not rates.done():  # with the end of its input it ends, too
         print(sum(proxy.moved for proxy in shaped.proxies), flush=True)

@@ -1,0 +1,334 @@
+"""Keeps one master informed of what this server holds: inventory, then changes, then heartbeats.
+
+Every message has a number. A master that misses one refuses the next, and gets a new inventory
+(design: announcements).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool import logs
+from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.protocols import Link
+from kvpool.server.state.entry import Change, Entry
+from kvpool.server.state.tiered_store import Stack
+from kvpool.types import ReadStatus
+from kvpool.wire import messages as wire
+
+log = logs.get("kvpool.server")
+
+#: Changes that may wait for one master; beyond it, an inventory is cheaper and bounded.
+_PENDING_MAX: Final = 100_000
+#: Changes that no caller waits for are sent to a master at most so often, and so in batches: the
+#: fixed cost of a message is higher, at both ends, than that of a few more changes in it.
+_NEWS_GAP_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a server is. `epoch` is random in each life of the process: a restart is another one."""
+
+    server: str
+    epoch: int
+    host: str
+    addresses: Sequence[str]
+    tiers: Sequence[str]
+
+
+class AnnouncerState(enum.Enum):
+    """How far a master is with this server."""
+
+    UNREGISTERED = enum.auto()
+    SYNCING = enum.auto()
+    STREAMING = enum.auto()
+
+
+class Announcer:
+    """Announces one server to one master: in order, numbered, resynchronised after a gap.
+
+    | state        | the master has                    | changes are | next state, when          |
+    |--------------|-----------------------------------|-------------|---------------------------|
+    | UNREGISTERED | nothing, or an outdated inventory | dropped     | SYNCING: it accepts us    |
+    | SYNCING      | a part of the inventory           | queued      | STREAMING: it has it all  |
+    | STREAMING    | all but the queued changes        | queued      | (it stays)                |
+
+    Any error, a refused announcement, and more than `_PENDING_MAX` queued changes lead back to
+    UNREGISTERED: nothing is kept for a master that is away, it gets the inventory afterwards.
+    One request is under way at a time; changes that come meanwhile make the next batch.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        store: Stack,
+        link: Link,
+        heartbeat_s: float,
+        measure: Callable[[float, int, int], wire.Heartbeat],
+        apply_hints: Callable[[Sequence[wire.WireHint]], None],
+    ) -> None:
+        self._identity = identity
+        self._store = store
+        self._link = link
+        self._heartbeat_s = heartbeat_s
+        self._measure = measure
+        self._apply_hints = apply_hints
+        self._loop = asyncio.get_running_loop()
+        self._state = AnnouncerState.UNREGISTERED
+        self._pending: deque[Change] = deque()
+        self._wake = asyncio.Event()
+        self._urgent = asyncio.Event()  # a caller waits, or a block has left
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        # Both count changes since the last inventory began; a caller waits for a position.
+        self._enqueued = 0
+        self._acknowledged = 0
+        self._sequence = 0
+        self._hints_heard = 0
+        self._last_batch_at = 0.0
+        self._next_heartbeat = 0.0
+        self.problem: KvpoolError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def registered(self) -> bool:
+        """The master has accepted this server, and gets all its changes."""
+        return self._state is not AnnouncerState.UNREGISTERED
+
+    def start(self) -> None:
+        """Begin in the background."""
+        name = f"announce to {self._link.address}"
+        self._task = self._loop.create_task(self._run(), name=name)
+
+    async def close(self) -> None:
+        """Stop, and tell the master so if it answers within 0.2 s."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        with contextlib.suppress(KvpoolError):
+            leave = wire.Leave(self._identity.server, self._identity.epoch)
+            await self._request(leave, wire.HeartbeatReply, within_s=0.2)
+        self._link.close()
+        self._unregister()
+
+    def enqueue(self, changes: Sequence[Change]) -> None:
+        """Queue changes for the next batch, unless an inventory is due anyway."""
+        if self._state is AnnouncerState.UNREGISTERED or not changes:
+            return
+        self._enqueued += len(changes)
+        self._pending.extend(changes)
+        # A reader that is sent to a block that has left loses a round trip: do not wait for more.
+        if not all(change.status.hit for change in changes):
+            self._urgent.set()
+        if len(self._pending) > _PENDING_MAX:
+            self._unregister()
+        self._wake.set()
+
+    def flushed(self) -> asyncio.Future[None]:
+        """Done when the master has acknowledged all that is queued now, or is lost."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        if self._acknowledged >= self._enqueued or not self.registered:
+            future.set_result(None)
+        else:
+            self._waiting.append((self._enqueued, future))
+            self._urgent.set()
+        return future
+
+    async def _run(self) -> None:
+        """Register, send the inventory, then changes and heartbeats, for ever."""
+        while True:
+            try:
+                if not self.registered:
+                    await self._register()
+                    await self._send_inventory()
+                await self._send_changes()
+                if self._loop.time() >= self._next_heartbeat:
+                    await self._send_heartbeat()
+                self.problem = None
+                await self._wait()
+            except Unavailable as error:
+                self._failed(error)
+                await asyncio.sleep(self._heartbeat_s / 10)
+            except KvpoolError as error:
+                self._failed(error)
+                await asyncio.sleep(self._heartbeat_s)
+
+    async def _request(
+        self, message: wire.Message, answer: type[wire.M], within_s: float | None = None
+    ) -> wire.M:
+        deadline = self._loop.time() + (within_s or self._heartbeat_s)
+        type, body = await self._link.request(*wire.encode(message), deadline=deadline)
+        return wire.decode_answer(answer, type, body)
+
+    async def _register(self) -> None:
+        identity = self._identity
+        registered = await self._request(
+            wire.Register(
+                identity.server,
+                identity.epoch,
+                identity.host,
+                list(identity.addresses),
+                list(identity.tiers),
+                self._store.bottom.allocator.capacity,
+            ),
+            wire.Registered,
+        )
+        if not registered.accepted:
+            raise ConfigError(
+                f"server id {identity.server!r} belongs to another living server; "
+                "choose another with --id"
+            )
+        self._hints_heard = registered.hints_heard
+
+    async def _send_inventory(self) -> None:
+        """All blocks, in pieces; changes meanwhile are queued and follow (design: inventory)."""
+        # From here on changes are queued: a block that is sealed while the pieces are sent is in
+        # none of them.
+        self._pending.clear()
+        self._enqueued = self._acknowledged = 0
+        self._state = AnnouncerState.SYNCING
+        self._sequence += 1
+        entries: list[Entry | Change] = [*self._store.inventory()]
+        # And why others are gone: the master may still have them from before it lost touch.
+        entries += self._store.departures()
+        step = wire.ANNOUNCED_BLOCKS_MAX
+        starts = range(0, max(1, len(entries)), step)
+        for piece, start in enumerate(starts):
+            changes = [
+                change
+                for entry in entries[start : start + step]
+                if (change := _as_change(self._store, entry)) is not None
+            ]
+            applied = await self._request(
+                wire.Inventory(
+                    self._identity.server,
+                    self._identity.epoch,
+                    self._sequence,
+                    piece,
+                    start == starts[-1],
+                    _grouped(changes),
+                ),
+                wire.Announced,
+            )
+            if not applied.applied:
+                raise Unavailable("the master does not know this server any more")
+            if self._loop.time() >= self._next_heartbeat:
+                await self._send_heartbeat()
+        await self._send_heartbeat()
+        # Too many changes meanwhile have ended the synchronisation: then a new one begins.
+        if self._state is AnnouncerState.SYNCING:
+            self._state = AnnouncerState.STREAMING
+        log.info("master knows all blocks", master=self._link.address, blocks=len(entries))
+
+    async def _send_changes(self) -> None:
+        while await self._batch_due():
+            count = min(len(self._pending), wire.ANNOUNCED_BLOCKS_MAX)
+            batch = [self._pending.popleft() for _ in range(count)]
+            self._sequence += 1
+            announced = await self._request(
+                wire.Announce(
+                    self._identity.server, self._identity.epoch, self._sequence, _grouped(batch)
+                ),
+                wire.Announced,
+            )
+            if not announced.applied:
+                raise Unavailable("the master missed an announcement")
+            self._acknowledge(self._acknowledged + count)
+            if self._loop.time() >= self._next_heartbeat:
+                await self._send_heartbeat()
+
+    async def _batch_due(self) -> bool:
+        """Whether there are changes to send, once `_NEWS_GAP_S` has passed or one is urgent."""
+        if self._pending and self._loop.time() < self._last_batch_at + _NEWS_GAP_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._last_batch_at + _NEWS_GAP_S):
+                    await self._urgent.wait()
+        self._last_batch_at = self._loop.time()
+        return bool(self._pending)
+
+    async def _send_heartbeat(self) -> None:
+        now = self._loop.time()
+        self._next_heartbeat = now + self._heartbeat_s
+        heartbeat = self._measure(now, self._hints_heard, self._sequence)
+        reply = await self._request(heartbeat, wire.HeartbeatReply)
+        if not reply.known:
+            raise Unavailable("the master has restarted")
+        self._hints_heard = reply.hints_heard
+        self._apply_hints(reply.hints)
+        if len(reply.hints) == wire.HINTS_MAX:  # there may be more
+            self._next_heartbeat = now
+
+    async def _wait(self) -> None:
+        """Until there are changes or a heartbeat is due."""
+        self._wake.clear()
+        if self._pending or not self.registered:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._next_heartbeat):
+                await self._wake.wait()
+
+    def _failed(self, error: KvpoolError) -> None:
+        if str(error) != str(self.problem):
+            log.warning("master cannot be told", master=self._link.address, why=str(error))
+        self.problem = error
+        self._unregister()
+
+    def _unregister(self) -> None:
+        """The inventory is due again. Callers that wait are released: nothing more is promised."""
+        self._state = AnnouncerState.UNREGISTERED
+        self._pending.clear()
+        self._acknowledge(self._enqueued)
+
+    def _acknowledge(self, position: int) -> None:
+        """The master has applied the first `position` changes: release the callers that wait."""
+        self._acknowledged = position
+        waiting, self._waiting = self._waiting, []
+        for awaited, future in waiting:
+            if awaited > position:
+                self._waiting.append((awaited, future))
+            elif not future.done():
+                future.set_result(None)
+        if not self._waiting and not self._pending:
+            self._urgent.clear()
+
+
+def _as_change(stack: Stack, entry: Entry | Change) -> Change | None:
+    """How an inventory tells of a block; not at all if it has left since the inventory began."""
+    if isinstance(entry, Change):
+        return entry
+    tier = stack.place(entry)
+    if tier is None:
+        return None
+    return Change(entry.index.namespace, entry.index.part, entry.digest, ReadStatus.HIT, tier)
+
+
+def _grouped(changes: Sequence[Change]) -> list[wire.BlockChanges]:
+    """Consecutive changes of one kind become one message; the order is kept."""
+    groups: list[wire.BlockChanges] = []
+    first = 0
+    for position in range(1, len(changes) + 1):
+        head = changes[first]
+        if position < len(changes):
+            change = changes[position]
+            if (
+                change.status is head.status
+                and change.part == head.part
+                and change.tier == head.tier
+                and change.namespace == head.namespace
+                and len(change.digest) == len(head.digest)
+            ):
+                continue
+        packed = b"".join([change.digest for change in changes[first:position]])
+        namespace, part, digest, status, tier = head
+        groups.append(
+            wire.BlockChanges(
+                namespace.name, namespace.parts, len(digest), packed, part, tier, status
+            )
+        )
+        first = position
+    return groups

@@ -1,0 +1,190 @@
+"""What a transport may do with one client's connection: reserve, seal, pin, unpin, remove.
+
+Nothing here decides where a block lies: `state.tiered_store` does. This file waits (for space,
+for a slow tier, for the masters) and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool import logs
+from kvpool.checksum import block_seed, hasher, namespace_seed
+from kvpool.protocols import ReserveRequest
+from kvpool.server.context import ServerContext
+from kvpool.types import (
+    Extent,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Reservation,
+    WriteStatus,
+)
+
+log = logs.get("kvpool.server")
+
+#: Hashed at once when a reader reports a block as corrupt.
+_HASH_STEP: Final = 1 << 20
+#: A removal waits this long until the masters have applied it, then it is answered anyway.
+_REMOVE_VISIBLE_S: Final = 1.0
+#: A reader of blocks in a slow tier is answered after this long, even if none has arrived: a server
+#: must not look dead because its disk is slow (design: unresponsive-servers).
+_PROMOTE_WAIT_S: Final = 0.05
+
+
+class ServerConnection:
+    """One client's connection: all that it has reserved and pinned is freed when it closes.
+
+    `id` names it in the store, where it owns reservations and pins.
+    """
+
+    def __init__(self, context: ServerContext, id: int) -> None:
+        self._context = context
+        self._store = context.store
+        self._id = id
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+
+    async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
+        now = self._loop.time()
+        # Half of the caller's time at most: a refusal must still reach it.
+        patience = now + (deadline - now) / 2
+        answers = self._store.reserve(self._id, request, now)
+        while True:
+            self._context.publish()
+            full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
+            if full and self._store.has_room_below and any(a.extent for a in answers):
+                # It waits for itself: what it has reserved must be sealed before it can go down.
+                for position in full:
+                    answers[position] = Reservation(WriteStatus.NOT_YET)
+                break
+            if not full or self._loop.time() >= patience:
+                break
+            await self._context.wait_for_space(patience)
+            if not self._open:  # closed meanwhile: nothing would free what is reserved now
+                break
+            retried = self._store.reserve(self._id, request.subset(full), self._loop.time())
+            for position, answer in zip(full, retried, strict=True):
+                answers[position] = answer
+        self._context.counters["refused_blocks"] += len(full)
+        bypassed = sum(answer.status is WriteStatus.BYPASSED for answer in answers)
+        self._context.counters["bypassed_blocks"] += bypassed
+        if any(answer.status is WriteStatus.ALREADY_STORED for answer in answers):
+            # It may be so new that no master has heard of it: then its writer still waits, and
+            # so must we, or we would acknowledge what cannot be found.
+            await self._context.wait_until_announced(patience)
+        return answers
+
+    async def seal(
+        self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
+    ) -> list[WriteStatus]:
+        now = self._loop.time()
+        statuses = [
+            self._store.seal(self._id, id, sum_, now)
+            for id, sum_ in zip(ids, checksums, strict=True)
+        ]
+        self._store.top.cancel_rest(self._id)
+        self._context.counters["written_blocks"] += len(statuses)
+        self._context.on_change()
+        if visible:
+            await self._context.wait_until_announced(deadline)
+        return statuses
+
+    async def pin(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
+    ) -> list[Pin]:
+        pins = self._pin(namespace, part, digests, buffer_sizes)
+        later = [
+            digest
+            for digest, pin in zip(digests, pins, strict=True)
+            if pin.status is ReadStatus.NOT_YET
+        ]
+        mover = self._context.mover
+        if later and any(pin.extent is not None for pin in pins):
+            mover.begin(namespace, part, later)  # while the reader is busy with the others
+        elif later:
+            await mover.stage(namespace, part, later, self._loop.time() + _PROMOTE_WAIT_S)
+            if self._open:
+                pins = self._pin(namespace, part, digests, buffer_sizes)
+        return pins
+
+    def _pin(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
+    ) -> list[Pin]:
+        """What is in reach now. Between this and the answer nothing is awaited."""
+        pins = self._store.pin(self._id, namespace, part, digests, self._loop.time(), buffer_sizes)
+        hits = [pin.extent.size for pin in pins if pin.extent is not None]
+        counters = self._context.counters
+        counters["read_blocks"] += len(hits)
+        counters["read_bytes"] += sum(hits)
+        if len(hits) < len(pins):
+            later = sum(pin.status is ReadStatus.NOT_YET for pin in pins)
+            counters["missed_blocks"] += len(pins) - len(hits) - later
+            self._context.publish()
+        return pins
+
+    def unpin(self, pins: Sequence[Pin]) -> None:
+        if self._open:
+            for pin in pins:
+                if pin.status is ReadStatus.HIT:
+                    self._store.top.unpin(self._id, pin.id)
+            self._context.space_changed()
+
+    async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
+        removed = self._store.remove(namespace, digests)
+        self._context.on_change()
+        await self._context.mover.erase()  # it must not be back after a restart
+        await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
+        return removed
+
+    async def report_corruption(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[bool]:
+        pins = self._pin(namespace, part, digests, [1 << 62] * len(digests))
+        half = namespace_seed(namespace, part)
+        rotten = [False] * len(digests)
+        try:
+            for position, pin in enumerate(pins):
+                if pin.extent is not None:
+                    seed = block_seed(half, digests[position])
+                    rotten[position] = pin.checksum != await _checksum_of(
+                        self.view(pin.extent), seed
+                    )
+        finally:
+            self.unpin(pins)
+        bad = [digest for digest, is_bad in zip(digests, rotten, strict=True) if is_bad]
+        if bad:
+            log.error("blocks are corrupt", server=self._context.server, blocks=len(bad))
+            self._context.counters["corrupt_blocks"] += len(bad)
+            # In this memory only: what another tier has is checked when it is read from there.
+            self._store.top.remove(namespace, bad, ReadStatus.CORRUPT, part)
+            self._context.on_change()
+            await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
+        return rotten
+
+    def view(self, extent: Extent) -> memoryview:
+        return self._context.memory.view(extent.offset, extent.size)
+
+    def close(self, *, writer_may_be_alive: bool = False) -> bool:
+        if not self._open:
+            return False
+        self._open = False
+        self._context.connections -= 1
+        quarantined = self._store.top.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
+        self._context.on_change()
+        return quarantined
+
+    def writer_exited(self) -> None:
+        self._store.top.writer_exited(self._id)
+        self._context.on_change()
+
+
+async def _checksum_of(data: memoryview, seed: int) -> int:
+    """The checksum of a block, in steps that leave the loop to others in between."""
+    digest = hasher(seed)
+    for start in range(0, len(data), _HASH_STEP):
+        digest.update(data[start : start + _HASH_STEP])
+        await asyncio.sleep(0)
+    return digest.intdigest()

@@ -1,0 +1,73 @@
+"""What the connections of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+
+from kvpool.protocols import Addressable, Tier
+from kvpool.server.announcer import Announcer
+from kvpool.server.state.tiered_store import Stack
+from kvpool.server.tier_mover import Mover
+
+
+class ServerContext:
+    """The index of the blocks, their memory, and the two things that a call may wait for.
+
+    Connections change `store` and then call `on_change` (or `publish`), without an `await` between
+    the two. They wait for masters (`wait_until_announced`) and for memory (`wait_for_space`), both
+    with a deadline. The server itself only makes a context and fills `announcers`.
+    """
+
+    def __init__(self, server: str, store: Stack, tiers: Sequence[Tier]) -> None:
+        self.server = server
+        self.store = store
+        memory = tiers[store.reached]
+        assert isinstance(memory, Addressable)
+        #: The memory that clients write into and read out of.
+        self.memory: Addressable = memory
+        self.mover = Mover(store, tiers, self.on_change)
+        self.announcers: list[Announcer] = []
+        self.counters: Counter[str] = Counter()
+        self.connections = 0
+        self._waiting_for_space: list[asyncio.Future[None]] = []
+
+    def publish(self) -> None:
+        """Queue the store's changes for every master, and wake the mover."""
+        changes = self.store.take_changes()
+        if changes:
+            for announcer in self.announcers:
+                announcer.enqueue(changes)
+        self.mover.wake()
+
+    def on_change(self) -> None:
+        """The store has changed: `publish`, and let writers try again that wait for space."""
+        self.publish()
+        self.space_changed()
+
+    async def wait_until_announced(self, deadline: float) -> None:
+        """Return when every registered master has applied what was published, or at `deadline`."""
+        waits = [announcer.flushed() for announcer in self.announcers if announcer.registered]
+        if waits:
+            await asyncio.wait(
+                waits, timeout=max(0.0, deadline - asyncio.get_running_loop().time())
+            )
+
+    def space_changed(self) -> None:
+        """An extent was freed or became evictable: end every `wait_for_space`."""
+        waiting, self._waiting_for_space = self._waiting_for_space, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_for_space(self, deadline: float) -> None:
+        """Return at the next `space_changed`, or at `deadline`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting_for_space.append(future)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await future
+        if future in self._waiting_for_space:  # the deadline came first
+            self._waiting_for_space.remove(future)

@@ -1,0 +1,86 @@
+"""What goes into and out of each tier: bytes, blocks, seconds, recent rates, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.protocols import SupportsStatusText, Tier
+from kvpool.server.state.tiered_store import Stack
+from kvpool.wire.messages import TierUsage
+
+
+class TransferStats:
+    """One direction of one tier: what was transferred, and the seconds in which any of it was."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.blocks = 0
+        self.seconds = 0.0
+        self.rate = 0.0  # bytes per second lately
+        self.block_rate = 0.0
+        self._running = 0
+        self._since = 0.0
+        self._counted = (0.0, 0, 0)  # when the rates were last computed, of what
+
+    def begin(self, now: float) -> None:
+        """One more transfer. Those that overlap share their seconds."""
+        if not self._running:
+            self._since = now
+        self._running += 1
+
+    def end(self, now: float) -> None:
+        """One transfer less, whatever came of it."""
+        self._running -= 1
+        if not self._running:
+            self.seconds += now - self._since
+
+    def tick(self, now: float) -> None:
+        """Bring the rates up to date, once a second at most."""
+        since, size, blocks = self._counted
+        if now - since >= 1.0:
+            self.rate = (self.size - size) / (now - since)
+            self.block_rate = (self.blocks - blocks) / (now - since)
+            self._counted = (now, self.size, self.blocks)
+
+
+class TierTraffic:
+    """What was read from and written to one tier, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.read = TransferStats()
+        self.written = TransferStats()
+        self.failures = 0
+        self.failures_in_a_row = 0
+        self.corrupt = 0
+
+
+def usage(
+    tiers: Sequence[Tier], store: Stack, traffic: Sequence[TierTraffic], now: float
+) -> list[TierUsage]:
+    """How full each tier is and what goes through it, for `kvpool status` and `/metrics`."""
+    answer = []
+    for number, (tier, one, moved) in enumerate(zip(tiers, store.stores, traffic, strict=True)):
+        moved.read.tick(now)
+        moved.written.tick(now)
+        answer.append(
+            TierUsage(
+                name=tier.name,
+                status_text=tier.status_text if isinstance(tier, SupportsStatusText) else "",
+                lost=number in store.lost_tiers,
+                capacity=one.allocator.capacity,
+                used=one.allocator.allocated,
+                blocks=one.stored,
+                hits=store.hits[number],
+                read_bytes=moved.read.size,
+                read_s=moved.read.seconds,
+                read_rate=moved.read.rate,
+                written_bytes=moved.written.size,
+                write_s=moved.written.seconds,
+                write_rate=moved.written.rate,
+                failures=moved.failures,
+                corrupt=moved.corrupt,
+                written_blocks=moved.written.blocks,
+                write_block_rate=moved.written.block_rate,
+            )
+        )
+    return answer
