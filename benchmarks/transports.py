@@ -28,7 +28,7 @@ from kvpool import ClientConfig, Namespace, Pool, WriteStatus
 from kvpool import runtime as process
 from kvpool.errors import KvpoolError
 from kvpool.tools.bench import machine
-from kvpool.tools.replay import quantiles
+from kvpool.tools.replay_report import quantiles
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 
 _NAMESPACE = Namespace("bench")

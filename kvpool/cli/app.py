@@ -36,8 +36,9 @@ from kvpool.config import (
 )
 from kvpool.errors import ConfigError, KvpoolError, Unavailable, UsageError
 from kvpool.master.service import Master
+from kvpool.net.diagnose import diagnose_unreachable
 from kvpool.net.http_server import Page, pages
-from kvpool.net.zmq_rpc import ZmqNetwork, why_silent
+from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.ops import metrics
 from kvpool.ops.tables import as_json_object, human, members_table, tiers_table
 from kvpool.server.block_server import BlockServer
@@ -259,7 +260,7 @@ async def _registered(running: BlockServer, settings: Config) -> None:
     try:
         await running.wait_until_registered(loop.time() + patience)
     except Unavailable as error:
-        hint = await why_silent(settings.server.masters, cluster_of(settings))
+        hint = await diagnose_unreachable(settings.server.masters, cluster_of(settings))
         complaints.print(f"[yellow]no master yet:[/] {escape(str(error))}{hint}; trying on")
 
 
@@ -505,7 +506,9 @@ def _play(options: ReplayOptions, picture: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
-        for table in replays.tables(report):
+        from kvpool.tools.replay_report import tables
+
+        for table in tables(report):
             console.print(table)
         if picture is not None:
             console.print(f"picture: {picture.resolve()}")

@@ -36,7 +36,8 @@ from kvpool.errors import (
     Unavailable,
     UsageError,
 )
-from kvpool.net.zmq_rpc import ZmqNetwork, why_silent
+from kvpool.net.diagnose import diagnose_unreachable
+from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import (
     Channel,
     Network,
@@ -93,7 +94,7 @@ async def connect(
         await pool.members()
     except MasterLost as error:
         await pool.close()
-        raise MasterLost(f"{error}{await why_silent(config.masters, cluster)}") from None
+        raise MasterLost(f"{error}{await diagnose_unreachable(config.masters, cluster)}") from None
     except BaseException:
         await pool.close()
         raise

@@ -2,9 +2,9 @@
 
 The sockets are driven straight from the loop (`add_reader` on zmq's descriptor) and not through
 zmq.asyncio, which adds futures and a scheduling step to each message. That descriptor is
-edge-triggered: after every send the socket must be looked at again, or an answer that arrived
-meanwhile is never seen.
-zmq reconnects by itself; what it cannot deliver ends with the caller's deadline.
+edge-triggered: after every send the socket must be checked again, or a reply that arrived during
+the send is never received. zmq reconnects by itself; a request that it cannot deliver ends at the
+caller's deadline. (design: control-plane)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,10 +25,8 @@ from kvpool.errors import (
     Closed,
     ConfigError,
     DeadlineExceeded,
-    KvpoolError,
-    Overloaded,
-    PeerError,
 )
+from kvpool.net.requests import PENDING_MAX, PendingRequests, answer
 from kvpool.protocols import Handler, Link, Listener
 from kvpool.types import Cluster
 from kvpool.wire import auth
@@ -36,22 +34,13 @@ from kvpool.wire.frames import (
     BODY_SIZE_MAX,
     HEADER_SIZE,
     cluster_id,
-    decode_envelope,
-    encode_envelope,
-    envelope_id,
 )
-from kvpool.wire.messages import Error, encode
 
 log = logs.get("kvpool.link")
 
-#: Requests one caller may have in flight to one master.
-PENDING_MAX = 4096
-#: A link that has been asked and not heard of for so long is dialled again.
-_DEAF_S = 2.0
-#: For a master's greeting, when it does not answer.
-_GREETING_S = 0.3
-_GREETING_SIZE = 64
-#: Messages taken from a socket before the loop gets to do something else.
+#: A link opens a new socket when its requests have had no reply for so long.
+RECONNECT_AFTER_S = 2.0
+#: Messages that are taken from a socket before the loop does something else.
 _BURST = 64
 #: As plain numbers: each operation on zmq's enums costs microseconds, some for every message.
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
@@ -87,7 +76,7 @@ class ZmqNetwork:
     async def serve(self, address: str, handler: Handler) -> Listener:
         """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is taken."""
         socket = self._context.socket(zmq.ROUTER)
-        _bound(socket)
+        _limit(socket)
         if self._keys is not None:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self._keys
@@ -109,8 +98,8 @@ class ZmqNetwork:
     def close(self) -> None:
         if os.getpid() != self._pid:
             return
-        # First those: a descriptor that is closed while the loop still watches it makes the loop
-        # deaf to whatever gets its number next.
+        # Links and listeners first: if a descriptor is closed while the loop still watches it, the
+        # loop misses the events of the next socket that gets the same number.
         for link in self._links:
             link.close()
         for listener in self._listeners:
@@ -119,7 +108,10 @@ class ZmqNetwork:
 
 
 class _Keys(NamedTuple):
-    """The masters' CURVE keys. Who has the public one knows the secret: it is never sent."""
+    """The masters' CURVE keys, derived from the cluster's secret.
+
+    The public key is never sent, so a peer that has it knows the secret. (design: authentication)
+    """
 
     public: bytes
     secret: bytes
@@ -131,7 +123,7 @@ def _keys(cluster: Cluster) -> _Keys:
 
 
 def endpoint(address: str) -> str:
-    """`host:port` as zmq writes it. Raises ConfigError when it is neither that nor an endpoint."""
+    """`host:port` as zmq writes it. Raises ConfigError for anything but host:port or ipc://path."""
     if "://" not in address:
         address = f"tcp://{address}"
     try:
@@ -144,50 +136,13 @@ def endpoint(address: str) -> str:
     return address
 
 
-async def why_silent(masters: Iterable[str], cluster: Cluster) -> str:
-    """What a master's greeting says about why it does not answer us, as the end of a sentence.
-
-    CURVE drops a peer that has another secret without a word; the first 64 bytes of ZMTP, which
-    both sides send unasked, at least say whether the other one has any.
-    """
-    hints = []
-    for master in masters:
-        mechanism = await _mechanism(master)
-        if mechanism == b"CURVE" and not cluster.secret:
-            hints.append(f"{master} asks for a secret: give it (setting secret_file)")
-        elif mechanism == b"CURVE":
-            hints.append(f"{master} has a secret: is it the same, and the cluster's name, too?")
-        elif mechanism == b"NULL" and cluster.secret:
-            hints.append(f"{master} has no secret, and this side has one")
-    return "".join(f"; {hint}" for hint in hints)
-
-
-async def _mechanism(address: str) -> bytes | None:
-    """NULL, CURVE, or None where nobody speaks ZMTP."""
-    parts = urlsplit(endpoint(address))
-    # Signature and version only: with a mechanism that is not its own it would hang up at once.
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(_GREETING_S):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            writer.write(greeting)
-            theirs = await reader.readexactly(_GREETING_SIZE)
-    except (OSError, TimeoutError, EOFError):
-        return None
-    finally:
-        if writer is not None:
-            writer.transport.abort()
-    return theirs[12:32].rstrip(b"\0") if theirs[:1] == b"\xff" else None
-
-
-def _bound(socket: zmq.Socket[bytes]) -> None:
-    """Limits on everything a peer can make us hold."""
+def _limit(socket: zmq.Socket[bytes]) -> None:
+    """Set a limit on everything that a peer can make this process store."""
     socket.setsockopt(zmq.MAXMSGSIZE, BODY_SIZE_MAX + HEADER_SIZE)
     socket.setsockopt(zmq.SNDHWM, PENDING_MAX)
     socket.setsockopt(zmq.RCVHWM, PENDING_MAX)
     socket.setsockopt(zmq.LINGER, 0)
-    # A peer that vanished without FIN (frozen, cable cut) is noticed and redialled.
+    # Detects a peer that disappeared without FIN (frozen, cable cut), and reconnects.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
@@ -208,7 +163,7 @@ class _Socket:
     def _drain(self) -> None:
         self._drain_planned = False
         for _ in range(_BURST):
-            # Asking first is cheaper than the exception that an empty queue raises.
+            # The check is cheaper than the exception that an empty queue raises.
             if self.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
                 return
             parts = [self._socket.recv(_NOBLOCK)]
@@ -223,7 +178,7 @@ class _Socket:
             self._loop.call_soon(self._drain)
 
     def send(self, parts: list[bytes]) -> bool:
-        """Hand over one message; False when the peer's queue is full or it is gone."""
+        """Queue one message; False when the peer's queue is full or the peer is gone."""
         try:
             for part in parts[:-1]:
                 self._socket.send(part, _MORE)
@@ -231,7 +186,7 @@ class _Socket:
         except zmq.ZMQError:
             return False
         finally:
-            self._drain_soon()  # the edge may have been eaten by the send
+            self._drain_soon()  # the send may have consumed the edge of a message that arrived
         return True
 
     def close(self) -> None:
@@ -240,86 +195,6 @@ class _Socket:
             with contextlib.suppress(ValueError, OSError, RuntimeError):
                 self._loop.remove_reader(self._fd)
             self._socket.close(0)
-
-
-class Requests:
-    """Requests to one master that wait for their answers: ids, deadlines, who waits for what.
-
-    Knows nothing of sockets: whoever owns one sends what `ask` hands it, and passes on what comes.
-    """
-
-    def __init__(self, address: str, cluster: int) -> None:
-        self._address = address
-        self._cluster = cluster
-        self._loop = asyncio.get_running_loop()
-        self._next_id = 0
-        self._pending: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def __contains__(self, id: int) -> bool:
-        return id in self._pending
-
-    async def ask(
-        self, type: int, body: bytes, send: Callable[[int, bytes], None], deadline: float
-    ) -> tuple[int, bytes]:
-        """Send one request, as (id, message), and wait for its answer."""
-        if self._closed:
-            raise Closed(f"the link to master {self._address} is closed")
-        if len(self._pending) >= PENDING_MAX:
-            raise Overloaded(f"{PENDING_MAX} requests are pending at master {self._address}")
-        id = self._next_id = self._next_id + 1
-        future: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
-        self._pending[id] = future
-        timer = self._loop.call_at(deadline, self._expire, future)
-        try:
-            send(id, encode_envelope(type, self._cluster, id, body))
-            return await future
-        finally:
-            timer.cancel()
-            del self._pending[id]
-
-    def answered(self, message: bytes) -> None:
-        """A message has come; one that nobody waits for (any more) is ignored."""
-        try:
-            envelope = decode_envelope(message, self._cluster)
-        except PeerError as error:
-            id = envelope_id(message)
-            future = self._pending.get(id) if id is not None else None
-            if future is not None and not future.done():
-                future.set_exception(error)
-            return
-        future = self._pending.get(envelope.id)
-        if future is not None and not future.done():  # else: answered twice, or given up on
-            future.set_result((envelope.type, envelope.body))
-
-    def close(self) -> None:
-        self._closed = True
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(Closed(f"the link to master {self._address} was closed"))
-
-    def _expire(self, future: asyncio.Future[tuple[int, bytes]]) -> None:
-        if not future.done():
-            future.set_exception(DeadlineExceeded(f"master {self._address} did not answer in time"))
-
-
-def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
-    """What goes back for one request; None for a message too short to be answered."""
-    id = envelope_id(message)
-    if id is None:
-        return None
-    try:
-        envelope = decode_envelope(message, cluster)
-        type, body = handler(envelope.type, envelope.body)
-        return encode_envelope(type, cluster, id, body)
-    except Exception as error:
-        if not isinstance(error, KvpoolError):  # a bug: it costs this peer its answer only
-            log.exception("a request failed")
-        type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
-        return encode_envelope(type, cluster, id, body)
 
 
 class _ZmqLink:
@@ -333,20 +208,20 @@ class _ZmqLink:
         self._context = context
         self._address = address
         self._keys = keys
-        self._requests = Requests(address, cluster)
+        self._requests = PendingRequests(address, cluster)
         self._unsent: deque[tuple[int, bytes]] = deque()
         self._retry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._unanswered_since: float | None = None
-        self._socket = self._dial()
+        self._socket = self._open_socket()
 
-    def _dial(self) -> _Socket:
+    def _open_socket(self) -> _Socket:
         address, socket = self._address, self._context.socket(zmq.DEALER)
-        _bound(socket)
+        _limit(socket)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # Queue for living connections only: a request for a dead master must not reach its
-        # successor seconds after the caller gave up.
+        # Queue for established connections only: a request to a master that ended must not reach
+        # the next master at that address, seconds after the caller's deadline.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         if self._keys is not None:
             socket.curve_serverkey = self._keys.public
@@ -359,7 +234,7 @@ class _ZmqLink:
         except zmq.ZMQError as error:
             socket.close(0)
             raise ConfigError(f"address {address!r}: {zmq.strerror(error.errno or 0)}") from None
-        return _Socket(socket, self._answered)
+        return _Socket(socket, self._on_message)
 
     def __repr__(self) -> str:
         return f"<Link {self._address} pending={len(self._requests)}>"
@@ -372,26 +247,26 @@ class _ZmqLink:
         if self._unanswered_since is None:
             self._unanswered_since = self._loop.time()
         try:
-            return await self._requests.ask(type, body, self._send, deadline)
+            return await self._requests.send(type, body, self._send, deadline)
         except DeadlineExceeded:
-            self._dial_again()
+            self._reconnect()
             raise
 
-    def _answered(self, parts: list[bytes]) -> None:
+    def _on_message(self, parts: list[bytes]) -> None:
         self._unanswered_since = None
-        self._requests.answered(parts[-1])
+        self._requests.on_reply(parts[-1])
 
-    def _dial_again(self) -> None:
-        """Begin anew when nothing has been heard for long.
+    def _reconnect(self) -> None:
+        """Open a new socket when no reply has come for RECONNECT_AFTER_S.
 
-        After one handshake that makes no sense to it zmq never connects again (libzmq's
-        `protocol_error`), and does not say so: the address may have been somebody else's.
+        After one invalid handshake (libzmq's `protocol_error`) zmq never connects again, and
+        reports nothing. It happens when another program has had the master's address for a while.
         """
         now = self._loop.time()
         since = self._unanswered_since
-        if since is not None and now - since >= _DEAF_S and not self._socket.closed:
+        if since is not None and now - since >= RECONNECT_AFTER_S and not self._socket.closed:
             self._socket.close()
-            self._socket = self._dial()
+            self._socket = self._open_socket()
             self._unanswered_since = now
 
     def close(self) -> None:
@@ -439,10 +314,10 @@ class _ZmqListener:
 
     def _receive(self, parts: list[bytes]) -> None:
         if len(parts) != 2:
-            return  # no request of ours; a peer that sends such things gets no answer
+            return  # not a request of this protocol: no reply
         identity, message = parts
         reply = answer(self._handler, self._cluster, message)
         if reply is not None:
-            # A full queue means that this peer does not read; its answer is dropped, and its
-            # deadline tells it so. Nobody else waits.
+            # A full queue means that this peer does not read. Its reply is dropped and its request
+            # ends at its deadline; other peers do not wait.
             self._socket.send([identity, reply])

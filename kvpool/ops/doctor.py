@@ -20,7 +20,8 @@ from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig, Config, cluster_of, transport_settings
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.net.zmq_rpc import ZmqNetwork, why_silent
+from kvpool.net.diagnose import diagnose_unreachable
+from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import SupportsStatusText
 from kvpool.types import Cluster, Member, Namespace
 
@@ -152,7 +153,7 @@ async def _master(settings: Config, address: str) -> Finding:
             started = time.perf_counter()
             members = await pool.members()
     except KvpoolError as error:
-        hint = await why_silent([address], cluster_of(settings))
+        hint = await diagnose_unreachable([address], cluster_of(settings))
         advice = "see secret_file" if hint else f"start it: kvpool master --bind {address}"
         return Finding(f"master {address}", "fail", f"{error}{hint}", advice)
     took_ms = (time.perf_counter() - started) * 1e3

@@ -31,7 +31,7 @@ from kvpool.client.pool import Pool, connect
 from kvpool.config import ClientConfig
 from kvpool.errors import Corrupt
 from kvpool.net.zmq_rpc import ZmqNetwork
-from kvpool.tools.replay import quantiles
+from kvpool.tools.replay_report import quantiles
 from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool.types import Namespace, ReadResult, WriteStatus
 
@@ -333,7 +333,7 @@ async def _raw_socket(size: int) -> AsyncIterator[Callable[[], Awaitable[None]]]
 
 
 def _send_for_ever() -> None:
-    """The other end of `_raw_socket`: `python -m kvpool.bench`."""
+    """The other end of `_raw_socket`: `python -m kvpool.tools.bench`."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     sock, _ = listener.accept()

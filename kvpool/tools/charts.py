@@ -6,7 +6,7 @@ import math
 from html import escape
 
 from kvpool.tools.policy_study import MIN, Study
-from kvpool.tools.replay import Report, quantiles
+from kvpool.tools.replay_report import Report, quantiles
 
 _WIDTH, _HEIGHT = 960, 560
 _INK, _QUIET, _GRID = "#1b2733", "#62707d", "#e3e8ed"

@@ -26,7 +26,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.tools import workloads as workload
+from kvpool.tools import cache_bounds, workloads
 from kvpool.tools.workloads import Request
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 
@@ -92,7 +92,9 @@ class Study:
 def study(options: Options, progress: Callable[[str], None]) -> Study:
     """Play every policy at every capacity, LRU and the bound among them."""
     requests = options.requests
-    done = Study(options.name, len(requests), workload.blocks(requests), workload.ideal(requests))
+    done = Study(
+        options.name, len(requests), workloads.blocks(requests), cache_bounds.ideal(requests)
+    )
     for capacity in options.capacities:
         for name in dict.fromkeys(["lru", *options.policies, MIN]):
             row = _row(options, name, capacity)
@@ -128,18 +130,18 @@ def play(
 def hit_rate(requests: Sequence[Request], policy: str, capacity: int) -> float:
     """Of all blocks that are asked for, the share that is here. Raises ConfigError."""
     hits, _ = play(requests, registry.policy(policy, capacity * _SIZE), capacity)
-    return hits / workload.blocks(requests)
+    return hits / workloads.blocks(requests)
 
 
 def _row(options: Options, name: str, capacity: int) -> Row:
     started = time.monotonic()
     if name == MIN:
-        rate = workload.belady(options.requests, capacity)
+        rate = cache_bounds.belady(options.requests, capacity)
         return Row(name, capacity, rate, time.monotonic() - started)
     policy = registry.policy(name.removesuffix(_HINTS), capacity * _SIZE)
     foresight = options.foresight if name.endswith(_HINTS) else None
     hits, store = play(options.requests, policy, capacity, foresight)
-    rate = hits / workload.blocks(options.requests)
+    rate = hits / workloads.blocks(options.requests)
     counters = {**store.hint_counters, "bypassed": store.bypassed}
     return Row(name, capacity, rate, time.monotonic() - started, store.evicted, counters)
 

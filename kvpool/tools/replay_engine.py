@@ -1,4 +1,4 @@
-"""One engine instance of a replay: `python -m kvpool.replay_client`, driven by JSON lines.
+"""One engine instance of a replay: `python -m kvpool.tools.replay_engine`, driven by JSON lines.
 
 The first line of stdin is the set-up, every further one a request; each is answered by a line.
 What an engine would do: match the prompt, read what the pool has, check it, and write the rest.

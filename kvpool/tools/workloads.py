@@ -2,8 +2,7 @@
 
 `codex` generates agentic traffic calibrated to published aggregates of Codex on SWE-bench Pro (610
 traces: median 33 turns, 94.2 % of the input repeated); `mooncake` reads traces in the format of the
-Mooncake FAST'25 paper. The offline bounds (`lru`, `isolated`, `ideal`) say what a pool should do
-with the same requests.
+Mooncake FAST'25 paper. What a cache should do with the same requests: `cache_bounds`.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,96 +145,6 @@ def _parse(line: str, where: str) -> tuple[float, Request]:
     if len(set(ids)) != len(ids):
         raise ConfigError(f"{where}: an id is twice in hash_ids")
     return timestamp, Request(0, tuple(ids), timestamp / 1000)
-
-
-# --- offline bounds ---------------------------------------------------------------------
-
-
-class LruCache:
-    """Least recently used, tail-first: the yardstick, written apart from the pool's own policy.
-
-    A hit is the longest resident prefix. Then every block of the request is stored, the head as
-    the most recent; of a chain longer than the cache only what fits is offered.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def play(self, chain: Sequence[int]) -> int:
-        """The hits of one request."""
-        blocks = self._blocks
-        hits = 0
-        for id in chain:
-            if id not in blocks:
-                break
-            hits += 1
-        for id in reversed(chain[: self.capacity]):
-            blocks[id] = None
-            blocks.move_to_end(id)
-        while len(blocks) > self.capacity:
-            blocks.popitem(last=False)
-        return hits
-
-
-def lru(requests: Sequence[Request], capacity: int) -> float:
-    """Block hit rate of one cache of `capacity` blocks."""
-    return isolated(requests, capacity, 1)
-
-
-def belady(requests: Sequence[Request], capacity: int) -> float:
-    """Block hit rate that no policy can exceed, exactly: MIN, free to refuse what comes.
-
-    It keeps what is used soonest. A parent is never used later than its child, so with the
-    deepest going first on ties what is kept is always prefixes: the bound is attained.
-    """
-    ends: list[list[int]] = []  # for each request, when each of its blocks is used next
-    seen: dict[int, int] = {}
-    for number in range(len(requests) - 1, -1, -1):
-        chain = requests[number].chain
-        ends.append([seen.get(id, _NEVER) for id in chain])
-        seen.update(dict.fromkeys(chain, number))
-    kept: dict[int, int] = {}
-    furthest: list[tuple[int, int, int]] = []
-    hits = 0
-    for request, following in zip(requests, reversed(ends), strict=True):
-        hits += next((n for n, id in enumerate(request.chain) if id not in kept), len(following))
-        for depth, (id, end) in enumerate(zip(request.chain, following, strict=True)):
-            if end != _NEVER:
-                kept[id] = end
-                heappush(furthest, (-end, -depth, id))
-            else:
-                kept.pop(id, None)
-        while len(kept) > capacity:
-            end, _, id = heappop(furthest)
-            if kept.get(id) == -end:
-                del kept[id]
-    return hits / blocks(requests)
-
-
-_NEVER = 1 << 60
-
-
-def isolated(requests: Sequence[Request], capacity: int, count: int) -> float:
-    """Block hit rate of `count` caches that share `capacity` and take turns."""
-    caches = [LruCache(capacity // count) for _ in range(count)]
-    hits = sum(
-        caches[number % count].play(request.chain) for number, request in enumerate(requests)
-    )
-    return hits / blocks(requests)
-
-
-def ideal(requests: Sequence[Request]) -> float:
-    """Block hit rate of a cache that never runs full."""
-    seen: set[int] = set()
-    hits = 0
-    for request in requests:
-        for id in request.chain:
-            if id not in seen:
-                break
-            hits += 1
-        seen.update(request.chain)
-    return hits / blocks(requests)
 
 
 def blocks(requests: Sequence[Request]) -> int:

@@ -69,7 +69,7 @@ async def test_who_knows_the_secret_shares_blocks(scheme: str) -> None:
 async def test_a_master_does_not_answer_strangers_and_they_are_told_why(stranger: Cluster) -> None:
     async with pool_of(OURS) as running:
         config = ClientConfig(masters=[running.address], timeout_s=0.5)
-        why = "is it the same" if stranger.secret else "asks for a secret"
+        why = "are equal" if stranger.secret else "requires a secret"
         with pytest.raises(MasterLost, match=why):
             await connect(config=config, cluster=stranger)
         before = dict(running.master.requests)
@@ -81,7 +81,7 @@ async def test_a_master_does_not_answer_strangers_and_they_are_told_why(stranger
 async def test_a_client_with_a_secret_does_not_trust_a_master_without() -> None:
     async with pool_of(Cluster()) as running:
         config = ClientConfig(masters=[running.address], timeout_s=0.5)
-        with pytest.raises(MasterLost, match="has no secret, and this side has one"):
+        with pytest.raises(MasterLost, match="has no secret, but this process has one"):
             await connect(config=config, cluster=OURS)
 
 
@@ -198,7 +198,7 @@ async def test_the_commands_share_a_secret(tmp_path: Path) -> None:
         )
         refused, _, why = await run("status", *master)
         assert refused == 1
-        assert "asks for a secret: give it (setting secret_file)" in why
+        assert "requires a secret: set secret_file" in why
         for _ in range(50):  # the server may still be on its way to the master
             code, said, _ = await run("status", *master, *secret, "--json")
             if code == 0:

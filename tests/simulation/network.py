@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvpool.net.zmq_rpc import Requests, answer
+from kvpool.net.requests import PendingRequests, answer
 from kvpool.protocols import Handler, Link, Listener
 from kvpool.wire.frames import cluster_id
 from tests.simulation.loop import PROCESS, Process, SimLoop
@@ -178,7 +178,9 @@ class Net:
         if address in self._handlers and self._handlers[address][0] is process:
             del self._handlers[address]
 
-    def request(self, source: Process, address: str, message: bytes, requests: Requests) -> None:
+    def request(
+        self, source: Process, address: str, message: bytes, requests: PendingRequests
+    ) -> None:
         """Send a request to whoever serves `address` when it gets there."""
 
         def arrive() -> None:
@@ -194,7 +196,7 @@ class Net:
         def come_back(process: Process, reply: bytes) -> None:
             if source.alive and not self.is_cut(process, source):
                 self.note(f"{process.name}>{source.name} {len(reply)}")
-                self.loop.call_soon(requests.answered, reply, context=source.context)
+                self.loop.call_soon(requests.on_reply, reply, context=source.context)
 
         self.note(f"{source.name}>{address} {len(message)}")
         self._send(arrive)
@@ -446,10 +448,10 @@ class _SimLink:
         self.address = address
         self._net = net
         self._process = process
-        self._requests = Requests(address, cluster)
+        self._requests = PendingRequests(address, cluster)
 
     async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
-        return await self._requests.ask(type, body, self._send, deadline)
+        return await self._requests.send(type, body, self._send, deadline)
 
     def close(self) -> None:
         self._requests.close()

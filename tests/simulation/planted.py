@@ -210,7 +210,7 @@ BUGS: Sequence[Bug] = (
     Bug(
         "answer-to-another-request",
         "G1",
-        "kvpool.net.zmq_rpc",
+        "kvpool.net.requests",
         "        future = self._pending.get(envelope.id)\n",
         "        future = next(iter(self._pending.values()), None)\n",
     ),
@@ -224,7 +224,7 @@ BUGS: Sequence[Bug] = (
     Bug(
         "deadline-forgotten",
         "G6",
-        "kvpool.net.zmq_rpc",
+        "kvpool.net.requests",
         "timer = self._loop.call_at(deadline, self._expire, future)",
         "timer = self._loop.call_at(deadline + 3600, self._expire, future)",
     ),

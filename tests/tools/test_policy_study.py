@@ -14,7 +14,8 @@ import pytest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools import policy_study as dry
-from kvpool.tools.workloads import Request, belady, blocks, codex, lru
+from kvpool.tools.cache_bounds import belady, lru
+from kvpool.tools.workloads import Request, blocks, codex
 
 
 def best(requests: list[Request], capacity: int) -> int:

@@ -9,17 +9,8 @@ import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.tools.workloads import (
-    LruCache,
-    Payload,
-    Request,
-    blocks,
-    codex,
-    ideal,
-    isolated,
-    lru,
-    mooncake,
-)
+from kvpool.tools.cache_bounds import LruCache, ideal, isolated, lru
+from kvpool.tools.workloads import Payload, Request, blocks, codex, mooncake
 
 
 def test_the_generator_reproduces_its_check_values() -> None:

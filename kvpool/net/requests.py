@@ -1,0 +1,114 @@
+"""Requests and replies of the control plane, without sockets.
+
+`PendingRequests` is the caller's side: ids, deadlines, and the caller that waits for each reply.
+`answer` is the master's side: from the bytes of a request to the bytes of its reply. zmq carries
+these bytes in production (`kvpool.net.zmq_rpc`), a simulated network in the simulator.
+(design: control-plane)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvpool import logs
+from kvpool.errors import Closed, DeadlineExceeded, KvpoolError, Overloaded, PeerError
+from kvpool.protocols import Handler
+from kvpool.wire.frames import decode_envelope, encode_envelope, envelope_id
+from kvpool.wire.messages import Error, encode
+
+log = logs.get("kvpool.link")
+
+#: Requests one caller may have in flight to one master.
+PENDING_MAX = 4096
+
+
+class PendingRequests:
+    """Requests to one master that wait for their replies.
+
+    The owner of a socket passes its send function to `send` and every message that it receives to
+    `on_reply`. Every request ends: with its reply, at its deadline, or with `close`.
+    """
+
+    def __init__(self, address: str, cluster: int) -> None:
+        self._address = address
+        self._cluster = cluster
+        self._loop = asyncio.get_running_loop()
+        self._next_id = 0
+        self._pending: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._pending
+
+    async def send(
+        self, type: int, body: bytes, transmit: Callable[[int, bytes], None], deadline: float
+    ) -> tuple[int, bytes]:
+        """Transmit one request, as (id, message), and wait for its reply: (type, body).
+
+        Raises DeadlineExceeded, Overloaded (too many wait already), Closed, and PeerError when
+        the reply is not valid.
+        """
+        if self._closed:
+            raise Closed(f"the link to master {self._address} is closed")
+        if len(self._pending) >= PENDING_MAX:
+            raise Overloaded(f"{PENDING_MAX} requests are pending at master {self._address}")
+        id = self._next_id = self._next_id + 1
+        future: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+        self._pending[id] = future
+        timer = self._loop.call_at(deadline, self._expire, future)
+        try:
+            transmit(id, encode_envelope(type, self._cluster, id, body))
+            return await future
+        finally:
+            timer.cancel()
+            del self._pending[id]
+
+    def on_reply(self, message: bytes) -> None:
+        """Give a received message to the caller that waits for it, if there still is one."""
+        try:
+            envelope = decode_envelope(message, self._cluster)
+        except PeerError as error:
+            # The head may still be readable: then only this request fails, not at its deadline.
+            id = envelope_id(message)
+            future = self._pending.get(id) if id is not None else None
+            if future is not None and not future.done():
+                future.set_exception(error)
+            return
+        future = self._pending.get(envelope.id)
+        if future is not None and not future.done():  # else: a second reply, or a late one
+            future.set_result((envelope.type, envelope.body))
+
+    def close(self) -> None:
+        """End every pending request with Closed, and refuse new ones."""
+        self._closed = True
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(Closed(f"the link to master {self._address} was closed"))
+
+    def _expire(self, future: asyncio.Future[tuple[int, bytes]]) -> None:
+        if not future.done():
+            future.set_exception(DeadlineExceeded(f"master {self._address} did not answer in time"))
+
+
+def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
+    """The reply to one request; None for a message too short to have an id.
+
+    An error of the handler becomes an `Error` message. It never raises: a bug in one handler must
+    not end the master.
+    """
+    id = envelope_id(message)
+    if id is None:
+        return None
+    try:
+        envelope = decode_envelope(message, cluster)
+        type, body = handler(envelope.type, envelope.body)
+        return encode_envelope(type, cluster, id, body)
+    except Exception as error:
+        if not isinstance(error, KvpoolError):  # a bug: only this request fails
+            log.exception("a request failed")
+        type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
+        return encode_envelope(type, cluster, id, body)

@@ -1,0 +1,95 @@
+"""Offline bounds: what a cache of some size would have hit in the same requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from kvpool.tools.workloads import Request, blocks
+
+_NEVER = 1 << 60
+
+
+class LruCache:
+    """Least recently used, tail-first: the yardstick, written apart from the pool's own policy.
+
+    A hit is the longest resident prefix. Then every block of the request is stored, the head as
+    the most recent; of a chain longer than the cache only what fits is offered.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def play(self, chain: Sequence[int]) -> int:
+        """The hits of one request."""
+        blocks = self._blocks
+        hits = 0
+        for id in chain:
+            if id not in blocks:
+                break
+            hits += 1
+        for id in reversed(chain[: self.capacity]):
+            blocks[id] = None
+            blocks.move_to_end(id)
+        while len(blocks) > self.capacity:
+            blocks.popitem(last=False)
+        return hits
+
+
+def lru(requests: Sequence[Request], capacity: int) -> float:
+    """Block hit rate of one cache of `capacity` blocks."""
+    return isolated(requests, capacity, 1)
+
+
+def belady(requests: Sequence[Request], capacity: int) -> float:
+    """Block hit rate that no policy can exceed, exactly: MIN, free to refuse what comes.
+
+    It keeps what is used soonest. A parent is never used later than its child, so with the
+    deepest going first on ties what is kept is always prefixes: the bound is attained.
+    """
+    ends: list[list[int]] = []  # for each request, when each of its blocks is used next
+    seen: dict[int, int] = {}
+    for number in range(len(requests) - 1, -1, -1):
+        chain = requests[number].chain
+        ends.append([seen.get(id, _NEVER) for id in chain])
+        seen.update(dict.fromkeys(chain, number))
+    kept: dict[int, int] = {}
+    furthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for request, following in zip(requests, reversed(ends), strict=True):
+        hits += next((n for n, id in enumerate(request.chain) if id not in kept), len(following))
+        for depth, (id, end) in enumerate(zip(request.chain, following, strict=True)):
+            if end != _NEVER:
+                kept[id] = end
+                heappush(furthest, (-end, -depth, id))
+            else:
+                kept.pop(id, None)
+        while len(kept) > capacity:
+            end, _, id = heappop(furthest)
+            if kept.get(id) == -end:
+                del kept[id]
+    return hits / blocks(requests)
+
+
+def isolated(requests: Sequence[Request], capacity: int, count: int) -> float:
+    """Block hit rate of `count` caches that share `capacity` and take turns."""
+    caches = [LruCache(capacity // count) for _ in range(count)]
+    hits = sum(
+        caches[number % count].play(request.chain) for number, request in enumerate(requests)
+    )
+    return hits / blocks(requests)
+
+
+def ideal(requests: Sequence[Request]) -> float:
+    """Block hit rate of a cache that never runs full."""
+    seen: set[int] = set()
+    hits = 0
+    for request in requests:
+        for id in request.chain:
+            if id not in seen:
+                break
+            hits += 1
+        seen.update(request.chain)
+    return hits / blocks(requests)
