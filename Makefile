@@ -1,5 +1,5 @@
 # Everything sets itself up: a bare machine with Python >= 3.11 and make is enough.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,9 +7,14 @@ BIN := $(VENV)/bin
 FUZZ_VENV := .venv-fuzz
 VLLM_VENV := .venv-vllm
 PEERS_VENV := .venv-peers
+DOCS_VENV := .venv-docs
 SEEDS ?= 0:2000
 
-.PHONY: demo demo-vllm test test-vllm check bench bench-peers sim chaos fuzz clean
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-vllm test test-vllm check bench bench-peers sim chaos fuzz docs clean
+
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
@@ -47,6 +52,9 @@ fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
 chaos: SECONDS ?= 1200
 chaos: $(VENV)/ready  ## real processes, killed, frozen and cut off for SECONDS=1200; SEED=7 repeats
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+docs: $(DOCS_VENV)/ready  ## the documentation as a site in site/, with the API reference
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 $(FUZZ_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
@@ -86,6 +94,14 @@ $(PEERS_VENV)/ready: pyproject.toml
 		$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check -e . 'matplotlib' 'redis[hiredis]'
 	@touch $@
 
+# mkdocstrings reads the sources without importing them, so kvpool itself is not installed.
+$(DOCS_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
 $(VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -94,5 +110,5 @@ $(VENV)/ready: pyproject.toml
 		$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'; }
 	@touch $@
 
-clean:
-	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) demo.svg
+clean:  ## remove virtual environments and what was built
+	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(DOCS_VENV) site demo.svg

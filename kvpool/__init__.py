@@ -1,4 +1,4 @@
-"""kvpool: the distributed KV-cache pool for LLM inference that people can read.
+"""kvpool: KV-cache pool for LLM inference with code that people can read.
 
 The master knows where blocks are. The servers own the bytes. A client asks the master *where*, and
 a server *what*.
