@@ -131,7 +131,7 @@ def never_slower(console: Console, folder: Path) -> None:
             pair.pooled.generate([tokens])
         pool.settled()
         for rate in RATES:
-            pool.weather.rate = rate
+            pool.conditions.rate = rate
             before = pair.pooled.metrics()
             times = [(first_token_s(pair.alone, p), first_token_s(pair.pooled, p)) for p in prompts]
             after = pair.pooled.metrics()

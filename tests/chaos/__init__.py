@@ -1,9 +1,9 @@
-"""Chaos: the promises, kept by real processes while they are killed, frozen and cut off.
+"""Chaos: checks that real processes keep the promises while others are killed, frozen or cut off.
 
     python -m tests.chaos --seconds 1200 --seed 7
 
-Masters, block servers and clients are processes of their own on loopback; between them stand
-proxies that delay, stall, chop and cut. The simulator (`tests.simulation`) reaches
-stranger places, and reaches them again. Here nothing is simulated: the kernel, zmq, uvloop, shared
-memory and kill -9 are the real ones, and a seed repeats what is done, not what comes of it.
+Masters, block servers and clients are processes of their own on loopback. Proxies between them
+delay, stall, chop and cut the traffic. The simulator (`tests.simulation`) reaches rarer states and
+can repeat them exactly. Here nothing is simulated: the kernel, zmq, uvloop, shared memory and
+kill -9 are real. A seed repeats the faults and their order, but not their consequences.
 """

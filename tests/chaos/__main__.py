@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: exit code 0, or 1 when a promise was broken."""
+"""`python -m tests.chaos`: exit code 0 success, 1 a promise was broken, 2 usage error."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+if __package__ != "tests.chaos":
+    raise SystemExit("start this program from the repository root: python -m tests.chaos")
+
 from kvpool import logs
-from tests.chaos.report import Report
-from tests.chaos.run import Chaos, Options
+from tests.chaos.report import ChaosReport
+from tests.chaos.run import Chaos, ChaosOptions
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=1, help="How long things are broken.")] = 60.0,
-    seed: Annotated[int | None, typer.Option(help="What is done, and when.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long faults are injected.")] = 60.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Repeats the same faults; random if absent.")
+    ] = None,
     clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 3,
-    users: Annotated[int, typer.Option(min=1, max=64, help="Calls at a time in each.")] = 3,
+    users: Annotated[int, typer.Option(min=1, max=64, help="Concurrent calls in each client.")] = 3,
     allowance_s: Annotated[
-        float, typer.Option(min=0, help="What a busy machine may add to any time.")
+        float, typer.Option(min=0, help="Seconds that a busy machine may add to any limit.")
     ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Break real processes for a while and see whether the pool keeps its promises."""
+    """Inject faults into real processes and check that the pool keeps its promises."""
     logs.configure("error")
     console = Console(stderr=as_json)
     chosen = random.SystemRandom().getrandbits(32) if seed is None else seed
     console.print(f"seed {chosen}")
-    options = Options(seconds, chosen, clients, users, allowance_s)
+    options = ChaosOptions(seconds, chosen, clients, users, allowance_s)
 
-    async def play() -> Report:
+    async def play() -> ChaosReport:
         return await Chaos(options, console).run()
 
     try:

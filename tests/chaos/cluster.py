@@ -17,21 +17,21 @@ from kvpool.errors import ServerLost, Unavailable
 from kvpool.tools.subprocesses import Child, process_of
 from tests.chaos.proxy import Proxy
 
-#: How long processes may take to be up and known, on a machine that has other things to do.
+#: How long processes may take to start and to be registered, on a machine with other work.
 UP_S = 30.0
 
 
 class Node:
-    """A place in the cluster with an address that stays; processes come and go there."""
+    """A place in the cluster: its name and address stay, its process is replaced."""
 
     def __init__(self, name: str, module: str, *arguments: str) -> None:
         self.name = name
         self.process: Child | None = None
         self.frozen = False
-        #: The first line that it is told, if any.
+        #: The first line that is written to its stdin, if any.
         self.setup = ""
-        #: What it said when it was up.
-        self.greeting = ""
+        #: The first line that it printed.
+        self.first_line = ""
         self._command = (module, *arguments)
         self._stack = AsyncExitStack()
 
@@ -43,23 +43,23 @@ class Node:
         return self.process is not None
 
     async def start(self) -> None:
-        """Start it, and wait until it says that it is up. Raises ServerLost when it does not."""
+        """Start the process and wait for its first line. Raises ServerLost when none comes."""
         assert self.process is None, f"{self.name} is running"
         self.process = await self._stack.enter_async_context(process_of(*self._command))
         if self.setup:
             self.process.tell(self.setup)
         try:
-            self.greeting = await asyncio.wait_for(self.process.line(), UP_S)
+            self.first_line = await asyncio.wait_for(self.process.line(), UP_S)
         except TimeoutError:
-            raise ServerLost(f"{self.name} is not up after {UP_S:g} s") from None
+            raise ServerLost(f"{self.name} has not started after {UP_S:g} s") from None
 
     def check(self) -> None:
-        """Raises ServerLost when it has ended and nobody asked it to."""
+        """Raises ServerLost when the process has ended by itself."""
         if self.process is not None and self.process.code is not None:
             raise ServerLost(f"{self.name} ended by itself with code {self.process.code}")
 
     def freeze(self) -> None:
-        """SIGSTOP: harder than a kill, because its sockets live on and say nothing."""
+        """SIGSTOP. This is harder than a kill: the sockets stay open and send nothing."""
         assert self.process is not None
         self.process.signal(signal.SIGSTOP)
         self.frozen = True
@@ -70,11 +70,11 @@ class Node:
         self.frozen = False
 
     async def kill(self) -> None:
-        """Kill -9; returns when it is gone."""
+        """Kill -9; returns when the process has ended."""
         await self.stop(signal.SIGKILL)
 
     async def stop(self, number: int = signal.SIGTERM) -> tuple[float, int]:
-        """Signal it; the seconds until it was gone, and its exit code."""
+        """Send a signal; returns the seconds until the process ended, and its exit code."""
         assert self.process is not None
         process, self.process = self.process, None
         loop = asyncio.get_running_loop()
@@ -91,11 +91,12 @@ class Node:
         await self._stack.aclose()
 
 
-class Cluster:
-    """Masters and servers by name: `master-0`, `server-0`. Use as `async with Cluster(): ...`.
+class ProcessCluster:
+    """Masters and servers by name: `master-0`, `server-0`. Use with `async with`.
 
-    With `proxied`, everybody reaches a master, and clients reach a server over tcp, through a proxy
-    of their own, named `server-0 > master-1` or `clients > server-2`.
+    With `proxied`, each server and the clients reach each master through a proxy of their own, and
+    clients reach each server over tcp through one. Proxies are named `server-0 > master-1` or
+    `clients > server-2`.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Cluster:
                 self.proxies[f"clients > {name}"] = Proxy(address)
         self._capacity = capacity
 
-    async def __aenter__(self) -> Cluster:
+    async def __aenter__(self) -> ProcessCluster:
         try:
             for proxy in self.proxies.values():
                 await proxy.start()
@@ -136,7 +137,7 @@ class Cluster:
             for outcome in await asyncio.gather(*starting, return_exceptions=True):
                 if outcome is not None:
                     raise outcome
-            await self.well()
+            await self.wait_until_healthy()
         except BaseException:
             await self.close()
             raise
@@ -151,27 +152,27 @@ class Cluster:
 
     def masters_of(self, who: str) -> list[str]:
         """The addresses at which `who` (a server's name, or `clients`) reaches the masters."""
-        return [self._reached(who, name) for name in self.masters]
+        return [self._address_for(who, name) for name in self.masters]
 
     def routes(self) -> dict[str, str]:
         """The servers' own tcp addresses to those at which clients are to reach them."""
         return {
-            f"tcp://{self.addresses[name]}": f"tcp://{self._reached('clients', name)}"
+            f"tcp://{self.addresses[name]}": f"tcp://{self._address_for('clients', name)}"
             for name in self.servers
         }
 
     @asynccontextmanager
     async def client(self, *transports: str, master: str = "") -> AsyncIterator[Pool]:
-        """A client in this process that takes no proxy; it knows all masters, or only one."""
+        """A client in this process without proxies, for all masters or for one."""
         masters = [self.addresses[name] for name in self.masters if master in ("", name)]
         config = ClientConfig(masters=masters, transports=list(transports) or ["shm", "tcp"])
         async with await connect(config=config) as pool:
             yield pool
 
-    async def well(self, within_s: float = UP_S) -> None:
-        """Wait until every server is known to every master.
+    async def wait_until_healthy(self, within_s: float = UP_S) -> None:
+        """Wait until every master lists every server as alive.
 
-        Raises ServerLost when that does not come, or when a process has ended by itself.
+        Raises ServerLost when that does not happen in time, or when a process has ended by itself.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
@@ -190,13 +191,13 @@ class Cluster:
                             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """End everything: first the servers, so that they can say goodbye."""
+        """End all processes: first the servers, so that they can leave the masters in order."""
         for node in reversed(self.nodes):
             await node.close()
         for proxy in self.proxies.values():
             await proxy.close()
 
-    def _reached(self, who: str, name: str) -> str:
+    def _address_for(self, who: str, name: str) -> str:
         proxy = self.proxies.get(f"{who} > {name}")
         return proxy.address if proxy is not None else self.addresses[name]
 
@@ -219,17 +220,17 @@ class Cluster:
 
 
 def open_sockets(nodes: Iterable[Node]) -> set[str]:
-    """The Unix sockets that these servers said they listen on, and that are there now."""
-    named = {name for node in nodes for name in re.findall(r"shm://(@\S+)", node.greeting)}
+    """The Unix sockets that these servers printed as their addresses, and that exist now."""
+    named = {name for node in nodes for name in re.findall(r"shm://(@\S+)", node.first_line)}
     with open("/proc/net/unix") as file:
         return named & set(file.read().split())
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports below those that the kernel gives to callers.
+    """Free ports below the kernel's range of ephemeral ports.
 
-    A caller that keeps dialling a dead server would sooner or later be given that very port, be
-    connected to itself, and keep the server from starting again.
+    A client that dials a dead server again and again would at some time get the server's own port
+    as its source port. It would then be connected to itself, and the server could not start again.
     """
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         above = int(file.read().split()[0])
@@ -240,4 +241,4 @@ def _free_ports(count: int) -> list[int]:
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise ServerLost(f"{count} free ports were looked for, {len(ports)} found")
+    raise ServerLost(f"found {len(ports)} free ports, need {count}")

@@ -1,9 +1,9 @@
 """A client under load: `python -m tests.chaos.load`, driven by JSON lines.
 
 The first line of stdin is the set-up. After that the client works by itself, several calls at a
-time, until it is told `stop`; `storm` makes it write far more than the pool holds. Every byte that
-it reads is checked. Twice a second it prints what it did and what it was told; what is suspicious
-goes with its time, so that whoever knows the faults can judge.
+time, until it reads the line `stop`. The line `storm` makes it write far more than the pool holds.
+It checks every byte that it reads. Twice a second it prints its operations and their results.
+Suspicious results carry their time, so that the parent, which knows the faults, can judge them.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ T = TypeVar("T")
 SIZES: Final = (4096, 65_536, 300_000)
 CHAINS: Final = 60
 CHAIN_BLOCKS: Final = 12
-#: Every so many chains one may be removed by anybody. Blocks of the others are never removed.
+#: One of so many chains may be removed by any user. Blocks of the other chains are never removed.
 _REMOVABLE: Final = 5
 TIMEOUT_S: Final = 3.0
 _REPORT_S: Final = 0.5
-#: A call that ends this much after its deadline is reported; who reads the report decides.
+#: A call that ends this much after its deadline is reported; the reader of the report decides.
 _LATE_S: Final = 0.001
-#: What was acknowledged longer ago than this may have aged out of a master's memory.
+#: After this time a master may have forgotten why an acknowledged block is gone.
 _ACKED_S: Final = 60.0
 
 
-class Shelf(NamedTuple):
+class BlockSet(NamedTuple):
     """All blocks of one size: chains that share their first half with a neighbour."""
 
     namespace: Namespace
@@ -56,7 +56,7 @@ class Shelf(NamedTuple):
     chains: list[list[bytes]]
 
     @classmethod
-    def of(cls, size: int, seed: int) -> Shelf:
+    def of(cls, size: int, seed: int) -> BlockSet:
         payload = Payload(size, seed + size)  # other keys, too
         half = CHAIN_BLOCKS // 2
         chains = []
@@ -72,13 +72,13 @@ class Shelf(NamedTuple):
         return list(dict.fromkeys(digest for chain in self.chains for digest in chain))
 
 
-def shelves(seed: int) -> list[Shelf]:
-    """What all clients of one run know of."""
-    return [Shelf.of(size, seed) for size in SIZES]
+def block_sets(seed: int) -> list[BlockSet]:
+    """The blocks that all clients of one run use."""
+    return [BlockSet.of(size, seed) for size in SIZES]
 
 
 class RoutedTcp:
-    """The tcp transport, by way of proxies: `routes` maps the servers' addresses to theirs."""
+    """The tcp transport through proxies: `routes` maps a server's address to its proxy's."""
 
     scheme = "tcp"
     same_host = False
@@ -100,11 +100,11 @@ class RoutedTcp:
 
 
 class Load:
-    """What all users of one client process do and see; `report` takes it out."""
+    """What the users of one client process did and saw since the last `report`."""
 
     def __init__(self, pool: Pool, seed: int) -> None:
         self.pool = pool
-        self.shelves = shelves(seed)
+        self.block_sets = block_sets(seed)
         self.stopped = False
         self.acked: dict[bytes, float] = {}  # when this client last knew a block to be there
         self._clear()
@@ -117,8 +117,8 @@ class Load:
         self.hedged_s: list[float] = []
 
     def report(self) -> dict[str, Any]:
-        """Everything since the last time."""
-        found = {
+        """Everything since the last report."""
+        report = {
             "operations": self.operations,
             "statuses": self.statuses,
             "wrong": self.wrong,
@@ -126,45 +126,45 @@ class Load:
             "hedged_s": self.hedged_s,
         }
         self._clear()
-        return found
+        return report
 
-    def report_corruption(self, what: str, began: float, **details: Any) -> None:
-        """Something that needs an explanation which only the nemesis can give."""
+    def record_event(self, what: str, began: float, **details: Any) -> None:
+        """Record a result that only a fault can explain; the report decides whether one does."""
         now = asyncio.get_running_loop().time()
         self.events.append({"what": what, "began": began, "ended": now, **details})
 
     def miss(
         self,
-        shelf: Shelf,
+        block_set: BlockSet,
         chain: int,
         digest: bytes,
         status: ReadStatus,
         began: float,
         patient: bool,
     ) -> None:
-        """Count a miss; say so if it may not be true."""
+        """Count a miss; record an event if its reason may be untrue."""
         self.statuses[f"read: {status.label}"] += 1
         since = self.acked.get(digest, 0.0)
         known = since > began - _ACKED_S
         if status in (ReadStatus.CORRUPT, ReadStatus.PART_MISSING) or (
             status is ReadStatus.REMOVED and not removable(chain)
         ):
-            self.report_corruption("lie", began, status=status.label)
+            self.record_event("lie", began, status=status.label)
         elif status in (ReadStatus.NEVER_WRITTEN, ReadStatus.SERVER_LOST) and known:
-            self.report_corruption("miss", began, status=status.label, since=since)
+            self.record_event("miss", began, status=status.label, since=since)
         elif status is ReadStatus.NO_MASTER and patient:
-            self.report_corruption("no master", began, status=status.label)
+            self.record_event("no master", began, status=status.label)
         elif status is ReadStatus.DEADLINE and patient:
-            self.report_corruption("miss", began, status=status.label, since=began)
+            self.record_event("miss", began, status=status.label, since=began)
 
 
 def removable(chain: int) -> bool:
-    """Whether blocks of this chain are ever removed; chains that share a head agree."""
+    """Whether blocks of this chain may be removed: the same for chains that share a head."""
     return chain // 2 % _REMOVABLE == 0
 
 
 class User:
-    """One of the load's concurrent users. It owns its memory, and looks at it afterwards."""
+    """One of the concurrent users. It owns its buffers, and checks them after each call (G1)."""
 
     def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
@@ -181,7 +181,7 @@ class User:
             (0.56, self._probe),
             (0.18, self._read),
             (0.16, self._write),
-            (0.05, self._look),
+            (0.05, self._view),
             (0.03, self._remove),
             (0.02, self._explain),
         ]
@@ -192,7 +192,7 @@ class User:
             hurried = self._rng.random() < 0.03
             self._timeout_s = self._rng.choice([0.005, 0.05, 0.3]) if hurried else TIMEOUT_S
             if self._digest() != self._ended:
-                self._load.report_corruption("late bytes", self._loop.time())
+                self._load.record_event("late bytes", self._loop.time())
             task = asyncio.ensure_future(operation())
             if self._rng.random() < 0.02:
                 await asyncio.sleep(self._rng.expovariate(200))
@@ -203,55 +203,57 @@ class User:
             self._ended = self._digest()
 
     async def storm(self, total: int) -> None:
-        """Write blocks that nobody has seen, `total` bytes of them."""
-        shelf = self._load.shelves[1]
-        for _ in range(0, total // shelf.payload.size, CHAIN_BLOCKS):
+        """Write `total` bytes of new blocks."""
+        block_set = self._load.block_sets[1]
+        for _ in range(0, total // block_set.payload.size, CHAIN_BLOCKS):
             if self._load.stopped:
                 return
-            fresh = [shelf.payload.digest(self._rng.getrandbits(60)) for _ in range(CHAIN_BLOCKS)]
+            fresh = [
+                block_set.payload.digest(self._rng.getrandbits(60)) for _ in range(CHAIN_BLOCKS)
+            ]
             with contextlib.suppress(Unavailable):
-                await self._store(shelf, fresh, copies=1)
+                await self._store(block_set, fresh, copies=1)
 
     # --- operations -------------------------------------------------------------------------
 
-    def _chosen(self) -> tuple[Shelf, int, list[bytes]]:
+    def _chosen(self) -> tuple[BlockSet, int, list[bytes]]:
         """A chain, some more often than others, or the head of one."""
-        shelf = self._rng.choices(self._load.shelves, [5, 4, 1])[0]
+        block_set = self._rng.choices(self._load.block_sets, [5, 4, 1])[0]
         number = min(int(self._rng.paretovariate(0.4)) - 1, CHAINS - 1)
-        chain = shelf.chains[number]
-        return shelf, number, chain[: self._rng.randint(1, len(chain))]
+        chain = block_set.chains[number]
+        return block_set, number, chain[: self._rng.randint(1, len(chain))]
 
     async def _probe(self) -> None:
         for _ in range(self._rng.randint(1, 6)):
             await self._match(*self._chosen())
 
-    async def _match(self, shelf: Shelf, number: int, chain: Sequence[bytes]) -> Match:
+    async def _match(self, block_set: BlockSet, number: int, chain: Sequence[bytes]) -> Match:
         began = self._loop.time()
         match = await self._timed(
-            "match", self._pool.match(shelf.namespace, chain, timeout=self._timeout_s)
+            "match", self._pool.match(block_set.namespace, chain, timeout=self._timeout_s)
         )
         if match.length < len(chain):
             missed = chain[match.length]
-            self._load.miss(shelf, number, missed, match.stopped, began, self._patient)
+            self._load.miss(block_set, number, missed, match.stopped, began, self._patient)
         return match
 
     async def _read(self) -> None:
-        shelf, number, chain = self._chosen()
+        block_set, number, chain = self._chosen()
         match = None
         if self._rng.random() < 0.7:
-            match = await self._match(shelf, number, chain)
+            match = await self._match(block_set, number, chain)
             chain = chain[: match.length]
         if not chain:
             return
-        blocks = self._blocks(shelf, len(chain))
+        blocks = self._blocks(block_set, len(chain))
         for digest, block in zip(chain, blocks, strict=True):
-            shelf.payload.spoil(digest, block)
+            block_set.payload.spoil(digest, block)
         hedged = self._pool.counters["hedged"]
         began = self._loop.time()
         results = await self._timed(
             "read",
             self._pool.read(
-                shelf.namespace,
+                block_set.namespace,
                 chain,
                 [block.data for block in blocks],
                 match=match,
@@ -263,39 +265,39 @@ class User:
         for digest, block, result in zip(chain, blocks, results, strict=True):
             if result.status.hit:
                 self._load.statuses["read: hit"] += 1
-                self._load.wrong += shelf.payload.wrong(digest, block)
+                self._load.wrong += block_set.payload.wrong(digest, block)
                 self._load.acked[digest] = began
             else:
-                self._load.miss(shelf, number, digest, result.status, began, self._patient)
+                self._load.miss(block_set, number, digest, result.status, began, self._patient)
 
-    async def _look(self) -> None:
-        """read_view: the pool's own memory, for a while."""
-        shelf, _, chain = self._chosen()
+    async def _view(self) -> None:
+        """read_view: look at the pool's own memory for a while."""
+        block_set, _, chain = self._chosen()
         self._load.operations["read_view"] += 1
-        call = self._pool.read_view(shelf.namespace, chain, timeout=self._timeout_s)
+        call = self._pool.read_view(block_set.namespace, chain, timeout=self._timeout_s)
         async with call as views:
             for _ in range(2):
                 for digest, view in zip(chain, views, strict=True):
                     if view.data is not None:
                         block = np.frombuffer(view.data, np.uint8)
-                        self._load.wrong += shelf.payload.wrong(digest, block)
+                        self._load.wrong += block_set.payload.wrong(digest, block)
                 await asyncio.sleep(self._rng.choice([0, 0.01, 0.2]))
 
     async def _write(self) -> None:
-        shelf, _, chain = self._chosen()
-        await self._store(shelf, chain, copies=self._rng.choice([2, 2, 2, 1]))
+        block_set, _, chain = self._chosen()
+        await self._store(block_set, chain, copies=self._rng.choice([2, 2, 2, 1]))
 
-    async def _store(self, shelf: Shelf, chain: Sequence[bytes], copies: int) -> None:
+    async def _store(self, block_set: BlockSet, chain: Sequence[bytes], copies: int) -> None:
         buffers = []
         for digest in chain:
-            buffer = np.empty(shelf.payload.size, np.uint8)
-            shelf.payload.write(digest, buffer)
+            buffer = np.empty(block_set.payload.size, np.uint8)
+            block_set.payload.write(digest, buffer)
             buffers.append(buffer.data)
         began = self._loop.time()
         statuses = await self._timed(
             "write",
             self._pool.write(
-                shelf.namespace, chain, buffers, copies=copies, timeout=self._timeout_s
+                block_set.namespace, chain, buffers, copies=copies, timeout=self._timeout_s
             ),
         )
         ended = self._loop.time()
@@ -304,24 +306,24 @@ class User:
             if status.present:
                 self._load.acked[digest] = ended
             elif status is WriteStatus.NO_MASTER and self._patient:
-                self._load.report_corruption("no master", began, status=status.label)
+                self._load.record_event("no master", began, status=status.label)
             elif status in (WriteStatus.DEADLINE, WriteStatus.SERVER_LOST) and self._patient:
-                self._load.report_corruption("write", began, status=status.label, since=began)
+                self._load.record_event("write", began, status=status.label, since=began)
 
     async def _remove(self) -> None:
-        shelf, number, chain = self._chosen()
+        block_set, number, chain = self._chosen()
         if removable(number):
-            # Forgotten before, not after: another user may be told REMOVED at once.
+            # Forget the blocks before the call, because another user may read REMOVED during it.
             for digest in chain:
                 self._load.acked.pop(digest, None)
             await self._timed(
-                "remove", self._pool.remove(shelf.namespace, chain, timeout=self._timeout_s)
+                "remove", self._pool.remove(block_set.namespace, chain, timeout=self._timeout_s)
             )
 
     async def _explain(self) -> None:
-        shelf, _, chain = self._chosen()
+        block_set, _, chain = self._chosen()
         await self._timed(
-            "explain", self._pool.explain(shelf.namespace, chain, timeout=self._timeout_s)
+            "explain", self._pool.explain(block_set.namespace, chain, timeout=self._timeout_s)
         )
 
     # --- inside -----------------------------------------------------------------------------
@@ -330,14 +332,14 @@ class User:
     def _patient(self) -> bool:
         return self._timeout_s >= TIMEOUT_S
 
-    def _blocks(self, shelf: Shelf, count: int) -> list[Any]:
-        return [self._memory[i, : shelf.payload.size] for i in range(count)]
+    def _blocks(self, block_set: BlockSet, count: int) -> list[Any]:
+        return [self._memory[i, : block_set.payload.size] for i in range(count)]
 
     def _digest(self) -> int:
         return xxhash.xxh3_64_intdigest(self._memory.data)
 
     async def _timed(self, name: str, call: Awaitable[T]) -> T:
-        """Await one call and see that it ends by its deadline."""
+        """Await one call; record an event if it ends after its deadline."""
         self._load.operations[name] += 1
         began = self._loop.time()
         try:
@@ -345,7 +347,7 @@ class User:
         finally:
             late_s = self._loop.time() - began - self._timeout_s
             if late_s > _LATE_S:
-                self._load.report_corruption("late", began, call=name, late_s=late_s)
+                self._load.record_event("late", began, call=name, late_s=late_s)
 
 
 async def main() -> None:
@@ -369,7 +371,7 @@ async def main() -> None:
     life = f"{setup['seed']}/{setup['name']}/{setup['life']}"
     users = [User(load, random.Random(f"{life}/{number}")) for number in range(setup["users"])]
     storms = (User(load, random.Random(f"{life}/storm {number}")) for number in itertools.count())
-    async with asyncio.TaskGroup() as group:  # one user's surprise ends the process
+    async with asyncio.TaskGroup() as group:  # an unexpected error of one user ends the process
         reporting = group.create_task(_report(load))
         async with asyncio.TaskGroup() as working:
             for user in users:
@@ -390,7 +392,7 @@ async def _report(load: Load) -> None:
 
 
 def _open_files() -> set[str]:
-    """What this process has open, in words."""
+    """The open files of this process, as text."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

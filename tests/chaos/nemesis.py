@@ -1,7 +1,7 @@
-"""What is done to the cluster, and when it ends.
+"""The faults that are injected into the cluster, and when each of them ends.
 
-Rounds come from a shuffled deck. In some, one fault happens alone and witnesses measure what it
-costs (`trials.py`). In the others several happen at once.
+Rounds come from a shuffled deck. In some rounds one fault happens alone and witnesses measure its
+cost (`trials.py`). In the others several faults happen at once.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from tests.chaos.client import ClientNode
-from tests.chaos.cluster import Cluster, Node
+from tests.chaos.cluster import Node, ProcessCluster
 from tests.chaos.proxy import Proxy
-from tests.chaos.report import SETTLE_S, Report
+from tests.chaos.report import SETTLE_S, ChaosReport
 from tests.chaos.trials import Trials
 
 T = TypeVar("T")
 
-#: How long a process stays stopped, or a link spoilt.
+#: How long a process stays stopped, or a link degraded.
 _FREEZES_S: Final = (0.05, 0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
-#: How long a process that was killed stays away.
+#: How long after a kill the next process is started.
 _AWAY_S: Final = (0.0, 0.5, 3.0)
-#: A server that comes back after this long is to have everything that it had.
+#: A server that was stopped for so long must still have all of its blocks (G8).
 _LONG_S: Final = 60.0
 
 
-class Nemesis:
-    """Breaks things until its time is over, and mends each of them."""
+class ProcessNemesis:
+    """Injects faults until its time is over, and ends each of them."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ProcessCluster,
         clients: Sequence[ClientNode],
-        report: Report,
+        report: ChaosReport,
         *,
         rng: random.Random,
         storm: int,
@@ -47,7 +47,7 @@ class Nemesis:
         self._loop = asyncio.get_running_loop()
         self._trials = Trials(cluster, report)
         self._busy: set[str] = set()
-        self._alone: list[Callable[[], Awaitable[None]]] = [
+        self._lone_faults: list[Callable[[], Awaitable[None]]] = [
             self._kill_an_owner,
             self._freeze_an_owner,
             self._restart_a_master,
@@ -57,27 +57,27 @@ class Nemesis:
             self._kill_client,
             self._freeze_node,
             self._freeze_client,
-            self._spoil_link,
+            self._degrade_link,
             self._cut_link,
             self._storm,
         ]
 
     async def run(self, seconds: float) -> None:
-        """Rounds of faults; each begins with a cluster that is well. Raises ServerLost."""
+        """Rounds of faults; each begins with a healthy cluster. Raises ServerLost."""
         until = self._loop.time() + seconds
-        deck = list(self._alone)  # first of all, so that a short run has every figure
+        deck = list(self._lone_faults)  # first, so that a short run has every figure
         if seconds > 4 * _LONG_S:
             deck.append(self._freeze_for_long)
         while (left_s := until - self._loop.time()) > 0:
             if not deck:
-                deck = [*self._alone, *8 * [self._several]]
+                deck = [*self._lone_faults, *8 * [self._several_faults]]
                 self._rng.shuffle(deck)
                 if left_s > 4 * SETTLE_S:
-                    deck.append(self._calm)
+                    deck.append(self._quiet_round)
             await deck.pop()()
             for client in self._clients:
                 client.check()
-            await self._cluster.well()
+            await self._cluster.wait_until_healthy()
             await asyncio.sleep(self._rng.uniform(0.2, 1.0))
 
     # --- rounds -------------------------------------------------------------------------------
@@ -96,32 +96,32 @@ class Nemesis:
         name = self._rng.choice(sorted(self._cluster.masters))
         await self._trials.restart_a_master(name, self._rng.choice(_AWAY_S))
 
-    async def _calm(self) -> None:
-        """So long that in its second part no fault explains anything."""
+    async def _quiet_round(self) -> None:
+        """No fault for so long that in the second part of it no fault explains a miss."""
         await asyncio.sleep(SETTLE_S + 10)
 
-    async def _several(self) -> None:
+    async def _several_faults(self) -> None:
         count = self._rng.choice([1, 2, 3, 4])
         faults = [self._rng.choice(self._faults)() for _ in range(count)]
         for outcome in await asyncio.gather(*faults, return_exceptions=True):
             if outcome is not None:
                 raise outcome
 
-    # --- kinds --------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------
 
     def _victim(self, nodes: Sequence[T], name: Callable[[T], str]) -> T | None:
-        """One that nothing is being done to."""
+        """A node or link that has no fault at the moment, or None."""
         idle = [node for node in nodes if name(node) not in self._busy]
         return self._rng.choice(idle) if idle else None
 
-    async def _on(
+    async def _harm_node(
         self, node: Node | None, kind: str, harm: Callable[[Node], Awaitable[None]]
     ) -> None:
         if node is None:
             return
         role = node.name.partition("-")[0]
         self._busy.add(node.name)
-        with self._report.trouble(self._loop.time, f"{kind} {role}", node.name):
+        with self._report.incident(self._loop.time, f"{kind} {role}", node.name):
             await harm(node)
         self._busy.discard(node.name)
 
@@ -136,46 +136,46 @@ class Nemesis:
         node.thaw()
 
     async def _kill_node(self) -> None:
-        await self._on(self._victim(self._cluster.nodes, _name), "kill", self._kill)
+        await self._harm_node(self._victim(self._cluster.nodes, _name), "kill", self._kill)
 
     async def _kill_client(self) -> None:
-        await self._on(self._victim(self._clients, _name), "kill", self._kill)
+        await self._harm_node(self._victim(self._clients, _name), "kill", self._kill)
 
     async def _freeze_node(self) -> None:
-        await self._on(self._victim(self._cluster.nodes, _name), "freeze", self._freeze)
+        await self._harm_node(self._victim(self._cluster.nodes, _name), "freeze", self._freeze)
 
     async def _freeze_client(self) -> None:
-        await self._on(self._victim(self._clients, _name), "freeze", self._freeze)
+        await self._harm_node(self._victim(self._clients, _name), "freeze", self._freeze)
 
-    async def _spoil_link(self) -> None:
-        """A link is slow, or hands on small pieces, or nothing at all."""
+    async def _degrade_link(self) -> None:
+        """A link is slow, or forwards small pieces, or forwards nothing."""
         kind = self._rng.choice(["delay", "chop", "stall"])
 
         def spoil(proxy: Proxy) -> None:
             if kind == "delay":
-                proxy.weather.delay_s = self._rng.choice([0.005, 0.05, 0.3])
+                proxy.conditions.delay_s = self._rng.choice([0.005, 0.05, 0.3])
             elif kind == "chop":
-                proxy.weather.chop = self._rng.choice([50, 500, 4000])
+                proxy.conditions.chop = self._rng.choice([50, 500, 4000])
             else:
-                proxy.weather.stalled = True
+                proxy.conditions.stalled = True
 
-        await self._on_link(kind, spoil)
+        await self._harm_link(kind, spoil)
 
     async def _cut_link(self) -> None:
-        """A link is reset once, or refuses everybody for a while."""
+        """A link is reset once, or refuses all connections for a while."""
         if self._rng.random() < 0.5:
-            await self._on_link("reset", Proxy.reset)
+            await self._harm_link("reset", Proxy.reset)
         else:
-            await self._on_link("cut", Proxy.cut)
+            await self._harm_link("cut", Proxy.cut)
 
-    async def _on_link(self, kind: str, harm: Callable[[Proxy], None]) -> None:
+    async def _harm_link(self, kind: str, harm: Callable[[Proxy], None]) -> None:
         name = self._victim(sorted(self._cluster.proxies), str)
         if name is None:
             return
         proxy = self._cluster.proxies[name]
         plane = "control" if "master" in name else "data"
         self._busy.add(name)
-        with self._report.trouble(self._loop.time, f"{kind} {plane} link", name):
+        with self._report.incident(self._loop.time, f"{kind} {plane} link", name):
             harm(proxy)
             await asyncio.sleep(self._rng.choice(_FREEZES_S))
             proxy.heal()
@@ -183,7 +183,7 @@ class Nemesis:
 
     async def _storm(self) -> None:
         """Clients write far more than the pool holds."""
-        self._report.faults["put storm"] += 1
+        self._report.faults["write storm"] += 1
         for client in self._clients:
             client.storm(int(self._storm_size / len(self._clients) * self._rng.uniform(1, 3)))
         await asyncio.sleep(2)

@@ -1,4 +1,4 @@
-"""A TCP proxy: one address in front of another, and bad weather in between."""
+"""A TCP proxy: it forwards bytes to another address and can delay, chop, stall or cut them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _PIECE = 1 << 16
 
 
 @dataclass(slots=True)
-class Weather:
-    """What happens to bytes on their way, in both directions."""
+class LinkConditions:
+    """What the proxy does to bytes, in both directions."""
 
     #: Each piece waits this long.
     delay_s: float = 0.0
-    #: Nothing moves; connections are accepted and hear nothing.
+    #: Connections are accepted, but no byte is forwarded.
     stalled: bool = False
-    #: Connections are refused.
+    #: New connections are reset.
     cut: bool = False
-    #: Bytes arrive in pieces of 1 to so many, if not 0.
+    #: Bytes arrive in pieces of 1 to `chop` bytes, if not 0.
     chop: int = 0
-    #: Each connection moves at most so many bytes per second in each direction, if not 0.
+    #: Bytes per second of each connection in each direction; 0 means no limit.
     rate: float = 0.0
 
 
 class Proxy:
-    """Stands in front of `target` at an address of its own; `weather` may change at any time."""
+    """Forwards `address` to `target`; `conditions` may be changed at any time."""
 
     def __init__(self, target: str, rng: random.Random | None = None) -> None:
-        self.weather = Weather()
+        self.conditions = LinkConditions()
         self.address = ""
         self.moved = 0  # bytes, in both directions
         self._target = target
@@ -50,17 +50,17 @@ class Proxy:
 
     def cut(self) -> None:
         """Reset every connection and refuse new ones, until `heal`."""
-        self.weather.cut = True
+        self.conditions.cut = True
         self.reset()
 
     def reset(self) -> None:
-        """Reset every connection; whoever comes again is welcome."""
+        """Reset every connection; new ones are accepted."""
         for writer in tuple(self._connections):
             _abort(writer)
 
     def heal(self) -> None:
-        """Fair weather from here on."""
-        self.weather = Weather()
+        """Forward everything at once from now on."""
+        self.conditions = LinkConditions()
 
     async def close(self) -> None:
         if self._server is not None:
@@ -78,12 +78,12 @@ class Proxy:
         self._connections.add(writer)
         onward: asyncio.StreamWriter | None = None
         try:
-            if not self.weather.cut:
+            if not self.conditions.cut:
                 back, onward = await asyncio.open_connection(*self._target.split(":"))
                 self._connections.add(onward)
-                await self._carry(reader, onward, back, writer)
+                await self._forward(reader, onward, back, writer)
         except (OSError, asyncio.CancelledError):
-            pass  # whatever went wrong on one side, both hear of it as a reset
+            pass  # an error on one side becomes a reset on both sides
         finally:
             for end in (writer, onward):
                 if end is not None:
@@ -91,7 +91,7 @@ class Proxy:
                     _abort(end)
             self._tasks.discard(task)
 
-    async def _carry(
+    async def _forward(
         self,
         reader: asyncio.StreamReader,
         onward: asyncio.StreamWriter,
@@ -113,28 +113,28 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_PIECE):
             await self._wait()
-            if self.weather.rate:
-                await asyncio.sleep(len(data) / self.weather.rate)
+            if self.conditions.rate:
+                await asyncio.sleep(len(data) / self.conditions.rate)
             self.moved += len(data)
-            if not self.weather.chop:
+            if not self.conditions.chop:
                 writer.write(data)
-            while self.weather.chop and data:
-                # Whoever cuts everything into single bytes tests nothing but patience.
-                size = self._rng.randint(1, self.weather.chop)
+            while self.conditions.chop and data:
+                # Pieces of random sizes: single bytes only would take too long.
+                size = self._rng.randint(1, self.conditions.chop)
                 writer.write(data[:size])
                 data = data[size:]
                 await asyncio.sleep(0)
             await writer.drain()
 
     async def _wait(self) -> None:
-        if self.weather.delay_s:
-            await asyncio.sleep(self._rng.uniform(0, 2 * self.weather.delay_s))
-        while self.weather.stalled:  # noqa: ASYNC110 (a flag that anybody may change)
+        if self.conditions.delay_s:
+            await asyncio.sleep(self._rng.uniform(0, 2 * self.conditions.delay_s))
+        while self.conditions.stalled:  # noqa: ASYNC110 (`conditions` has no event to wait for)
             await asyncio.sleep(0.01)
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
     sock = writer.get_extra_info("socket")
-    with contextlib.suppress(OSError, AttributeError):  # it may be gone already
+    with contextlib.suppress(OSError, AttributeError):  # the socket may be closed already
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()

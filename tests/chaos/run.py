@@ -1,4 +1,4 @@
-"""A whole run: the cluster, its users, the nemesis, and the last questions when all is calm."""
+"""One run: the cluster, its users, the nemesis, and the checks after the last fault."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from kvpool.client.pool import Pool
 from kvpool.errors import KvpoolError
 from kvpool.types import Match, ReadStatus, Replica, Run, WriteStatus
 from tests.chaos.client import ClientNode
-from tests.chaos.cluster import Cluster, Node, open_sockets
-from tests.chaos.load import TIMEOUT_S, Shelf, shelves
-from tests.chaos.nemesis import Nemesis
-from tests.chaos.report import Report
+from tests.chaos.cluster import Node, ProcessCluster, open_sockets
+from tests.chaos.load import TIMEOUT_S, BlockSet, block_sets
+from tests.chaos.nemesis import ProcessNemesis
+from tests.chaos.report import ChaosReport
 
-#: Half of the blocks that the clients know of fit, with two copies each.
+#: Bytes of each server: half of the clients' blocks fit, with two copies each.
 CAPACITY: Final = 32 << 20
 SERVERS: Final = 3
 MASTERS: Final = 2
-#: What a client may use, in turn; its tcp goes through proxies.
+#: Clients take these lists of transports in turn; their tcp goes through proxies.
 TRANSPORTS: Final = (("shm", "tcp"), ("tcp",))
-_TOLD_S: Final = 10.0
-#: Answers without explanation that are printed at once each time.
+_PROGRESS_S: Final = 10.0
+#: After the last call, nothing may be pinned or reserved any more after so long.
+_RELEASED_S: Final = 10.0
+#: Results without explanation that are printed with each line of progress.
 _SHOWN: Final = 5
-#: Blocks that one question is about.
+#: Blocks of one request of the checks.
 _BATCH: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What to do, and for how long."""
+class ChaosOptions:
+    """The options of the command line."""
 
     seconds: float
     seed: int
@@ -51,39 +53,39 @@ class Options:
 
 
 class Chaos:
-    """One run. `run` returns the report, and leaves no process behind, however it ends."""
+    """One run. `run` returns the report; no process outlives it, even after an error."""
 
-    def __init__(self, options: Options, console: Console) -> None:
+    def __init__(self, options: ChaosOptions, console: Console) -> None:
         self._options = options
         self._console = console
-        self._cluster = Cluster(
+        self._cluster = ProcessCluster(
             masters=MASTERS, servers=SERVERS, capacity=str(CAPACITY), proxied=True
         )
-        self.report = Report(
+        self.report = ChaosReport(
             options.seed, tuple(self._cluster.masters), allowance_s=options.allowance_s
         )
         self._clients: list[ClientNode] = []
         self._loop = asyncio.get_running_loop()
 
-    async def run(self) -> Report:
-        """Chaos for as long as was asked for, then calm and the last questions."""
+    async def run(self) -> ChaosReport:
+        """Inject faults for the given time, then end all of them and check the pool."""
         shm, began = set(os.listdir("/dev/shm")), self._loop.time()
         try:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self._cluster)
                 fresh = _open_files(self._cluster)
                 await self._work(stack)
-                await self._ask_last()
-                await self._look_for_leaks(fresh)
+                await self._final_checks()
+                await self._find_leaks(fresh)
         except KvpoolError as error:
             self.report.broken.append(f"liveness: {error}")
-        self._look_outside(shm)
+        self._find_leaks_outside(shm)
         self.report.seconds = self._loop.time() - began
         self.report.conclude()
         return self.report
 
     async def _work(self, stack: AsyncExitStack) -> None:
-        """Clients under load while the nemesis has its time."""
+        """Clients work while the nemesis injects faults."""
         options = self._options
         for number in range(options.clients):
             client = ClientNode(
@@ -92,32 +94,32 @@ class Chaos:
                 transports=TRANSPORTS[number % len(TRANSPORTS)],
                 users=options.users,
                 seed=options.seed,
-                hear=self.report.add,
+                on_report=self.report.add,
             )
             stack.push_async_callback(client.close)
             self._clients.append(client)
             await client.start()
-        nemesis = Nemesis(
+        nemesis = ProcessNemesis(
             self._cluster,
             self._clients,
             self.report,
             rng=random.Random(options.seed),
             storm=SERVERS * CAPACITY,
         )
-        telling = self._loop.create_task(self._tell())
+        progress = self._loop.create_task(self._print_progress())
         try:
             await nemesis.run(options.seconds)
         finally:
-            telling.cancel()
+            progress.cancel()
         for client in self._clients:
             files = await client.finish(within_s=10 * TIMEOUT_S)
             self.report.leaks += [f"{client.name}: {name}" for name in files]
 
-    async def _tell(self) -> None:
-        """A line now and then for whoever waits."""
+    async def _print_progress(self) -> None:
+        """Print a line of progress from time to time."""
         began, shown = self._loop.time(), 0
         while True:
-            await asyncio.sleep(_TOLD_S)
+            await asyncio.sleep(_PROGRESS_S)
             report = self.report
             for line in report.unexplained[shown:][:_SHOWN]:
                 self._console.print(escape(line), soft_wrap=True)
@@ -128,86 +130,91 @@ class Chaos:
                 f"unexplained {len(report.unexplained)}"
             )
 
-    # --- when all is calm ------------------------------------------------------------------
+    # --- after the last fault ---------------------------------------------------------------
 
-    async def _ask_last(self) -> None:
-        """Every master's map is what the servers hold, byte for byte; and the pool still works."""
-        await self._cluster.well()
+    async def _final_checks(self) -> None:
+        """Every master lists exactly what the servers hold, and the pool still works."""
+        await self._cluster.wait_until_healthy()
         async with AsyncExitStack() as stack:
             masters = {
                 name: await stack.enter_async_context(self._cluster.client("tcp", master=name))
                 for name in self._cluster.masters
             }
             pool = next(iter(masters.values()))
-            for shelf in shelves(self._options.seed):
-                for first in range(0, len(shelf.digests), _BATCH):
-                    batch = shelf.digests[first : first + _BATCH]
-                    held = await self._held(pool, shelf, batch)
+            for block_set in block_sets(self._options.seed):
+                for first in range(0, len(block_set.digests), _BATCH):
+                    batch = block_set.digests[first : first + _BATCH]
+                    held = await self._held(pool, block_set, batch)
                     for name, asked in masters.items():
-                        await self._compare(name, asked, shelf, batch, held)
+                        await self._compare(name, asked, block_set, batch, held)
                     self.report.map_checked += len(batch)
-                await self._write_and_read(pool, shelf)
+                await self._write_and_read(pool, block_set)
 
-    async def _held(self, pool: Pool, shelf: Shelf, batch: list[bytes]) -> list[set[str]]:
-        """The servers that have each block, by their own books: no master is asked."""
+    async def _held(self, pool: Pool, block_set: BlockSet, batch: list[bytes]) -> list[set[str]]:
+        """The servers that have each block, as reads of each server show; no master is asked."""
         held: list[set[str]] = [set() for _ in batch]
         for server in self._cluster.servers:
             run = Run(0, len(batch) - 1, (Replica(server, "dram"),))
             match = Match((run,), len(batch), ReadStatus.HIT)
-            hits = await self._read(pool, shelf, batch, match)
+            hits = await self._read(pool, block_set, batch, match)
             for servers, hit in zip(held, hits, strict=True):
                 if hit:
                     servers.add(server)
         return held
 
     async def _read(
-        self, pool: Pool, shelf: Shelf, batch: list[bytes], match: Match | None
+        self, pool: Pool, block_set: BlockSet, batch: list[bytes], match: Match | None
     ) -> list[bool]:
-        """Read and check; which of the blocks came."""
-        blocks = _blocks(shelf, len(batch))
+        """Read and compare; returns for each block whether it was a hit."""
+        blocks = _blocks(block_set, len(batch))
         for digest, block in zip(batch, blocks, strict=True):
-            shelf.payload.spoil(digest, block)
+            block_set.payload.spoil(digest, block)
         results = await pool.read(
-            shelf.namespace, batch, [block.data for block in blocks], match=match
+            block_set.namespace, batch, [block.data for block in blocks], match=match
         )
         for digest, block, result in zip(batch, blocks, results, strict=True):
             if result.status.hit:
-                self.report.wrong_bytes += shelf.payload.wrong(digest, block)
+                self.report.wrong_bytes += block_set.payload.wrong(digest, block)
         return [result.status.hit for result in results]
 
     async def _compare(
-        self, master: str, asked: Pool, shelf: Shelf, batch: list[bytes], held: list[set[str]]
+        self,
+        master: str,
+        asked: Pool,
+        block_set: BlockSet,
+        batch: list[bytes],
+        held: list[set[str]],
     ) -> None:
-        answers = await asked.explain(shelf.namespace, batch)
+        answers = await asked.explain(block_set.namespace, batch)
         for answer, servers in zip(answers, held, strict=True):
             known = {replica.server for replica in answer.replicas}
             if known != servers:
                 self.report.broken.append(
-                    f"G7: {master} says that {answer.key} is on {sorted(known) or 'no server'}, "
-                    f"it is on {sorted(servers) or 'none'}"
+                    f"G7: {master} lists {answer.key} on {sorted(known) or 'no server'}, "
+                    f"but it is on {sorted(servers) or 'none'}"
                 )
 
-    async def _write_and_read(self, pool: Pool, shelf: Shelf) -> None:
-        """What is written now is stored, and read at once."""
-        fresh = [shelf.payload.digest((1 << 61) + i) for i in range(8)]
-        blocks = _blocks(shelf, len(fresh))
+    async def _write_and_read(self, pool: Pool, block_set: BlockSet) -> None:
+        """A new block is stored, and a read finds it at once."""
+        fresh = [block_set.payload.digest((1 << 61) + i) for i in range(8)]
+        blocks = _blocks(block_set, len(fresh))
         for digest, block in zip(fresh, blocks, strict=True):
-            shelf.payload.write(digest, block)
+            block_set.payload.write(digest, block)
         statuses = await pool.write(
-            shelf.namespace, fresh, [block.data for block in blocks], copies=2
+            block_set.namespace, fresh, [block.data for block in blocks], copies=2
         )
         if set(statuses) != {WriteStatus.STORED}:
-            told = ", ".join(sorted({status.label for status in statuses}))
-            self.report.broken.append(f"liveness: in the end a write was told: {told}")
-        elif not all(await self._read(pool, shelf, fresh, None)):
-            self.report.broken.append("G5: in the end a block was written and not found")
+            found = ", ".join(sorted({status.label for status in statuses}))
+            self.report.broken.append(f"liveness: after the last fault a write returned: {found}")
+        elif not all(await self._read(pool, block_set, fresh, None)):
+            self.report.broken.append("G5: after the last fault a block was written and not found")
 
     # --- leaks ------------------------------------------------------------------------------
 
-    async def _look_for_leaks(self, fresh: dict[str, Counter[str]]) -> None:
-        """Nobody is connected any more: nothing may be held or open on anybody's behalf."""
-        leaks = ["not looked"]
-        until = self._loop.time() + _TOLD_S
+    async def _find_leaks(self, fresh: dict[str, Counter[str]]) -> None:
+        """All clients have left: no pin, reservation, connection or file of theirs may remain."""
+        leaks = ["not checked"]
+        until = self._loop.time() + _RELEASED_S
         while leaks and self._loop.time() < until:
             await asyncio.sleep(0.5)
             async with self._cluster.client() as pool:
@@ -228,8 +235,8 @@ class Chaos:
                 leaks += [f"{name}: {count} more {what}" for what, count in more.items()]
         self.report.leaks += leaks
 
-    def _look_outside(self, shm: set[str]) -> None:
-        """After the end: no shared memory, no socket, no process."""
+    def _find_leaks_outside(self, shm: set[str]) -> None:
+        """After the end: no shared memory, no socket and no process may remain."""
         self.report.leaks += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shm]
         sockets = open_sockets(self._cluster.servers.values())
         self.report.leaks += [f"socket {name}" for name in sockets]
@@ -237,8 +244,8 @@ class Chaos:
             self.report.leaks += [f"process {pid}" for pid in file.read().split()]
 
 
-def _open_files(cluster: Cluster) -> dict[str, Counter[str]]:
-    """What masters and servers have open, by kind."""
+def _open_files(cluster: ProcessCluster) -> dict[str, Counter[str]]:
+    """The open files of masters and servers, counted by kind."""
     return {node.name: _files_of(node) for node in cluster.nodes}
 
 
@@ -247,10 +254,10 @@ def _files_of(node: Node) -> Counter[str]:
     folder = f"/proc/{node.process.pid}/fd"
     found: Counter[str] = Counter()
     for name in os.listdir(folder):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the file was closed in between
             found[re.sub(r"\d+", "", os.readlink(f"{folder}/{name}"))] += 1
     return found
 
 
-def _blocks(shelf: Shelf, count: int) -> npt.NDArray[np.uint8]:
-    return np.zeros((count, shelf.payload.size), np.uint8)
+def _blocks(block_set: BlockSet, count: int) -> npt.NDArray[np.uint8]:
+    return np.zeros((count, block_set.payload.size), np.uint8)

@@ -1,18 +1,18 @@
-"""A transport whose listener stands behind a proxy: slow links, on one machine."""
+"""A transport whose listener is behind a proxy: slow links on one machine."""
 
 from __future__ import annotations
 
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.types import Cluster
-from tests.chaos.proxy import Proxy, Weather
+from tests.chaos.proxy import LinkConditions, Proxy
 
 
 class ShapedTransport:
-    """Another transport over TCP, with weather between every client and the server."""
+    """Wraps a transport over TCP: a proxy is between each client and the server."""
 
-    def __init__(self, inner: Transport, weather: Weather | None = None) -> None:
+    def __init__(self, inner: Transport, conditions: LinkConditions | None = None) -> None:
         self._inner = inner
-        self.weather = weather or Weather()
+        self.conditions = conditions or LinkConditions()
         self.proxies: list[Proxy] = []
 
     @property
@@ -30,7 +30,7 @@ class ShapedTransport:
     async def listen(self, address: str, store: BlockStore) -> Listener:
         listener = await self._inner.listen(address, store)
         proxy = Proxy(listener.address.partition("://")[2])
-        proxy.weather = self.weather
+        proxy.conditions = self.conditions
         await proxy.start()
         self.proxies.append(proxy)
         return _ShapedListener(listener, proxy, self.scheme)

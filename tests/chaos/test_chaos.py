@@ -1,7 +1,7 @@
-"""The promises, over real processes that are killed, frozen and cut off: one scenario each.
+"""The promises over real processes that are killed, frozen and cut off: one scenario each.
 
-`make chaos` does all of it at once and for longer. Each test says on stdout what it measured; what
-it asserts leaves room for a busy machine, where no promise is given up for it.
+`make chaos` runs all of it at once and for longer. Each test prints its measurement; its assertions
+allow extra time for a busy machine, but only where the promise itself stays checked.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from pathlib import Path
 import pytest
 
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import ProcessCluster
 from tests.chaos.proxy import Proxy
-from tests.chaos.report import HEARTBEAT_S, SETTLE_S, Report
+from tests.chaos.report import HEARTBEAT_S, SETTLE_S, ChaosReport
 from tests.chaos.witness import Witness
 from tests.conftest import NAMESPACE, buffers, key, keys, patient, value, values
 from tests.support.processes import fill, member, script, until
 
-#: What a machine that is busy with other tests may add to a time.
+#: Seconds that a machine which is busy with other tests may add.
 BUSY_S = 1.0
-#: How long a server is frozen that is to come back with everything; the promise is for 60 s.
+#: How long a server is frozen that must still have all of its blocks; the promise is for 60 s.
 FROZEN_S = float(os.environ.get("KVPOOL_TEST_FROZEN_S", "6"))
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster() -> AsyncIterator[ProcessCluster]:
     """A master and two servers."""
-    async with Cluster() as running:
+    async with ProcessCluster() as running:
         yield running
 
 
 @pytest.fixture
-async def two_masters() -> AsyncIterator[Cluster]:
+async def two_masters() -> AsyncIterator[ProcessCluster]:
     """Two masters and two servers."""
-    async with Cluster(masters=2) as running:
+    async with ProcessCluster(masters=2) as running:
         yield running
 
 
 @pytest.fixture(params=["shm", "tcp"])
-async def pool(request: pytest.FixtureRequest, cluster: Cluster) -> AsyncIterator[Pool]:
+async def pool(request: pytest.FixtureRequest, cluster: ProcessCluster) -> AsyncIterator[Pool]:
     async with cluster.client(request.param) as client:
         yield client
 
@@ -55,8 +55,8 @@ async def pool(request: pytest.FixtureRequest, cluster: Cluster) -> AsyncIterato
 # --- servers ----------------------------------------------------------------------------
 
 
-async def test_kill_9_of_one_owner_of_two_fails_no_read(cluster: Cluster) -> None:
-    """G6: three readers are in the middle of it; the other owner is read within a second."""
+async def test_kill_9_of_one_owner_of_two_fails_no_read(cluster: ProcessCluster) -> None:
+    """G6: an owner is killed during the reads of three readers; the other is read within 1 s."""
     loop = asyncio.get_running_loop()
     async with Witness(cluster, seed=1) as witness:
         victim = cluster.servers[min(witness.owners)]
@@ -72,8 +72,8 @@ async def test_kill_9_of_one_owner_of_two_fails_no_read(cluster: Cluster) -> Non
     assert not sum(seen.wrong_bytes for one in reads for seen in one)
 
 
-async def test_a_frozen_owner_of_two_costs_a_hedge(cluster: Cluster) -> None:
-    """G6: SIGSTOP is harder than a kill, the sockets live; the other owner is asked after 0.1 s."""
+async def test_a_frozen_owner_of_two_costs_a_hedge(cluster: ProcessCluster) -> None:
+    """G6: an owner is stopped and its sockets stay open; the other is asked after 0.1 s."""
     loop = asyncio.get_running_loop()
     async with Witness(cluster, seed=2) as witness:
         victim = cluster.servers[min(witness.owners)]
@@ -90,8 +90,8 @@ async def test_a_frozen_owner_of_two_costs_a_hedge(cluster: Cluster) -> None:
     assert not sum(seen.wrong_bytes for one in reads for seen in one)
 
 
-async def test_kill_9_of_a_server_under_reads(cluster: Cluster, pool: Pool) -> None:
-    """G6: reads end by their deadline, with right bytes or a miss; the other server's go on."""
+async def test_kill_9_of_a_server_under_reads(cluster: ProcessCluster, pool: Pool) -> None:
+    """G6: reads end by their deadline, with right bytes or a miss; other servers are still read."""
     lost, kept = await fill(pool, "server-0", 24), await fill(pool, "server-1", 8)
     loop = asyncio.get_running_loop()
     seen: set[ReadStatus] = set()
@@ -119,8 +119,8 @@ async def test_kill_9_of_a_server_under_reads(cluster: Cluster, pool: Pool) -> N
     assert seen <= {ReadStatus.HIT, ReadStatus.SERVER_LOST, ReadStatus.DEADLINE}
 
 
-async def test_kill_9_of_a_server_under_writes(cluster: Cluster, pool: Pool) -> None:
-    """A write whose server dies goes to the other one, or says so; what is stored is right."""
+async def test_kill_9_of_a_server_under_writes(cluster: ProcessCluster, pool: Pool) -> None:
+    """A write whose server dies goes to the other one or fails; stored blocks have right bytes."""
     chain = keys("under fire", 40)
 
     async def writer() -> list[WriteStatus]:
@@ -142,8 +142,10 @@ async def test_kill_9_of_a_server_under_writes(cluster: Cluster, pool: Pool) -> 
         assert not result.status.hit or buffer == value(digest, 1 << 20)
 
 
-async def test_a_frozen_server_costs_a_deadline_and_not_more(cluster: Cluster, pool: Pool) -> None:
-    """G6: with no other owner the read is a miss by its deadline."""
+async def test_a_frozen_server_costs_a_deadline_and_not_more(
+    cluster: ProcessCluster, pool: Pool
+) -> None:
+    """G6: without another owner the read is a miss by its deadline."""
     chain = await fill(pool, "server-0", 4)
     cluster.servers["server-0"].freeze()
     loop = asyncio.get_running_loop()
@@ -153,10 +155,10 @@ async def test_a_frozen_server_costs_a_deadline_and_not_more(cluster: Cluster, p
     assert {result.status for result in results} <= {ReadStatus.DEADLINE, ReadStatus.SERVER_LOST}
 
 
-async def test_a_server_that_was_frozen_comes_back_with_everything(cluster: Cluster) -> None:
-    """G3, G4, G8: longer than the master's patience; nothing that it held was given away.
+async def test_a_server_that_was_frozen_comes_back_with_everything(cluster: ProcessCluster) -> None:
+    """G3, G4, G8: the master counts the server as lost meanwhile; no block or pin of it is lost.
 
-    KVPOOL_TEST_FROZEN_S=60 tries the whole promise, as `make chaos` does.
+    KVPOOL_TEST_FROZEN_S=60 checks the whole promise, as `make chaos` does.
     """
     async with cluster.client("shm") as pool:
         chain = await fill(pool, "server-0", 24)
@@ -169,8 +171,8 @@ async def test_a_server_that_was_frozen_comes_back_with_everything(cluster: Clus
             statuses = await pool.write(NAMESPACE, other, values(other, 1 << 20))
             assert set(statuses) == {WriteStatus.STORED}
             cluster.servers["server-0"].thaw()
-            await cluster.well(within_s=2 * HEARTBEAT_S + patient(BUSY_S))
-            # More than the server has left: it would take what is pinned, if it could.
+            await cluster.wait_until_healthy(within_s=2 * HEARTBEAT_S + patient(BUSY_S))
+            # More than the server has left: a wrong server would evict what is pinned.
             for digest in keys("afterwards", 60):
                 await pool.write_to("server-0", NAMESPACE, digest, value(digest, 1 << 20))
             assert [view.data for view in views] == values(chain[:8], 1 << 20)
@@ -183,8 +185,8 @@ async def test_a_server_that_was_frozen_comes_back_with_everything(cluster: Clus
 # --- masters ----------------------------------------------------------------------------
 
 
-async def test_a_killed_master_is_back_with_the_whole_map(two_masters: Cluster) -> None:
-    """G7: kill -9, and all living blocks are matched by it again; writers never stopped."""
+async def test_a_killed_master_is_back_with_the_whole_map(two_masters: ProcessCluster) -> None:
+    """G7: after kill -9 and a restart the master matches all blocks; writes went on meanwhile."""
     loop = asyncio.get_running_loop()
     written: list[bytes] = []
     async with AsyncExitStack() as stack:
@@ -222,7 +224,7 @@ async def test_a_killed_master_is_back_with_the_whole_map(two_masters: Cluster) 
 
 
 async def until_known(pool: Pool, digests: list[bytes]) -> None:
-    """What was acknowledged is known to this client's masters, if not now then in a moment."""
+    """Wait up to 2 s until this client's masters list all of these acknowledged blocks."""
     for _ in range(100):
         if all(answer.status.hit for answer in await pool.explain(NAMESPACE, digests)):
             return
@@ -230,8 +232,8 @@ async def until_known(pool: Pool, digests: list[bytes]) -> None:
     raise AssertionError("blocks that were acknowledged are not in the map")
 
 
-async def test_a_master_killed_under_matches_fails_none(two_masters: Cluster) -> None:
-    """G7: of two masters, the one that everybody asks is killed in the middle of matches."""
+async def test_a_master_killed_under_matches_fails_none(two_masters: ProcessCluster) -> None:
+    """G7: of two masters, the one that all clients ask is killed during matches."""
     loop = asyncio.get_running_loop()
     chain = keys("matched", 200)
     longest_s, matches, stop = 0.0, 0, False
@@ -262,8 +264,8 @@ async def test_a_master_killed_under_matches_fails_none(two_masters: Cluster) ->
 # --- writers ----------------------------------------------------------------------------
 
 
-async def test_of_writers_that_disagree_one_wins(cluster: Cluster) -> None:
-    """G2: eight clients write other bytes under one key; whoever reads sees one of them, whole."""
+async def test_of_writers_that_disagree_one_wins(cluster: ProcessCluster) -> None:
+    """G2: eight clients write different bytes under one key; readers see one version, complete."""
     size, writers = 1 << 20, 8
     async with AsyncExitStack() as stack:
         pools = [await stack.enter_async_context(cluster.client()) for _ in range(writers)]
@@ -309,8 +311,8 @@ PROBER = """
 """
 
 
-async def test_a_full_pool_that_is_probed_by_others_goes_on(cluster: Cluster) -> None:
-    """G9: two processes ask for every key all the time; three times the capacity is written."""
+async def test_a_full_pool_that_is_probed_by_others_goes_on(cluster: ProcessCluster) -> None:
+    """G9: two processes look up every key all the time while 3 times the capacity is written."""
     (master,) = cluster.masters_of("clients")
     async with AsyncExitStack() as stack:
         probers = [await stack.enter_async_context(script(PROBER, master)) for _ in range(2)]
@@ -361,8 +363,8 @@ async def address_of(pool: Pool, server: str, scheme: str) -> str:
     return next(address for address in found.addresses if address.startswith(scheme))
 
 
-async def test_a_killed_writers_space_is_back_at_once(cluster: Cluster) -> None:
-    """G3, G4: it had reserved the whole server, and another writer was waiting for that space."""
+async def test_a_killed_writers_space_is_back_at_once(cluster: ProcessCluster) -> None:
+    """G3, G4: it had reserved the whole server, and another writer was waiting for the space."""
     loop = asyncio.get_running_loop()
     async with cluster.client() as pool:
         for scheme, server in (("shm", "server-0"), ("tcp", "server-1")):
@@ -396,8 +398,8 @@ FORKING_READER = """
 """
 
 
-async def test_a_killed_readers_child_holds_none_of_its_pins(cluster: Cluster) -> None:
-    """G4: pins die with their connection, whoever has inherited its socket."""
+async def test_a_killed_readers_child_holds_none_of_its_pins(cluster: ProcessCluster) -> None:
+    """G4: pins end with their connection, even if a child process has inherited its socket."""
     async with cluster.client("shm") as pool:
         digest = key("forked")
         await pool.write_to("server-0", NAMESPACE, digest, value(digest))
@@ -413,9 +415,9 @@ async def test_a_killed_readers_child_holds_none_of_its_pins(cluster: Cluster) -
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
 async def test_a_frozen_writers_space_rests_until_it_is_dead_or_done(
-    cluster: Cluster, end: signal.Signals
+    cluster: ProcessCluster, end: signal.Signals
 ) -> None:
-    """G3, G4: we closed its link, but it has the segment mapped and may go on in mid-copy."""
+    """G3, G4: the server closed the link, but the writer has the segment mapped and may go on."""
     async with cluster.client("shm") as pool:
         address = await address_of(pool, "server-0", "shm")
         async with script(WRITER, address, str(1 << 20), "0.2") as writer:
@@ -433,7 +435,7 @@ async def test_a_frozen_writers_space_rests_until_it_is_dead_or_done(
 
 
 async def test_a_proxy_that_chops_cuts_and_heals() -> None:
-    """What the chaos stands on: bytes come whole through a bad link, and a cut one refuses."""
+    """Bytes arrive complete through a bad link, and a cut link resets connections."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):
@@ -444,12 +446,12 @@ async def test_a_proxy_that_chops_cuts_and_heals() -> None:
     host, port = server.sockets[0].getsockname()
     proxy = Proxy(f"{host}:{port}")
     await proxy.start()
-    proxy.weather.chop, proxy.weather.delay_s = 7, 0.001
+    proxy.conditions.chop, proxy.conditions.delay_s = 7, 0.001
     reader, writer = await asyncio.open_connection(*proxy.address.split(":"))
     sent = value(b"sent", 5000)
     writer.write(sent)
     assert await reader.readexactly(5000) == sent
-    proxy.weather.stalled = True
+    proxy.conditions.stalled = True
     writer.write(b"x")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(reader.readexactly(1), 0.1)
@@ -468,32 +470,32 @@ async def test_a_proxy_that_chops_cuts_and_heals() -> None:
 
 
 def test_the_judge_accepts_a_fault_as_reason_and_nothing_else() -> None:
-    """A miss that nothing explains is one even if it happens once in twenty minutes."""
-    report = Report(1, ("master-0", "master-1"), allowance_s=0.5)
+    """A fault explains a miss only near its time and place; one unexplained miss is a failure."""
+    report = ChaosReport(1, ("master-0", "master-1"), allowance_s=0.5)
     now = 100.0
 
-    def told(client: str, what: str, **event: object) -> int:
-        """How many answers are without explanation after this one."""
+    def unexplained_after(client: str, what: str, **event: object) -> int:
+        """Report one event; returns how many results have no explanation now."""
         events = [{"what": what, "began": now, "ended": now + 0.1, "status": "lost", **event}]
-        said = {"operations": {}, "statuses": {}, "wrong": 0, "hedged_s": [], "events": events}
-        report.add(client, said)
+        printed = {"operations": {}, "statuses": {}, "wrong": 0, "hedged_s": [], "events": events}
+        report.add(client, printed)
         return len(report.unexplained)
 
-    assert told("client-0", "miss", since=now - 1) == 1
-    with report.trouble(lambda: now, "freeze client", "client-1"):
-        assert told("client-0", "miss", since=now) == 2  # somebody else's trouble
-        assert told("client-1", "miss", since=now) == 2
-    with report.trouble(lambda: now, "kill master", "master-0"):
-        assert told("client-0", "no master") == 3  # the other one was there
-        with report.trouble(lambda: now, "cut control link", "clients > master-1"):
-            assert told("client-0", "no master") == 3
-        assert told("client-0", "miss", since=now) == 3
-        assert told("client-0", "lie") == 4
+    assert unexplained_after("client-0", "miss", since=now - 1) == 1
+    with report.incident(lambda: now, "freeze client", "client-1"):
+        assert unexplained_after("client-0", "miss", since=now) == 2  # a fault of another client
+        assert unexplained_after("client-1", "miss", since=now) == 2
+    with report.incident(lambda: now, "kill master", "master-0"):
+        assert unexplained_after("client-0", "no master") == 3  # the other one was there
+        with report.incident(lambda: now, "cut control link", "clients > master-1"):
+            assert unexplained_after("client-0", "no master") == 3
+        assert unexplained_after("client-0", "miss", since=now) == 3
+        assert unexplained_after("client-0", "lie") == 4
     now += SETTLE_S + 1
-    assert told("client-0", "miss", since=now) == 5
-    assert told("client-0", "miss", since=now - 2) == 5
+    assert unexplained_after("client-0", "miss", since=now) == 5
+    assert unexplained_after("client-0", "miss", since=now - 2) == 5
     report.conclude()
-    assert report.broken[0].startswith("G5: 5 answers have no explanation")
+    assert report.broken[0].startswith("G5: 5 results have no explanation")
 
 
 async def chaos(*arguments: str) -> asyncio.subprocess.Process:

@@ -1,4 +1,4 @@
-"""Blocks with two copies, and readers that read nothing else and keep the time."""
+"""Witnesses: readers of blocks with two copies, which record the time of each read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from kvpool.client.pool import Pool
 from kvpool.tools.workloads import Payload
 from kvpool.types import Explanation, Match, Namespace, ReadStatus, Replica, Run
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import ProcessCluster
 
 NAMESPACE: Final = Namespace("chaos/witness")
-#: Each reader has a favourite replica of its own: of so many, one is likely to be the victim.
+#: Each reader prefers a replica at random: of three readers, one likely prefers the victim.
 _READERS: Final = 3
 _BLOCKS: Final = 6
 _SIZE: Final = 65_536
 
 
-class Seen(NamedTuple):
+class ObservedRead(NamedTuple):
     """One read of all the blocks."""
 
     began: float
@@ -32,8 +32,8 @@ class Seen(NamedTuple):
 class Witness:
     """Writes blocks with two copies, then reads them in a loop. Use as `async with`."""
 
-    def __init__(self, cluster: Cluster, seed: int, number: int = 0) -> None:
-        self.seen: list[list[Seen]] = [[] for _ in range(_READERS)]
+    def __init__(self, cluster: ProcessCluster, seed: int, number: int = 0) -> None:
+        self.seen: list[list[ObservedRead]] = [[] for _ in range(_READERS)]
         self.where: list[Explanation] = []
         self._payload = Payload(_SIZE, seed)
         self.digests = [self._payload.digest((number << 40) + i) for i in range(_BLOCKS)]
@@ -73,12 +73,12 @@ class Witness:
 
     @property
     def owners(self) -> set[str]:
-        """The two servers that hold all of the blocks; empty when it came out otherwise."""
+        """The two servers that hold all of the blocks; empty if not all are on the same two."""
         holders = [{replica.server for replica in answer.replicas} for answer in self.where]
         alike = all(servers == holders[0] for servers in holders)
         return holders[0] if alike and len(holders[0]) == 2 else set()
 
-    async def reads_since(self, when: float, within_s: float = 10.0) -> list[list[Seen]]:
+    async def reads_since(self, when: float, within_s: float = 10.0) -> list[list[ObservedRead]]:
         """Each reader's reads that ended after `when`, once one of them also began after it.
 
         Raises TimeoutError when a reader has none.
@@ -89,7 +89,7 @@ class Witness:
         return [[read for read in seen if read.ended >= when] for seen in self.seen]
 
     async def held_by(self, server: str) -> list[ReadStatus]:
-        """What this server says of each block, by its own books; no master is asked."""
+        """The status of each block when only this server is read; no master is asked."""
         run = Run(0, _BLOCKS - 1, (Replica(server, "dram"),))
         match = Match((run,), _BLOCKS, ReadStatus.HIT)
         buffers = [bytearray(_SIZE) for _ in self.digests]
@@ -97,7 +97,7 @@ class Witness:
             results = await pool.read(NAMESPACE, self.digests, buffers, match=match)
         return [result.status for result in results]
 
-    async def _read(self, pool: Pool, seen: list[Seen]) -> None:
+    async def _read(self, pool: Pool, seen: list[ObservedRead]) -> None:
         loop = asyncio.get_running_loop()
         blocks = np.empty((_BLOCKS, _SIZE), np.uint8)
         while True:
@@ -111,5 +111,5 @@ class Witness:
                 for digest, block, result in zip(self.digests, blocks, results, strict=True)
                 if result.status.hit
             )
-            seen.append(Seen(began, ended, [result.status for result in results], wrong))
+            seen.append(ObservedRead(began, ended, [result.status for result in results], wrong))
             await asyncio.sleep(0.005)

@@ -18,25 +18,27 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvpool import Pool, ReadStatus, WriteStatus
-from tests.chaos.cluster import Cluster, open_sockets
+from tests.chaos.cluster import ProcessCluster, open_sockets
 from tests.conftest import NAMESPACE, key, keys, patient, values
 from tests.support.processes import fill
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster() -> AsyncIterator[ProcessCluster]:
     """A master and two servers."""
-    async with Cluster() as running:
+    async with ProcessCluster() as running:
         yield running
 
 
 @pytest.fixture(params=["shm", "tcp"])
-async def pool(request: pytest.FixtureRequest, cluster: Cluster) -> AsyncIterator[Pool]:
+async def pool(request: pytest.FixtureRequest, cluster: ProcessCluster) -> AsyncIterator[Pool]:
     async with cluster.client(request.param) as client:
         yield client
 
 
-async def test_another_process_reads_what_this_one_wrote(cluster: Cluster, pool: Pool) -> None:
+async def test_another_process_reads_what_this_one_wrote(
+    cluster: ProcessCluster, pool: Pool
+) -> None:
     chain = keys("shared", 16)
     assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
     script = f"""
@@ -62,7 +64,7 @@ async def test_another_process_reads_what_this_one_wrote(cluster: Cluster, pool:
     assert done.stdout.strip() == "16", done.stderr
 
 
-async def test_a_restarted_server_starts_empty_and_says_so(cluster: Cluster) -> None:
+async def test_a_restarted_server_starts_empty_and_says_so(cluster: ProcessCluster) -> None:
     async with cluster.client() as pool:
         chain = await fill(pool, "server-0", 4)
         await cluster.servers["server-0"].kill()
@@ -73,12 +75,12 @@ async def test_a_restarted_server_starts_empty_and_says_so(cluster: Cluster) -> 
                 break
             await asyncio.sleep(0.02)
         assert (match.length, match.stopped) == (0, ReadStatus.SERVER_LOST)
-        await cluster.well()
+        await cluster.wait_until_healthy()
         assert await pool.write_to("server-0", NAMESPACE, key("new"), b"x") is WriteStatus.STORED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_everything_ends_within_a_second(cluster: Cluster, number: int) -> None:
+async def test_everything_ends_within_a_second(cluster: ProcessCluster, number: int) -> None:
     servers = list(cluster.servers.values())
     assert len(open_sockets(servers)) == 2
     for node in (*servers, *cluster.masters.values()):
@@ -90,7 +92,7 @@ async def test_everything_ends_within_a_second(cluster: Cluster, number: int) ->
 
 async def test_kill_9_leaves_nothing_behind() -> None:
     before = set(os.listdir("/dev/shm"))
-    async with Cluster() as running:
+    async with ProcessCluster() as running:
         for node in running.nodes:
             await node.kill()
         assert set(os.listdir("/dev/shm")) == before
@@ -110,7 +112,7 @@ def kvpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-async def test_status_explain_and_doctor(cluster: Cluster) -> None:
+async def test_status_explain_and_doctor(cluster: ProcessCluster) -> None:
     where = ("--masters", *cluster.masters_of("clients"))
     done = kvpool("status", *where, "--json")
     assert {m["server"] for m in json.loads(done.stdout)} == {"server-0", "server-1"}
@@ -133,7 +135,7 @@ def test_no_master_is_said_within_two_seconds() -> None:
     assert time.monotonic() - started < patient(2.0 + 1.0)  # and the start of Python
 
 
-async def test_a_port_in_use_is_named(cluster: Cluster) -> None:
+async def test_a_port_in_use_is_named(cluster: ProcessCluster) -> None:
     (address,) = cluster.masters_of("clients")
     done = kvpool("master", "--bind", address)
     assert done.returncode == 2
@@ -141,7 +143,7 @@ async def test_a_port_in_use_is_named(cluster: Cluster) -> None:
     assert "in use" in done.stderr
 
 
-async def test_an_id_in_use_is_named(cluster: Cluster) -> None:
+async def test_an_id_in_use_is_named(cluster: ProcessCluster) -> None:
     where = ("--masters", *cluster.masters_of("clients"))
     done = kvpool("server", "--id", "server-0", *where, "--capacity", "1MiB")
     assert done.returncode == 2

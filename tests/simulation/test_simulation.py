@@ -122,13 +122,44 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--seeds abc", "--seeds 5", "--seeds 9:3", "--jobs -1", "--without rain --seed 1"]
+    "arguments",
+    [
+        "--seeds abc",
+        "--seeds 5",
+        "--seeds 9:3",
+        "--jobs -1",
+        "--without rain --seed 1",
+        "--trace",
+        "--bugs --only none-of-this-name",
+        "--bugs --seed 1",
+    ],
 )
 def test_a_wrong_command_is_exit_2(arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.simulation", *arguments.split()],
         capture_output=True,
         text=True,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("program", ["simulation", "chaos"])
+def test_a_program_that_is_started_by_its_path_says_how_to_start_it(
+    program: str, tmp_path: Path
+) -> None:
+    folder = Path(__file__).parents[1] / program
+    done = subprocess.run(
+        [sys.executable, str(folder)], cwd=tmp_path, capture_output=True, text=True
+    )
+    sentence = f"start this program from the repository root: python -m tests.{program}\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+
+
+@pytest.mark.parametrize("arguments", ["--bug none-of-this-name", "--bug wall-clock --seeds 9:3"])
+def test_the_planter_refuses_wrong_arguments_in_one_sentence(arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, plant.__file__, *arguments.split()], capture_output=True, text=True
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

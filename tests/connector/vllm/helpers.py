@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvpool import ClientConfig, Pool, dev
 from kvpool_transports.tcp import TcpTransport
-from tests.chaos.proxy import Weather
+from tests.chaos.proxy import LinkConditions
 from tests.chaos.shaped_transport import ShapedTransport
 from tests.connector.vllm.engine import ENVIRONMENT
 
@@ -142,11 +142,11 @@ class LocalPool:
     """A pool in this process, in a thread, whose memory a test can reach."""
 
     def __init__(self, **options: Any) -> None:
-        self.weather = Weather()
+        self.conditions = LinkConditions()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._shaped = ShapedTransport(TcpTransport(), self.weather)
+        self._shaped = ShapedTransport(TcpTransport(), self.conditions)
         self._serving: AbstractAsyncContextManager[dev.Dev] = dev.serve(
             "256MiB",
             listen=("shm://", "tcp://127.0.0.1:0"),

@@ -44,7 +44,7 @@ async def serve(master: str) -> None:
 
 async def _listen(shaped: ShapedTransport) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
-        shaped.weather.rate = float(line)
+        shaped.conditions.rate = float(line)
 
 
 if __name__ == "__main__":

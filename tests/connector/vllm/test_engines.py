@@ -90,13 +90,13 @@ def test_a_load_that_is_late_is_computed_instead(
         with Engine(model(), logs("late"), kv_transfer_config=config) as engine:
             assert engine.ready().generate(prompts)["tokens"] == expected["tokens"]
             pool.settled()
-            pool.weather.stalled = True
+            pool.conditions.stalled = True
             engine.forget()
             late = engine.generate(prompts)
             assert late["tokens"] == expected["tokens"]
             assert late["cached"] == [0]
             assert late["seconds"] < 5
-            pool.weather.stalled = False
+            pool.conditions.stalled = False
             engine.forget()
             wait_for(lambda: _cached(engine, prompts) == [480], 30)
             assert engine.metrics()["vllm:kvpool_loads_failed"] >= 1
