@@ -39,11 +39,12 @@ def draw(found: Results, path: Path) -> bool:
     figure, axes = pyplot.subplots(
         lines, columns, figsize=(5 * columns, 3.6 * lines), squeeze=False, layout="constrained"
     )
+    explained: set[str] = set()  # systems whose colour a legend has named
     for axis, (title, part, figure_name, unit, factor, keep) in zip(
         axes.flat, panels, strict=False
     ):
         whats = {what: rows for what, rows in parts[part].items() if keep(what)}
-        _bars(axis, whats, figure_name, factor)
+        _bars(axis, whats, figure_name, factor, explained)
         axis.set_title(title, fontsize=11, color=_INK, loc="left")
         axis.set_ylabel(unit, color=_INK)
         if figure_name in ("read", "write") and part == "reads":
@@ -57,7 +58,7 @@ def draw(found: Results, path: Path) -> bool:
     return True
 
 
-def _bars(axis: Any, whats: Whats, figure: str, factor: float) -> None:
+def _bars(axis: Any, whats: Whats, figure: str, factor: float, explained: set[str]) -> None:
     """Groups of bars: a group for what was done, a bar for each system."""
     found = {name for systems in whats.values() for name in systems}
     names = [name for name in _COLOURS if name in found]
@@ -71,8 +72,9 @@ def _bars(axis: Any, whats: Whats, figure: str, factor: float) -> None:
     axis.grid(axis="y", color=_GRID)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    if names:
+    if not found <= explained:
         axis.legend(fontsize=7, frameon=False)
+        explained |= found
 
 
 def _short(what: str) -> str:
