@@ -1,7 +1,8 @@
 """The engine's KV cache as memory that the pool can read and write.
 
-Memory of this process is used in place: a block's pieces are handed to the pool as they lie. That
-of a device is staged: one gather on the device, one copy to page-locked memory, and back.
+Memory of this process is used in place: the pool gets a block's pieces where they are. Memory of a
+device is staged: one gather on the device, one copy to page-locked memory, and the reverse.
+(design: connector)
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from typing import Any, Final, Protocol
 import torch
 
 from kvpool.types import Memory
-from kvpool_connector.kv_layout import Strip, Unsupported, View, describe, strips
+from kvpool_connector.kv_layout import (
+    LayerSlice,
+    LayerView,
+    UnsupportedLayout,
+    describe,
+    layer_slices,
+)
 
-#: Staging memory of one transfer; larger ones go in several turns.
+#: Staging memory of one call; the worker splits larger transfers.
 STAGING_BYTES: Final = 256 << 20
 
 
@@ -25,24 +32,28 @@ class BlockMemory(Protocol):
     """Blocks of one KV cache group."""
 
     block_bytes: int
+    #: How the bytes of a block are arranged: engines share blocks only if theirs are equal.
     packing: str
-    #: Blocks that one `source` or `target` takes.
-    at_once: int
+    #: How many blocks one `source` or `target` takes.
+    blocks_per_transfer: int
 
-    def mark(self) -> Any:
-        """What the engine has asked its device for so far. Called by the engine's thread."""
+    def record_event(self) -> Any:
+        """The device's work that the engine has submitted so far. Called by the engine's thread."""
 
     async def source(self, block_ids: Sequence[int], after: Any) -> list[Memory]:
-        """The bytes of these blocks as of a `mark`, to be read until the blocks change."""
+        """The bytes of these blocks when the work before the event `after` is done.
+
+        Valid until the blocks change.
+        """
 
     def target(
         self, block_ids: Sequence[int], after: Any
     ) -> AbstractAsyncContextManager[list[Memory]]:
-        """Memory for these blocks; what was written into it is theirs when the `with` has ended."""
+        """Memory to write these blocks into; they have its contents when the `with` has ended."""
 
 
-def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) -> list[View]:
-    """How the layers of a group lie; new allocations are added to `buffers`, as bytes."""
+def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) -> list[LayerView]:
+    """How the layers of a group lie in memory; new allocations are added to `buffers`, as bytes."""
     views = []
     for layer in sorted(layers, key=_natural):
         tensor = layers[layer]
@@ -53,7 +64,7 @@ def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) ->
             buffers.append(whole.set_(storage))
             known.append(storage.data_ptr())
         views.append(
-            View(
+            LayerView(
                 layer,
                 tuple(tensor.shape),
                 tuple(tensor.stride()),
@@ -70,23 +81,23 @@ def memory_of(layers: Mapping[str, torch.Tensor]) -> BlockMemory:
     buffers: list[torch.Tensor] = []
     views = views_of(layers, buffers)
     if not views:
-        raise Unsupported("a KV cache group without layers")
+        raise UnsupportedLayout("a KV cache group without layers")
     if all(buffer.device.type == "cpu" for buffer in buffers):
-        return InPlace(views, buffers)
-    return Staged(views, buffers)
+        return HostBlockMemory(views, buffers)
+    return DeviceBlockMemory(views, buffers)
 
 
-class InPlace:
+class HostBlockMemory:
     """Blocks in memory of this process."""
 
-    def __init__(self, views: Sequence[View], buffers: Sequence[torch.Tensor]) -> None:
-        self._strips = strips(views)
+    def __init__(self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor]) -> None:
+        self._slices = layer_slices(views)
         self._bytes = [buffer.numpy().data for buffer in buffers]
-        self.block_bytes = sum(strip.size for strip in self._strips)
+        self.block_bytes = sum(piece.size for piece in self._slices)
         self.packing = describe(views)
-        self.at_once = 1 << 30
+        self.blocks_per_transfer = 1 << 30
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         return None
 
     async def source(self, block_ids: Sequence[int], after: None) -> list[Memory]:
@@ -99,31 +110,31 @@ class InPlace:
     def _pieces(self, block: int) -> list[Any]:
         return [
             self._bytes[buffer][start + block * stride : start + block * stride + size]
-            for buffer, start, stride, size in self._strips
+            for buffer, start, stride, size in self._slices
         ]
 
 
-class Staged:
-    """Blocks in memory of a device, which the host cannot address.
+class DeviceBlockMemory:
+    """Blocks in memory of a device, which the host cannot address. (design: device-memory)
 
-    The device's work is done in a thread of its own and on a stream of its own, so that neither
-    the engine nor the pool waits for it. Each block is one row of a page-locked buffer.
+    One thread with a CUDA stream of its own gathers and scatters, so that neither the engine nor
+    the pool waits for it. Each block is one row of a page-locked buffer.
     """
 
-    def __init__(self, views: Sequence[View], buffers: Sequence[torch.Tensor]) -> None:
-        self._strips = strips(views)
+    def __init__(self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor]) -> None:
+        self._slices = layer_slices(views)
         self._device = buffers[0].device
-        self.block_bytes = sum(strip.size for strip in self._strips)
+        self.block_bytes = sum(piece.size for piece in self._slices)
         self.packing = describe(views)
-        self.at_once = max(1, STAGING_BYTES // self.block_bytes)
+        self.blocks_per_transfer = max(1, STAGING_BYTES // self.block_bytes)
         blocks = views[0].shape[0]
-        self._rows = [_rows(buffers[strip.buffer], strip, blocks) for strip in self._strips]
+        self._rows = [_rows(buffers[piece.buffer], piece, blocks) for piece in self._slices]
         self._executor = ThreadPoolExecutor(1, "kvpool-stage")
         cuda = self._device.type == "cuda"
         self._pinned = cuda
         self._stream = torch.cuda.Stream(self._device) if cuda else None
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -170,7 +181,7 @@ class Staged:
 
     def _scatter(self, block_ids: Sequence[int], host: torch.Tensor, after: Any) -> torch.Tensor:
         with torch.cuda.stream(self._stream):
-            if self._stream is not None:  # who had these blocks before may still be at work
+            if self._stream is not None:  # kernels of the blocks' last user may still run
                 self._stream.wait_event(after)
             ids = torch.tensor(block_ids, device=self._device)
             device = host.to(self._device, non_blocking=True)
@@ -183,9 +194,9 @@ class Staged:
         return host
 
 
-def _rows(buffer: torch.Tensor, strip: Strip, blocks: int) -> torch.Tensor:
-    """One piece of every block, as a row each; no copy."""
-    return torch.as_strided(buffer, (blocks, strip.size), (strip.stride, 1), strip.start)
+def _rows(buffer: torch.Tensor, piece: LayerSlice, blocks: int) -> torch.Tensor:
+    """One piece of every block, as one row for each block; no copy."""
+    return torch.as_strided(buffer, (blocks, piece.size), (piece.stride, 1), piece.start)
 
 
 def _natural(layer: str) -> tuple[tuple[int, int | str], ...]:

@@ -1,50 +1,61 @@
-"""What a load and what a prefill will take, from what they took: pure.
+"""Estimates of what a load and a prefill will take, from those that were measured: pure.
 
 Both are wanted in seconds before either has begun. Nothing here reads a clock.
+(design: load-or-recompute)
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Weight of what is known when a new measurement comes.
+#: Weight of earlier measurements when a new one comes: the last five count for two thirds.
 _DECAY: Final = 0.8
-#: A load so many times faster than expected says that the pool has changed.
-_NEWS: Final = 4.0
-#: A load that brought nothing in some time would have taken this much longer, for all we know.
-_UNKNOWN: Final = 2.0
+#: A load so many times faster than estimated: the pool has changed, earlier measurements go.
+_RESET_RATIO: Final = 4.0
+#: A load that was aborted without a byte is assumed to take so many times as long as it had.
+_ABORTED_FACTOR: Final = 2.0
 #: Assumed of a pool before anything was measured: a slow local network.
 _PRIOR_LATENCY_S: Final = 0.002
 _PRIOR_BYTES_S: Final = 1e9
-#: Steps with fewer prompt tokens say more about the step than about the tokens.
+#: In steps with fewer prompt tokens the fixed cost of a step dominates: not measured.
 PREFILL_TOKENS_MIN: Final = 32
 
 
-class LoadTime:
-    """Seconds of a load as latency + bytes / bandwidth: a line through the latest loads."""
+class TransferCost:
+    """Seconds of a load as latency + bytes / bandwidth.
+
+    The line through the measured (bytes, seconds) of the latest loads, by weighted least squares;
+    each measurement weighs `_DECAY` of the next one. Only sums are kept.
+    """
 
     def __init__(self) -> None:
+        #: Loads measured so far; 0: estimates are the prior.
         self.samples = 0
+        # Weighted sums of 1, x (bytes), y (seconds), x * x and x * y.
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def gave_up(self, size: int, arrived: int, seconds: float) -> None:
-        """Only a part of a load had come when it was given up: what was before is over.
+    def load_aborted(self, size: int, size_loaded: int, seconds: float) -> None:
+        """A load of `size` bytes was aborted after `seconds`; `size_loaded` of them had come.
 
-        Of a load of which nothing had come all that is known is that it takes longer.
+        Earlier measurements no longer count. When nothing came, all that is known is that the load
+        takes longer than that.
         """
-        self._forget()
-        self.observe(arrived or size, seconds if arrived else _UNKNOWN * seconds)
+        self._reset()
+        if size_loaded:
+            self.observe(size_loaded, seconds)
+        else:
+            self.observe(size, _ABORTED_FACTOR * seconds)
 
-    def disappointed(self, size: int, seconds: float) -> None:
-        """A load took longer than what it was to save: the pool is not what it was."""
-        self._forget()
+    def slower_than_compute(self, size: int, seconds: float) -> None:
+        """A load took longer than computing its tokens: earlier measurements no longer count."""
+        self._reset()
         self.observe(size, seconds)
 
     def observe(self, size: int, seconds: float) -> None:
-        """A load of `size` bytes took so long."""
+        """A load of `size` bytes took `seconds`."""
         x, y = float(max(size, 1)), max(seconds, 1e-6)
-        if y * _NEWS < self.seconds(size):  # so much faster that what was before is over
-            self._forget()
+        if y * _RESET_RATIO < self.seconds(size):
+            self._reset()
         self.samples += 1
         self._weight = self._weight * _DECAY + 1
         self._x = self._x * _DECAY + x
@@ -53,24 +64,26 @@ class LoadTime:
         self._xy = self._xy * _DECAY + x * y
 
     def seconds(self, size: int) -> float:
+        """Estimated seconds of a load of `size` bytes."""
         latency_s, per_byte_s = self._line()
         return latency_s + size * per_byte_s
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second, latency apart."""
+        """Estimated bytes per second, without the latency."""
         return 1 / self._line()[1]
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def _line(self) -> tuple[float, float]:
+        """Latency in seconds, and seconds per byte."""
         if not self._weight:
             return _PRIOR_LATENCY_S, 1 / _PRIOR_BYTES_S
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
         through_zero = mean_y / mean_x
-        if variance < 0.01 * mean_x * mean_x:  # all of one size: nothing to tell latency from
+        if variance < 0.01 * mean_x * mean_x:  # loads of one size: latency cannot be told apart
             return 0.0, through_zero
         slope = (self._xy / self._weight - mean_x * mean_y) / variance
         if slope <= 0:
@@ -79,16 +92,16 @@ class LoadTime:
         return max(0.0, mean_y - slope * mean_x), max(slope, 1e-13)
 
 
-class PrefillTime:
+class PrefillCost:
     """Seconds of computing a prompt, by context length: attention makes late tokens dearer."""
 
     def __init__(self) -> None:
-        # Of each power of two of context: tokens and seconds, older ones weigh less.
+        # For each power of two of context: tokens and seconds, older ones weigh less.
         self._tokens: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
 
     def observe(self, segments: list[tuple[int, int]], seconds: float) -> None:
-        """One step computed tokens `first` to `last` (excluded) of some prompts."""
+        """One step of `seconds` computed tokens `first` to `last` (excluded) of some prompts."""
         total = sum(last - first for first, last in segments)
         if total < PREFILL_TOKENS_MIN or seconds <= 0:
             return
@@ -99,41 +112,42 @@ class PrefillTime:
             self._seconds[bucket] = self._seconds.get(bucket, 0.0) * _DECAY + seconds * share
 
     def seconds(self, first: int, last: int) -> float | None:
-        """Of computing tokens `first` to `last` (excluded); None before anything was measured."""
+        """Estimated seconds for tokens `first` to `last` (excluded); None before a measurement."""
         if not self._tokens:
             return None
         total = 0.0
         while first < last:
             end = min(last, 1 << _bucket(first))
-            total += (end - first) / self._rate(_bucket(first))
+            total += (end - first) / self._tokens_per_s(_bucket(first))
             first = end
         return total
 
-    def _rate(self, bucket: int) -> float:
-        """Tokens per second there, or in the nearest context length that was measured."""
+    def _tokens_per_s(self, bucket: int) -> float:
+        """At this context length, or at the nearest one that was measured."""
         nearest = min(self._tokens, key=lambda known: (abs(known - bucket), known))
         return self._tokens[nearest] / max(self._seconds[nearest], 1e-9)
 
 
-class StepTimes:
-    """How long steps take, for `PrefillTime`. They may overlap, and end in their order."""
+class StepTimer:
+    """Times the engine's steps for `PrefillCost`. Steps may overlap, and end in their order."""
 
-    def __init__(self, prefill_time: PrefillTime) -> None:
-        self._prefill_time = prefill_time
-        self._began: dict[int, tuple[float, list[tuple[int, int]]]] = {}
-        self._ended = 0.0
+    def __init__(self, prefill_cost: PrefillCost) -> None:
+        self._prefill_cost = prefill_cost
+        self._started: dict[int, tuple[float, list[tuple[int, int]]]] = {}
+        self._last_end = 0.0
 
-    def began(self, step: int, segments: list[tuple[int, int]], now: float) -> None:
+    def on_start(self, step: int, segments: list[tuple[int, int]], now: float) -> None:
         """This step computes tokens `first` to `last` (excluded) of some prompts, or nothing."""
-        self._began[step] = (now, segments)
+        self._started[step] = (now, segments)
 
-    def ended(self, step: int, now: float) -> None:
-        """It is through, and with it all before it."""
-        for earlier in [number for number in self._began if number <= step]:
-            since, segments = self._began.pop(earlier)
+    def on_end(self, step: int, now: float) -> None:
+        """The step has ended, and every step before it."""
+        for earlier in [number for number in self._started if number <= step]:
+            started_at, segments = self._started.pop(earlier)
             if earlier == step and segments:
-                self._prefill_time.observe(segments, now - max(since, self._ended))
-        self._ended = now
+                # A step that began while another one ran had the engine only after its end.
+                self._prefill_cost.observe(segments, now - max(started_at, self._last_end))
+        self._last_end = now
 
 
 def _bucket(context: int) -> int:

@@ -13,14 +13,14 @@ from typing import Final, NamedTuple
 
 #: Pieces of one block. More means that its bytes are scattered in crumbs: copying those would be
 #: slower than computing them.
-STRIPS_MAX: Final = 4096
+SLICES_MAX: Final = 4096
 
 
-class Unsupported(ValueError):
+class UnsupportedLayout(ValueError):
     """This engine's KV cache cannot be taken block by block."""
 
 
-class View(NamedTuple):
+class LayerView(NamedTuple):
     """One layer's cache as the engine shows it, blocks first. Strides are in elements."""
 
     layer: str
@@ -31,7 +31,7 @@ class View(NamedTuple):
     buffer: int  # which allocation it lies in
 
 
-class Strip(NamedTuple):
+class LayerSlice(NamedTuple):
     """One piece of every block: block b has `size` bytes at `start + b * stride` of a buffer."""
 
     buffer: int
@@ -40,36 +40,38 @@ class Strip(NamedTuple):
     size: int
 
 
-def strips(views: Sequence[View]) -> list[Strip]:
+def layer_slices(views: Sequence[LayerView]) -> list[LayerSlice]:
     """The pieces of a block of a group, in the order in which they make the block.
 
     Raises Unsupported when it is not made of a bounded number of pieces.
     """
-    found: list[Strip] = []
+    found: list[LayerSlice] = []
     for view in views:
-        for strip in _of_layer(view):
+        for piece in _of_layer(view):
             last = found[-1] if found else None
             if (
                 last is not None
-                and (last.buffer, last.stride) == (strip.buffer, strip.stride)
-                and last.start + last.size == strip.start
+                and (last.buffer, last.stride) == (piece.buffer, piece.stride)
+                and last.start + last.size == piece.start
             ):
-                found[-1] = last._replace(size=last.size + strip.size)
+                found[-1] = last._replace(size=last.size + piece.size)
             else:
-                found.append(strip)
-        if len(found) > STRIPS_MAX:
-            raise Unsupported(f"a block of this KV cache lies in more than {STRIPS_MAX} pieces")
+                found.append(piece)
+        if len(found) > SLICES_MAX:
+            raise UnsupportedLayout(
+                f"a block of this KV cache lies in more than {SLICES_MAX} pieces"
+            )
     return found
 
 
-def describe(views: Sequence[View]) -> str:
+def describe(views: Sequence[LayerView]) -> str:
     """What must be equal for two engines to exchange a group's bytes, as text to be hashed."""
     return ";".join(f"{v.layer}:{v.shape[1:]}:{_order(v)}:{v.item_size}" for v in views)
 
 
-def _of_layer(view: View) -> list[Strip]:
+def _of_layer(view: LayerView) -> list[LayerSlice]:
     if len(view.shape) < 2 or len(view.shape) != len(view.strides) or min(view.shape) < 1:
-        raise Unsupported(f"layer {view.layer}: a KV cache of shape {view.shape}")
+        raise UnsupportedLayout(f"layer {view.layer}: a KV cache of shape {view.shape}")
     # Innermost first: what is contiguous is one run, everything outside of it is enumerated.
     inner = sorted(
         (stride, size)
@@ -80,17 +82,19 @@ def _of_layer(view: View) -> list[Strip]:
     while inner and inner[0][0] == run:
         run *= inner.pop(0)[1]
     if any(stride < run for stride, _ in inner):
-        raise Unsupported(f"layer {view.layer}: its elements overlap (strides {view.strides})")
+        raise UnsupportedLayout(
+            f"layer {view.layer}: its elements overlap (strides {view.strides})"
+        )
     count = 1
     for _, size in inner:
         count *= size
-    if count > STRIPS_MAX:
-        raise Unsupported(
+    if count > SLICES_MAX:
+        raise UnsupportedLayout(
             f"layer {view.layer}: a block lies in {count} pieces of {run * view.item_size} bytes"
         )
     ranges = [[index * stride for index in range(size)] for stride, size in reversed(inner)]
     return [
-        Strip(
+        LayerSlice(
             view.buffer,
             (view.offset + sum(offsets)) * view.item_size,
             view.strides[0] * view.item_size,
@@ -100,7 +104,7 @@ def _of_layer(view: View) -> list[Strip]:
     ]
 
 
-def _order(view: View) -> tuple[int, ...]:
+def _order(view: LayerView) -> tuple[int, ...]:
     """The inner dimensions as they lie in memory, outermost first."""
     dimensions = range(1, len(view.shape))
     return tuple(sorted(dimensions, key=lambda d: (-view.strides[d], d)))

@@ -1,4 +1,4 @@
-"""What the connector's halves tell each other: plain values, pickled by the engine between them."""
+"""What the connector's halves send each other: plain values, pickled by the engine between them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from kvpool.types import Match, Namespace, WriteStatus
 
 
-class Blocks(NamedTuple):
-    """Blocks of one KV cache group, in the order of their chain. `group` counts from 0.
+class GroupBlocks(NamedTuple):
+    """Blocks of one KV cache group, in the order of their chain; all tuples are equally long.
 
-    With `match`, which covers exactly these digests, no master is asked where they are. `parents`
-    are for writing only.
+    `group` counts from 0. With `match`, which covers exactly these digests, no master is asked
+    where they are. `parents` are for writing only.
     """
 
     group: int
@@ -22,88 +22,91 @@ class Blocks(NamedTuple):
     match: Match | None = None
 
 
-class Load(NamedTuple):
-    """Fill these blocks for a request that waits; give up after `timeout_s`."""
+class LoadRequest(NamedTuple):
+    """Fill these blocks for a request that waits; abort after `timeout_s`."""
 
     request_id: str
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[GroupBlocks, ...]
     timeout_s: float
 
 
-class Save(NamedTuple):
+class SaveRequest(NamedTuple):
     """Store these blocks, which stay as they are until every rank has acknowledged `job`."""
 
     job: int
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[GroupBlocks, ...]
     session: str = ""
     resume_in_s: float | None = None
 
 
-class Probe(NamedTuple):
-    """Read these blocks into memory of no meaning, to see how long it takes."""
+class ProbeRequest(NamedTuple):
+    """Read these blocks into scratch memory, to measure how long it takes."""
 
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[GroupBlocks, ...]
     timeout_s: float
 
 
 @dataclass(slots=True)
-class Work:
-    """What one step asks of every rank. The namespaces are one for each group."""
+class StepWork:
+    """What one step asks of every rank. `namespaces` has one for each group."""
 
     step: int
     namespaces: tuple[Namespace, ...] = ()
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    probe: Probe | None = None
+    loads: list[LoadRequest] = field(default_factory=list)
+    saves: list[SaveRequest] = field(default_factory=list)
+    probe: ProbeRequest | None = None
     #: The engine computes nothing in this step.
     idle: bool = False
 
 
-class Hello(NamedTuple):
-    """What a rank says of itself until it is given namespaces: how its blocks are made."""
+class WorkerInfo(NamedTuple):
+    """How the blocks of a rank are made. It sends this until it is given namespaces."""
 
     rank: int
     packing: str
-    #: Of a block of each group.
+    #: Bytes of a block of each group.
     block_bytes: tuple[int, ...]
 
 
-class Loaded(NamedTuple):
-    """A load has ended: what came, and why the rest did not. `complete` is false after a miss."""
+class LoadResult(NamedTuple):
+    """A load has ended: `size` bytes came. `complete` is false when a block did not."""
 
     request_id: str
     size: int
     complete: bool
 
 
-class Saved(NamedTuple):
-    """A save has ended; `refused` are the blocks that the pool does not have, and why."""
+class SaveResult(NamedTuple):
+    """A save has ended: `size` new bytes are stored.
+
+    `refused` are the blocks that the pool does not have: group, digest and why.
+    """
 
     job: int
     size: int
     refused: tuple[tuple[int, bytes, WriteStatus], ...]
 
 
-class Probed(NamedTuple):
-    """So many bytes came in so long."""
+class ProbeResult(NamedTuple):
+    """`size` bytes came in `seconds`."""
 
     size: int
     seconds: float
 
 
 @dataclass(slots=True)
-class Report:
-    """What one or several ranks have to say after a step."""
+class WorkerReport:
+    """What one or several ranks report after a step."""
 
     step: int
-    hellos: list[Hello] = field(default_factory=list)
-    loaded: list[Loaded] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
-    probed: list[Probed] = field(default_factory=list)
+    worker_infos: list[WorkerInfo] = field(default_factory=list)
+    loads: list[LoadResult] = field(default_factory=list)
+    saves: list[SaveResult] = field(default_factory=list)
+    probes: list[ProbeResult] = field(default_factory=list)
 
-    def add(self, other: Report) -> None:
-        """Take in what another rank reports of the same step."""
-        self.hellos += other.hellos
-        self.loaded += other.loaded
-        self.saved += other.saved
-        self.probed += other.probed
+    def merge(self, other: WorkerReport) -> None:
+        """Add what another rank reports of the same step."""
+        self.worker_infos += other.worker_infos
+        self.loads += other.loads
+        self.saves += other.saves
+        self.probes += other.probes

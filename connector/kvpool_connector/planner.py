@@ -1,66 +1,62 @@
-"""What to look up, what to load, what to save, and when: the connector's thinking, pure.
+"""What to look up, what to load, what to save, and when: the connector's decisions, pure.
 
-It knows no engine, no clock and no socket. The scheduler half (`scheduler.py`) tells it what
-happened and does what it answers; `now` is in seconds of any one clock.
+It knows no engine, clock or socket. The scheduler half (`scheduler.py`) calls it with what
+happened and carries out what it returns; `now` is in seconds of any one clock.
+(design: connector)
 
-The life of a request: `arrived` says what to look up; `found` brings the answer; `offer` tells the
-engine how many tokens can be loaded, or to ask again; `allocated` turns that into a load; `step`
-turns what each step has computed into saves; `reported` takes in what became of them.
-
-A block that is being saved belongs to the save until every rank has acknowledged it: `step` says
-which blocks to keep, `reported` which to let go. Each of them is let go exactly once.
+One request, as a rule: `on_new_request` returns what to look up; `on_lookup_result` takes the
+matches; `loadable_tokens` tells the engine how many tokens can be loaded, or to ask again;
+`on_blocks_allocated` turns that into a load; `plan_step` returns the loads and saves that go with a
+step; `on_load_result` and `on_save_result` take what the workers report.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvpool.types import ROOT, Match, WriteStatus
-from kvpool_connector.cost_model import LoadTime, PrefillTime
-from kvpool_connector.messages import Blocks, Load, Loaded, Probe, Probed, Save, Saved
+from kvpool.types import ROOT, Match
+from kvpool_connector.cost_model import PrefillCost, TransferCost
+from kvpool_connector.messages import (
+    GroupBlocks,
+    LoadRequest,
+    LoadResult,
+    ProbeRequest,
+    ProbeResult,
+    SaveRequest,
+    SaveResult,
+)
+from kvpool_connector.save_queue import SaveItem, SaveQueue, StoredBlock
 
-#: Refused saves that wait for their next try; the oldest are dropped.
-RETRIES_WAITING_MAX: Final = 4096
-#: Of those, how many go with one step.
-_RETRIES_PER_STEP: Final = 64
-_RETRY_AFTER_S: Final = 0.5
-#: A load is given up when it takes so much longer than expected; but not before this share of the
-#: time that computing its tokens takes, and not after all of it. So when a pool becomes slow, the
-#: first load after that costs half of a recompute as a rule, and once.
-_PATIENCE: Final = 3.0
-_PATIENCE_SHARE_MIN: Final = 0.5
+#: A load is aborted when it takes so many times longer than estimated; but not before
+#: `_ABORT_SHARE_MIN` of the time that computing its tokens takes, and not after all of it. So when
+#: a pool becomes slow, the first load after that costs half of a recompute as a rule, and only one
+#: load does. (design: load-or-recompute)
+_ABORT_FACTOR: Final = 3.0
+_ABORT_SHARE_MIN: Final = 0.5
 _LOAD_TIMEOUT_S_MIN: Final = 0.05
-#: The same while nobody knows how long computing takes.
+#: The same before the first prefill was measured.
 _FIRST_TIMEOUT_S_MIN: Final = 0.25
 #: Bytes that a probe reads at most.
 _PROBE_BYTES: Final = 4 << 20
-#: What may work next time. ALREADY_STORED and BYPASSED are final, TOO_LARGE will not change.
-_RETRYABLE: Final = frozenset(
-    {
-        WriteStatus.NO_SPACE,
-        WriteStatus.DEADLINE,
-        WriteStatus.SERVER_LOST,
-        WriteStatus.NO_MASTER,
-        WriteStatus.IN_PROGRESS,
-    }
-)
 
 
-class Group(NamedTuple):
-    """A KV cache group: how many tokens its blocks hold, and how many hashes that is."""
+class CacheGroup(NamedTuple):
+    """A KV cache group: tokens in one of its blocks, and how many of the engine's hashes those are.
+
+    All groups of an engine cover the same tokens, in blocks of different sizes.
+    """
 
     block_size: int
     hashes_per_block: int
 
 
-class Limits(NamedTuple):
-    """The settings that decisions depend on (`settings.py` says what they mean)."""
+class PlannerLimits(NamedTuple):
+    """The settings that decisions depend on (`settings.py` explains each)."""
 
     load: str = "auto"
     save: bool = True
@@ -74,27 +70,59 @@ class Limits(NamedTuple):
     probe_every_s: float = 5.0
 
 
-class Hints(NamedTuple):
-    """What a request says of its conversation."""
+class RequestHints(NamedTuple):
+    """What a request's parameters say about its conversation."""
 
     session: str = ""
     resume_in_s: float | None = None
     ends: bool = False
 
 
-class Verdict(enum.Enum):
-    """Why so many tokens are loaded, or none."""
+class LoadDecision(enum.Enum):
+    """Why the tokens that the pool has are loaded, or are not. Names a metric's label."""
 
     LOAD = "load"
     NOTHING_NEW = "nothing new"  # the engine has as much as the pool
     TOO_SHORT = "too short"
-    SLOWER = "slower"  # loading would take longer than computing
+    SLOWER = "slower"  # loading is estimated to take longer than computing
     TOO_MANY = "too many loads"
-    NOT_CHOSEN = "not chosen"  # the engine loads from somewhere else
+    NOT_CHOSEN = "not chosen"  # the engine loads from another connector
 
 
-class Scheduled(NamedTuple):
-    """One request in one step: its tokens are computed up to `end`; its blocks, by group."""
+class RequestState(enum.Enum):
+    """Where a request is on its way to its first load; `TRANSITIONS` are the possible moves."""
+
+    LOOKING_UP = "the pool has not answered yet"
+    ANSWERED = "the lookup has ended, or nothing was looked up: `matches` are what the pool has"
+    OFFERED = "the engine was told how many tokens can be loaded"
+    LOADING = "workers fill the blocks that the engine allocated"
+
+
+#: `on_request_finished` ends every state, `on_restart` leads from every state to LOOKING_UP (or to
+#: ANSWERED, when there is nothing to look up). Saving is no state of a request: its blocks are
+#: saved in every state, and after it has finished (`SaveQueue` has their states).
+TRANSITIONS: Final[Mapping[RequestState, frozenset[RequestState]]] = {
+    # on_lookup_result, or no answer within lookup_timeout_s
+    RequestState.LOOKING_UP: frozenset({RequestState.LOOKING_UP, RequestState.ANSWERED}),
+    # loadable_tokens decides to load; on_restart
+    RequestState.ANSWERED: frozenset(
+        {RequestState.OFFERED, RequestState.LOOKING_UP, RequestState.ANSWERED}
+    ),
+    # on_blocks_allocated: LOADING, or ANSWERED when the engine takes none of the tokens;
+    # loadable_tokens may be asked again and decide otherwise; on_preempted
+    RequestState.OFFERED: frozenset(
+        {RequestState.LOADING, RequestState.ANSWERED, RequestState.LOOKING_UP}
+    ),
+    # on_load_result of the last rank; on_restart
+    RequestState.LOADING: frozenset({RequestState.ANSWERED, RequestState.LOOKING_UP}),
+}
+
+
+class ScheduledRequest(NamedTuple):
+    """One request in one step: computes tokens `start` to `end` (excluded).
+
+    `block_ids[group][n]` is where block n of that group lies; id 0 is no block.
+    """
 
     request_id: str
     start: int
@@ -102,17 +130,8 @@ class Scheduled(NamedTuple):
     block_ids: Sequence[Sequence[int]]
 
 
-class Stored(NamedTuple):
-    """A block that the pool has now, for KV events: the `number`-th of a request in that group."""
-
-    request_id: str
-    group: int
-    number: int
-    digest: bytes
-
-
-class Lookup(NamedTuple):
-    """Ask the pool for these chains, one for each group. `serial` tells old answers from new."""
+class LookupRequest(NamedTuple):
+    """Match these chains in the pool, one for each group. `serial` tells old answers from new."""
 
     request_id: str
     serial: int
@@ -120,329 +139,335 @@ class Lookup(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Request:
-    hashes: Sequence[bytes]  # grows while the request generates
-    prompt: int
-    hints: Hints
-    serial: int
-    asked_at: float
-    answered: bool = False
-    matches: tuple[Match, ...] = ()
-    verdict: Verdict | None = None
-    offered: tuple[int, int] | None = None
-    estimates: tuple[float, float | None] = (0.0, None)
-    loading: _Loading | None = None
-    saved: list[int] = field(default_factory=list)  # blocks of each group: known or on the way
+class StepPlan:
+    """What the workers do besides computing a step; the engine pins `blocks_to_pin` for it."""
+
+    loads: list[LoadRequest] = field(default_factory=list)
+    saves: list[SaveRequest] = field(default_factory=list)
+    probe: ProbeRequest | None = None
+    blocks_to_pin: list[int] = field(default_factory=list)
+
+
+class _Estimates(NamedTuple):
+    load_s: float = 0.0
+    prefill_s: float | None = None  # None: no prefill was measured yet
+
+
+_NO_ESTIMATES: Final = _Estimates()
 
 
 @dataclass(slots=True)
-class _Loading:
-    since: float
-    first: int
+class _RunningLoad:
+    started_at: float
+    first: int  # tokens
     last: int
-    size: int
-    waiting: int  # ranks
+    size: int  # bytes that one rank moves
+    ranks_left: int
     timeout_s: float
     complete: bool = True
-    arrived: int = 0
-
-
-class _Place(NamedTuple):
-    """A block that is to be saved."""
-
-    request_id: str
-    group: int
-    number: int
-    digest: bytes
-    parent: bytes
-    block_id: int
-    attempts: int = 0
+    size_loaded: int = 0
 
 
 @dataclass(slots=True)
-class _Job:
-    places: list[_Place]
-    waiting: int  # ranks
-    refused: dict[tuple[int, bytes], WriteStatus] = field(default_factory=dict)
+class _TrackedRequest:
+    hashes: Sequence[bytes]  # grows while the request generates
+    prompt: int  # tokens
+    hints: RequestHints
+    serial: int
+    asked_at: float
+    blocks_saved: list[int]  # by group: blocks from the first on that are stored or being saved
+    state: RequestState = RequestState.LOOKING_UP
+    matches: tuple[Match, ...] = ()
+    decision: LoadDecision | None = None  # not counted yet
+    offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED
+    estimates: _Estimates = _NO_ESTIMATES
+    load: _RunningLoad | None = None  # while LOADING
 
-
-@dataclass(slots=True)
-class Plan:
-    """What a step is to do besides computing; `keep` are block ids to be kept from reuse."""
-
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    probe: Probe | None = None
-    keep: list[int] = field(default_factory=list)
+    def move_to(self, state: RequestState) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
 
 
 class Planner:
-    """Decides for one engine. `ranks` workers each do every load and every save."""
+    """Decides for one engine. `ranks` workers each do every load and every save.
 
-    def __init__(self, groups: Sequence[Group], limits: Limits, *, ranks: int = 1) -> None:
-        #: What happened so far; seconds where the name ends in _s, else how often.
+    Every request that is tracked is in one `RequestState`. Two things it must not lose: a load is
+    counted as running until its last rank has reported or its request has finished; a block that is
+    being saved stays pinned until every rank has acknowledged (`SaveQueue`).
+    """
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], limits: PlannerLimits, *, ranks: int = 1
+    ) -> None:
+        #: What happened so far: seconds where the name ends in _s, else how often.
         self.counters: dict[str, float] = defaultdict(float)
-        self.load_time = LoadTime()
-        self.prefill_time = PrefillTime()
-        self.block_bytes: tuple[int, ...] = (0,) * len(groups)  # until the ranks have told
+        self.transfer_cost = TransferCost()
+        self.prefill_cost = PrefillCost()
+        #: Bytes of a block of each group, of one rank; 0 until the ranks have reported them.
+        self.block_bytes: tuple[int, ...] = (0,) * len(groups)
         self._groups = tuple(groups)
+        #: Tokens: only whole multiples are loaded, so that no group's block is loaded in part.
         self._unit = math.lcm(*(group.block_size for group in groups))
         self._limits = limits
         self._ranks = ranks
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _TrackedRequest] = {}
         self._serial = 0
-        self._loads: list[Load] = []
+        self._loads: list[LoadRequest] = []  # for the next step
         self._loading_bytes = 0
         self._loading_count = 0
-        self._jobs: dict[int, _Job] = {}
-        self._next_job = 0
-        self._kept = 0
-        self._saving: set[tuple[int, bytes]] = set()
-        self._retries: OrderedDict[tuple[int, bytes], tuple[float, _Place]] = OrderedDict()
-        self._probe: Probe | None = None
-        self._probing = 0  # ranks that are not through with one
+        self._saves = SaveQueue(
+            self.counters,
+            ranks=ranks,
+            pinned_blocks_max=limits.saved_blocks_max,
+            retries_max=limits.save_retries,
+        )
+        self._probe: ProbeRequest | None = None  # for the next step
+        self._probing = 0  # ranks that have not ended a probe
         self._probed_at = -math.inf
 
     @property
-    def saving(self) -> bool:
+    def has_pending_work(self) -> bool:
         """The engine must go on stepping: for saves that are not acknowledged, or for a probe."""
-        return bool(self._jobs) or self._probe is not None
+        return self._saves.running or self._probe is not None
 
     @property
     def loading(self) -> int:
-        """Loads under way."""
+        """How many loads are running."""
         return self._loading_count
 
-    def knows(self, request_id: str) -> bool:
+    def tracks(self, request_id: str) -> bool:
         return request_id in self._requests
 
     # --- looking up -----------------------------------------------------------------------
 
-    def arrived(
-        self, request_id: str, hashes: Sequence[bytes], tokens: int, hints: Hints, now: float
-    ) -> Lookup | None:
-        """A request is new: what to look up, if it has a whole block. `hashes` may grow later."""
+    def on_new_request(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens: int,
+        hints: RequestHints,
+        now: float,
+    ) -> LookupRequest | None:
+        """Track a new request. Returns what to look up, if it has a whole block.
+
+        `hashes` are of all its blocks; the engine may append to them later.
+        """
         self._serial += 1
-        request = _Request(hashes, tokens, hints, self._serial, now, saved=[0] * len(self._groups))
+        request = _TrackedRequest(
+            hashes, tokens, hints, self._serial, now, blocks_saved=[0] * len(self._groups)
+        )
         self._requests[request_id] = request
         return self._lookup(request_id, request, tokens)
 
-    def again(self, request_id: str, tokens: int, now: float) -> Lookup | None:
-        """It was thrown out and starts anew, now with more tokens."""
+    def on_restart(self, request_id: str, tokens: int, now: float) -> LookupRequest | None:
+        """A preempted request is scheduled again, now with `tokens`. Returns what to look up."""
         request = self._requests[request_id]
         self._serial += 1
-        request.serial, request.asked_at, request.answered = self._serial, now, False
-        request.matches, request.verdict, request.offered = (), None, None
-        request.saved = [0] * len(self._groups)
+        request.serial, request.asked_at = self._serial, now
+        request.matches, request.decision = (), None
+        request.blocks_saved = [0] * len(self._groups)
+        self._end_load(request)
+        request.move_to(RequestState.LOOKING_UP)
         return self._lookup(request_id, request, tokens)
 
-    def asked(self, request_id: str, now: float) -> None:
-        """Its lookup begins then, and so does its time: before that nobody could be asked."""
+    def lookup_started(self, request_id: str, now: float) -> None:
+        """`lookup_timeout_s` of this request begins at `now`: before, no master could be asked."""
         request = self._requests.get(request_id)
         if request is not None:
             request.asked_at = now
 
-    def found(self, request_id: str, serial: int, matches: Sequence[Match], reason: str) -> None:
-        """The answer to a lookup. Without matches it is a miss, for that reason."""
+    def on_lookup_result(
+        self, request_id: str, serial: int, matches: Sequence[Match], reason: str
+    ) -> None:
+        """The answer to a lookup, one match for each group. Without matches it is a miss.
+
+        Ignored when it comes after its timeout, or after the request has restarted or finished.
+        """
         request = self._requests.get(request_id)
-        if request is None or request.serial != serial or request.answered:
+        if request is None or request.serial != serial:
             return
-        request.answered = True
+        if request.state is not RequestState.LOOKING_UP:
+            return
+        request.move_to(RequestState.ANSWERED)
         if not matches:
             self.counters[f"miss {reason}"] += 1
             return
         request.matches = tuple(matches)
-        request.saved = [
-            max(known, match.length) for known, match in zip(request.saved, matches, strict=True)
+        request.blocks_saved = [
+            max(blocks, match.length)
+            for blocks, match in zip(request.blocks_saved, matches, strict=True)
         ]
         stopped = min(matches, key=lambda match: match.length).stopped
         if not stopped.hit:
             self.counters[f"miss {stopped.label}"] += 1
 
-    def offer(self, request_id: str, tokens: int, computed: int, now: float) -> int | None:
-        """How many tokens beyond `computed` can be loaded; None: ask again.
+    def loadable_tokens(
+        self, request_id: str, tokens: int, computed: int, now: float
+    ) -> int | None:
+        """How many of the request's `tokens` beyond `computed` can be loaded; None: ask again.
 
-        It may be asked any number of times before `allocated`; the last answer counts.
+        The engine may ask any number of times before it allocates; the last answer counts.
         """
         request = self._requests[request_id]
-        request.offered = None
-        if not request.answered:
+        if request.state is RequestState.LOADING:
+            return 0
+        if request.state is RequestState.LOOKING_UP:
             if now - request.asked_at < self._limits.lookup_timeout_s:
                 return None
-            self.found(request_id, request.serial, (), "lookup timeout")
+            self.on_lookup_result(request_id, request.serial, (), "lookup timeout")
+        request.move_to(RequestState.ANSWERED)
         if not request.matches:
-            request.verdict = None
+            request.decision = None
             return 0
         last = min(self._available(request.matches), (tokens - 1) // self._unit * self._unit)
-        request.verdict = self._judge(request, computed, last)
-        if request.verdict is not Verdict.LOAD:
-            if request.verdict is Verdict.SLOWER and self._probe_due(now):
-                self._plan_probe(request, computed, last, now)
+        request.decision = self._decide_load(request, computed, last)
+        if request.decision is not LoadDecision.LOAD:
+            if request.decision is LoadDecision.SLOWER and self._probe_due(now):
+                self._probe_prefix(request, computed, last, now)
             return 0
         request.offered = (computed, last)
+        request.move_to(RequestState.OFFERED)
         return last - computed
 
     # --- loading --------------------------------------------------------------------------
 
-    def allocated(
+    def on_blocks_allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int, now: float
     ) -> None:
-        """The engine has given the request its blocks, and wants `tokens` of what was offered.
+        """The engine has allocated the request's blocks and wants `tokens` of what was offered.
 
-        None: somebody else loads, or nobody.
+        0: it loads from another connector, or nothing.
         """
         request = self._requests[request_id]
-        offered, request.offered = request.offered, None
         self._count_decision(request, tokens)
-        if tokens <= 0 or offered is None:
+        if request.state is not RequestState.OFFERED:
             return
-        first, last = offered[0], offered[0] + tokens
+        if tokens <= 0:
+            request.move_to(RequestState.ANSWERED)
+            return
+        first, last = request.offered[0], request.offered[0] + tokens
         load = self._load(request_id, request, first, last, block_ids)
         self._loads.append(load)
         size = self._size(first, last)
-        request.loading = _Loading(now, first, last, size, self._ranks, load.timeout_s)
+        request.load = _RunningLoad(now, first, last, size, self._ranks, load.timeout_s)
+        request.move_to(RequestState.LOADING)
         self._loading_bytes += size
         self._loading_count += 1
-        for match in request.matches[:1]:
-            for run in match.runs:
-                block = self._groups[0].block_size
-                inside = min(last, (run.last + 1) * block) - max(first, run.first * block)
-                if inside > 0 and run.replicas:
-                    self.counters[f"hit_tokens {run.replicas[0].tier}"] += inside
+        self._count_hits(request.matches[0], first, last)
 
-    def load_ended(self, loaded: Loaded, now: float) -> None:
-        """One rank is through with a load."""
-        request = self._requests.get(loaded.request_id)
-        loading = request.loading if request is not None else None
-        if request is None or loading is None:
+    def on_load_result(self, result: LoadResult, now: float) -> None:
+        """One rank has ended a load. With the last one, its speed is measured."""
+        request = self._requests.get(result.request_id)
+        load = request.load if request is not None else None
+        if request is None or load is None:
             return
-        loading.waiting -= 1
-        loading.complete &= loaded.complete
-        loading.arrived = max(loading.arrived, loaded.size)
-        if loading.waiting:
+        load.ranks_left -= 1
+        load.complete &= result.complete
+        load.size_loaded = max(load.size_loaded, result.size)
+        if load.ranks_left:
             return
-        self._load_done(request, loading)
-        took_s = now - loading.since
-        if not loading.complete and took_s >= loading.timeout_s:
-            self.load_time.gave_up(loading.size, loading.arrived, took_s)
-        elif loading.arrived and took_s >= (request.estimates[1] or math.inf):
-            self.load_time.disappointed(loading.arrived, took_s)
-        elif loading.arrived:
-            # What was lost without a wait says nothing about the pool's speed.
-            self.load_time.observe(loading.arrived, took_s)
-        if self.load_time.seconds(loading.size) >= (request.estimates[1] or math.inf):
-            # Slow for once, as a first load is, or from now on? The next request must not be the
-            # one to find out.
-            self._plan_probe(request, loading.first, loading.last, now)
+        self._end_load(request)
+        request.move_to(RequestState.ANSWERED)
+        took_s = now - load.started_at
+        self._measure_load(request, load, took_s)
+        if self.transfer_cost.seconds(load.size) >= (request.estimates.prefill_s or math.inf):
+            # Slow for once, as a first load is, or from now on? A probe finds out, so that the next
+            # request does not have to.
+            self._probe_prefix(request, load.first, load.last, now)
         self.counters["load_s"] += took_s
         self.counters["loads"] += 1
-        if not loading.complete:
+        if not load.complete:
             self.counters["loads_failed"] += 1
             # The engine asks again: without this the same blocks would be loaded for ever. What
             # the pool has lost is computed, and can be saved again.
             request.matches = ()
-            request.saved = [
-                min(known, loading.first // group.block_size)
-                for known, group in zip(request.saved, self._groups, strict=True)
+            request.blocks_saved = [
+                min(blocks, load.first // group.block_size)
+                for blocks, group in zip(request.blocks_saved, self._groups, strict=True)
             ]
 
-    def probe_ended(self, probed: Probed) -> None:
-        """One rank is through with a probe."""
+    def on_probe_result(self, result: ProbeResult) -> None:
+        """One rank has ended a probe."""
         self._probing = max(0, self._probing - 1)
-        if probed.size:
-            self.load_time.observe(probed.size, probed.seconds)
-        elif probed.seconds >= self._limits.load_timeout_s:
-            self.load_time.gave_up(_PROBE_BYTES, 0, probed.seconds)
+        if result.size:
+            self.transfer_cost.observe(result.size, result.seconds)
+        elif result.seconds >= self._limits.load_timeout_s:
+            self.transfer_cost.load_aborted(_PROBE_BYTES, 0, result.seconds)
 
     # --- saving ---------------------------------------------------------------------------
 
-    def step(
+    def plan_step(
         self,
-        scheduled: Iterable[Scheduled],
-        still_there: Callable[[int, int, bytes], bool],
+        scheduled: Iterable[ScheduledRequest],
+        still_cached: Callable[[int, int, bytes], bool],
         now: float,
-    ) -> Plan:
-        """What is to be loaded and saved with this step.
+    ) -> StepPlan:
+        """What is to be loaded, saved and probed with this step; each is in one plan.
 
-        `still_there(block_id, group, digest)` says whether a block still has these contents.
+        `still_cached(block_id, group, digest)` says whether a block still has these contents.
         """
-        plan = Plan(loads=self._loads, probe=self._probe)
+        plan = StepPlan(loads=self._loads, probe=self._probe)
         if self._probe is not None:
             self._probing = self._ranks
         self._loads, self._probe = [], None
-        sessions: dict[tuple[str, float | None], list[_Place]] = {}
+        sessions: dict[tuple[str, float | None], list[SaveItem]] = {}
         for one in scheduled if self._limits.save else ():
             request = self._requests.get(one.request_id)
             if request is None:
                 continue
-            key = (request.hints.session, request.hints.resume_in_s)
-            for place in self._complete(request, one):
-                sessions.setdefault(key, []).append(place)
-        if self._retries:
-            retried = list(self._due(still_there, now))
-            if retried:
-                sessions.setdefault(("", None), []).extend(retried)
-        for (session, resume_in_s), places in sessions.items():
-            kept = self._admit(places, now)
-            if kept:
-                plan.saves.append(self._save(kept, session, resume_in_s))
-                plan.keep += [place.block_id for place in kept]
+            session = (request.hints.session, request.hints.resume_in_s)
+            for item in self._complete_blocks(request, one):
+                sessions.setdefault(session, []).append(item)
+        if retries := self._saves.take_due(still_cached, now):
+            sessions.setdefault(("", None), []).extend(retries)
+        for (name, resume_in_s), items in sessions.items():
+            save = self._saves.start(items, name, resume_in_s, now)
+            if save is not None:
+                plan.saves.append(save)
+                for blocks in save.blocks:
+                    plan.blocks_to_pin += blocks.block_ids
         return plan
 
-    def save_ended(self, saved: Saved, now: float) -> tuple[list[int], list[Stored]]:
-        """One rank is through with a save: block ids to let go of, and what the pool has now."""
-        job = self._jobs.get(saved.job)
-        if job is None:
-            return [], []
-        job.waiting -= 1
-        for group, digest, status in saved.refused:
-            job.refused[group, digest] = status
-        if job.waiting:
-            return [], []
-        del self._jobs[saved.job]
-        self._kept -= len(job.places)
-        stored: list[Stored] = []
-        for place in job.places:
-            self._saving.discard((place.group, place.digest))
-            refusal = job.refused.get((place.group, place.digest))
-            if refusal is None:
-                self.counters["saved_blocks"] += 1
-                stored.append(Stored(place.request_id, place.group, place.number, place.digest))
-            elif refusal in _RETRYABLE and place.attempts < self._limits.save_retries:
-                self._retry(place._replace(attempts=place.attempts + 1), now)
-            else:
-                self.counters[f"dropped {refusal.label}"] += 1
-        if stored and not self.load_time.samples and self._probe_due(now):
-            # Before the first load: it is to be weighed, too, and not to wait for a connection.
+    def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[StoredBlock]]:
+        """One rank has ended a save. Returns block ids to unpin, and what the pool has now."""
+        unpinned, stored = self._saves.on_result(result, now)
+        if stored and not self.transfer_cost.samples and self._probe_due(now):
+            # Measure before the first load, so that it can be weighed as well, and so that it does
+            # not wait for a connection.
             digests = tuple(block.digest for block in stored if not block.group)
-            self._try(Blocks(0, digests[: self._probe_blocks], ()), now)
-        return [place.block_id for place in job.places], stored
+            self._plan_probe(GroupBlocks(0, digests[: self._probe_blocks], ()), now)
+        return unpinned, stored
 
-    def preempted(self, request_id: str) -> None:
-        """Its blocks are gone; what is being saved of them is kept all the same."""
+    # --- the end --------------------------------------------------------------------------
+
+    def on_preempted(self, request_id: str) -> None:
+        """The engine took its blocks away; those that are being saved stay pinned all the same."""
         request = self._requests.get(request_id)
         if request is not None:
-            request.saved = [0] * len(self._groups)
-            request.offered = None
+            request.blocks_saved = [0] * len(self._groups)
+            if request.state is RequestState.OFFERED:
+                request.move_to(RequestState.ANSWERED)
 
-    def finished(self, request_id: str) -> Hints | None:
-        """It is over, whatever became of it; its hints.
+    def on_request_finished(self, request_id: str) -> RequestHints | None:
+        """It has ended or was aborted, in any state. Returns its hints; None if it is not tracked.
 
-        What is being loaded for it is loaded all the same: the engine frees those blocks when it
-        hears that nobody writes to them any more.
+        A running load goes on: the engine frees those blocks when the workers have reported that
+        nothing is written to them any more.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        if request.loading is not None:
-            self._load_done(request, request.loading)
+        self._end_load(request)
         return request.hints
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _lookup(self, request_id: str, request: _Request, tokens: int) -> Lookup | None:
+    def _lookup(
+        self, request_id: str, request: _TrackedRequest, tokens: int
+    ) -> LookupRequest | None:
+        # The last token is always computed: its output is what the engine goes on from.
         if self._limits.load == "never" or tokens - 1 < self._unit:
-            request.answered = True
+            request.move_to(RequestState.ANSWERED)
             return None
         chains = tuple(
             tuple(
@@ -452,7 +477,7 @@ class Planner:
             for group in self._groups
         )
         self.counters["lookups"] += 1
-        return Lookup(request_id, request.serial, chains)
+        return LookupRequest(request_id, request.serial, chains)
 
     def _available(self, matches: Sequence[Match]) -> int:
         """Tokens that every group has."""
@@ -462,30 +487,35 @@ class Planner:
         )
         return tokens // self._unit * self._unit
 
-    def _judge(self, request: _Request, computed: int, last: int) -> Verdict:
+    def _decide_load(self, request: _TrackedRequest, computed: int, last: int) -> LoadDecision:
+        """Load only what is estimated to come faster than it is computed. (G10)
+
+        The estimate includes the bytes of loads that are running: they share the link.
+        (design: load-or-recompute)
+        """
         if last <= computed:
-            return Verdict.NOTHING_NEW
+            return LoadDecision.NOTHING_NEW
         if last - computed < self._limits.hit_tokens_min:
-            return Verdict.TOO_SHORT
-        load_s = self.load_time.seconds(self._size(computed, last) + self._loading_bytes)
-        prefill_s = self.prefill_time.seconds(computed, last)
-        request.estimates = (load_s, prefill_s)
+            return LoadDecision.TOO_SHORT
+        load_s = self.transfer_cost.seconds(self._size(computed, last) + self._loading_bytes)
+        prefill_s = self.prefill_cost.seconds(computed, last)
+        request.estimates = _Estimates(load_s, prefill_s)
         if self._limits.load == "always":
-            return Verdict.LOAD
+            return LoadDecision.LOAD
         if self._loading_count >= self._limits.loads_max:
-            return Verdict.TOO_MANY
+            return LoadDecision.TOO_MANY
         if prefill_s is not None and load_s >= prefill_s:
-            return Verdict.SLOWER
-        return Verdict.LOAD
+            return LoadDecision.SLOWER
+        return LoadDecision.LOAD
 
     def _load(
         self,
         request_id: str,
-        request: _Request,
+        request: _TrackedRequest,
         first: int,
         last: int,
         block_ids: Sequence[Sequence[int]],
-    ) -> Load:
+    ) -> LoadRequest:
         blocks = []
         for number, group in enumerate(self._groups):
             ids = block_ids[number]
@@ -494,46 +524,66 @@ class Planner:
             wanted = [index for index in covered if ids[index]]
             if not wanted:
                 continue
-            whole = wanted[-1] + 1 - wanted[0] == len(wanted)
-            match = request.matches[number].of(wanted[0], wanted[-1] + 1) if whole else None
+            contiguous = wanted[-1] + 1 - wanted[0] == len(wanted)
+            match = request.matches[number].of(wanted[0], wanted[-1] + 1) if contiguous else None
             blocks.append(
-                Blocks(
+                GroupBlocks(
                     number,
                     tuple(_digest(request.hashes, group, i) for i in wanted),
                     tuple(ids[i] for i in wanted),
                     match=match,
                 )
             )
-        return Load(request_id, tuple(blocks), self._patience_s(*request.estimates))
+        return LoadRequest(request_id, tuple(blocks), self._load_timeout_s(request.estimates))
 
-    def _patience_s(self, load_s: float, prefill_s: float | None) -> float:
-        """When a load that was expected to take `load_s` is given up."""
+    def _load_timeout_s(self, estimates: _Estimates) -> float:
+        """When a load is aborted and its tokens are computed."""
+        load_s, prefill_s = estimates
         if self._limits.load != "auto":
             return self._limits.load_timeout_s
         if prefill_s is None:
-            patience_s = max(load_s * _PATIENCE, _FIRST_TIMEOUT_S_MIN)
-        elif not self.load_time.samples:  # it may just as well take as long as computing
-            patience_s = prefill_s
+            timeout_s = max(load_s * _ABORT_FACTOR, _FIRST_TIMEOUT_S_MIN)
+        elif not self.transfer_cost.samples:  # it may just as well take as long as computing
+            timeout_s = prefill_s
         else:
-            patience_s = min(max(load_s * _PATIENCE, prefill_s * _PATIENCE_SHARE_MIN), prefill_s)
-        return min(self._limits.load_timeout_s, max(patience_s, _LOAD_TIMEOUT_S_MIN))
+            timeout_s = max(load_s * _ABORT_FACTOR, prefill_s * _ABORT_SHARE_MIN)
+            timeout_s = min(timeout_s, prefill_s)
+        return min(self._limits.load_timeout_s, max(timeout_s, _LOAD_TIMEOUT_S_MIN))
 
-    def _count_decision(self, request: _Request, tokens: int) -> None:
-        verdict, request.verdict = request.verdict, None
-        if verdict is None:
+    def _measure_load(self, request: _TrackedRequest, load: _RunningLoad, took_s: float) -> None:
+        if not load.complete and took_s >= load.timeout_s:
+            self.transfer_cost.load_aborted(load.size, load.size_loaded, took_s)
+        elif load.size_loaded and took_s >= (request.estimates.prefill_s or math.inf):
+            self.transfer_cost.slower_than_compute(load.size_loaded, took_s)
+        elif load.size_loaded:
+            # A load that found nothing and waited for nothing is no measure of the pool's speed.
+            self.transfer_cost.observe(load.size_loaded, took_s)
+
+    def _count_decision(self, request: _TrackedRequest, tokens: int) -> None:
+        decision, request.decision = request.decision, None
+        if decision is None:
             return
-        if verdict is Verdict.LOAD and tokens <= 0:
-            verdict = Verdict.NOT_CHOSEN
-        self.counters[f"decision {verdict.value}"] += 1
-        if verdict in (Verdict.LOAD, Verdict.SLOWER):
+        if decision is LoadDecision.LOAD and tokens <= 0:
+            decision = LoadDecision.NOT_CHOSEN
+        self.counters[f"decision {decision.value}"] += 1
+        if decision in (LoadDecision.LOAD, LoadDecision.SLOWER):
             load_s, prefill_s = request.estimates
             self.counters["estimated_load_s"] += load_s
             self.counters["estimated_prefill_s"] += prefill_s or 0.0
 
-    def _load_done(self, request: _Request, loading: _Loading) -> None:
-        request.loading = None
-        self._loading_bytes -= loading.size
-        self._loading_count -= 1
+    def _count_hits(self, match: Match, first: int, last: int) -> None:
+        """Tokens `first` to `last` by the tier that they are read from; groups have the same."""
+        block = self._groups[0].block_size
+        for run in match.runs:
+            inside = min(last, (run.last + 1) * block) - max(first, run.first * block)
+            if inside > 0 and run.replicas:
+                self.counters[f"hit_tokens {run.replicas[0].tier}"] += inside
+
+    def _end_load(self, request: _TrackedRequest) -> None:
+        if request.load is not None:
+            self._loading_bytes -= request.load.size
+            self._loading_count -= 1
+            request.load = None
 
     def _size(self, first: int, last: int) -> int:
         """Bytes that one rank moves for these tokens."""
@@ -549,30 +599,32 @@ class Planner:
     def _probe_blocks(self) -> int:
         return max(1, _PROBE_BYTES // max(1, self.block_bytes[0]))
 
-    def _plan_probe(self, request: _Request, first: int, last: int, now: float) -> None:
-        """See in the background whether it is right to refuse what a request could load."""
+    def _probe_prefix(self, request: _TrackedRequest, first: int, last: int, now: float) -> None:
+        """Measure in the background what was not loaded because it was estimated to be slow."""
         group = self._groups[0]
         start = first // group.block_size
         stop = min(last // group.block_size, start + self._probe_blocks)
         digests = tuple(_digest(request.hashes, group, i) for i in range(start, stop))
-        self._try(Blocks(0, digests, (), match=request.matches[0].of(start, stop)), now)
+        self._plan_probe(GroupBlocks(0, digests, (), match=request.matches[0].of(start, stop)), now)
 
-    def _try(self, blocks: Blocks, now: float) -> None:
-        """One probe at a time, and only where its answer decides anything."""
+    def _plan_probe(self, blocks: GroupBlocks, now: float) -> None:
+        """With the next step. One probe at a time, and only where its result decides anything."""
         if self._limits.load == "auto" and blocks.digests and not self._probing:
             self._probed_at = now
-            self._probe = Probe((blocks,), self._limits.load_timeout_s)
+            self._probe = ProbeRequest((blocks,), self._limits.load_timeout_s)
 
-    def _complete(self, request: _Request, one: Scheduled) -> Iterable[_Place]:
-        """The blocks of a request that are complete after this step and not known to be saved."""
+    def _complete_blocks(
+        self, request: _TrackedRequest, one: ScheduledRequest
+    ) -> Iterable[SaveItem]:
+        """Blocks that are complete after this step and neither stored nor being saved."""
         end = one.end if self._limits.save_decode else min(one.end, request.prompt)
         for number, group in enumerate(self._groups):
             ids = one.block_ids[number]
             hashed = len(request.hashes) // group.hashes_per_block
             stop = min(end // group.block_size, hashed, len(ids))
-            for index in range(request.saved[number], stop):
+            for index in range(request.blocks_saved[number], stop):
                 if ids[index]:
-                    yield _Place(
+                    yield SaveItem(
                         one.request_id,
                         number,
                         index,
@@ -580,65 +632,9 @@ class Planner:
                         _digest(request.hashes, group, index - 1) if index else ROOT,
                         ids[index],
                     )
-            request.saved[number] = max(request.saved[number], stop)
-
-    def _admit(self, places: Iterable[_Place], now: float) -> list[_Place]:
-        """Those that nobody saves at the moment, as many as the engine can spare."""
-        admitted = []
-        for place in places:
-            if (place.group, place.digest) in self._saving:
-                continue
-            if self._kept >= self._limits.saved_blocks_max:
-                self._wait(place, now)
-                continue
-            self._kept += 1
-            self._saving.add((place.group, place.digest))
-            admitted.append(place)
-        return admitted
-
-    def _save(self, places: list[_Place], session: str, resume_in_s: float | None) -> Save:
-        job = self._next_job
-        self._next_job += 1
-        self._jobs[job] = _Job(places, self._ranks)
-        groups: dict[int, list[_Place]] = {}
-        for place in places:
-            groups.setdefault(place.group, []).append(place)
-        blocks = tuple(
-            Blocks(
-                group,
-                tuple(place.digest for place in members),
-                tuple(place.block_id for place in members),
-                tuple(place.parent for place in members),
-            )
-            for group, members in groups.items()
-        )
-        return Save(job, blocks, session, resume_in_s)
-
-    def _retry(self, place: _Place, now: float) -> None:
-        self._wait(place, now + _RETRY_AFTER_S * 2**place.attempts)
-
-    def _wait(self, place: _Place, due: float) -> None:
-        self._retries[place.group, place.digest] = (due, place)
-        while len(self._retries) > RETRIES_WAITING_MAX:
-            self._retries.popitem(last=False)
-            self.counters["dropped too many waiting"] += 1
-
-    def _due(self, still_there: Callable[[int, int, bytes], bool], now: float) -> Iterable[_Place]:
-        """Saves whose time has come and whose blocks nobody has reused, if there is room."""
-        if self._kept >= self._limits.saved_blocks_max:
-            return
-        for key in list(itertools.islice(self._retries, _RETRIES_PER_STEP)):
-            due, place = self._retries[key]
-            if due > now:
-                continue
-            del self._retries[key]
-            if still_there(place.block_id, place.group, place.digest):
-                self.counters["save_retries"] += 1
-                yield place
-            else:
-                self.counters["dropped block reused"] += 1
+            request.blocks_saved[number] = max(request.blocks_saved[number], stop)
 
 
-def _digest(hashes: Sequence[bytes], group: Group, index: int) -> bytes:
-    """A block is named by the last hash inside it."""
+def _digest(hashes: Sequence[bytes], group: CacheGroup, index: int) -> bytes:
+    """The key of a block is the last of the engine's hashes inside it."""
     return bytes(hashes[(index + 1) * group.hashes_per_block - 1])

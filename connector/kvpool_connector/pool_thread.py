@@ -1,7 +1,8 @@
-"""A pool in a thread of its own, for a host that must never wait for it.
+"""A pool in a thread of its own, for an engine that must never wait for it.
 
-The engine's thread hands over coroutines and goes on. The thread connects by itself, and tries
-again as long as there is no master; once connected, the pool's client finds its way back alone.
+The engine's thread submits coroutines and goes on. The pool's thread connects by itself, and tries
+again as long as there is no master; once connected, the pool's client reconnects by itself.
+(design: pool-thread)
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _RETRY_S_MAX: Final = 5.0
 
 
 class PoolThread:
-    """Runs calls to one pool in a thread; `state` is told there of changes, in a sentence."""
+    """Runs calls to one pool in a thread of its own; `log_line` is called there."""
 
     def __init__(
-        self, config: ClientConfig, cluster: Cluster, state: Callable[[str], None]
+        self, config: ClientConfig, cluster: Cluster, log_line: Callable[[str], None]
     ) -> None:
         self._config = config
         self._cluster = cluster
-        self._state = state
+        self._log_line = log_line
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connected = threading.Event()
@@ -36,11 +37,14 @@ class PoolThread:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the pool was reached within that time."""
+        """Wait for the first connection. False when there is none within that time."""
         return self._connected.wait(timeout_s)
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Have the thread run this; False once closed. It must not raise, except when cancelled."""
+        """Run this coroutine in the thread; False once closed.
+
+        It must not raise, except when it is cancelled.
+        """
         if self._closed:
             return False
         try:
@@ -50,7 +54,7 @@ class PoolThread:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Cancel all that runs and wait until it has ended, at most so long. Idempotent."""
+        """Cancel everything that runs and wait until it has ended, at most so long. Idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.call_soon_threadsafe(self._end)
@@ -82,19 +86,19 @@ class PoolThread:
             self.pool = None
 
     async def _connect(self) -> None:
-        """Until a master answers, or the end."""
+        """Try until a master answers, or until `close` cancels it."""
         wait_s = _RETRY_S
-        told = False
+        logged = False
         while True:
             try:
                 self.pool = await kvpool.connect(config=self._config, cluster=self._cluster)
             except KvpoolError as error:
-                if not told:
-                    self._state(f"no pool yet, serving without it: {error}")
-                    told = True
+                if not logged:
+                    self._log_line(f"no pool yet, the engine runs without it: {error}")
+                    logged = True
             else:
                 self._connected.set()
-                self._state(f"connected to the pool at {', '.join(self._config.masters)}")
+                self._log_line(f"connected to the pool at {', '.join(self._config.masters)}")
                 return
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _RETRY_S_MAX)

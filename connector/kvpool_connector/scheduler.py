@@ -1,7 +1,8 @@
-"""The scheduler half: tells the planner what happened, and the engine what the planner decided.
+"""The scheduler half: tells the planner what happens in the engine, and carries out its plans.
 
 Runs in the engine's scheduling loop: no hook waits for anything, or does more than a few
-microseconds' work for each block that is new.
+microseconds' work for each new block. What needs the pool runs in the pool's thread
+(`pool_thread.py`), whose answers are taken in the next hook. (design: pool-thread)
 """
 
 from __future__ import annotations
@@ -16,35 +17,44 @@ from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, Match, Namespace, ReadStatus
 from kvpool_connector import namespace
-from kvpool_connector.cost_model import StepTimes
-from kvpool_connector.messages import Hello, Report, Work
-from kvpool_connector.planner import Group, Hints, Limits, Lookup, Planner, Scheduled, Stored
+from kvpool_connector.cost_model import StepTimer
+from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
+from kvpool_connector.planner import (
+    CacheGroup,
+    LookupRequest,
+    Planner,
+    PlannerLimits,
+    RequestHints,
+    ScheduledRequest,
+)
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker import IDLE_S
 
-#: Figures that are always there, such as the hooks' own time, are reported this often.
-_FIGURES_S: Final = 1.0
-#: After so many lookups in a row without an answer the next ones are misses at once, for this long
-#: at first.
-_SILENT_AFTER: Final = 3
-_SILENT_S: Final = 0.5
-_SILENT_S_MAX: Final = 5.0
-#: Lookups that end for one of these reasons had no answer in time; the log says so this often.
-_LATE: Final = ("lookup timeout", "no master", "silent pool")
-_COMPLAIN_S: Final = 60.0
-#: The estimated speed of computing is shown for a prompt of so many tokens.
+#: Metrics that always have news, such as the hooks' own time, are reported this often.
+_METRICS_EVERY_S: Final = 1.0
+#: After so many lookups in a row without an answer the next ones are misses at once, for
+#: `_PAUSE_S` at first, doubled by each further one.
+_PAUSE_AFTER_LOOKUPS: Final = 3
+_PAUSE_S: Final = 0.5
+_PAUSE_S_MAX: Final = 5.0
+#: Lookups that end for one of these reasons had no answer in time; the log has them this often.
+_LATE_REASONS: Final = ("lookup timeout", "no master", "silent pool")
+_WARN_EVERY_S: Final = 60.0
+#: The estimated speed of computing is reported for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
 
 
-class Engine(NamedTuple):
-    """What the scheduler half knows of its engine.
+class EngineInfo(NamedTuple):
+    """What the scheduler half knows about its engine.
 
     `fields` are those of the namespace that are known at the start; `seed()` is what all hashes
-    begin with. `ranks` are workers, `parts` how many of them have bytes of their own.
+    begin with. `ranks` workers run the model, `parts` of them have bytes of their own. `blocks` are
+    those of the engine's KV cache.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[CacheGroup, ...]
     kinds: tuple[str, ...]
     fields: Mapping[str, object]
     seed: Callable[[], str]
@@ -55,8 +65,8 @@ class Engine(NamedTuple):
     saves: bool = True
 
 
-class Answer(NamedTuple):
-    """What came of a lookup."""
+class LookupResult(NamedTuple):
+    """The answer to a `LookupRequest`: a match for each group, or none and the reason."""
 
     request_id: str
     serial: int
@@ -64,38 +74,41 @@ class Answer(NamedTuple):
     reason: str
 
 
-class Step(NamedTuple):
-    """What the engine computes next. `still_there(block_id, group, digest)`: see the planner."""
+class EngineStep(NamedTuple):
+    """What the engine computes next. `prefill` has tokens first to last (excluded) of prompts."""
 
-    scheduled: Sequence[Scheduled]
+    scheduled: Sequence[ScheduledRequest]
     preempted: Sequence[str]
-    prefill: list[tuple[int, int]]  # tokens first to last, excluded
+    prefill: list[tuple[int, int]]
 
 
-class Outcome(NamedTuple):
-    """What the workers' reports mean for the engine: blocks to let go of, and what is stored."""
+class ReportOutcome(NamedTuple):
+    """What a report of the workers means for the engine."""
 
-    released: list[int]
-    stored: list[Stored]
+    blocks_to_unpin: list[int]
+    stored: list[StoredBlock]
 
 
-class Scheduler:
-    """One engine's scheduler half. Called by the engine's thread only."""
+class ConnectorScheduler:
+    """One engine's scheduler half. Called by the engine's thread only.
+
+    `log_line` writes one line to the engine's log, and is called in either thread.
+    """
 
     def __init__(
         self,
         settings: Settings,
         thread: PoolThread,
-        engine: Engine,
-        tell: Callable[[str], None],
+        engine: EngineInfo,
+        log_line: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._thread = thread
         self._engine = engine
-        self._tell = tell
+        self._log_line = log_line
         self._clock = clock
-        limits = Limits(
+        limits = PlannerLimits(
             load=settings.load if engine.loads else "never",
             save=engine.saves,
             hit_tokens_min=settings.hit_tokens_min,
@@ -108,148 +121,161 @@ class Scheduler:
             probe_every_s=settings.probe_every_s,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
+        #: One for each group; empty until every rank has sent its `WorkerInfo`.
         self.namespaces: tuple[Namespace, ...] = ()
-        self._times = StepTimes(self.planner.prefill_time)
+        self._step_timer = StepTimer(self.planner.prefill_cost)
         self._step = 0
-        self._told_at = -_FIGURES_S
+        self._metrics_at = -_METRICS_EVERY_S
         self._generation = ""
-        self._hellos: dict[int, Hello] = {}
-        self._waiting: list[Lookup] = []  # until the ranks have said how their blocks are made
-        self._answers: deque[Answer] = deque()  # from the pool's thread
-        self._answered = threading.Event()
-        self._asking = 0  # lookups under way
+        self._worker_infos: dict[int, WorkerInfo] = {}
+        self._held_lookups: list[LookupRequest] = []  # until there are namespaces
+        self._results: deque[LookupResult] = deque()  # from the pool's thread
+        self._result_arrived = threading.Event()
+        self._lookups_running = 0
         self._preempted: set[str] = set()
-        self._late = 0
-        self._complained_at = -_COMPLAIN_S
+        self._late_lookups = 0
+        self._warned_at = -_WARN_EVERY_S
         self._unanswered = 0  # lookups in a row
-        self._silent_until = 0.0
+        self._paused_until = 0.0
 
     # --- a request --------------------------------------------------------------------------
 
-    def arrived(self, request_id: str, hashes: Sequence[bytes], tokens: int, hints: Hints) -> None:
-        """It is new: the lookup starts."""
-        lookup = self.planner.arrived(request_id, hashes, tokens, hints, self._clock())
-        self._ask(lookup)
+    def on_new_request(
+        self, request_id: str, hashes: Sequence[bytes], tokens: int, hints: RequestHints
+    ) -> None:
+        """Start its lookup."""
+        now = self._clock()
+        self._start_lookup(self.planner.on_new_request(request_id, hashes, tokens, hints, now))
 
-    def offer(self, request_id: str, tokens: int, computed: int) -> int | None:
+    def loadable_tokens(self, request_id: str, tokens: int, computed: int) -> int | None:
         """Tokens beyond `computed` that can be loaded; None: ask again."""
         now = self._clock()
         if request_id in self._preempted:
             self._preempted.discard(request_id)
-            self._ask(self.planner.again(request_id, tokens, now))
-        self._take_answers()
-        return self.planner.offer(request_id, tokens, computed, now)
+            self._start_lookup(self.planner.on_restart(request_id, tokens, now))
+        self._take_lookup_results()
+        return self.planner.loadable_tokens(request_id, tokens, computed, now)
 
-    def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+    def on_blocks_allocated(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
+    ) -> None:
         """The engine wants so many of the tokens that were offered, in these blocks."""
-        self.planner.allocated(request_id, block_ids, tokens, self._clock())
+        self.planner.on_blocks_allocated(request_id, block_ids, tokens, self._clock())
 
-    def finished(self, request_id: str) -> None:
-        """It is over. What it said of its conversation is passed on."""
+    def on_request_finished(self, request_id: str) -> None:
+        """It has ended. Sends its hints about the conversation to the pool."""
         self._preempted.discard(request_id)
-        hints = self.planner.finished(request_id)
+        hints = self.planner.on_request_finished(request_id)
         if hints is not None and hints.session and (hints.ends or hints.resume_in_s is not None):
-            self._thread.start(partial(self._hint, hints))
+            self._thread.start(partial(self._send_hints, hints))
 
     # --- a step -----------------------------------------------------------------------------
 
-    def step(
-        self, step: Step, still_there: Callable[[int, int, bytes], bool]
-    ) -> tuple[Work, list[int]]:
-        """What the workers do beside this step, and the blocks to keep for it."""
+    def plan_step(
+        self, step: EngineStep, still_cached: Callable[[int, int, bytes], bool]
+    ) -> tuple[StepWork, list[int]]:
+        """What the workers do beside this step, and the blocks to pin for it.
+
+        `still_cached(block_id, group, digest)` says whether a block still has these contents.
+        """
         now = self._clock()
         for request_id in step.preempted:
-            if self.planner.knows(request_id):
-                self.planner.preempted(request_id)
+            if self.planner.tracks(request_id):
+                self.planner.on_preempted(request_id)
                 self._preempted.add(request_id)
         self._step += 1
-        self._times.began(self._step, step.prefill, now)
+        self._step_timer.on_start(self._step, step.prefill, now)
         idle = not step.scheduled
         if not self.namespaces:
-            return Work(self._step, idle=idle), []
-        plan = self.planner.step(step.scheduled, still_there, now)
-        work = Work(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, idle)
-        return work, plan.keep
+            return StepWork(self._step, idle=idle), []
+        plan = self.planner.plan_step(step.scheduled, still_cached, now)
+        work = StepWork(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, idle)
+        return work, plan.blocks_to_pin
 
-    def rest(self, work: Work) -> None:
-        """Let the pool's thread have the interpreter, if the engine only waits for answers."""
-        if work.idle and not work.loads and self._asking:
-            self._answered.wait(IDLE_S)
-        self._answered.clear()
+    def yield_to_pool_thread(self, work: StepWork) -> None:
+        """Give the pool's thread the GIL, at most `IDLE_S`, if the engine only waits for lookups.
 
-    def reported(self, report: Report) -> Outcome:
-        """What the workers say after a step."""
+        Such an engine steps without a pause, and keeps the GIL from the thread that it waits for.
+        (design: pool-thread)
+        """
+        if work.idle and not work.loads and self._lookups_running:
+            self._result_arrived.wait(IDLE_S)
+        self._result_arrived.clear()
+
+    def on_worker_report(self, report: WorkerReport) -> ReportOutcome:
+        """Take what the workers report after a step."""
         now = self._clock()
-        self._times.ended(report.step, now)
-        for hello in report.hellos:
-            self._greet(hello)
-        for loaded in report.loaded:
-            self.planner.load_ended(loaded, now)
-        for probed in report.probed:
-            self.planner.probe_ended(probed)
-        outcome = Outcome([], [])
-        for saved in report.saved:
-            released, stored = self.planner.save_ended(saved, now)
-            outcome.released.extend(released)
+        self._step_timer.on_end(report.step, now)
+        for info in report.worker_infos:
+            self._on_worker_info(info)
+        for loaded in report.loads:
+            self.planner.on_load_result(loaded, now)
+        for probed in report.probes:
+            self.planner.on_probe_result(probed)
+        outcome = ReportOutcome([], [])
+        for saved in report.saves:
+            unpinned, stored = self.planner.on_save_result(saved, now)
+            outcome.blocks_to_unpin.extend(unpinned)
             outcome.stored.extend(stored)
         return outcome
 
-    def figures(self) -> dict[str, float]:
-        """What happened since the last call, and the estimates; empty for little news."""
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call, and the estimates; empty when there is little news."""
         counters = self.planner.counters
         now = self._clock()
-        if now - self._told_at < _FIGURES_S and not counters.keys() - {"hooks", "hook_s"}:
+        if now - self._metrics_at < _METRICS_EVERY_S and not counters.keys() - {"hooks", "hook_s"}:
             return {}
-        self._told_at = now
-        figures = dict(counters)
+        self._metrics_at = now
+        metrics = dict(counters)
         counters.clear()
-        self._complain(figures, now)
-        figures["load_bandwidth_bytes"] = self.planner.load_time.bandwidth
-        prefill_s = self.planner.prefill_time.seconds(0, _RATE_TOKENS)
+        self._warn_slow_lookups(metrics, now)
+        metrics["load_bandwidth_bytes"] = self.planner.transfer_cost.bandwidth
+        prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
         if prefill_s:
-            figures["prefill_tokens_rate"] = _RATE_TOKENS / prefill_s
-        return figures
+            metrics["prefill_tokens_rate"] = _RATE_TOKENS / prefill_s
+        return metrics
 
     def reset(self) -> None:
         """The weights have changed: what was saved before is never read again."""
         self._generation = secrets.token_hex(6)
-        self._name()
+        self._make_namespaces()
 
     def close(self) -> None:
         self._thread.close(1.0)
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _complain(self, figures: Mapping[str, float], now: float) -> None:
-        """A pool that is too slow to be asked must not be lost on anybody who reads the log."""
-        self._late += int(sum(figures.get(f"miss {reason}", 0) for reason in _LATE))
-        if self._late and now - self._complained_at >= _COMPLAIN_S:
-            self._tell(
-                f"{self._late} prompts were computed without knowing what the pool has of them: no "
+    def _warn_slow_lookups(self, metrics: Mapping[str, float], now: float) -> None:
+        """One line now and then: a pool that answers too late must be seen in the log as well."""
+        self._late_lookups += int(sum(metrics.get(f"miss {reason}", 0) for reason in _LATE_REASONS))
+        if self._late_lookups and now - self._warned_at >= _WARN_EVERY_S:
+            self._log_line(
+                f"{self._late_lookups} prompts were computed without a lookup: the pool did not "
                 f"answer within lookup_timeout_s ({self._settings.lookup_timeout_s:g} s)"
             )
-            self._late = 0
-            self._complained_at = now
+            self._late_lookups = 0
+            self._warned_at = now
 
-    def _greet(self, hello: Hello) -> None:
-        """A rank says how its blocks are made; with the last of them the namespaces are known."""
-        if self.namespaces or hello.rank in self._hellos:
+    def _on_worker_info(self, info: WorkerInfo) -> None:
+        """With the last rank's info the namespaces can be made, and held lookups start."""
+        if self.namespaces or info.rank in self._worker_infos:
             return
-        self._hellos[hello.rank] = hello
-        if len(self._hellos) < self._engine.ranks:
+        self._worker_infos[info.rank] = info
+        if len(self._worker_infos) < self._engine.ranks:
             return
-        sizes = [hello.block_bytes for hello in self._hellos.values()]
+        sizes = [info.block_bytes for info in self._worker_infos.values()]
         self.planner.block_bytes = tuple(max(column) for column in zip(*sizes, strict=True))
-        self._name()
-        waiting, self._waiting = self._waiting, []
-        for lookup in waiting:
-            self.planner.asked(lookup.request_id, self._clock())
-            self._ask(lookup)
+        self._make_namespaces()
+        held, self._held_lookups = self._held_lookups, []
+        for lookup in held:
+            self.planner.lookup_started(lookup.request_id, self._clock())
+            self._start_lookup(lookup)
 
-    def _name(self) -> None:
-        if len(self._hellos) < self._engine.ranks:
+    def _make_namespaces(self) -> None:
+        """One for each group. (design: namespace)"""
+        if len(self._worker_infos) < self._engine.ranks:
             return
-        packing = "\n".join(self._hellos[rank].packing for rank in sorted(self._hellos))
+        packing = "\n".join(self._worker_infos[rank].packing for rank in sorted(self._worker_infos))
         self.namespaces = tuple(
             namespace.name(
                 {
@@ -264,38 +290,39 @@ class Scheduler:
             for number, kind in enumerate(self._engine.kinds)
         )
         for name in self.namespaces:
-            self._tell(f"sharing blocks as: {name.name}")
+            self._log_line(f"sharing blocks as: {name.name}")
 
-    def _ask(self, lookup: Lookup | None) -> None:
+    def _start_lookup(self, lookup: LookupRequest | None) -> None:
         if lookup is None:
             return
         if not self.namespaces:
             # The first step brings what is missing, and may be slow: that is no reason to miss.
-            self.planner.asked(lookup.request_id, self._clock() + self._settings.start_wait_s)
-            self._waiting.append(lookup)
+            start_at = self._clock() + self._settings.start_wait_s
+            self.planner.lookup_started(lookup.request_id, start_at)
+            self._held_lookups.append(lookup)
             return
-        if self._clock() < self._silent_until:
-            self.planner.found(lookup.request_id, lookup.serial, (), "silent pool")
+        if self._clock() < self._paused_until:
+            self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), "silent pool")
             return
         work = partial(self._look_up, lookup, self.namespaces)
         if self._thread.pool is None or not self._thread.start(work):
-            self.planner.found(lookup.request_id, lookup.serial, (), "no pool")
+            self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), "no pool")
         else:
-            self._asking += 1
+            self._lookups_running += 1
 
-    def _take_answers(self) -> None:
-        while self._answers:
-            answer = self._answers.popleft()
-            self._asking -= 1
-            silent = any(match.stopped is ReadStatus.NO_MASTER for match in answer.matches)
-            self._unanswered = self._unanswered + 1 if silent or not answer.matches else 0
-            if self._unanswered >= _SILENT_AFTER:
-                # Not every request is to find out anew, at the cost of a timeout.
-                backoff_s = min(_SILENT_S * 2 ** (self._unanswered - _SILENT_AFTER), _SILENT_S_MAX)
-                self._silent_until = self._clock() + backoff_s
-            self.planner.found(*answer)
+    def _take_lookup_results(self) -> None:
+        while self._results:
+            result = self._results.popleft()
+            self._lookups_running -= 1
+            no_master = any(match.stopped is ReadStatus.NO_MASTER for match in result.matches)
+            self._unanswered = self._unanswered + 1 if no_master or not result.matches else 0
+            if self._unanswered >= _PAUSE_AFTER_LOOKUPS:
+                # Else every request would wait for its own timeout.
+                doublings = self._unanswered - _PAUSE_AFTER_LOOKUPS
+                self._paused_until = self._clock() + min(_PAUSE_S * 2**doublings, _PAUSE_S_MAX)
+            self.planner.on_lookup_result(*result)
 
-    async def _look_up(self, lookup: Lookup, namespaces: Sequence[Namespace]) -> None:
+    async def _look_up(self, lookup: LookupRequest, namespaces: Sequence[Namespace]) -> None:
         """In the pool's thread."""
         pool = self._thread.pool
         matches: list[Match] = []
@@ -307,11 +334,11 @@ class Scheduler:
                     matches.append(await pool.match(name, chain, timeout=timeout_s))
         except KvpoolError as error:
             matches, reason = [], type(error).__name__
-        answer = Answer(lookup.request_id, lookup.serial, tuple(matches), reason)
-        self._answers.append(answer)
-        self._answered.set()
+        result = LookupResult(lookup.request_id, lookup.serial, tuple(matches), reason)
+        self._results.append(result)
+        self._result_arrived.set()
 
-    async def _hint(self, hints: Hints) -> None:
+    async def _send_hints(self, hints: RequestHints) -> None:
         """In the pool's thread."""
         pool = self._thread.pool
         try:
@@ -319,19 +346,20 @@ class Scheduler:
                 await pool.end(hints.session)
             elif pool is not None and hints.resume_in_s is not None:
                 await pool.hint(hints.session, resume_in=hints.resume_in_s)
-        except KvpoolError as error:  # advice; it was checked, so this is news
-            self._tell(f"a hint was not taken: {error}")
+        except KvpoolError as error:  # a lost hint costs hits, never correctness
+            self._log_line(f"a session hint was not sent: {error}")
 
 
-def hints_of(params: Any) -> tuple[Hints, str]:
-    """What `kv_transfer_params` of a request say, and what is wrong with them, if anything.
+def parse_hints(params: Any) -> tuple[RequestHints, str]:
+    """The hints in a request's `kv_transfer_params`, and the names of those that are not valid.
 
-    Known are `session_id` (text), `resume_in_s` (seconds until the next prompt is expected, and so
-    how long to retain this one) and `end_session` (true when no more comes). Others are somebody
-    else's. What is wrong is left out.
+    Known are `session_id` (printable text, at most 128 characters), `resume_in_s` (seconds until
+    the next prompt is expected, and so how long to retain this one) and `end_session` (true when no
+    more prompts come). Others are ignored, they may be another connector's. So is what is not
+    valid.
     """
     if not isinstance(params, Mapping):
-        return Hints(), ""
+        return RequestHints(), ""
     wrong = []
     session = params.get("session_id", "")
     if not isinstance(session, str) or len(session) > 128 or not session.isprintable():
@@ -346,4 +374,4 @@ def hints_of(params: Any) -> tuple[Hints, str]:
     if not isinstance(ends, bool):
         wrong.append("end_session")
         ends = False
-    return Hints(session, resume_in_s if session else None, ends), ", ".join(wrong)
+    return RequestHints(session, resume_in_s if session else None, ends), ", ".join(wrong)

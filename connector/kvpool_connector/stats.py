@@ -1,4 +1,4 @@
-"""The connector's figures in vLLM's `/metrics` and log."""
+"""The connector's metrics in vLLM's `/metrics` and log."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-#: Of what is counted as "name label": the metric, what its label is called, and what it says.
+#: Counters whose key is "name label": the metric, the name of its label, and its help text.
 _LABELLED: Final = {
-    "hit_tokens": ("tier", "Prompt tokens loaded from the pool, by the tier they lay in."),
-    "miss": ("reason", "Lookups that ended before the prompt did, by why."),
-    "decision": ("decision", "What was decided for prompts of which the pool had a part."),
-    "load_miss": ("reason", "Blocks that a load did not find any more, by why."),
-    "load_error": ("error", "Loads cut off by an error."),
-    "save_error": ("error", "Saves cut off by an error."),
-    "dropped": ("reason", "Blocks that were not saved in the end, by why."),
+    "hit_tokens": ("tier", "Prompt tokens loaded from the pool, by tier."),
+    "miss": ("reason", "Lookups that did not find the whole prompt, by reason."),
+    "decision": ("decision", "Decisions to load or to compute what the pool had of a prompt."),
+    "load_miss": ("reason", "Blocks that a load did not find, by reason."),
+    "load_error": ("error", "Loads that ended with an error."),
+    "save_error": ("error", "Saves that ended with an error."),
+    "dropped": ("reason", "Blocks that were not saved, by reason."),
 }
 _PLAIN: Final = {
     "lookups": "Prompts looked up.",
     "loads": "Loads that have ended.",
-    "loads_failed": "Loads of which some blocks were computed after all.",
-    "load_s": "Seconds from the decision to load until the engine knew that it had ended.",
+    "loads_failed": "Loads that did not bring all of their blocks; the engine computed the rest.",
+    "load_s": "Seconds from the decision to load until the scheduler had the result.",
     "load_bytes": "Bytes loaded.",
-    "load_blocks_missing": "Blocks that were to be loaded and were computed after all.",
+    "load_blocks_missing": "Blocks that a load did not bring; the engine computed them.",
     "saved_blocks": "Blocks that the pool has acknowledged.",
-    "save_bytes": "Bytes saved; what the pool had already is not counted.",
-    "save_s": "Seconds of saving, beside the engine.",
+    "save_bytes": "Bytes saved, without those that the pool had already.",
+    "save_s": "Seconds of saving, in the background.",
     "save_retries": "Refused blocks that were tried again.",
     "estimated_load_s": "Seconds that loads were estimated to take, where that was compared.",
     "estimated_prefill_s": "Seconds that computing was estimated to take, where that was compared.",
-    "probes": "Background readings of the pool's speed while loads were refused.",
-    "bad_hints": "Requests whose hints made no sense.",
+    "probes": "Background measurements of the pool's speed.",
+    "bad_hints": "Requests with hints that are not valid.",
     "hook_s": "Seconds spent in the scheduler's hooks.",
     "hooks": "Calls of the scheduler's hooks.",
 }
 #: Values as of now, not sums.
 _GAUGES: Final = {
-    "load_bandwidth_bytes": "Bytes per second that loads are estimated to come with.",
-    "prefill_tokens_rate": "Prompt tokens per second that the engine is estimated to compute.",
+    "load_bandwidth_bytes": "Estimated bytes per second of a load.",
+    "prefill_tokens_rate": "Estimated prompt tokens per second that the engine computes.",
 }
 _UNITS: Final = {"load_s": "load_seconds", "save_s": "save_seconds", "hook_s": "hook_seconds"}
 
 
 @dataclass
-class Stats(KVConnectorStats):  # type: ignore[misc]
-    """Sums since the last report, and gauges; a plain dict, so that it travels."""
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
+    """Sums since the last report, and gauges. A plain dict: vLLM sends it between processes."""
 
     data: dict[str, float] = field(default_factory=dict)
 
@@ -68,8 +68,8 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return {f"kvpool {name}": round(value, 4) for name, value in sorted(self.data.items())}
 
 
-class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:kvpool_*`; each series exists as soon as it has a value."""
+class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The metrics `vllm:kvpool_*`; each series exists as soon as it has a value."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,11 +1,12 @@
-"""KVPoolConnector: vLLM's door to the pool. Thin: it translates, and decides nothing.
+"""KVPoolConnector: the class that vLLM calls. It translates between vLLM and the two halves.
 
     --kv-transfer-config '{"kv_connector": "KVPoolConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"masters": ["127.0.0.1:7450"]}}'
 
 The engine makes one instance in its scheduler and one in each worker. Made for vLLM 0.32, whose
-interface for connectors says of itself that it may change: what it needs is checked at the start.
+interface for connectors is documented as unstable: what it needs is checked at the start.
+(design: connector)
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool_connector import settings
-from kvpool_connector.messages import Report, Work
-from kvpool_connector.planner import Scheduled
+from kvpool_connector.messages import StepWork, WorkerReport
+from kvpool_connector.planner import ScheduledRequest
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.scheduler import Scheduler, Step, hints_of
-from kvpool_connector.stats import PromMetrics, Stats
+from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
+from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.vllm_config import engine_of, events_of, memories_of, packing_of, rank_of
-from kvpool_connector.worker import Worker
+from kvpool_connector.worker import ConnectorWorker
 
 if TYPE_CHECKING:
     import torch
 
 logger = init_logger("vllm.kvpool")
 
-#: Requests that are remembered for the events of their last blocks.
+#: Finished requests that are kept for the KV events of their last blocks.
 _FINISHED_MAX: Final = 256
 
 
@@ -53,23 +54,23 @@ _FINISHED_MAX: Final = 256
 class WorkMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, with each step."""
 
-    work: Work
+    work: StepWork
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From every worker to the scheduler, after each step."""
 
-    report: Report
+    report: WorkerReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         if isinstance(other, ReportMetadata):
-            self.report.add(other.report)
+            self.report.merge(other.report)
         return self
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Finds in the pool what another engine computed, and leaves there what this one did."""
+    """Loads from the pool what another engine computed, and saves what this one computes."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -78,31 +79,33 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         chosen = settings.parse(transfer.kv_connector_extra_config)
         self._settings = chosen
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.error(
-                    'kv_load_failure_policy is "fail": a block that is lost on its way will fail '
-                    'its request. Set it to "recompute" in --kv-transfer-config.'
+                    'kv_load_failure_policy is "fail": a request fails when one of its blocks is '
+                    'lost while it is loaded. Set it to "recompute" in --kv-transfer-config.'
                 )
             engine = engine_of(vllm_config, kv_cache_config, chosen)
             thread = PoolThread(chosen.client(), chosen.member(), logger.info)
-            self._scheduler = Scheduler(chosen, thread, engine, logger.info)
+            self._scheduler = ConnectorScheduler(chosen, thread, engine, logger.info)
             self._requests: dict[str, Any] = {}
-            self._finished: OrderedDict[str, Any] = OrderedDict()  # for events that come late
+            self._finished: OrderedDict[str, Any] = (
+                OrderedDict()
+            )  # for KV events of saves that end later
             self._events: list[Any] = []
             self._pool: Any = None
             self._sends_events = _sends_events(vllm_config)
         else:
             rank = rank_of(vllm_config, kv_cache_config)
             thread = PoolThread(chosen.client(), chosen.member(), logger.info)
-            self._worker = Worker(chosen, thread, rank)
+            self._worker = ConnectorWorker(chosen, thread, rank)
         thread.wait(chosen.start_wait_s)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: nobody waits for what it saves."""
+        """Saves need not end before a request does: no other engine waits for them."""
         return False
 
     # --- the scheduler's side -----------------------------------------------------------------
@@ -113,13 +116,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         began = time.perf_counter()
         scheduler = self._of_scheduler()
-        hints, wrong = hints_of(request.kv_transfer_params)
+        hints, wrong = parse_hints(request.kv_transfer_params)
         if wrong:
             scheduler.planner.counters["bad_hints"] += 1
             logger.warning("request %s: ignored %s", request.request_id, wrong)
         self._requests[request.request_id] = request
-        scheduler.arrived(request.request_id, request.block_hashes, request.num_tokens, hints)
-        self._took(began)
+        scheduler.on_new_request(
+            request.request_id, request.block_hashes, request.num_tokens, hints
+        )
+        self._count_hook(began)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -128,17 +133,19 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduler = self._of_scheduler()
         if request.request_id not in self._requests:
             self.on_new_request(request)
-        tokens = scheduler.offer(request.request_id, request.num_tokens, num_computed_tokens)
-        self._took(began)
+        tokens = scheduler.loadable_tokens(
+            request.request_id, request.num_tokens, num_computed_tokens
+        )
+        self._count_hook(began)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ids = blocks.get_block_ids() if num_external_tokens else ()
-        self._of_scheduler().allocated(request.request_id, ids, num_external_tokens)
+        self._of_scheduler().on_blocks_allocated(request.request_id, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         began = time.perf_counter()
-        scheduled: list[Scheduled] = []
+        scheduled: list[ScheduledRequest] = []
         prefill: list[tuple[int, int]] = []
         state = scheduler_output.kv_connector_block_state
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
@@ -147,35 +154,34 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 continue
             start = request.num_computed_tokens
             ids = state.get_block_ids(request_id)
-            scheduled.append(Scheduled(request_id, start, start + count, ids))
+            scheduled.append(ScheduledRequest(request_id, start, start + count, ids))
             if start < request.num_prompt_tokens:
                 prefill.append((start, start + count))
         preempted = scheduler_output.preempted_req_ids or ()
-        work, keep = self._of_scheduler().step(
-            Step(scheduled, list(preempted), prefill), self._still_there
+        work, blocks_to_pin = self._of_scheduler().plan_step(
+            EngineStep(scheduled, list(preempted), prefill), self._still_cached
         )
-        if keep:
-            self._pool.touch([self._pool.blocks[block] for block in keep])
-        self._took(began)
-        self._of_scheduler().rest(work)
+        if blocks_to_pin:
+            self._pool.touch([self._pool.blocks[block] for block in blocks_to_pin])
+        self._count_hook(began)
+        self._of_scheduler().yield_to_pool_thread(work)
         return WorkMetadata(work)
 
     def update_connector_output(self, connector_output: Any) -> None:
         began = time.perf_counter()
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, ReportMetadata):
-            outcome = self._of_scheduler().reported(metadata.report)
-            if outcome.released:  # the end of a chain is reused before its beginning
-                self._pool.free_blocks(
-                    [self._pool.blocks[block] for block in reversed(outcome.released)]
-                )
+            outcome = self._of_scheduler().on_worker_report(metadata.report)
+            if unpinned := outcome.blocks_to_unpin:
+                # Reversed: vLLM reuses a chain's last block before its first, and so must we.
+                self._pool.free_blocks([self._pool.blocks[block] for block in reversed(unpinned)])
             if self._sends_events:
                 known = {**self._finished, **self._requests}
                 self._events += events_of(outcome.stored, known, self._kv_cache_config)
-        self._took(began)
+        self._count_hook(began)
 
     def has_pending_push_work(self) -> bool:
-        return self._of_scheduler().planner.saving
+        return self._of_scheduler().planner.has_pending_work
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -185,13 +191,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # What is being saved is kept by other means: the blocks may go.
+        # Blocks that are being saved are pinned by `touch`: vLLM may free the request's own.
         self._requests.pop(request.request_id, None)
         if self._sends_events:
             self._finished[request.request_id] = request
             while len(self._finished) > _FINISHED_MAX:
                 self._finished.popitem(last=False)
-        self._of_scheduler().finished(request.request_id)
+        self._of_scheduler().on_request_finished(request.request_id)
         return False, None
 
     def take_events(self) -> Iterable[Any]:
@@ -213,10 +219,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().load(self._work())
+        self._of_worker().start_loads(self._work())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is not scheduled before all of its layers are there."""
+        """Nothing: a request is scheduled only when all of its layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -224,61 +230,61 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: blocks are saved with all their layers."""
 
     def wait_for_save(self) -> None:
-        self._of_worker().save(self._work())
+        self._of_worker().start_saves(self._work())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        ended = self._ended = self._of_worker().ended()
+        finished = self._finished_transfers = self._of_worker().take_finished()
         # With several groups vLLM takes failures by request, with one by block.
-        failed = ended.failed if len(self._kv_cache_config.kv_cache_groups) > 1 else set()
-        return KVConnectorTransferResults(finished_recving=ended.loaded, failed_recving=failed)
+        failed = finished.failed if len(self._kv_cache_config.kv_cache_groups) > 1 else set()
+        return KVConnectorTransferResults(finished_recving=finished.loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         several = len(self._kv_cache_config.kv_cache_groups) > 1
-        return set() if several else self._ended.bad_blocks
+        return set() if several else self._finished_transfers.bad_blocks
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return ReportMetadata(self._of_worker().report())
+        return ReportMetadata(self._of_worker().take_report())
 
     # --- both ---------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> Stats | None:
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
         if self._worker is not None:
-            data = self._worker.counters()
+            data = self._worker.take_counters()
         else:
-            data = self._of_scheduler().figures()
-        return Stats(data=data) if data else None
+            data = self._of_scheduler().take_metrics()
+        return ConnectorStats(data=data) if data else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        return Stats(data=data if data is not None else {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data if data is not None else {})
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> PromMetrics:
-        return PromMetrics(*arguments)
+    def build_prom_metrics(cls, *arguments: Any) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(*arguments)
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):
             if half is not None:
                 half.close()
 
-    def _of_scheduler(self) -> Scheduler:
+    def _of_scheduler(self) -> ConnectorScheduler:
         assert self._scheduler is not None, "a call for the scheduler's side, in a worker"
         return self._scheduler
 
-    def _of_worker(self) -> Worker:
+    def _of_worker(self) -> ConnectorWorker:
         assert self._worker is not None, "a call for a worker's side, in the scheduler"
         return self._worker
 
-    def _work(self) -> Work:
+    def _work(self) -> StepWork:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, WorkMetadata)
         return metadata.work
 
-    def _still_there(self, block_id: int, group: int, digest: bytes) -> bool:
+    def _still_cached(self, block_id: int, group: int, digest: bytes) -> bool:
         key = make_block_hash_with_group_id(digest, group)
         return bool(self._pool.blocks[block_id].block_hash == key)
 
-    def _took(self, began: float) -> None:
+    def _count_hook(self, began: float) -> None:
         counters = self._of_scheduler().planner.counters
         counters["hook_s"] += time.perf_counter() - began
         counters["hooks"] += 1
@@ -297,5 +303,5 @@ def register() -> None:
         )
 
 
-# MultiConnector looks its children's classes up by name, also those given by module path.
+# MultiConnector finds its children's classes by name, also those that are given by module path.
 register()

@@ -1,6 +1,6 @@
 """What the connector must know of a vLLM engine, read from its configuration.
 
-Everything here looks into vLLM; nothing else but `vllm.py` and `stats.py` does.
+Only this file, `vllm.py` and `stats.py` know vLLM's classes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from vllm.v1.core import kv_cache_utils
 from kvpool import ConfigError
 from kvpool_connector import fingerprint, namespace
 from kvpool_connector.block_memory import BlockMemory, memory_of
-from kvpool_connector.kv_layout import Unsupported
-from kvpool_connector.planner import Group, Stored
-from kvpool_connector.scheduler import Engine
+from kvpool_connector.kv_layout import UnsupportedLayout
+from kvpool_connector.planner import CacheGroup
+from kvpool_connector.save_queue import StoredBlock
+from kvpool_connector.scheduler import EngineInfo
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker import Rank
 
-#: What events call memory that engines reach over the pool.
+#: The `medium` of KV events for blocks in the pool.
 _MEDIUM: Final = "CPU"
 
 
-def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Engine:
+def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> EngineInfo:
     """The engine as the scheduler half sees it. Raises ConfigError for what is not supported."""
     check_supported(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
@@ -37,8 +38,8 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
     for spec in specs:
         if spec.block_size % hash_block:
             raise ConfigError(f"blocks of {spec.block_size} tokens, hashes of {hash_block}")
-    return Engine(
-        groups=tuple(Group(spec.block_size, spec.block_size // hash_block) for spec in specs),
+    return EngineInfo(
+        groups=tuple(CacheGroup(spec.block_size, spec.block_size // hash_block) for spec in specs),
         kinds=tuple(_kind(spec) for spec in specs),
         fields=_fields(vllm_config, kv_cache_config, settings, hash_block),
         seed=_seed,
@@ -51,7 +52,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
 
 
 def rank_of(vllm_config: Any, kv_cache_config: Any) -> Rank:
-    """Who this worker is. Raises ConfigError for what is not supported."""
+    """This worker's place among its peers. Raises ConfigError for what is not supported."""
     check_supported(vllm_config, kv_cache_config)
     tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
     number = get_pp_group().rank_in_group * tensor_parallel + get_tp_group().rank_in_group
@@ -60,17 +61,17 @@ def rank_of(vllm_config: Any, kv_cache_config: Any) -> Rank:
 
 
 def memories_of(caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> list[BlockMemory]:
-    """The memory of each group. Raises ConfigError where it cannot be taken block by block."""
+    """The memory of each group. Raises ConfigError for a layout whose blocks cannot be copied."""
     memories = []
     for group in kv_cache_config.kv_cache_groups:
         layers = {layer: caches[layer] for layer in group.layer_names if layer in caches}
         try:
             memory = memory_of(layers)
-        except Unsupported as error:
+        except UnsupportedLayout as error:
             raise ConfigError(f"this KV cache layout is not supported: {error}") from None
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         needed = sum(specs.get(layer, group.kv_cache_spec).real_page_size_bytes for layer in layers)
-        if memory.block_bytes < needed:  # scales that are kept elsewhere, say
+        if memory.block_bytes < needed:  # quantization scales in other tensors, for example
             raise ConfigError(
                 f"this KV cache layout is not supported: a block has {needed} bytes, "
                 f"and its tensors show {memory.block_bytes} of them"
@@ -80,7 +81,7 @@ def memories_of(caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> lis
 
 
 def packing_of(vllm_config: Any) -> str:
-    """What the kernels do with the inside of a block: backend and instruction set of each layer."""
+    """How the kernels pack the inside of a block: backend and instruction set of each layer."""
     layers = vllm_config.compilation_config.static_forward_context
     return ";".join(
         f"{name}:{type(getattr(layer, 'impl', layer)).__name__}:{getattr(layer, 'isa', '')}"
@@ -89,7 +90,7 @@ def packing_of(vllm_config: Any) -> str:
 
 
 def events_of(
-    stored: Iterable[Stored], requests: Mapping[str, Any], kv_cache_config: Any
+    stored: Iterable[StoredBlock], requests: Mapping[str, Any], kv_cache_config: Any
 ) -> list[BlockStored]:
     """KV events for what the pool has now, in the form of the engine's own."""
     events = []
@@ -135,7 +136,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     whole_prompts_only = not vllm_config.scheduler_config.enable_chunked_prefill
     loads = vllm_config.kv_transfer_config.is_kv_consumer
     if vllm_config.model_config.use_mla and whole_prompts_only and loads:
-        # Seen with vLLM's reference MLA for CPUs: what is computed behind a loaded prefix is wrong.
+        # vLLM's reference MLA for CPUs computes wrong tokens behind a loaded prefix.
         raise ConfigError(
             "KVPoolConnector cannot load for this model: vLLM has turned chunked prefill off, and "
             'computes MLA wrongly behind a prefix that is there already; "kv_producer" can save'
@@ -186,5 +187,5 @@ def _weights(vllm_config: Any) -> str:
 
 
 def _seed() -> str:
-    """What all hashes begin with; vLLM decides on it after it has made the connector."""
+    """What all hashes begin with; vLLM chooses it after it has made the connector."""
     return namespace.digest(kv_cache_utils.get_none_hash_seed(), 8)

@@ -13,9 +13,9 @@ import torch
 from kvpool import ConfigError, Pool
 from kvpool_connector import fingerprint, namespace, settings
 from kvpool_connector import kv_layout as layout
-from kvpool_connector.block_memory import InPlace, Staged, memory_of, views_of
-from kvpool_connector.kv_layout import Strip, Unsupported, View
-from kvpool_connector.scheduler import hints_of
+from kvpool_connector.block_memory import DeviceBlockMemory, HostBlockMemory, memory_of, views_of
+from kvpool_connector.kv_layout import LayerSlice, LayerView, UnsupportedLayout
+from kvpool_connector.scheduler import parse_hints
 from tests.conftest import NAMESPACE, keys
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 6, 2, 4, 8, 3
@@ -47,8 +47,8 @@ async def test_a_block_of_any_layout_comes_back_elsewhere(name: str, pool: Pool)
     blocks = memory_of(layers)
     assert blocks.block_bytes == LAYERS * HEADS * TOKENS * CONTENT * 2
     chain = keys(name, 2)
-    await pool.write(NAMESPACE, chain, await blocks.source([1, 4], blocks.mark()))
-    async with blocks.target([2, 0], blocks.mark()) as target:
+    await pool.write(NAMESPACE, chain, await blocks.source([1, 4], blocks.record_event()))
+    async with blocks.target([2, 0], blocks.record_event()) as target:
         results = await pool.read(NAMESPACE, chain, target)
     assert all(result.size == blocks.block_bytes for result in results)
     for layer, cache in layers.items():
@@ -63,13 +63,13 @@ async def test_staged_memory_moves_the_same_bytes(pool: Pool) -> None:
     before = {layer: cache.clone() for layer, cache in layers.items()}
     buffers: list[torch.Tensor] = []
     views = views_of(layers, buffers)
-    staged, in_place = Staged(views, buffers), InPlace(views, buffers)
+    staged, in_place = DeviceBlockMemory(views, buffers), HostBlockMemory(views, buffers)
     assert (staged.block_bytes, staged.packing) == (in_place.block_bytes, in_place.packing)
     chain = keys("staged", 2)
-    await pool.write(NAMESPACE, chain, await staged.source([1, 4], staged.mark()))
-    async with in_place.target([2, 0], in_place.mark()) as target:
+    await pool.write(NAMESPACE, chain, await staged.source([1, 4], staged.record_event()))
+    async with in_place.target([2, 0], in_place.record_event()) as target:
         await pool.read(NAMESPACE, chain, target)
-    async with staged.target([3, 5], staged.mark()) as target:
+    async with staged.target([3, 5], staged.record_event()) as target:
         await pool.read(NAMESPACE, chain, target)
     for layer, cache in layers.items():
         for block, source in ((2, 1), (0, 4), (3, 1), (5, 4)):
@@ -79,10 +79,10 @@ async def test_staged_memory_moves_the_same_bytes(pool: Pool) -> None:
 def test_neighbouring_layers_are_one_piece() -> None:
     """Where all layers of a block lie together it is copied at once."""
     buffers: list[torch.Tensor] = []
-    (strip,) = layout.strips(views_of(caches(LAYOUTS["BLHNC"]), buffers))
+    (piece,) = layout.layer_slices(views_of(caches(LAYOUTS["BLHNC"]), buffers))
     size = LAYERS * HEADS * TOKENS * CONTENT * 2
-    assert strip == Strip(0, 0, size, size)
-    assert len(layout.strips(views_of(caches(LAYOUTS["LBHNC"]), buffers))) == LAYERS
+    assert piece == LayerSlice(0, 0, size, size)
+    assert len(layout.layer_slices(views_of(caches(LAYOUTS["LBHNC"]), buffers))) == LAYERS
 
 
 def test_layers_are_taken_by_their_numbers() -> None:
@@ -94,15 +94,15 @@ def test_layers_are_taken_by_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("view", "why"),
     [
-        (View("l", (4,), (1,), 2, 0, 0), "shape"),
-        (View("l", (4, 0), (1, 1), 2, 0, 0), "shape"),
-        (View("l", (4, 8192, 2), (1, 8, 3), 2, 0, 0), "pieces"),
-        (View("l", (4, 8, 8), (64, 1, 1), 2, 0, 0), "overlap"),
+        (LayerView("l", (4,), (1,), 2, 0, 0), "shape"),
+        (LayerView("l", (4, 0), (1, 1), 2, 0, 0), "shape"),
+        (LayerView("l", (4, 8192, 2), (1, 8, 3), 2, 0, 0), "pieces"),
+        (LayerView("l", (4, 8, 8), (64, 1, 1), 2, 0, 0), "overlap"),
     ],
 )
-def test_a_layout_that_cannot_be_taken_is_refused(view: View, why: str) -> None:
-    with pytest.raises(Unsupported, match=why):
-        layout.strips([view])
+def test_a_layout_that_cannot_be_taken_is_refused(view: LayerView, why: str) -> None:
+    with pytest.raises(UnsupportedLayout, match=why):
+        layout.layer_slices([view])
 
 
 def test_another_order_inside_a_block_is_another_packing() -> None:
@@ -164,9 +164,9 @@ def test_settings_are_checked_by_name() -> None:
 
 
 def test_hints_that_make_no_sense_are_left_out() -> None:
-    hints, wrong = hints_of({"session_id": "chat", "resume_in_s": 3, "other": object()})
+    hints, wrong = parse_hints({"session_id": "chat", "resume_in_s": 3, "other": object()})
     assert (hints.session, hints.resume_in_s, wrong) == ("chat", 3, "")
-    hints, wrong = hints_of({"session_id": "a" * 500, "resume_in_s": True, "end_session": 1})
+    hints, wrong = parse_hints({"session_id": "a" * 500, "resume_in_s": True, "end_session": 1})
     assert (hints.session, hints.resume_in_s, hints.ends) == ("", None, False)
     assert wrong == "session_id, resume_in_s, end_session"
-    assert hints_of(None) == hints_of([1]) == hints_of({})
+    assert parse_hints(None) == parse_hints([1]) == parse_hints({})

@@ -8,18 +8,21 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
-from kvpool_connector.cost_model import LoadTime, PrefillTime, StepTimes
-from kvpool_connector.messages import Loaded, Probed, Saved
+from kvpool_connector.cost_model import PrefillCost, StepTimer, TransferCost
+from kvpool_connector.messages import LoadResult, ProbeResult, SaveResult
 from kvpool_connector.planner import (
-    RETRIES_WAITING_MAX,
-    Group,
-    Hints,
-    Limits,
-    Lookup,
-    Plan,
+    TRANSITIONS,
+    CacheGroup,
+    LookupRequest,
     Planner,
-    Scheduled,
+    PlannerLimits,
+    RequestHints,
+    RequestState,
+    ScheduledRequest,
+    StepPlan,
+    _TrackedRequest,
 )
+from kvpool_connector.save_queue import WAITING_BLOCKS_MAX
 from tests.conftest import key
 
 BLOCK = 16
@@ -38,39 +41,50 @@ class Played:
     """A planner and an engine of one request at a time, at whose clock a test turns."""
 
     def __init__(
-        self, *, groups: Sequence[Group] = (Group(BLOCK, 1),), ranks: int = 1, **limits: object
+        self,
+        *,
+        groups: Sequence[CacheGroup] = (CacheGroup(BLOCK, 1),),
+        ranks: int = 1,
+        **limits: object,
     ) -> None:
-        self.planner = Planner(groups, Limits(**limits), ranks=ranks)  # type: ignore[arg-type]
+        self.planner = Planner(groups, PlannerLimits(**limits), ranks=ranks)  # type: ignore[arg-type]
         self.planner.block_bytes = (1 << 20,) * len(groups)
         self.now = 100.0
         self.reused: set[int] = set()
 
-    def arrive(self, name: str, tokens: int, hints: Hints = Hints()) -> Lookup | None:  # noqa: B008
-        return self.planner.arrived(name, hashes(name, tokens), tokens, hints, self.now)
+    def arrive(
+        self,
+        name: str,
+        tokens: int,
+        hints: RequestHints = RequestHints(),  # noqa: B008
+    ) -> LookupRequest | None:
+        return self.planner.on_new_request(name, hashes(name, tokens), tokens, hints, self.now)
 
     def look_up(self, name: str, tokens: int, length: int) -> None:
         lookup = self.arrive(name, tokens)
         assert lookup is not None
-        self.planner.found(name, lookup.serial, [matched(length)], "")
+        self.planner.on_lookup_result(name, lookup.serial, [matched(length)], "")
 
     def offer(self, name: str, tokens: int, computed: int = 0) -> int | None:
-        return self.planner.offer(name, tokens, computed, self.now)
+        return self.planner.loadable_tokens(name, tokens, computed, self.now)
 
     def allocate(self, name: str, blocks: int, tokens: int, first: int = 1) -> None:
-        self.planner.allocated(name, [list(range(first, first + blocks))], tokens, self.now)
+        self.planner.on_blocks_allocated(
+            name, [list(range(first, first + blocks))], tokens, self.now
+        )
 
-    def step(self, name: str, start: int, end: int, first: int = 1) -> Plan:
+    def step(self, name: str, start: int, end: int, first: int = 1) -> StepPlan:
         ids = [list(range(first, first + -(-end // BLOCK)))]
-        return self.idle(Scheduled(name, start, end, ids))
+        return self.idle(ScheduledRequest(name, start, end, ids))
 
-    def idle(self, *scheduled: Scheduled) -> Plan:
-        return self.planner.step(
+    def idle(self, *scheduled: ScheduledRequest) -> StepPlan:
+        return self.planner.plan_step(
             scheduled, lambda block, group, digest: block not in self.reused, self.now
         )
 
     def saved(self, job: int, *refused: tuple[bytes, WriteStatus]) -> list[int]:
         rows = tuple((0, digest, status) for digest, status in refused)
-        return self.planner.save_ended(Saved(job, 0, rows), self.now)[0]
+        return self.planner.on_save_result(SaveResult(job, 0, rows), self.now)[0]
 
 
 def test_a_lookup_covers_what_can_be_used() -> None:
@@ -92,7 +106,7 @@ def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
     assert played.offer("a", 100) is None
     played.now += 0.002
     assert played.offer("a", 100) == 0
-    played.planner.found("a", lookup.serial, [matched(6)], "")  # too late
+    played.planner.on_lookup_result("a", lookup.serial, [matched(6)], "")  # too late
     assert played.offer("a", 100) == 0
     assert played.planner.counters["miss lookup timeout"] == 1
 
@@ -103,9 +117,9 @@ def test_a_lookup_that_could_not_begin_has_its_time_from_its_beginning() -> None
     assert lookup is not None
     assert played.offer("a", 100) is None
     played.now += 1.0
-    played.planner.asked("a", played.now)
+    played.planner.lookup_started("a", played.now)
     assert played.offer("a", 100) is None
-    played.planner.found("a", lookup.serial, [matched(6)], "")
+    played.planner.on_lookup_result("a", lookup.serial, [matched(6)], "")
     assert played.offer("a", 100) == 96
 
 
@@ -125,7 +139,7 @@ def test_what_the_pool_has_is_offered_and_loaded_once() -> None:
     played.allocate("a", 7, 0)  # the engine says it again when the load has ended
     assert not played.idle().loads
     assert played.planner.loading == 1
-    played.planner.load_ended(Loaded("a", 5 << 20, True), played.now + 0.01)
+    played.planner.on_load_result(LoadResult("a", 5 << 20, True), played.now + 0.01)
     assert played.planner.loading == 0
     assert played.planner.counters["decision load"] == 1
 
@@ -157,8 +171,8 @@ def test_when_somebody_else_loads_nothing_is_loaded() -> None:
 def test_a_slow_pool_is_not_waited_for() -> None:
     """G10: a load is chosen only when it is estimated to be faster than computing."""
     played = Played()
-    played.planner.prefill_time.observe([(0, 1000)], 0.1)  # 10,000 tokens a second
-    played.planner.load_time.observe(10 << 20, 10.0)  # a megabyte a second
+    played.planner.prefill_cost.observe([(0, 1000)], 0.1)  # 10,000 tokens a second
+    played.planner.transfer_cost.observe(10 << 20, 10.0)  # a megabyte a second
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 0
     played.allocate("a", 7, 0)
@@ -167,16 +181,16 @@ def test_a_slow_pool_is_not_waited_for() -> None:
     assert plan.probe is not None  # whether it is faster by now, nobody waits for that
     assert not plan.saves  # the pool has it
     for _ in range(12):
-        played.planner.load_time.observe(10 << 20, 0.001)
+        played.planner.transfer_cost.observe(10 << 20, 0.001)
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 96
 
 
 def test_loads_on_their_way_make_the_next_one_slower() -> None:
     played = Played()
-    played.planner.prefill_time.observe([(0, 1000)], 0.1)  # 96 tokens in 10 ms
+    played.planner.prefill_cost.observe([(0, 1000)], 0.1)  # 96 tokens in 10 ms
     for _ in range(10):
-        played.planner.load_time.observe(6 << 20, 0.006)  # 6 blocks in 6 ms
+        played.planner.transfer_cost.observe(6 << 20, 0.006)  # 6 blocks in 6 ms
     for name, expected in (("a", 96), ("b", 0)):
         played.look_up(name, 100, 6)
         assert played.offer(name, 100) == expected
@@ -192,9 +206,9 @@ def test_a_load_gives_up_before_computing_would_have_been_done(
 ) -> None:
     """After three times what was expected, within half and all of the time of computing."""
     played = Played(load_timeout_s=10.0)
-    played.planner.prefill_time.observe([(0, 1000)], 10.0)  # 96 tokens in 0.96 s
+    played.planner.prefill_cost.observe([(0, 1000)], 10.0)  # 96 tokens in 0.96 s
     if mebibytes_s is not None:
-        played.planner.load_time.observe(6 << 20, 6 / mebibytes_s)
+        played.planner.transfer_cost.observe(6 << 20, 6 / mebibytes_s)
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 96
     played.allocate("a", 7, 96)
@@ -205,18 +219,18 @@ def test_a_load_gives_up_before_computing_would_have_been_done(
 def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None:
     """A first load opens the way: what it takes says little about the second."""
     played = Played()
-    played.planner.prefill_time.observe([(0, 1000)], 1.0)  # 96 tokens in 96 ms
+    played.planner.prefill_cost.observe([(0, 1000)], 1.0)  # 96 tokens in 96 ms
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 96
     played.allocate("a", 7, 96)
     played.idle()
     played.now += 0.3
-    played.planner.load_ended(Loaded("a", 6 << 20, True), played.now)
-    assert played.planner.saving  # the engine goes on stepping, for this
+    played.planner.on_load_result(LoadResult("a", 6 << 20, True), played.now)
+    assert played.planner.has_pending_work  # the engine goes on stepping, for this
     probe = played.idle().probe
     assert probe is not None
     assert probe.blocks[0].digests == tuple(hashes("a", 64))  # 4 MiB
-    played.planner.probe_ended(Probed(4 << 20, 0.004))
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 96
 
@@ -226,23 +240,23 @@ def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None
     lookup = played.arrive("a", 100)
     assert lookup is not None
     (save,) = played.step("a", 0, 100).saves
-    assert played.planner.probe_ended(Probed(0, 0.001)) is None
-    assert not played.planner.load_time.samples  # nothing came, and nobody waited
+    assert played.planner.on_probe_result(ProbeResult(0, 0.001)) is None
+    assert not played.planner.transfer_cost.samples  # nothing came, and nobody waited
     played.saved(save.job)
     probe = played.idle().probe
     assert probe is not None
     assert probe.blocks[0].digests == tuple(hashes("a", 64))
     assert played.idle().probe is None
-    played.planner.probe_ended(Probed(4 << 20, 0.004))
-    assert played.planner.load_time.samples == 1
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    assert played.planner.transfer_cost.samples == 1
     assert not Played(load="never").idle().probe
 
 
 def test_one_probe_at_a_time() -> None:
     """A pool that does not answer is not asked more and more."""
     played = Played()
-    played.planner.prefill_time.observe([(0, 1000)], 0.1)
-    played.planner.load_time.observe(10 << 20, 10.0)
+    played.planner.prefill_cost.observe([(0, 1000)], 0.1)
+    played.planner.transfer_cost.observe(10 << 20, 10.0)
     probes = []
     for number in range(4):
         played.look_up(f"r{number}", 100, 6)
@@ -250,7 +264,7 @@ def test_one_probe_at_a_time() -> None:
         probes.append(played.idle().probe is not None)
         played.now += 6
         if number == 2:
-            played.planner.probe_ended(Probed(0, 10.0))
+            played.planner.on_probe_result(ProbeResult(0, 10.0))
     assert probes == [True, False, False, True]
 
 
@@ -270,7 +284,7 @@ def test_each_complete_block_is_saved_once() -> None:
     (save,) = plan.saves
     assert save.blocks[0].block_ids == (1, 2, 3)
     assert save.blocks[0].parents == (ROOT, *hashes("a", 100)[:2])
-    assert plan.keep == [1, 2, 3]
+    assert plan.blocks_to_pin == [1, 2, 3]
     assert not played.step("a", 50, 60).saves
     (save,) = played.step("a", 60, 100).saves
     assert save.blocks[0].block_ids == (4, 5, 6)
@@ -288,31 +302,31 @@ def test_decoding_is_saved_only_if_wanted() -> None:
     for wanted, expected in ((True, 8), (False, 6)):
         played = Played(save_decode=wanted)
         chain = hashes("a", 160)
-        played.planner.arrived("a", chain, 100, Hints(), played.now)
+        played.planner.on_new_request("a", chain, 100, RequestHints(), played.now)
         plan = played.step("a", 0, 140)
-        assert len(plan.keep) == expected
+        assert len(plan.blocks_to_pin) == expected
 
 
 def test_two_requests_with_one_prefix_save_it_once() -> None:
     played = Played()
     chain = hashes("same", 64)
     for name in ("a", "b"):
-        played.planner.arrived(name, chain, 64, Hints(), played.now)
+        played.planner.on_new_request(name, chain, 64, RequestHints(), played.now)
     ids = [list(range(1, 5))], [list(range(11, 15))]
-    plan = played.idle(Scheduled("a", 0, 64, ids[0]), Scheduled("b", 0, 64, ids[1]))
-    assert plan.keep == [1, 2, 3, 4]
+    plan = played.idle(ScheduledRequest("a", 0, 64, ids[0]), ScheduledRequest("b", 0, 64, ids[1]))
+    assert plan.blocks_to_pin == [1, 2, 3, 4]
 
 
 def test_blocks_are_kept_until_every_rank_has_acknowledged() -> None:
     played = Played(ranks=2)
     played.arrive("a", 64)
     (save,) = played.step("a", 0, 64).saves
-    assert played.planner.saving
+    assert played.planner.has_pending_work
     assert played.saved(save.job) == []
-    played.planner.finished("a")
+    played.planner.on_request_finished("a")
     assert played.saved(save.job) == [1, 2, 3, 4]
     assert played.idle().probe is not None  # of what was just saved
-    assert not played.planner.saving
+    assert not played.planner.has_pending_work
     assert played.saved(save.job) == []  # never twice
 
 
@@ -353,16 +367,16 @@ def test_saves_keep_no_more_blocks_than_allowed() -> None:
     played = Played(saved_blocks_max=3)
     played.arrive("a", 160)
     plan = played.step("a", 0, 160)
-    assert plan.keep == [1, 2, 3]
+    assert plan.blocks_to_pin == [1, 2, 3]
     played.now += 1
     assert not played.idle().saves
     played.saved(plan.saves[0].job)
-    assert played.idle().keep == [4, 5, 6]
+    assert played.idle().blocks_to_pin == [4, 5, 6]
 
 
 def test_what_waits_for_its_next_try_is_bounded() -> None:
     played = Played(saved_blocks_max=1)
-    tokens = (RETRIES_WAITING_MAX + 50) * BLOCK
+    tokens = (WAITING_BLOCKS_MAX + 50) * BLOCK
     played.arrive("a", tokens)
     played.step("a", 0, tokens)
     assert played.planner.counters["dropped too many waiting"] > 0
@@ -374,7 +388,7 @@ def test_a_failed_load_is_computed_and_saved() -> None:
     played.offer("a", 100)
     played.allocate("a", 7, 80)
     played.idle()
-    played.planner.load_ended(Loaded("a", 2 << 20, False), played.now + 1)
+    played.planner.on_load_result(LoadResult("a", 2 << 20, False), played.now + 1)
     (save,) = played.step("a", 0, 100).saves
     assert save.blocks[0].block_ids == (1, 2, 3, 4, 5, 6)
     assert played.planner.counters["loads_failed"] == 1
@@ -386,8 +400,8 @@ def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
         played.look_up("a", 100, 5)
         played.offer("a", 100)
         played.allocate("a", 7, 80)
-        played.planner.load_ended(Loaded("a", 0, False), played.now + elapsed_s)
-        assert played.planner.load_time.samples == samples
+        played.planner.on_load_result(LoadResult("a", 0, False), played.now + elapsed_s)
+        assert played.planner.transfer_cost.samples == samples
 
 
 def test_an_engine_that_only_reads_saves_nothing() -> None:
@@ -402,7 +416,7 @@ def test_after_a_failed_load_the_engine_computes() -> None:
     played.look_up("a", 100, 5)
     played.offer("a", 100)
     played.allocate("a", 7, 80)
-    played.planner.load_ended(Loaded("a", 0, False), played.now + 1)
+    played.planner.on_load_result(LoadResult("a", 0, False), played.now + 1)
     assert played.offer("a", 100) == 0
 
 
@@ -411,12 +425,12 @@ def test_a_preempted_request_starts_anew() -> None:
     played = Played()
     played.arrive("a", 64)
     (save,) = played.step("a", 0, 64).saves
-    played.planner.preempted("a")
-    lookup = played.planner.again("a", 70, played.now)
+    played.planner.on_preempted("a")
+    lookup = played.planner.on_restart("a", 70, played.now)
     assert lookup is not None
-    played.planner.found("a", 1, [matched(1)], "")  # an answer to the first lookup
+    played.planner.on_lookup_result("a", 1, [matched(1)], "")  # an answer to the first lookup
     assert played.offer("a", 70) is None
-    played.planner.found("a", lookup.serial, [matched(4)], "")
+    played.planner.on_lookup_result("a", lookup.serial, [matched(4)], "")
     assert played.offer("a", 70) == 64
     assert played.saved(save.job) == [1, 2, 3, 4]
 
@@ -427,22 +441,22 @@ def test_an_aborted_request_is_loaded_to_its_end() -> None:
     played.look_up("a", 100, 5)
     played.offer("a", 100)
     played.allocate("a", 7, 80)
-    played.planner.finished("a")
+    played.planner.on_request_finished("a")
     assert [load.request_id for load in played.idle().loads] == ["a"]
     assert played.planner.loading == 0
-    played.planner.load_ended(Loaded("a", 5 << 20, True), played.now)
+    played.planner.on_load_result(LoadResult("a", 5 << 20, True), played.now)
 
 
 def test_with_several_groups_all_must_have_it() -> None:
     """A coarse group is named by the last of its hashes; out of a window there is no block."""
-    played = Played(groups=(Group(32, 2), Group(16, 1)))
+    played = Played(groups=(CacheGroup(32, 2), CacheGroup(16, 1)))
     chain = hashes("a", 128)
-    lookup = played.planner.arrived("a", chain, 130, Hints(), played.now)
+    lookup = played.planner.on_new_request("a", chain, 130, RequestHints(), played.now)
     assert lookup is not None
     assert lookup.chains[0] == (chain[1], chain[3], chain[5], chain[7])
-    played.planner.found("a", lookup.serial, [matched(3), matched(5)], "")
+    played.planner.on_lookup_result("a", lookup.serial, [matched(3), matched(5)], "")
     assert played.offer("a", 130) == 64  # 5 fine blocks are 80 tokens, aligned 64
-    played.planner.allocated("a", [[1, 2, 3], [0, 0, 13, 14, 15]], 64, played.now)
+    played.planner.on_blocks_allocated("a", [[1, 2, 3], [0, 0, 13, 14, 15]], 64, played.now)
     (load,) = played.idle().loads
     assert [blocks.block_ids for blocks in load.blocks] == [(1, 2), (13, 14)]
     match = load.blocks[1].match
@@ -452,15 +466,28 @@ def test_with_several_groups_all_must_have_it() -> None:
 
 def test_sessions_travel_with_saves() -> None:
     played = Played()
-    played.arrive("a", 64, Hints("chat", 5.0))
+    played.arrive("a", 64, RequestHints("chat", 5.0))
     (save,) = played.step("a", 0, 64).saves
     assert (save.session, save.resume_in_s) == ("chat", 5.0)
 
 
-def test_random_lives_of_requests_leave_nothing() -> None:
-    """Whatever happens in whatever order: each block is let go as often as it is kept."""
+def test_random_lives_of_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens in whatever order: each block is unpinned as often as it is pinned.
+
+    The states that requests pass through are those of the table, and all moves of it happen.
+    """
+    moves: set[tuple[RequestState, RequestState]] = set()
+    move_to = _TrackedRequest.move_to
+
+    def watched(request: _TrackedRequest, state: RequestState) -> None:
+        moves.add((request.state, state))
+        move_to(request, state)
+        assert request.load is None or state is RequestState.LOADING
+
+    monkeypatch.setattr(_TrackedRequest, "move_to", watched)
     for seed in range(60):
         _random_life(random.Random(seed))
+    assert moves == {(state, after) for state, some in TRANSITIONS.items() for after in some}
 
 
 def _random_life(chance: random.Random) -> None:
@@ -469,29 +496,40 @@ def _random_life(chance: random.Random) -> None:
     open_jobs: list[int] = []
     loads: list[str] = []
     alive: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     ranks = played.planner._ranks
+
+    def answer(name: str, lookup: LookupRequest | None) -> None:
+        if lookup and chance.random() < 0.7:
+            length = chance.randrange(0, len(lookup.chains[0]) + 1)
+            played.planner.on_lookup_result(name, lookup.serial, [matched(length)], "")
+
+    def offer(name: str) -> None:
+        offered = played.offer(name, sizes[name])
+        if chance.random() < 0.7:
+            played.allocate(name, 20, offered or 0 if chance.random() < 0.8 else 0)
+
     for turn in range(300):
         played.now += chance.random()
-        act = chance.randrange(6)
+        act = chance.randrange(8)
         name = chance.choice(sorted(alive)) if alive else ""
         if act == 0 or not alive:
-            name, tokens = f"r{turn}", chance.randrange(1, 200)
-            alive[name] = 0
-            lookup = played.arrive(name, tokens)
-            if lookup and chance.random() < 0.7:
-                length = chance.randrange(0, len(lookup.chains[0]) + 1)
-                played.planner.found(name, lookup.serial, [matched(length)], "")
-            offered = played.offer(name, tokens)
-            if offered:
-                played.allocate(name, 20, offered if chance.random() < 0.8 else 0)
+            name = f"r{turn}"
+            alive[name], sizes[name] = 0, chance.randrange(1, 200)
+            answer(name, played.arrive(name, sizes[name]))
+            offer(name)
         elif act == 1:
-            played.planner.finished(name)
+            played.planner.on_request_finished(name)
             del alive[name]
         elif act == 2:
-            played.planner.preempted(name)
+            played.planner.on_preempted(name)
             alive[name] = 0
+        elif act == 3:
+            offer(name)
+        elif act == 4:
+            answer(name, played.planner.on_restart(name, sizes[name], played.now))
         plan = played.step(name, alive.get(name, 0), alive.get(name, 0) + chance.randrange(64))
-        kept += plan.keep
+        kept += plan.blocks_to_pin
         open_jobs += [save.job for save in plan.saves for _ in range(ranks)]
         loads += [load.request_id for load in plan.loads for _ in range(ranks)]
         while open_jobs and chance.random() < 0.5:
@@ -499,19 +537,21 @@ def _random_life(chance: random.Random) -> None:
             for block in played.saved(job):
                 kept.remove(block)
         while loads and chance.random() < 0.5:
-            played.planner.load_ended(Loaded(loads.pop(), 1, chance.random() < 0.5), played.now)
+            played.planner.on_load_result(
+                LoadResult(loads.pop(), 1, chance.random() < 0.5), played.now
+            )
     for job in open_jobs:
         for block in played.saved(job):
             kept.remove(block)
     for name in alive:
-        played.planner.finished(name)
+        played.planner.on_request_finished(name)
     assert not kept
-    assert not played.planner.saving
+    assert not played.planner.has_pending_work
     assert played.planner.loading == 0
 
 
 def test_estimates_follow_what_was_measured() -> None:
-    load = LoadTime()
+    load = TransferCost()
     assert 0 < load.seconds(1 << 20) < 0.01  # a guess
     for size in (1 << 20, 4 << 20, 16 << 20, 2 << 20):
         load.observe(size, 0.002 + size / 1e9)
@@ -525,15 +565,15 @@ def test_estimates_follow_what_was_measured() -> None:
 @pytest.mark.parametrize(("arrived", "expected_s"), [(0, 2.0), (4 << 20, 2.0), (7 << 20, 8 / 7)])
 def test_a_load_that_was_given_up_ends_what_was_known(arrived: int, expected_s: float) -> None:
     """However fast the pool has been: otherwise the next requests would try it in vain, too."""
-    load = LoadTime()
+    load = TransferCost()
     for _ in range(20):
         load.observe(8 << 20, 0.01)
-    load.gave_up(8 << 20, arrived, 1.0)
+    load.load_aborted(8 << 20, arrived, 1.0)
     assert load.seconds(8 << 20) == pytest.approx(expected_s)
 
 
 def test_late_tokens_of_a_long_prompt_are_dearer() -> None:
-    prefill = PrefillTime()
+    prefill = PrefillCost()
     assert prefill.seconds(0, 100) is None
     prefill.observe([(0, 1024)], 0.1)
     prefill.observe([(7168, 8192)], 0.8)
@@ -545,12 +585,12 @@ def test_late_tokens_of_a_long_prompt_are_dearer() -> None:
 
 
 def test_steps_that_overlap_are_told_apart() -> None:
-    prefill = PrefillTime()
-    times = StepTimes(prefill)
-    times.began(1, [(0, 100)], 0.0)
-    times.began(2, [(0, 100)], 0.1)
-    times.ended(1, 1.0)
-    times.ended(2, 2.0)
+    prefill = PrefillCost()
+    times = StepTimer(prefill)
+    times.on_start(1, [(0, 100)], 0.0)
+    times.on_start(2, [(0, 100)], 0.1)
+    times.on_end(1, 1.0)
+    times.on_end(2, 2.0)
     assert prefill.seconds(0, 100) == pytest.approx(1.0)
-    times.began(3, [], 2.0)
-    times.ended(7, 2.5)
+    times.on_start(3, [], 2.0)
+    times.on_end(7, 2.5)

@@ -32,7 +32,15 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import ConfigError, Namespace
-from kvpool_connector.messages import Hello, Load, Loaded, Report, Save, Saved, Work
+from kvpool_connector.messages import (
+    LoadRequest,
+    LoadResult,
+    SaveRequest,
+    SaveResult,
+    StepWork,
+    WorkerInfo,
+    WorkerReport,
+)
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
 from tests.connector.vllm.helpers import LocalPool, free_port, transfer
 
@@ -88,7 +96,7 @@ class Played:
         self._ranks = ranks
         self.greeted = False
         self.counters: Counter[str] = Counter()
-        self.saves: list[Save] = []  # that nobody has acknowledged
+        self.saves: list[SaveRequest] = []  # that nobody has acknowledged
 
     @property
     def free(self) -> int:
@@ -124,15 +132,17 @@ class Played:
             time.sleep(0.002)
         raise AssertionError("no answer")
 
-    def step(self, **told: Any) -> tuple[Any, Work]:
+    def step(self, **told: Any) -> tuple[Any, StepWork]:
         """One step of the engine, whose worker reports `told`; a first step says who it is."""
         step = self.scheduler.schedule()
-        work: Work = step.kv_connector_metadata.work
+        work: StepWork = step.kv_connector_metadata.work
         self.saves += work.saves
-        report = Report(work.step, told.pop("hellos", []), told.pop("loaded", []))
-        report.saved += told.pop("saved", [])
+        report = WorkerReport(work.step, told.pop("worker_infos", []), told.pop("loaded", []))
+        report.saves += told.pop("saved", [])
         if not self.greeted:
-            report.hellos += [Hello(rank, "packing", (SIZE,)) for rank in range(self._ranks)]
+            report.worker_infos += [
+                WorkerInfo(rank, "packing", (SIZE,)) for rank in range(self._ranks)
+            ]
             self.greeted = True
         ids = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(
@@ -152,7 +162,7 @@ class Played:
                 self.counters[name] += value
         return step, work
 
-    def until_loading(self, request: Any) -> Load:
+    def until_loading(self, request: Any) -> LoadRequest:
         """Step until the lookup is back and the load goes out."""
         for _ in range(200):
             _, work = self.step()
@@ -162,10 +172,10 @@ class Played:
             time.sleep(0.002)
         raise AssertionError("no load")
 
-    def acknowledged(self) -> list[Saved]:
+    def acknowledged(self) -> list[SaveResult]:
         """Every save has ended, and the pool has it."""
         saves, self.saves = self.saves, []
-        return [Saved(save.job, 0, ()) for save in saves for _ in range(self._ranks)]
+        return [SaveResult(save.job, 0, ()) for save in saves for _ in range(self._ranks)]
 
     def finish(self) -> None:
         """Let every request come to its end, each save acknowledged at once."""
@@ -246,7 +256,7 @@ def test_a_hit_is_loaded_and_the_last_token_computed(pool: LocalPool, played: Pl
     load = played.until_loading(request)
     assert len(load.blocks[0].digests) == 3
     assert request.num_computed_tokens == 48
-    played.step(finished_recving={"a"}, loaded=[Loaded("a", 3 * SIZE, True)])
+    played.step(finished_recving={"a"}, loaded=[LoadResult("a", 3 * SIZE, True)])
     step, _ = played.step()
     assert step.num_scheduled_tokens == {"a": 16}
     played.finish()
@@ -259,7 +269,7 @@ def test_a_request_aborted_while_it_loads_leaves_nothing(pool: LocalPool, played
     played.until_loading(request)
     played.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     assert played.free < BLOCKS - 1
-    played.step(finished_recving={"a"}, loaded=[Loaded("a", 0, False)])
+    played.step(finished_recving={"a"}, loaded=[LoadResult("a", 0, False)])
     assert played.free == BLOCKS - 1
     assert "a" not in played.scheduler.requests
 
@@ -270,7 +280,7 @@ def test_a_bad_block_is_computed_again(pool: LocalPool, played: Played) -> None:
     load = played.until_loading(request)
     bad = load.blocks[0].block_ids[2]
     played.step(
-        finished_recving={"a"}, invalid_block_ids={bad}, loaded=[Loaded("a", 2 * SIZE, False)]
+        finished_recving={"a"}, invalid_block_ids={bad}, loaded=[LoadResult("a", 2 * SIZE, False)]
     )
     step, _ = played.step()
     assert step.num_scheduled_tokens == {"a": 32}
@@ -417,7 +427,7 @@ def test_a_silent_pool_is_not_asked_by_every_request(
     """A few requests wait for the timeout; then none does, until the pool may be back."""
     played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
     told: list[str] = []
-    played.connector._scheduler._tell = told.append  # what stands in the log
+    played.connector._scheduler._log_line = told.append  # what stands in the log
     try:
         played.step()
         played.add("a", 64)
@@ -428,7 +438,7 @@ def test_a_silent_pool_is_not_asked_by_every_request(
             played.finish()
             time.sleep(0.06)
         assert played.counters["miss silent pool"] >= 3
-        assert len([text for text in told if "no answer within lookup_timeout_s" in text]) == 1
+        assert len([text for text in told if "did not answer within lookup_timeout_s" in text]) == 1
         assert played.free == BLOCKS - 1
     finally:
         played.close()

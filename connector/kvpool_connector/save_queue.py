@@ -1,0 +1,203 @@
+"""Which blocks are being saved, which wait for their turn, and which the engine must pin: pure.
+
+It knows no engine, clock or socket; `now` is in seconds of any one clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvpool.types import WriteStatus
+from kvpool_connector.messages import GroupBlocks, SaveRequest, SaveResult
+
+#: Blocks that wait for a save; beyond it the oldest are dropped.
+WAITING_BLOCKS_MAX: Final = 4096
+#: Of those, how many one step looks at: the scheduler's loop has microseconds for it.
+_RETRIES_PER_STEP: Final = 64
+#: Seconds before the first retry; each further one waits twice as long.
+_RETRY_AFTER_S: Final = 0.5
+#: What may succeed next time. ALREADY_STORED and BYPASSED are final, TOO_LARGE will not change.
+_RETRYABLE: Final = frozenset(
+    {
+        WriteStatus.NO_SPACE,
+        WriteStatus.DEADLINE,
+        WriteStatus.SERVER_LOST,
+        WriteStatus.NO_MASTER,
+        WriteStatus.IN_PROGRESS,
+    }
+)
+
+
+class SaveItem(NamedTuple):
+    """One block to save: the `number`-th of a request in its group, and where its bytes are."""
+
+    request_id: str
+    group: int
+    number: int
+    digest: bytes
+    parent: bytes
+    block_id: int
+    attempts: int = 0
+
+
+class StoredBlock(NamedTuple):
+    """A block that the pool has now, for KV events: the `number`-th of a request in that group."""
+
+    request_id: str
+    group: int
+    number: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class _SaveJob:
+    items: list[SaveItem]
+    ranks_left: int
+    refused: dict[tuple[int, bytes], WriteStatus] = field(default_factory=dict)
+
+
+class SaveQueue:
+    """The saves of one engine, whose `ranks` workers each do every save. (design: save-queue)
+
+    A block, named by its group and digest, is in one of these states:
+
+    | state   | its bytes          | next state                                               |
+    |---------|--------------------|----------------------------------------------------------|
+    | absent  |                    | saving, with `start`; waiting, if no block may be pinned  |
+    | waiting | may be overwritten | saving, with `take_due` and `start`; absent, if they were |
+    | saving  | pinned             | absent, when all ranks have acknowledged; waiting, if the |
+    |         |                    | pool refused it and may take it later                     |
+
+    A block that is being saved is pinned from `start` to the last rank's `on_result`, and each pin
+    is returned exactly once. At most `pinned_blocks_max` are pinned, at most `WAITING_BLOCKS_MAX`
+    wait. `counters` counts blocks: `saved_blocks`, `save_retries`, and `dropped REASON`.
+    """
+
+    def __init__(
+        self,
+        counters: MutableMapping[str, float],
+        *,
+        ranks: int,
+        pinned_blocks_max: int,
+        retries_max: int,
+    ) -> None:
+        self._counters = counters
+        self._ranks = ranks
+        self._pinned_blocks_max = pinned_blocks_max
+        self._retries_max = retries_max
+        self._jobs: dict[int, _SaveJob] = {}
+        self._next_job = 0
+        self._pinned = 0
+        self._saving: set[tuple[int, bytes]] = set()
+        #: When each may be tried again, oldest first.
+        self._waiting: OrderedDict[tuple[int, bytes], tuple[float, SaveItem]] = OrderedDict()
+
+    @property
+    def running(self) -> bool:
+        """Whether a save was started that not every rank has acknowledged."""
+        return bool(self._jobs)
+
+    def start(
+        self, items: Iterable[SaveItem], session: str, resume_in_s: float | None, now: float
+    ) -> SaveRequest | None:
+        """Save these blocks of one session; the engine must pin those of the request.
+
+        Left out are blocks that are being saved already, for another request. Those beyond
+        `pinned_blocks_max` wait. None when no block is left.
+        """
+        accepted = self._accept(items, now)
+        if not accepted:
+            return None
+        job = self._next_job
+        self._next_job += 1
+        self._jobs[job] = _SaveJob(accepted, self._ranks)
+        groups: dict[int, list[SaveItem]] = {}
+        for item in accepted:
+            groups.setdefault(item.group, []).append(item)
+        blocks = tuple(
+            GroupBlocks(
+                group,
+                tuple(item.digest for item in members),
+                tuple(item.block_id for item in members),
+                tuple(item.parent for item in members),
+            )
+            for group, members in groups.items()
+        )
+        return SaveRequest(job, blocks, session, resume_in_s)
+
+    def on_result(self, result: SaveResult, now: float) -> tuple[list[int], list[StoredBlock]]:
+        """One rank has ended a save.
+
+        Returns block ids to unpin and the blocks that the pool has now: both empty until the last
+        rank's result, and for a job that has ended.
+        """
+        job = self._jobs.get(result.job)
+        if job is None:
+            return [], []
+        job.ranks_left -= 1
+        for group, digest, status in result.refused:
+            job.refused[group, digest] = status
+        if job.ranks_left:
+            return [], []
+        del self._jobs[result.job]
+        self._pinned -= len(job.items)
+        stored: list[StoredBlock] = []
+        for item in job.items:
+            self._saving.discard((item.group, item.digest))
+            refusal = job.refused.get((item.group, item.digest))
+            if refusal is None:
+                self._counters["saved_blocks"] += 1
+                stored.append(StoredBlock(item.request_id, item.group, item.number, item.digest))
+            elif refusal in _RETRYABLE and item.attempts < self._retries_max:
+                again = item._replace(attempts=item.attempts + 1)
+                self._enqueue(again, now + _RETRY_AFTER_S * 2**again.attempts)
+            else:
+                self._counters[f"dropped {refusal.label}"] += 1
+        return [item.block_id for item in job.items], stored
+
+    def take_due(
+        self, still_cached: Callable[[int, int, bytes], bool], now: float
+    ) -> list[SaveItem]:
+        """Waiting blocks that may be tried again now, for `start`.
+
+        Nothing while all pins are used. A block whose bytes were overwritten is dropped:
+        `still_cached(block_id, group, digest)` says whether it still has these contents.
+        """
+        due: list[SaveItem] = []
+        if self._pinned >= self._pinned_blocks_max:
+            return due
+        for name in list(itertools.islice(self._waiting, _RETRIES_PER_STEP)):
+            due_at, item = self._waiting[name]
+            if due_at > now:
+                continue
+            del self._waiting[name]
+            if still_cached(item.block_id, item.group, item.digest):
+                self._counters["save_retries"] += 1
+                due.append(item)
+            else:
+                self._counters["dropped block reused"] += 1
+        return due
+
+    def _accept(self, items: Iterable[SaveItem], now: float) -> list[SaveItem]:
+        """Pin those that no save has, as many as the engine can spare."""
+        accepted = []
+        for item in items:
+            if (item.group, item.digest) in self._saving:
+                continue
+            if self._pinned >= self._pinned_blocks_max:
+                self._enqueue(item, now)
+                continue
+            self._pinned += 1
+            self._saving.add((item.group, item.digest))
+            accepted.append(item)
+        return accepted
+
+    def _enqueue(self, item: SaveItem, due_at: float) -> None:
+        self._waiting[item.group, item.digest] = (due_at, item)
+        while len(self._waiting) > WAITING_BLOCKS_MAX:
+            self._waiting.popitem(last=False)
+            self._counters["dropped too many waiting"] += 1
