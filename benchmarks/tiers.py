@@ -51,7 +51,7 @@ def keys(what: str, count: int) -> list[bytes]:
 
 async def _disk(pool: Pool) -> TierUsage:
     (member,) = await pool.members()
-    return member.usage[1]
+    return member.stats.usage[1]
 
 
 async def _written(pool: Pool, size: int) -> float:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from kvpool.errors import BadKey, UsageError
 
@@ -42,6 +45,14 @@ COPIES_MAX: Final = 16
 SESSION_NAME_MAX: Final = 128
 #: One block. Far above any engine's; it bounds what a length from the wire may claim.
 BLOCK_SIZE_MAX: Final = 1 << 32
+
+# What a number or a text from a peer may be: decoding refuses anything else.
+Count = Annotated[int, Meta(ge=0, lt=2**48)]
+Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=2048)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,31 +285,63 @@ class Match(NamedTuple):
         return Match(runs, max(0, min(self.length, last) - first), self.stopped)
 
 
-class TierUsage(NamedTuple):
+class Figure(NamedTuple):
+    """How `/metrics` shows a field: its name there, a help text, and whether it only grows."""
+
+    metric: str
+    help: str
+    grows: bool = False
+
+
+class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One tier of a server: how full it is, and what goes in and out.
 
     Sizes in bytes; `read_s` and `write_s` are the seconds in which any of that moved, rates are
-    bytes (`write_block_rate`: blocks) per second lately. `hits` are reads that it served;
-    `status_text` says how it is accessed.
+    bytes (`write_block_rate`: blocks) per second lately; Prometheus computes its own. `hits` are
+    reads that it served; `status_text` says how it is accessed.
     """
 
-    name: str
-    status_text: str
-    lost: bool
-    capacity: int
-    used: int
-    blocks: int
-    hits: int
-    read_bytes: int
-    read_s: float
-    read_rate: float
-    written_bytes: int
-    write_s: float
-    write_rate: float
-    failures: int
-    corrupt: int
-    written_blocks: int = 0
-    write_block_rate: float = 0.0
+    name: Name
+    status_text: Text = ""
+    lost: Annotated[bool, Figure("lost", "1 when it was taken out of service")] = False
+    capacity: Annotated[Count, Figure("capacity_bytes", "of the tier")] = 0
+    used: Annotated[Count, Figure("used_bytes", "reserved or stored")] = 0
+    blocks: Annotated[Count, Figure("blocks", "stored")] = 0
+    hits: Annotated[Count, Figure("hits", "blocks that were read where they lay in it", True)] = 0
+    read_bytes: Annotated[Total, Figure("read_bytes", "moved up out of it", True)] = 0
+    read_s: Annotated[Seconds, Figure("read_seconds", "in which any of that moved", True)] = 0.0
+    read_rate: Rate = 0.0
+    written_bytes: Annotated[Total, Figure("written_bytes", "moved down into it", True)] = 0
+    write_s: Annotated[Seconds, Figure("write_seconds", "in which any of that moved", True)] = 0.0
+    write_rate: Rate = 0.0
+    failures: Annotated[Count, Figure("failures", "reads and writes that failed", True)] = 0
+    corrupt: Annotated[
+        Count, Figure("corrupt_blocks", "whose bytes failed their checksum", True)
+    ] = 0
+    written_blocks: Annotated[Count, Figure("written_blocks", "moved down into it", True)] = 0
+    write_block_rate: Rate = 0.0
+
+
+class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The figures of one server, as every heartbeat carries them. Bytes, counts and seconds.
+
+    A new figure is a field here, and a line in `BlockServer.stats`, which measures it: masters
+    pass this on as a whole, and `kvpool status --json` and `/metrics` show every field
+    (design: metrics).
+    """
+
+    used: Annotated[Count, Figure("used_bytes", "reserved or stored in that tier")] = 0
+    blocks: Annotated[Count, Figure("blocks", "stored")] = 0
+    pins: Annotated[Count, Figure("pins", "held by readers")] = 0
+    reservations: Annotated[Count, Figure("reservations", "held by writers")] = 0
+    rss: Annotated[Count, Figure("resident_bytes", "memory of the process")] = 0
+    victim_age_s: Annotated[
+        Seconds, Figure("victim_age_seconds", "since the next victim was last used")
+    ] = 0.0
+    #: Each is a metric by its own name.
+    counters: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
+    #: Each tier has its own figures: metrics of the tier.
+    usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
 
 
 class Member(NamedTuple):
@@ -312,14 +355,7 @@ class Member(NamedTuple):
     alive: bool
     heard_s: float
     capacity: int
-    used: int
-    blocks: int
-    pins: int
-    reservations: int
-    rss: int
-    victim_age_s: float
-    counters: dict[str, int]
-    usage: tuple[TierUsage, ...]
+    stats: ServerStats
 
 
 class Explanation(NamedTuple):

@@ -59,7 +59,7 @@ class KvpoolSystem:
         await self._start_master()
 
     async def used(self) -> int:
-        return sum(member.used for member in await self._members())
+        return sum(member.stats.used for member in await self._members())
 
     def about(self) -> dict[str, Any]:
         return {

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-import msgspec
-
 from kvpool import logs
 from kvpool.client import buffers as pieces
 from kvpool.client.masters import Masters
@@ -44,7 +42,7 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.runtime import Host
-from kvpool.types import Cluster, Member, TierUsage, WriteBlock, WriteStatus
+from kvpool.types import Cluster, Member, WriteBlock, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
@@ -140,7 +138,6 @@ class Servers:
             fields = {name: getattr(info, name) for name in info.__struct_fields__}
             fields["addresses"] = tuple(info.addresses)
             fields["tiers"] = tuple(info.tiers)
-            fields["usage"] = tuple(TierUsage(*msgspec.structs.astuple(t)) for t in info.usage)
             members.append(Member(**fields))
             known = self._servers.get(info.server)
             if known is None:

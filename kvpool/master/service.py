@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
-
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage
-from kvpool.master.state.directory import Directory, Report
+from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import Relay
 from kvpool.protocols import Listener, Network
-from kvpool.types import Namespace, ReadStatus, Replica, TierUsage
+from kvpool.types import Namespace, ReadStatus, Replica
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
@@ -126,18 +124,8 @@ class Master:
         return wire.Registered(accepted, self.address, self._hints.last)
 
     def _heartbeat(self, m: wire.Heartbeat) -> wire.HeartbeatReply:
-        report = Report(
-            m.free,
-            m.used,
-            m.blocks,
-            m.pins,
-            m.reservations,
-            m.rss,
-            m.victim_age_s,
-            tuple(TierUsage(*msgspec.structs.astuple(tier)) for tier in m.tiers),
-        )
         now = self._now()
-        if not self.directory.heartbeat(m.server, m.epoch, report, m.counters, now, m.sequence):
+        if not self.directory.heartbeat(m.server, m.epoch, m.stats, now, m.sequence):
             return wire.HeartbeatReply(False)
         hints, heard = self._hints.since(m.hints_heard, wire.HINTS_MAX)
         told = [(hint.session, max(0.0, now - hint.given), hint.resume_in) for hint in hints]
@@ -208,7 +196,6 @@ class Master:
                     **member._asdict(),
                     "addresses": list(member.addresses),
                     "tiers": list(member.tiers),
-                    "usage": [wire.TierUsage(*tier) for tier in member.usage],
                 }
             )
             size += wire.encoded_size(info)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Final
+from typing import Final, get_type_hints
 
-from msgspec import structs
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -30,39 +29,35 @@ from prometheus_client.registry import Collector
 from kvpool.master.service import Master
 from kvpool.net.http_server import Page
 from kvpool.server.block_server import BlockServer
-from kvpool.types import Member, TierUsage
+from kvpool.types import Figure, Member, ServerStats, TierUsage
 
 #: Of a server's counters, those that go up and down.
 _LEVELS: Final = frozenset(("connections", "quarantined", "sessions", "announced_bytes"))
 #: Counters come from servers over the wire; what could be no name of ours is left out.
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_total)")
 
-_SERVER_FIGURES: Final[Mapping[str, tuple[str, Callable[[Member], float]]]] = {
-    "up": ("1 while it and a master hear of each other", lambda m: m.alive),
-    "heard_seconds": ("since its last heartbeat", lambda m: m.heard_s),
-    "capacity_bytes": ("of the tier that holds the pool", lambda m: m.capacity),
-    "used_bytes": ("reserved or stored in that tier", lambda m: m.used),
-    "blocks": ("stored", lambda m: m.blocks),
-    "pins": ("held by readers", lambda m: m.pins),
-    "reservations": ("held by writers", lambda m: m.reservations),
-    "resident_bytes": ("memory of the process", lambda m: m.rss),
-    "victim_age_seconds": ("since the next victim was last used", lambda m: m.victim_age_s),
+#: What a master knows of a server besides the figures that the server reports.
+_SEEN_BY_MASTER: Final[Mapping[Figure, Callable[[Member], float]]] = {
+    Figure("up", "1 while it and a master hear of each other"): lambda m: m.alive,
+    Figure("heard_seconds", "since its last heartbeat"): lambda m: m.heard_s,
+    Figure("capacity_bytes", "of the tier that holds the pool"): lambda m: m.capacity,
 }
-_TIER_LEVELS: Final[Mapping[str, tuple[str, Callable[[TierUsage], float]]]] = {
-    "lost": ("1 when it was taken out of service", lambda t: t.lost),
-    "capacity_bytes": ("of the tier", lambda t: t.capacity),
-    "used_bytes": ("reserved or stored", lambda t: t.used),
-    "blocks": ("stored", lambda t: t.blocks),
-}
-_TIER_COUNTERS: Final[Mapping[str, tuple[str, Callable[[TierUsage], float]]]] = {
-    "hits": ("blocks that were read where they lay in it", lambda t: t.hits),
-    "read_bytes": ("moved up out of it", lambda t: t.read_bytes),
-    "read_seconds": ("in which any of that moved", lambda t: t.read_s),
-    "written_bytes": ("moved down into it", lambda t: t.written_bytes),
-    "write_seconds": ("in which any of that moved", lambda t: t.write_s),
-    "failures": ("reads and writes that failed", lambda t: t.failures),
-    "corrupt_blocks": ("whose bytes failed their checksum", lambda t: t.corrupt),
-}
+
+
+def figures_of(stats: type[ServerStats | TierUsage]) -> dict[str, Figure]:
+    """The fields of a struct that are metrics, by name of the field."""
+    hints = get_type_hints(stats, include_extras=True)
+    return {
+        field: note
+        for field, hint in hints.items()
+        for note in getattr(hint, "__metadata__", ())
+        if isinstance(note, Figure)
+    }
+
+
+_SERVER_FIGURES: Final = figures_of(ServerStats)
+_TIER_FIGURES: Final = figures_of(TierUsage)
+_SERVER_METRICS: Final = {figure.metric for figure in (*_SEEN_BY_MASTER, *_SERVER_FIGURES.values())}
 
 
 def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
@@ -132,40 +127,35 @@ class _Collector(Collector):
 
 def _of_members(members: Iterable[Member]) -> Iterator[Metric]:
     members = sorted(members)
-    for name, (help, figure) in _SERVER_FIGURES.items():
-        family = GaugeMetricFamily(f"kvpool_server_{name}", help, labels=["server"])
-        for member in members:
-            family.add_metric([member.server], figure(member))
-        yield family
-    for name in sorted({name for member in members for name in member.counters}):
-        if not _NAME.fullmatch(name) or name in _SERVER_FIGURES:
-            continue
-        kind = GaugeMetricFamily if name in _LEVELS else CounterMetricFamily
-        counter = kind(f"kvpool_server_{name}", "as the server counts it", labels=["server"])
-        for member in members:
-            if name in member.counters:
-                counter.add_metric([member.server], member.counters[name])
-        yield counter
-    yield from _of_tiers(members, GaugeMetricFamily, _TIER_LEVELS)
-    yield from _of_tiers(members, CounterMetricFamily, _TIER_COUNTERS)
+    for figure, value in _SEEN_BY_MASTER.items():
+        yield _family("server", figure, [([m.server], value(m)) for m in members])
+    for field, figure in _SERVER_FIGURES.items():
+        yield _family("server", figure, [([m.server], getattr(m.stats, field)) for m in members])
+    for name in sorted({name for m in members for name in m.stats.counters}):
+        if _NAME.fullmatch(name) and name not in _SERVER_METRICS:
+            figure = Figure(name, "as the server counts it", name not in _LEVELS)
+            counts = [([m.server], m.stats.counters.get(name)) for m in members]
+            yield _family("server", figure, counts)
+    tiers = [([m.server, tier.name], tier) for m in members for tier in m.stats.usage]
+    for field, figure in _TIER_FIGURES.items():
+        yield _family("tier", figure, [(labels, getattr(tier, field)) for labels, tier in tiers])
 
 
-def _of_tiers(
-    members: Iterable[Member],
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    figures: Mapping[str, tuple[str, Callable[[TierUsage], float]]],
-) -> Iterator[Metric]:
-    for name, (help, figure) in figures.items():
-        family = kind(f"kvpool_tier_{name}", help, labels=["server", "tier"])
-        for member in members:
-            for tier in member.usage:
-                family.add_metric([member.server, tier.name], figure(tier))
-        yield family
+def _family(
+    subject: str, figure: Figure, samples: Iterable[tuple[Sequence[str], float | None]]
+) -> Metric:
+    """One metric, with a sample for every server or tier that has a value."""
+    kind = CounterMetricFamily if figure.grows else GaugeMetricFamily
+    labels = ["server", "tier"] if subject == "tier" else ["server"]
+    family = kind(f"kvpool_{subject}_{figure.metric}", figure.help, labels=labels)
+    for values, sample in samples:
+        if sample is not None:
+            family.add_metric(values, sample)
+    return family
 
 
 def _member(server: BlockServer, now: float) -> Member:
-    """A server as masters see it, in its own eyes."""
-    told = server.heartbeat(now)
+    """A server as masters see it, by its own figures."""
     return Member(
         server=server.server,
         epoch=server.epoch,
@@ -174,15 +164,8 @@ def _member(server: BlockServer, now: float) -> Member:
         tiers=tuple(tier.name for tier in server.tiers),
         alive=server.registered,
         heard_s=0.0,
-        capacity=told.free + told.used,
-        used=told.used,
-        blocks=told.blocks,
-        pins=told.pins,
-        reservations=told.reservations,
-        rss=told.rss,
-        victim_age_s=told.victim_age_s,
-        counters=told.counters,
-        usage=tuple(TierUsage(*structs.astuple(tier)) for tier in told.tiers),
+        capacity=server.stack.bottom.allocator.capacity,
+        stats=server.stats(now),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
 from rich.markup import escape
 from rich.table import Table
 
@@ -32,21 +33,22 @@ def members_table(members: list[Member]) -> Table:
     for name in numbers:
         table.add_column(name, justify="right")
     for m in sorted(members):
+        stats = m.stats
         state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
-        share = m.used / m.capacity if m.capacity else 0
+        share = stats.used / m.capacity if m.capacity else 0
         table.add_row(
             escape(m.server),
             state,
             escape(", ".join(m.tiers)),
             human(m.capacity),
-            f"{human(m.used)} ({share:.0%})",
-            f"{m.blocks:,}",
-            f"{m.counters.get('evicted_blocks', 0):,}",
-            f"{m.pins:,}",
-            f"{m.counters.get('connections', 0):,}",
-            f"{m.victim_age_s:.0f} s",
-            "/".join(str(m.counters.get(f"hints_{what}", 0)) for what in _HINTS),
-            human(m.rss),
+            f"{human(stats.used)} ({share:.0%})",
+            f"{stats.blocks:,}",
+            f"{stats.counters.get('evicted_blocks', 0):,}",
+            f"{stats.pins:,}",
+            f"{stats.counters.get('connections', 0):,}",
+            f"{stats.victim_age_s:.0f} s",
+            "/".join(str(stats.counters.get(f"hints_{what}", 0)) for what in _HINTS),
+            human(stats.rss),
         )
     if not members:
         table.add_row("no server has registered", *[""] * 11)
@@ -85,8 +87,8 @@ def tiers_table(members: list[Member]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("", overflow="fold")
     for m in sorted(members):
-        hits = sum(tier.hits for tier in m.usage)
-        for tier in m.usage:
+        hits = sum(tier.hits for tier in m.stats.usage)
+        for tier in m.stats.usage:
             table.add_row(
                 escape(m.server),
                 f"[red]{escape(tier.name)}, lost[/]" if tier.lost else escape(tier.name),
@@ -109,5 +111,7 @@ def _bandwidth(size: int, seconds: float) -> str:
 
 
 def as_json_object(member: Member) -> dict[str, Any]:
-    """A member for JSON, its tiers by name of each field."""
-    return {**member._asdict(), "usage": [tier._asdict() for tier in member.usage]}
+    """A member for JSON: every figure by the name of its field, beside what masters know."""
+    seen = {name: value for name, value in member._asdict().items() if name != "stats"}
+    usage = [structs.asdict(tier) for tier in member.stats.usage]
+    return {**seen, **structs.asdict(member.stats), "usage": usage}

@@ -19,7 +19,7 @@ from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.protocols import Link
 from kvpool.server.state.entry import Change, Entry
 from kvpool.server.state.tiered_store import Stack
-from kvpool.types import ReadStatus
+from kvpool.types import ReadStatus, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -70,14 +70,14 @@ class Announcer:
         store: Stack,
         link: Link,
         heartbeat_s: float,
-        measure: Callable[[float, int, int], wire.Heartbeat],
+        stats: Callable[[float], ServerStats],
         apply_hints: Callable[[Sequence[wire.WireHint]], None],
     ) -> None:
         self._identity = identity
         self._store = store
         self._link = link
         self._heartbeat_s = heartbeat_s
-        self._measure = measure
+        self._stats = stats
         self._apply_hints = apply_hints
         self._loop = asyncio.get_running_loop()
         self._state = AnnouncerState.UNREGISTERED
@@ -254,7 +254,13 @@ class Announcer:
     async def _send_heartbeat(self) -> None:
         now = self._loop.time()
         self._next_heartbeat = now + self._heartbeat_s
-        heartbeat = self._measure(now, self._hints_heard, self._sequence)
+        heartbeat = wire.Heartbeat(
+            self._identity.server,
+            self._identity.epoch,
+            self._stats(now),
+            self._hints_heard,
+            self._sequence,
+        )
         reply = await self._request(heartbeat, wire.HeartbeatReply)
         if not reply.known:
             raise Unavailable("the master has restarted")

@@ -33,9 +33,7 @@ from kvpool.server.context import ServerContext
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import Stack
-from kvpool.types import (
-    Cluster,
-)
+from kvpool.types import Cluster, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -137,7 +135,7 @@ class BlockServer:
                     context.store,
                     link,
                     config.heartbeat_s,
-                    measure=self.heartbeat,
+                    stats=self.stats,
                     apply_hints=self._apply_hints,
                 )
                 announcer.start()
@@ -194,13 +192,11 @@ class BlockServer:
             else:
                 self._context.store.resume(session, resume_in, now, age_s=age_s)
 
-    def heartbeat(self, now: float, hints_heard: int = 0, sequence: int = 0) -> wire.Heartbeat:
+    def stats(self, now: float) -> ServerStats:
+        """The figures of this server now; masters, `kvpool status` and `/metrics` show them."""
         context, store = self._context, self._context.store
         top, base = store.top, store.bottom
-        return wire.Heartbeat(
-            server=self.server,
-            epoch=self.epoch,
-            free=base.allocator.free,
+        return ServerStats(
             used=base.allocator.allocated,
             blocks=store.stored,
             pins=top.pins,
@@ -215,9 +211,7 @@ class BlockServer:
                 "quarantined": top.quarantined,
                 **base.hint_counters,
             },
-            tiers=context.mover.usage(now),
-            hints_heard=hints_heard,
-            sequence=sequence,
+            usage=context.mover.usage(now),
         )
 
 

@@ -20,8 +20,7 @@ from kvpool.protocols import Addressable, PersistentTier, Tier
 from kvpool.server import tier_traffic
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tiered_store import MOVER, Copy, Stack
-from kvpool.types import Namespace, ReadStatus, Record
-from kvpool.wire.messages import TierUsage
+from kvpool.types import Namespace, ReadStatus, Record, TierUsage
 
 log = logs.get("kvpool.mover")
 

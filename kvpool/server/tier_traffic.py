@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvpool.protocols import SupportsStatusText, Tier
 from kvpool.server.state.tiered_store import Stack
-from kvpool.wire.messages import TierUsage
+from kvpool.types import TierUsage
 
 
 class TransferStats:

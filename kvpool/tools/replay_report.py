@@ -162,7 +162,7 @@ def _byte_table(report: Report) -> Table:
             f"{path.written_bytes / 1e9 / max(path.write_s, 1e-9):.2f} GB/s",
         )
     for member in report.members:
-        rss, capacity = member.rss / 2**20, member.capacity / 2**20
+        rss, capacity = member.stats.rss / 2**20, member.capacity / 2**20
         table.add_row(
             f"{member.server}: capacity {capacity:.4g} MiB, RSS {rss:.4g} MiB", "", "", "", ""
         )

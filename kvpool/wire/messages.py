@@ -28,7 +28,12 @@ from kvpool.types import (
     DIGEST_SIZE_MIN,
     ROOT,
     SESSION_NAME_MAX,
+    Count,
+    Name,
     Namespace,
+    Seconds,
+    ServerStats,
+    Text,
 )
 from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE
 
@@ -41,15 +46,9 @@ ANNOUNCED_BLOCKS_MAX: Final = 1024
 #: Hints in one answer to a heartbeat.
 HINTS_MAX: Final = 1024
 
-Count = Annotated[int, Meta(ge=0, lt=2**48)]
 Small = Annotated[int, Meta(ge=0, lt=2**16)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
-Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=2048)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Rate = Annotated[float, Meta(ge=0, le=1e15)]
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
 WireHint = tuple[SessionName, Seconds, Seconds | None]
@@ -221,40 +220,12 @@ class Registered(Message, frozen=True, omit_defaults=True):
     hints_heard: Count = 0
 
 
-class TierUsage(Message, frozen=True, omit_defaults=True):
-    """One tier of a server. `read_s` and `write_s`: seconds in which bytes moved; rates: lately."""
-
-    name: Name
-    status_text: Text
-    lost: bool
-    capacity: Count
-    used: Count
-    blocks: Count
-    hits: Count
-    read_bytes: Total
-    read_s: Seconds
-    read_rate: Rate
-    written_bytes: Total
-    write_s: Seconds
-    write_rate: Rate
-    failures: Count
-    corrupt: Count
-    written_blocks: Count = 0
-    write_block_rate: Rate = 0.0
-
-
 class Heartbeat(Message, frozen=True, omit_defaults=True):
+    """A sign of life, with the server's figures, and how far it has heard and announced."""
+
     server: Name
     epoch: Hash64
-    free: Count
-    used: Count
-    blocks: Count
-    pins: Count
-    reservations: Count
-    rss: Count
-    victim_age_s: Seconds
-    counters: Annotated[dict[Name, Count], Meta(max_length=64)]
-    tiers: Annotated[list[TierUsage], Meta(max_length=64)] = []
+    stats: ServerStats
     hints_heard: Count = 0
     sequence: Count = 0
 
@@ -352,7 +323,9 @@ class Members(Message, frozen=True):
     after: Name = ""
 
 
-class MemberInfo(Message, frozen=True, omit_defaults=True):
+class MemberInfo(Message, frozen=True):
+    """One server; `stats` are those of its last heartbeat."""
+
     server: Name
     epoch: Hash64
     host: Name
@@ -361,14 +334,7 @@ class MemberInfo(Message, frozen=True, omit_defaults=True):
     alive: bool
     heard_s: Seconds
     capacity: Count
-    used: Count
-    blocks: Count
-    pins: Count
-    reservations: Count
-    rss: Count
-    victim_age_s: Seconds
-    counters: Annotated[dict[Name, Count], Meta(max_length=64)]
-    usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
+    stats: ServerStats
 
 
 class MembersReply(Message, frozen=True):

@@ -223,10 +223,10 @@ class Chaos:
                 f"{member.server}: {count} {what}"
                 for member in members
                 for what, count in (
-                    ("pins", member.pins),
-                    ("reservations", member.reservations),
-                    ("extents in quarantine", member.counters.get("quarantined", 0)),
-                    ("connections", member.counters.get("connections", 0)),
+                    ("pins", member.stats.pins),
+                    ("reservations", member.stats.reservations),
+                    ("extents in quarantine", member.stats.counters.get("quarantined", 0)),
+                    ("connections", member.stats.counters.get("connections", 0)),
                 )
                 if count
             ]

@@ -15,7 +15,7 @@ from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
 from kvpool.cli.app import app, console
 from kvpool.errors import Closed
 from kvpool.ops.tables import members_table
-from kvpool.types import Member
+from kvpool.types import Member, ServerStats
 from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
 
 # --- callers -----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_commands(name: str) -> None:
 
 async def test_names_of_servers_are_no_markup() -> None:
     """What a peer is called does not break the table that shows it."""
-    member = Member("[/red]", 1, "h", (), ("[bold]",), True, 0, 1, 0, 0, 0, 0, 0, 0, {}, ())
+    member = Member("[/red]", 1, "h", (), ("[bold]",), True, 0, 1, ServerStats())
     with console.capture() as capture:
         console.print(members_table([member]))
     assert "[/red]" in capture.get()

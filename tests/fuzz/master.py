@@ -13,6 +13,7 @@ with atheris.instrument_imports(include=["kvpool"]):
     from kvpool.config import MasterConfig
     from kvpool.errors import KvpoolError
     from kvpool.master.service import Master
+    from kvpool.types import ServerStats
     from kvpool.wire import frames, messages
 
 from tests.fuzz.driver import Record, fuzz
@@ -74,7 +75,7 @@ def seeds() -> list[bytes]:
             messages.Inventory(server, 1, 1, 0, False, [here]),
             messages.Inventory(server, 1, 1, 1, True, []),
             messages.Announce(server, 1, 2, [gone, here]),
-            messages.Heartbeat(server, 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
+            messages.Heartbeat(server, 1, ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1})),
             messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
             messages.Explain(**KEYS),
             messages.Namespaces(),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.master.state.directory import Directory, Report
-from kvpool.types import ROOT, Namespace, ReadStatus
+from kvpool.master.state.directory import Directory
+from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
 
 ONE = Namespace("one")
@@ -120,7 +120,7 @@ def history(rng: random.Random, steps: int) -> None:
             books.leave(server, epoch[server])
             alive[server] = False
         elif step < 0.94:
-            assert books.heartbeat(server, epoch[server], Report(), {}, now)
+            assert books.heartbeat(server, epoch[server], ServerStats(), now)
             alive[server] = True
         else:
             books.sweep(rng.randint(1, 20))
@@ -163,19 +163,19 @@ def test_a_silent_server_comes_back_with_all_it_had() -> None:
     for second in range(1, 6):
         books.tick(float(second))
     assert books.match(ONE, keys("c", 3)).stopped is ReadStatus.SERVER_LOST
-    assert books.heartbeat("s", 1, Report(), {}, 6.0)
+    assert books.heartbeat("s", 1, ServerStats(), 6.0)
     assert prefix(books, keys("c", 3)) == 3
 
 
 def test_a_belated_greeting_is_not_all_there_is_to_know() -> None:
     """Our predecessor had heard everything; of that, only the greeting came to us, too."""
     books = directory("s")
-    assert not books.heartbeat("s", 1, Report(), {}, 1.0, sequence=7)
+    assert not books.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)
     assert books.members(1.0)[0].alive
     assert books.accepts_piece("s", 1, 8, 0)
     books.end_inventory("s")
-    assert books.heartbeat("s", 1, Report(), {}, 1.0, sequence=8)
-    assert books.heartbeat("s", 1, Report(), {}, 1.0, sequence=7)  # a late one
+    assert books.heartbeat("s", 1, ServerStats(), 1.0, sequence=8)
+    assert books.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)  # a late one
 
 
 def test_a_master_that_slept_does_not_bury_everybody() -> None:
@@ -206,7 +206,7 @@ def test_an_id_belongs_to_the_living() -> None:
     books = directory("s")
     assert not books.register("s", 2, HOST, [], ["dram"], 1000, 1.0)
     assert books.register("s", 2, HOST, [], ["dram"], 1000, 10.0)
-    assert not books.heartbeat("s", 1, Report(), {}, 10.0)
+    assert not books.heartbeat("s", 1, ServerStats(), 10.0)
 
 
 def test_a_run_ends_where_the_place_changes() -> None:
@@ -223,7 +223,7 @@ def test_a_run_ends_where_the_place_changes() -> None:
 def test_placement_prefers_host_then_room_then_the_parent() -> None:
     books = directory("near", "full")
     books.register("far", 1, "host-b", [], ["dram"], 10_000, 0.0)
-    books.heartbeat("full", 1, Report(used=1000, victim_age_s=5), {}, 0.0)
+    books.heartbeat("full", 1, ServerStats(used=1000, victim_age_s=5), 0.0)
     placed = books.place(ONE, [key("x")], ROOT, 100, HOST)
     assert placed.servers == ("near", "full", "far")
     assert books.place(ONE, [key("x")], ROOT, 100, "host-b").servers[0] == "far"
@@ -232,10 +232,10 @@ def test_placement_prefers_host_then_room_then_the_parent() -> None:
 def test_a_chain_stays_with_its_parent_unless_that_server_is_worn() -> None:
     books = directory("a", "b")
     books.stored("b", ONE, 0, 0, [key("parent")])
-    books.heartbeat("a", 1, Report(used=1000, victim_age_s=10), {}, 0.0)
-    books.heartbeat("b", 1, Report(used=1000, victim_age_s=9.8), {}, 0.0)
+    books.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
+    books.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=9.8), 0.0)
     assert books.place(ONE, [key("x")], key("parent"), 1, HOST).servers[0] == "b"
-    books.heartbeat("b", 1, Report(used=1000, victim_age_s=1), {}, 0.0)
+    books.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=1), 0.0)
     assert books.place(ONE, [key("x")], key("parent"), 1, HOST).servers[0] == "a"
 
 
@@ -243,8 +243,8 @@ def test_full_servers_share_writes_by_the_age_of_their_victims() -> None:
     books = directory("a", "b")
     first = []
     for digest in keys("w", 500):
-        books.heartbeat("a", 1, Report(used=1000, victim_age_s=10), {}, 0.0)
-        books.heartbeat("b", 1, Report(used=1000, victim_age_s=5), {}, 0.0)
+        books.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
+        books.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=5), 0.0)
         first.append(books.place(ONE, [digest], ROOT, 1, HOST).servers[0])
     assert 350 < first.count("a") < 450  # four fifths: the weights are 1 and 1/4
 
@@ -306,7 +306,7 @@ def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
 def test_a_master_that_slept_gives_no_credit_from_the_future() -> None:
     books = directory("s")
     books.tick(0.0)
-    books.heartbeat("s", 1, Report(), {}, 20.0)  # the first thing after it woke up
+    books.heartbeat("s", 1, ServerStats(), 20.0)  # the first thing after it woke up
     for halves in range(7):
         books.tick(20.0 + halves / 2)
     (member,) = books.members(20.0 + books.timeout_s)

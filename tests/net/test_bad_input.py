@@ -82,7 +82,7 @@ async def test_a_frame_cut_anywhere_is_no_request(watched: dev.Dev, scheme: str)
     for end in range(1, len(whole)):
         async with raw(watched, scheme) as peer:
             await peer.send(HELLO + whole[:end])
-    await eventually(lambda: server.heartbeat(0).counters["connections"] == 1)
+    await eventually(lambda: server.stats(0).counters["connections"] == 1)
     assert server.store.stored == len(CHAIN)
 
 

@@ -100,7 +100,7 @@ async def test_a_server_refuses_strangers(
                 client="stranger",
                 deadline=asyncio.get_running_loop().time() + 5,
             )
-        await eventually(lambda: server.heartbeat(0.0).counters["connections"] == 0)
+        await eventually(lambda: server.stats(0.0).counters["connections"] == 0)
 
 
 async def test_a_proof_is_good_for_its_own_connection_only() -> None:

@@ -41,7 +41,9 @@ async def test_a_write_tells_when_its_session_resumes(pool: Pool, pool_dev: dev.
     assert server.store.hint_counters["announced_bytes"] == 4 * SIZE
     assert await pool.hint("agent", resume_in=5.0) is HintStatus.ACCEPTED
     await eventually(lambda: server.store.hint_counters.get("hints_accepted", 0) == 2)
-    await eventually(lambda: pool_dev.master.directory.members(0.0)[0].counters["sessions"] == 1)
+    await eventually(
+        lambda: pool_dev.master.directory.members(0.0)[0].stats.counters["sessions"] == 1
+    )
 
 
 async def test_every_server_hears_a_hint(two_servers: dev.Dev) -> None:

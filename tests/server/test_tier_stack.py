@@ -130,7 +130,7 @@ async def test_status_tells_what_lies_where(tiered: dev.Dev) -> None:
         await asyncio.sleep(1.1)  # the next heartbeat
         (member,) = await pool.members()
         match = await pool.match(NAMESPACE, chain)
-    memory, disk = member.usage
+    memory, disk = member.stats.usage
     assert (memory.name, disk.name) == ("dram", "nvme")
     assert (disk.blocks, disk.used, disk.written_bytes) == (64, 64 * BLOCK, 64 * BLOCK)
     assert disk.written_blocks == 64
@@ -215,7 +215,7 @@ async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
             await pool.remove(NAMESPACE, new)
         await asyncio.sleep(1.1)
         (member,) = await pool.members()
-        assert [usage.lost for usage in member.usage] == [False, True]
+        assert [usage.lost for usage in member.stats.usage] == [False, True]
         match = await pool.match(NAMESPACE, old)
         assert match.length < 100
         assert match.stopped is ReadStatus.TIER_LOST
@@ -247,7 +247,7 @@ async def server_of(master: str, file: Path, name: str = "one") -> AsyncIterator
 
 async def holds(pool: Pool, blocks: int) -> bool:
     (member,) = await pool.members()
-    return member.usage[1].blocks >= blocks
+    return member.stats.usage[1].blocks >= blocks
 
 
 async def restarted(pool: Pool, epoch: int) -> bool:
@@ -339,9 +339,9 @@ async def test_tiers_in_an_order_that_makes_no_sense(
 
 def test_status_as_json_names_the_fields_of_a_tier() -> None:
     from kvpool.ops.tables import as_json_object
-    from kvpool.types import Member, TierUsage
+    from kvpool.types import Member, ServerStats, TierUsage
 
-    usage = TierUsage("dram", "", False, *[0] * 5, 0.0, 0.0, 0, 0.0, 0.0, 0, 0)
-    member = Member("s", 1, "h", (), ("dram",), True, 0.0, *[0] * 6, 0.0, {}, (usage,))
+    usage = TierUsage("dram")
+    member = Member("s", 1, "h", (), ("dram",), True, 0.0, 0, ServerStats(usage=[usage]))
     found = json.loads(json.dumps(as_json_object(member)))
     assert found["usage"][0]["name"] == "dram"

@@ -27,10 +27,10 @@ async def member(pool: Pool, name: str) -> dict[str, int]:
     """What a server reports of itself."""
     (found,) = [m for m in await pool.members() if m.server == name]
     return {
-        **found.counters,
-        "reservations": found.reservations,
-        "pins": found.pins,
-        "used": found.used,
+        **found.stats.counters,
+        "reservations": found.stats.reservations,
+        "pins": found.stats.pins,
+        "used": found.stats.used,
     }
 
 

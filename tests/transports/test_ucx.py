@@ -292,10 +292,10 @@ async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> Non
                 assert not result.status.hit or buffer == value(digest, SIZE)
             for _ in range(100):
                 (member,) = await other.members()
-                if not member.reservations:
+                if not member.stats.reservations:
                     break
                 await asyncio.sleep(0.1)
-            assert member.reservations == 0
+            assert member.stats.reservations == 0
 
 
 @pytest.mark.parametrize("steps", [0, 2, 5, 10, 20, 40, 80])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from kvpool.types import ServerStats, TierUsage
 from kvpool.wire import messages
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
@@ -13,9 +14,9 @@ KEYS: Final[dict[str, Any]] = {
     "digest_size": 32,
     "digests": DIGESTS,
 }
-USAGE: Final = messages.TierUsage(
-    "dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0
-)
+USAGE: Final = TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0)
+STATS: Final = ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1}, [USAGE])
+MEMBER: Final = messages.MemberInfo("s", 1, "h", ["tcp://x:1"], ["dram"], True, 0.5, 9, STATS)
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
     messages.Hello("default", "client"),
@@ -39,9 +40,9 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Removed(b"\x01"),
     messages.Register("s", 1, "h", ["tcp://x:1"], ["dram"], 1 << 30),
     messages.Registered(True, "m"),
-    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, []),
+    messages.Heartbeat("s", 1, ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1})),
     messages.Registered(True, "m", 7),
-    messages.Heartbeat("s", 1, 2, 3, 4, 5, 6, 7, 0.5, {"a": 1}, [USAGE], 8, 9),
+    messages.Heartbeat("s", 1, STATS, 8, 9),
     messages.HeartbeatReply(True),
     messages.HeartbeatReply(True, [("a", 0.5, 2.5), ("b", 0.0, None)], 9),
     messages.Leave("s", 1),
@@ -54,6 +55,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.PlaceReply(["s"], b"\x00"),
     messages.Members(),
     messages.MembersReply("m", 1.0, 2, [], False),
+    messages.MembersReply("m", 1.0, 2, [MEMBER], True),
     messages.Explain(**KEYS),
     messages.Hint("a", 2.5),
     messages.Hint("a", None),

@@ -255,7 +255,7 @@ def test_a_server_and_what_a_client_sends(
         store = server.store
         assert (store.pins, store.reservations, store.quarantined) == (0, 0, 0)
         store.check()
-        assert server.heartbeat(0).counters["connections"] == 0
+        assert server.stats(0).counters["connections"] == 0
         assert answered[:2] in (b"", b"kv")
         await server.close()
 

@@ -31,21 +31,8 @@ from kvpool.types import (
     ReadStatus,
     Replica,
     Run,
-    TierUsage,
+    ServerStats,
 )
-
-
-class Report(NamedTuple):
-    """What a server says of itself with each heartbeat. Bytes, counts and seconds."""
-
-    free: int = 0
-    used: int = 0
-    blocks: int = 0
-    pins: int = 0
-    reservations: int = 0
-    rss: int = 0
-    victim_age_s: float = 0.0
-    usage: tuple[TierUsage, ...] = ()
 
 
 class View:
@@ -97,9 +84,8 @@ class ServerState:
     sequence: int = 0  # of the last announcement that was applied
     pieces: int = 1  # of the inventory with that number; an announcement is whole
     pending: View | None = None  # the inventory that is arriving
-    report: Report = field(default_factory=Report)
-    counters: dict[str, int] = field(default_factory=dict)
-    placed: int = 0  # bytes sent there since its last report
+    stats: ServerStats = field(default_factory=ServerStats)
+    placed: int = 0  # bytes sent there since its last heartbeat
 
 
 class Placement(NamedTuple):
@@ -116,7 +102,7 @@ _AGE_TOLERANCE: Final = 0.9
 
 def _victim_age(known: ServerState) -> float:
     """Age of the next victim, less what was sent there since it was reported."""
-    return known.report.victim_age_s * max(0.0, 1 - known.placed / known.capacity)
+    return known.stats.victim_age_s * max(0.0, 1 - known.placed / known.capacity)
 
 
 class Directory:
@@ -183,8 +169,7 @@ class Directory:
         self,
         server: str,
         epoch: int,
-        report: Report,
-        counters: dict[str, int],
+        stats: ServerStats,
         now: float,
         sequence: int = 0,
     ) -> bool:
@@ -197,8 +182,7 @@ class Directory:
         if known is None or known.epoch != epoch:
             return False
         known.heard = now
-        known.report = report
-        known.counters = counters
+        known.stats = stats
         known.placed = 0
         self._set_alive(known, True)
         return sequence <= known.sequence
@@ -241,14 +225,7 @@ class Directory:
                 alive=known.alive,
                 heard_s=max(0.0, now - known.heard),
                 capacity=known.capacity,
-                used=known.report.used,
-                blocks=known.report.blocks,
-                pins=known.report.pins,
-                reservations=known.report.reservations,
-                rss=known.report.rss,
-                victim_age_s=known.report.victim_age_s,
-                counters=known.counters,
-                usage=known.report.usage,
+                stats=known.stats,
             )
             for known in self._servers.values()
         ]
@@ -431,7 +408,7 @@ class Directory:
         first = digests[0] if digests else b""
 
         def preference(known: ServerState) -> tuple[bool, bool, bool, float]:
-            has_room = known.capacity - known.report.used - known.placed >= size
+            has_room = known.capacity - known.stats.used - known.placed >= size
             share = _victim_age(known) / oldest_s if oldest_s and not has_room else 1.0
             stays = known.server in parent_on and share >= _AGE_TOLERANCE
             # -weight / ln(uniform): the server with the largest wins in proportion to its weight.

@@ -171,7 +171,7 @@ class LocalPool:
 
     @property
     def blocks(self) -> int:
-        return sum(member.blocks for member in self.ask(lambda pool: pool.members()))
+        return sum(member.stats.blocks for member in self.ask(lambda pool: pool.members()))
 
     def settled(self, within_s: float = 20.0) -> int:
         """Wait until no more blocks come; how many there are."""

@@ -1,0 +1,96 @@
+"""A figure of a server is a field of `ServerStats`, and what measures it: no third place.
+
+Each field gets a value that no other has, goes the whole way (heartbeat, master, answer to a
+client), and must come out in `/metrics` of the master, in `status --json`, and unchanged.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from msgspec import structs
+
+from kvpool import dev
+from kvpool.config import MasterConfig
+from kvpool.master.service import Master
+from kvpool.ops import metrics
+from kvpool.ops.tables import as_json_object
+from kvpool.server.block_server import BlockServer
+from kvpool.types import Member, ServerStats, TierUsage
+from kvpool.wire import messages as wire
+from tests.wire.offline import NoNetwork
+
+#: A metric is a number, and Prometheus computes rates itself.
+NO_METRIC = {"name", "status_text", "read_rate", "write_rate", "write_block_rate"}
+
+
+def distinct(stats: type[TierUsage | ServerStats], first: int) -> dict[str, Any]:
+    """A value for each field that is a number, unlike all others."""
+    fields = structs.fields(stats)
+    numbers = {field.name: first + n for n, field in enumerate(fields)}
+    tier = stats is TierUsage
+    return {**numbers, **({"name": "dram", "status_text": "text", "lost": True} if tier else {})}
+
+
+def reported() -> ServerStats:
+    usage = TierUsage(**distinct(TierUsage, 2000))
+    return ServerStats(**{**distinct(ServerStats, 1000), "counters": {"n": 7}, "usage": [usage]})
+
+
+async def master_of(stats: ServerStats) -> Master:
+    """One that has heard of one server, and what that one reports."""
+    master = Master(MasterConfig(), NoNetwork())
+    register = wire.Register("s", 1, "h", ["inproc://s"], ["dram"], 1 << 20)
+    for message in (register, wire.Heartbeat("s", 1, stats)):
+        master.handle(*wire.encode(message))
+    return master
+
+
+async def test_every_figure_is_in_metrics() -> None:
+    stats = reported()
+    page = metrics.pages_of_master(await master_of(stats))["/metrics"]().body.decode()
+    lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    expected: dict[str, float] = {'kvpool_server_n_total{server="s"}': 7}
+    for subject, one, labels in (
+        ("server", stats, '{server="s"}'),
+        ("tier", stats.usage[0], '{server="s",tier="dram"}'),
+    ):
+        figures = metrics.figures_of(type(one))
+        shown = {field.name for field in structs.fields(one)} - NO_METRIC - {"counters", "usage"}
+        assert set(figures) == shown, "a field without a `Figure`"
+        for field, figure in figures.items():
+            name = f"kvpool_{subject}_{figure.metric}" + "_total" * figure.grows
+            expected[name + labels] = getattr(one, field)
+    assert {name: float(lines[name]) for name in expected} == expected
+
+
+async def test_every_figure_is_in_status_json() -> None:
+    stats = reported()
+    master = await master_of(stats)
+    answer = wire.decode(wire.MembersReply, *master.handle(*wire.encode(wire.Members())))
+    (info,) = answer.members
+    assert info.stats == stats
+    shown = as_json_object(Member(**structs.asdict(info)))
+    for field in structs.fields(ServerStats):
+        if field.name != "usage":
+            assert shown[field.name] == getattr(stats, field.name), field.name
+    assert shown["usage"] == [structs.asdict(stats.usage[0])]
+
+
+async def test_a_server_measures_every_figure(pool_dev: dev.Dev) -> None:
+    """`BlockServer.stats` leaves none at its default for lack of a line."""
+    measured = pool_dev.servers[0].stats(0.0)
+    assert measured.rss > 0
+    assert measured.counters
+    assert [tier.name for tier in measured.usage] == ["dram"]
+    source = ast.parse(textwrap.dedent(inspect.getsource(BlockServer.stats)))
+    (call,) = (
+        node
+        for node in ast.walk(source)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ServerStats"
+    )
+    measured_fields = {keyword.arg for keyword in call.keywords}
+    assert measured_fields == {field.name for field in structs.fields(ServerStats)}
