@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks import core, policies
 from kvpool import runtime as process
-from kvpool.tools.bench import Options, bench, table
+from kvpool.tools.bench import BenchOptions, bench, table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -20,7 +20,7 @@ def main() -> None:
     """Measure, print, and write `benchmarks/results/<time>.json`."""
     quick = "--quick" in sys.argv[1:]
     console = Console(width=None if sys.stdout.isatty() else 140)
-    report = process.run(bench(Options(rounds=3 if quick else 15), console))
+    report = process.run(bench(BenchOptions(rounds=3 if quick else 15), console))
     report.rows += core.measure(100_000 if quick else 400_000)
     report.rows += policies.measure(10_000 if quick else 30_000)
     console.print(table(report.rows))

@@ -46,7 +46,7 @@ from kvpool.types import Explanation, Member, Namespace, check_digests
 from kvpool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from kvpool.tools.replay import Options as ReplayOptions
+    from kvpool.tools.replay import ReplayOptions
     from kvpool.tools.workloads import Request
 
 app = typer.Typer(
@@ -561,7 +561,7 @@ def bench(
     from kvpool.tools import bench as benches
 
     try:
-        options = benches.Options(rounds, parse_size(block_size), batch)
+        options = benches.BenchOptions(rounds, parse_size(block_size), batch)
     except KvpoolError as error:
         _fail(error)
     report = _run(benches.bench(options, complaints))

@@ -1,7 +1,8 @@
-"""The master: the directory behind a socket.
+"""The master: a directory behind a socket.
 
-It answers each request at once from `core.directory`; nothing here waits, so the map is never
-seen half changed. It keeps no file and needs no peer: after a restart the servers tell it all.
+Each request is answered at once, without an `await`, so no request sees a half-applied change. A
+master writes no file and knows no other master: after a restart, the servers send it their whole
+inventories. (design: inventory)
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage
 from kvpool.master.state.directory import Directory
-from kvpool.master.state.hint_log import Relay
+from kvpool.master.state.hint_log import HintLog
+from kvpool.master.state.server_record import SequenceCheck
 from kvpool.protocols import Listener, Network
 from kvpool.types import Namespace, ReadStatus, Replica
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
 
-#: Of members in one answer: whatever servers say of themselves, it stays below BODY_SIZE_MAX.
+#: Of the members in one reply, so that it stays below BODY_SIZE_MAX with the longest names.
 _PAGE_BYTES = 512 << 10
 
 M = TypeVar("M", bound=wire.Message)
@@ -39,11 +41,11 @@ class Master:
         if directory is None:
             directory = Directory(timeout_s=config.timeout_s, forget_s=config.forget_s)
         self.directory = directory
-        self._hints = Relay()
+        self._hints = HintLog()
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
-        #: How many of each kind were answered.
+        #: Requests that were answered, by kind.
         self.requests: Counter[str] = Counter()
         self._handlers: dict[int, Callable[[bytes], wire.Message]] = {}
         self._handle(wire.Register, self._register)
@@ -75,7 +77,7 @@ class Master:
         log.info("master is up", address=self.address)
 
     async def close(self) -> None:
-        """Stop answering. The servers will tell the next master everything."""
+        """Stop answering. All state is lost: servers send it to the next master."""
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait([self._ticker])
@@ -83,10 +85,10 @@ class Master:
             await self._listener.close()
 
     def handle(self, type: int, body: bytes) -> tuple[int, bytes]:
-        """Answer one request. Raises PeerError, which goes back to that peer as an `Error`."""
+        """The reply to one request. Raises PeerError, which the peer receives as an `Error`."""
         handler = self._handlers.get(type)
         if handler is None:
-            raise BadMessage(f"message type {type} is no request to a master")
+            raise BadMessage(f"message type {type} is not a request to a master")
         return wire.encode(handler(body))
 
     def uptime_s(self, now: float) -> float:
@@ -107,7 +109,8 @@ class Master:
     async def _tick(self) -> None:
         while True:
             self.directory.tick(self._now())
-            # A sweep goes on in small steps, between requests.
+            # A sweep runs in small steps between requests: a lost server may have had millions
+            # of blocks.
             sweeping = self.directory.sweep()
             await asyncio.sleep(0.001 if sweeping else self._config.timeout_s / 6)
 
@@ -115,7 +118,7 @@ class Master:
 
     def _register(self, m: wire.Register) -> wire.Registered:
         for name in (m.server, m.host, *m.addresses, *m.tiers):
-            if not name.isprintable():  # they end up on terminals and in logs
+            if not name.isprintable():  # they are printed on terminals and in logs
                 raise BadMessage(f"{name[:40]!r} is not printable")
         accepted = self.directory.register(
             m.server, m.epoch, m.host, m.addresses, m.tiers, m.capacity, self._now()
@@ -127,9 +130,9 @@ class Master:
         now = self._now()
         if not self.directory.heartbeat(m.server, m.epoch, m.stats, now, m.sequence):
             return wire.HeartbeatReply(False)
-        hints, heard = self._hints.since(m.hints_heard, wire.HINTS_MAX)
-        told = [(hint.session, max(0.0, now - hint.given), hint.resume_in) for hint in hints]
-        return wire.HeartbeatReply(True, told, heard)
+        hints, last = self._hints.since(m.hints_heard, wire.HINTS_MAX)
+        aged = [(hint.session, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints]
+        return wire.HeartbeatReply(True, aged, last)
 
     def _leave(self, m: wire.Leave) -> wire.HeartbeatReply:
         self.directory.leave(m.server, m.epoch)
@@ -137,21 +140,21 @@ class Master:
 
     def _announce(self, m: wire.Announce) -> wire.Announced:
         changes = [_checked(change) for change in m.changes]
-        accepted = self.directory.accepts(m.server, m.epoch, m.sequence)
-        if accepted:
+        check = self.directory.check_sequence(m.server, m.epoch, m.sequence)
+        if check is SequenceCheck.NEXT:
             for change in changes:
                 self._apply(m.server, *change)
-        return wire.Announced(accepted is not False)
+        return wire.Announced(check is not SequenceCheck.GAP)
 
     def _inventory(self, m: wire.Inventory) -> wire.Announced:
         changes = [_checked(change) for change in m.changes]
-        accepted = self.directory.accepts_piece(m.server, m.epoch, m.sequence, m.piece)
-        if accepted:
+        check = self.directory.check_piece(m.server, m.epoch, m.sequence, m.piece)
+        if check is SequenceCheck.NEXT:
             for change in changes:
                 self._apply(m.server, *change)
             if m.last:
                 self.directory.end_inventory(m.server)
-        return wire.Announced(accepted is not False)
+        return wire.Announced(check is not SequenceCheck.GAP)
 
     def _apply(
         self,
@@ -164,7 +167,7 @@ class Master:
         if status is ReadStatus.HIT:
             self.directory.stored(server, namespace, change.part, change.tier, digests)
         else:
-            self.directory.gone(server, namespace, change.part, digests, status)
+            self.directory.removed(server, namespace, change.part, digests, status)
 
     # --- from clients ------------------------------------------------------------------
 
@@ -231,7 +234,10 @@ class Master:
 def _checked(
     change: wire.BlockChanges,
 ) -> tuple[wire.BlockChanges, Namespace, tuple[bytes, ...], ReadStatus]:
-    """Everything about a change is looked at before any of its message is applied."""
+    """A change with all its fields checked, before any change of its message is applied.
+
+    Otherwise a bad message could leave half of itself in the directory.
+    """
     namespace, digests = wire.unpack_keys(change)
     if change.part >= namespace.parts:
         raise BadMessage(f"part {change.part} of a namespace with {namespace.parts} parts")

@@ -44,7 +44,7 @@ _RAW_PIECE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BenchOptions:
     """How much to measure. `rounds` of `batch` blocks of `block_size` bytes each."""
 
     rounds: int = 9
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     rows: list[Row] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
 
@@ -73,9 +73,9 @@ class Report:
         return {"machine": self.machine, "rows": [row._asdict() for row in self.rows]}
 
 
-async def bench(options: Options, console: Console) -> Report:
+async def bench(options: BenchOptions, console: Console) -> BenchReport:
     """Start a master and a server, measure, stop them."""
-    report = Report(machine=machine())
+    report = BenchReport(machine=machine())
     size = options.block_size * options.batch
     schemes = list(registry.transports(_LISTEN))  # ucx is an extra, and may not be there
     async with serving(4 * size, schemes) as address:
@@ -110,7 +110,9 @@ async def serving(capacity: int, schemes: Sequence[str] = ("shm", "tcp")) -> Asy
 
 
 class _Work:
-    def __init__(self, options: Options, master: str, report: Report, console: Console) -> None:
+    def __init__(
+        self, options: BenchOptions, master: str, report: BenchReport, console: Console
+    ) -> None:
         self._options = options
         self._master = master
         self._report = report

@@ -6,7 +6,7 @@ import math
 from html import escape
 
 from kvpool.tools.policy_study import MIN, Study
-from kvpool.tools.replay_report import Report, quantiles
+from kvpool.tools.replay_report import ReplayReport, quantiles
 
 _WIDTH, _HEIGHT = 960, 560
 _INK, _QUIET, _GRID = "#1b2733", "#62707d", "#e3e8ed"
@@ -14,7 +14,7 @@ _LINES = ("#9db4c7", "#d98c5f", "#12805c", "#7a5aa8", "#c2a83e", "#b0457b", "#3d
 _POOL, _OTHER, _WEAK = "#12805c", "#9db4c7", "#d98c5f"
 
 
-def draw(report: Report) -> str:
+def draw(report: ReplayReport) -> str:
     """The picture: hit rates as bars, the hit rate over time, and the headline figures."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -83,7 +83,7 @@ def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[s
     return parts
 
 
-def _bars(report: Report) -> list[str]:
+def _bars(report: ReplayReport) -> list[str]:
     rows = [
         ("the pool", report.hit_rate, _POOL),
         ("same policy, offline", report.offline_policy, _OTHER),
@@ -103,7 +103,7 @@ def _bars(report: Report) -> list[str]:
     return parts
 
 
-def _line(report: Report) -> list[str]:
+def _line(report: ReplayReport) -> list[str]:
     left, top, width, height = 40, 320, 540, 190
     parts = [_text(left, top - 14, "hit rate so far, over time", 14, _QUIET)]
     for percent in (0, 50, 100):
@@ -125,7 +125,7 @@ def _line(report: Report) -> list[str]:
     return parts
 
 
-def _figures(report: Report) -> list[str]:
+def _figures(report: ReplayReport) -> list[str]:
     read = sum(path.read_bytes for path in report.transports.values())
     rates = [
         f"{name} {path.read_bytes / 1e9 / max(path.read_s, 1e-9):.2f} GB/s"

@@ -46,7 +46,7 @@ Foresight = Callable[[Request], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class StudyOptions:
     """What to play; capacities in blocks."""
 
     name: str
@@ -57,7 +57,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StudyRow:
     """What came of one policy at one capacity."""
 
     policy: str
@@ -76,7 +76,7 @@ class Study:
     requests: int
     blocks: int
     ideal: float
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StudyRow] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -89,7 +89,7 @@ class Study:
         )
 
 
-def study(options: Options, progress: Callable[[str], None]) -> Study:
+def study(options: StudyOptions, progress: Callable[[str], None]) -> Study:
     """Play every policy at every capacity, LRU and the bound among them."""
     requests = options.requests
     done = Study(
@@ -133,17 +133,17 @@ def hit_rate(requests: Sequence[Request], policy: str, capacity: int) -> float:
     return hits / workloads.blocks(requests)
 
 
-def _row(options: Options, name: str, capacity: int) -> Row:
+def _row(options: StudyOptions, name: str, capacity: int) -> StudyRow:
     started = time.monotonic()
     if name == MIN:
         rate = cache_bounds.belady(options.requests, capacity)
-        return Row(name, capacity, rate, time.monotonic() - started)
+        return StudyRow(name, capacity, rate, time.monotonic() - started)
     policy = registry.policy(name.removesuffix(_HINTS), capacity * _SIZE)
     foresight = options.foresight if name.endswith(_HINTS) else None
     hits, store = play(options.requests, policy, capacity, foresight)
     rate = hits / workloads.blocks(options.requests)
     counters = {**store.hint_counters, "bypassed": store.bypassed}
-    return Row(name, capacity, rate, time.monotonic() - started, store.evicted, counters)
+    return StudyRow(name, capacity, rate, time.monotonic() - started, store.evicted, counters)
 
 
 def _play_one(store: Store, request: Request, capacity: int, foresight: Foresight | None) -> int:
@@ -190,7 +190,7 @@ def options(
     capacities: list[int],
     hints: bool,
     seed: int,
-) -> Options:
+) -> StudyOptions:
     """From what a user says. With `hints`, each policy is played without and with them.
 
     Of one policy only `lease+hints` asks for the same.
@@ -208,7 +208,7 @@ def options(
         request.resumes_s is None for request in requests
     ):
         raise ConfigError("hints need sessions, and this trace names none")
-    return Options(name, requests, wanted, capacities, noisy(_HINT_SIGMA, seed))
+    return StudyOptions(name, requests, wanted, capacities, noisy(_HINT_SIGMA, seed))
 
 
 def table(done: Study) -> Table:

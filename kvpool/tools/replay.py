@@ -25,7 +25,7 @@ from kvpool.config import ServerConfig, parse_tier
 from kvpool.errors import ConfigError
 from kvpool.tools import cache_bounds, workloads
 from kvpool.tools import policy_study as dry
-from kvpool.tools.replay_report import Report, Traffic, progress
+from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.units import parse_size
 
@@ -34,7 +34,7 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ReplayOptions:
     """What to play and on what. Sizes in bytes; `capacity` is that of all servers together."""
 
     name: str
@@ -89,7 +89,7 @@ def options(
     policy: str = "lru",
     tiers: Sequence[str] = (),
     kill_at: float | None = None,
-) -> Options:
+) -> ReplayOptions:
     """From what a user says to what is played. Raises ConfigError."""
     name, requests = requests_of(trace, workload, sessions, concurrent, seed)
     defaults = _TRACE if trace is not None else _CODEX
@@ -114,7 +114,7 @@ def options(
         raise ConfigError(f"--kill-at {kill_at:g}: expected a share between 0 and 1")
     if total // servers < size:
         raise ConfigError(f"capacity {total} over {servers} servers holds no block of {size}")
-    return Options(
+    return ReplayOptions(
         name=name,
         requests=requests[:limit],
         servers=servers,
@@ -172,16 +172,16 @@ def _bytes(capacity: str, block_size: int) -> int:
 # --- playing ---------------------------------------------------------------------------
 
 
-async def replay(options: Options, console: Console) -> Report:
+async def replay(options: ReplayOptions, console: Console) -> ReplayReport:
     """Play it all; progress goes to `console`. Every process it starts ends with it."""
-    report = Report(
+    report = ReplayReport(
         name=options.name,
         requests=len(options.requests),
         servers=options.servers,
         clients=options.clients,
         capacity=options.capacity,
         block_size=options.block_size,
-        transports={name: Traffic() for name in options.transports},
+        transports={name: TransportTraffic() for name in options.transports},
     )
     async with AsyncExitStack() as stack:
         master = await stack.enter_async_context(
@@ -223,9 +223,9 @@ def _first(error: BaseException) -> BaseException:
 
 
 async def _play(
-    options: Options,
+    options: ReplayOptions,
     engines: Sequence[_Engine],
-    report: Report,
+    report: ReplayReport,
     show: Any,
     started: float,
     pool: _Servers,
@@ -261,7 +261,9 @@ async def _play(
                 show(now - started)
 
 
-def _add(report: Report, options: Options, transport: str, answer: dict[str, Any]) -> None:
+def _add(
+    report: ReplayReport, options: ReplayOptions, transport: str, answer: dict[str, Any]
+) -> None:
     stored = answer["statuses"].get("write: stored", 0)
     path = report.transports[transport]
     path.read_bytes += answer["hit"] * options.block_size
@@ -278,7 +280,7 @@ def _add(report: Report, options: Options, transport: str, answer: dict[str, Any
             getattr(report, name).append(answer[name])
 
 
-def _add_bounds(options: Options, report: Report) -> None:
+def _add_bounds(options: ReplayOptions, report: ReplayReport) -> None:
     requests, capacity = options.requests, options.capacity_blocks
     report.offline_lru = report.offline_policy = cache_bounds.lru(requests, capacity)
     if options.policy != "lru":
@@ -293,7 +295,7 @@ def _add_bounds(options: Options, report: Report) -> None:
 class _Servers:
     """The block servers of a replay; they end with `stack`."""
 
-    def __init__(self, options: Options, master: str, stack: AsyncExitStack) -> None:
+    def __init__(self, options: ReplayOptions, master: str, stack: AsyncExitStack) -> None:
         self._options = options
         self._master = master
         self._stack = stack
@@ -326,7 +328,7 @@ class _Servers:
 
 
 def _server(
-    options: Options, number: int, master: str
+    options: ReplayOptions, number: int, master: str
 ) -> contextlib.AbstractAsyncContextManager[Child]:
     name = f"server-{number}"
     if options.tiers:
@@ -369,7 +371,7 @@ class _Engine:
         answer: dict[str, Any] = json.loads(await self._process.line())
         return answer
 
-    async def set_up(self, options: Options, master: str) -> None:
+    async def set_up(self, options: ReplayOptions, master: str) -> None:
         await self._ask(
             {
                 "master": master,
@@ -381,7 +383,7 @@ class _Engine:
 
 
 @asynccontextmanager
-async def _engine(options: Options, number: int, master: str) -> AsyncIterator[_Engine]:
+async def _engine(options: ReplayOptions, number: int, master: str) -> AsyncIterator[_Engine]:
     transport = options.transports[number % len(options.transports)]
     async with process_of("kvpool.tools.replay_engine") as process:
         engine = _Engine(process, transport)

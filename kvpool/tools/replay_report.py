@@ -17,7 +17,7 @@ from kvpool.types import Member
 
 
 @dataclass(slots=True)
-class Traffic:
+class TransportTraffic:
     """What went over one transport."""
 
     read_bytes: int = 0
@@ -27,7 +27,7 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class Report:
+class ReplayReport:
     """What came of a replay."""
 
     name: str
@@ -44,7 +44,7 @@ class Report:
     offline_lru: float = 0.0
     offline_isolated: float = 0.0
     offline_ideal: float = 0.0
-    transports: dict[str, Traffic] = field(default_factory=dict)
+    transports: dict[str, TransportTraffic] = field(default_factory=dict)
     statuses: dict[str, int] = field(default_factory=dict)
     killed_after: tuple[int, int] | None = None  # hits and blocks until then
     match_s: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Report:
 
 
 @contextlib.contextmanager
-def progress(console: Console, report: Report) -> Any:
+def progress(console: Console, report: ReplayReport) -> Any:
     """A live table on a terminal, a line every five seconds elsewhere."""
     if console.is_terminal:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
@@ -97,7 +97,7 @@ def progress(console: Console, report: Report) -> Any:
     yield show
 
 
-def _now(report: Report, seconds: float) -> Table:
+def _now(report: ReplayReport, seconds: float) -> Table:
     done = len(report.match_s)
     table = Table(title=f"{report.name}", box=None)
     for name in ("requests", "hit rate", "read", "written", "match p50", "wrong bytes"):
@@ -123,12 +123,12 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: ReplayReport) -> list[Table]:
     """The result, for a terminal."""
     return [_hit_table(report), _byte_table(report), _latency_table(report)]
 
 
-def _hit_table(report: Report) -> Table:
+def _hit_table(report: ReplayReport) -> Table:
     where = f"{report.servers} servers, {report.clients} engine instances"
     memory = f"{report.capacity / 2**20:.4g} MiB of {report.block_size / 1024:.4g} KiB blocks"
     table = Table(title=f"{report.name}: {report.requests:,} requests, {where}, {memory}")
@@ -148,7 +148,7 @@ def _hit_table(report: Report) -> Table:
     return table
 
 
-def _byte_table(report: Report) -> Table:
+def _byte_table(report: ReplayReport) -> Table:
     table = Table()
     table.add_column("transport")
     for name in ("read", "while reading", "written", "while writing"):
@@ -169,7 +169,7 @@ def _byte_table(report: Report) -> Table:
     return table
 
 
-def _latency_table(report: Report) -> Table:
+def _latency_table(report: ReplayReport) -> Table:
     table = Table(caption=f"{report.seconds:.1f} s in all")
     table.add_column("per request")
     for name in ("p50", "p99", "calls"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.master.state.hint_log import Relay
+from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_hints import LEAVES_MAX, RESUME_S_MAX, SESSIONS_MAX, Hints
@@ -281,19 +281,19 @@ def test_what_was_used_just_now_outlives_what_is_announced_far_away(books: Books
 
 
 def test_each_server_hears_of_each_hint_once_and_in_order() -> None:
-    relay = Relay()
+    log = HintLog()
     for number in range(5):
-        assert relay.add(f"{number}", 1.0, 0.0) is HintStatus.ACCEPTED
-    first, heard = relay.since(0, 3)
-    rest, end = relay.since(heard, 3)
+        assert log.add(f"{number}", 1.0, 0.0) is HintStatus.ACCEPTED
+    first, heard = log.since(0, 3)
+    rest, end = log.since(heard, 3)
     assert [hint.session for hint in (*first, *rest)] == list("01234")
-    assert relay.since(end, 3) == ([], 5)
-    assert relay.since(900, 3) == ([], 5)
+    assert log.since(end, 3) == ([], 5)
+    assert log.since(900, 3) == ([], 5)
 
 
 def test_the_ring_is_bounded_and_keeps_what_nobody_can_have_heard_yet() -> None:
-    relay = Relay(kept=4)
-    told = [relay.add(f"{number}", None, 0.0) for number in range(6)]
+    log = HintLog(kept=4)
+    told = [log.add(f"{number}", None, 0.0) for number in range(6)]
     assert told == [HintStatus.ACCEPTED] * 4 + [HintStatus.REFUSED] * 2
-    assert relay.add("later", None, 10.0) is HintStatus.ACCEPTED
-    assert [hint.session for hint in relay.since(0, 9)[0]] == ["1", "2", "3", "later"]
+    assert log.add("later", None, 10.0) is HintStatus.ACCEPTED
+    assert [hint.session for hint in log.since(0, 9)[0]] == ["1", "2", "3", "later"]

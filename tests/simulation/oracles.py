@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
+from kvpool.master.state.server_record import SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
@@ -425,31 +426,31 @@ class WatchedDirectory(Directory):
             except InvariantViolated as error:
                 self.truth.fail(f"map: {error}")
 
-    def accepts_piece(self, server: str, epoch: int, sequence: int, piece: int) -> bool | None:
+    def check_piece(self, server: str, epoch: int, sequence: int, piece: int) -> SequenceCheck:
         known = self._servers.get(server)
         before = known.sequence if known is not None else 0
-        accepted = super().accepts_piece(server, epoch, sequence, piece)
+        check = super().check_piece(server, epoch, sequence, piece)
         if known is not None and known.sequence < before:
             self.truth.fail(f"G7: the map went back from {before} to {known.sequence}")
-        if accepted is None:
+        if check is SequenceCheck.DUPLICATE:
             self.truth.notes.add("a piece of an inventory came twice")
-        elif accepted is False:
+        elif check is SequenceCheck.GAP:
             self.truth.notes.add("a piece of an inventory came out of order")
-        elif piece == 0 and self._servers[server].view.blocks:
+        elif piece == 0 and self._servers[server].inventory.blocks:
             self.truth.notes.add("an inventory replaced another")
-        return accepted
+        return check
 
     def end_inventory(self, server: str) -> None:
         super().end_inventory(server)
         self.look()
 
-    def accepts(self, server: str, epoch: int, sequence: int) -> bool | None:
-        accepted = super().accepts(server, epoch, sequence)
-        if accepted is None:
+    def check_sequence(self, server: str, epoch: int, sequence: int) -> SequenceCheck:
+        check = super().check_sequence(server, epoch, sequence)
+        if check is SequenceCheck.DUPLICATE:
             self.truth.notes.add("an announcement came twice")
-        elif accepted is False:
+        elif check is SequenceCheck.GAP:
             self.truth.notes.add("an announcement came out of order")
-        return accepted
+        return check
 
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
@@ -457,7 +458,7 @@ class WatchedDirectory(Directory):
         super().stored(server, namespace, part, tier, digests)
         self.look()
 
-    def gone(
+    def removed(
         self,
         server: str,
         namespace: Namespace,
@@ -465,7 +466,7 @@ class WatchedDirectory(Directory):
         digests: Sequence[bytes],
         reason: ReadStatus,
     ) -> None:
-        super().gone(server, namespace, part, digests, reason)
+        super().removed(server, namespace, part, digests, reason)
         self.look()
 
     def tick(self, now: float) -> None:
@@ -475,14 +476,15 @@ class WatchedDirectory(Directory):
         fresh = {
             known.server
             for known in before
-            if self._last_tick is not None and self._last_tick - known.heard < self.timeout_s / 2
+            if self._last_tick is not None
+            and self._last_tick - known.last_seen < self.timeout_s / 2
         }
         super().tick(now)
         given_up = [known.server for known in before if not known.alive]
         if given_up:
             self.truth.notes.add("a silent server was noticed")
         for known in self._servers.values():
-            if known.heard > now:
+            if known.last_seen > now:
                 self.truth.fail(f"G7: {known.server} is to be heard of in the future")
         if late:
             self.truth.notes.add("a master noticed that it had slept")

@@ -25,6 +25,8 @@ class Bug(NamedTuple):
 
 _STORE = "kvpool.server.state.store"
 _DIRECTORY = "kvpool.master.state.directory"
+_LOCATIONS = "kvpool.master.state.locations"
+_SERVER_RECORD = "kvpool.master.state.server_record"
 _LOOKUP = "kvpool.client.lookup"
 _READER = "kvpool.client.reader"
 _WRITER = "kvpool.client.writer"
@@ -246,9 +248,9 @@ BUGS: Sequence[Bug] = (
     Bug(
         "missing-part-reported-present",
         "parts",
-        _DIRECTORY,
-        "        if parts == holding.parts:\n            holding.status",
-        "        if parts:\n            holding.status",
+        _LOCATIONS,
+        "        if complete:\n            self.status",
+        "        if per_part:\n            self.status",
     ),
     Bug(
         "part-dropped-from-key",
@@ -296,15 +298,15 @@ BUGS: Sequence[Bug] = (
     Bug(
         "inventory-merged-not-replaced",
         "G7",
-        _DIRECTORY,
-        "            known.pending = View(server)\n            known.sequence = sequence",
-        "            known.pending = None\n            known.sequence = sequence",
+        _SERVER_RECORD,
+        "            self.pending = ServerInventory(self.server)\n",
+        "            self.pending = None\n",
     ),
     Bug(
         "inventory-begins-again",
         "G7",
-        _DIRECTORY,
-        "if sequence < known.sequence or (sequence == known.sequence and piece < known.pieces):",
+        _SERVER_RECORD,
+        "if sequence < self.sequence or (sequence == self.sequence and piece < self.pieces):",
         "if sequence < 0:",
     ),
     Bug(
@@ -317,31 +319,31 @@ BUGS: Sequence[Bug] = (
     Bug(
         "old-announcement-applied",
         "G7",
-        _DIRECTORY,
-        "        if sequence <= known.sequence:\n            return None\n",
-        "        if sequence <= known.sequence:\n            return True\n",
+        _SERVER_RECORD,
+        "        if sequence <= self.sequence:\n            return SequenceCheck.DUPLICATE\n",
+        "        if sequence <= self.sequence:\n            return SequenceCheck.NEXT\n",
     ),
     Bug(
         "new-life-taken-for-the-old",
         "G8",
         _DIRECTORY,
-        "        if known is not None and known.epoch == epoch:\n            known.heard",
-        "        if known is not None:\n            known.heard",
+        "        if record is not None and record.epoch == epoch:\n            record.last_seen",
+        "        if record is not None:\n            record.last_seen",
     ),
     Bug(
         "dead-servers-stay",
         "G7",
         _DIRECTORY,
         "            elif silent_s >= self.timeout_s:\n"
-        "                self._set_alive(known, False)\n",
+        "                self._set_alive(record, False)\n",
         "",
     ),
     Bug(
         "stall-credits-the-future",
         "G7",
         _DIRECTORY,
-        "known.heard = min(now, known.heard + slept)",
-        "known.heard = known.heard + slept",
+        "record.last_seen = min(now, record.last_seen + stalled_s)",
+        "record.last_seen = record.last_seen + stalled_s",
     ),
     Bug(
         "one-master-only",

@@ -1,25 +1,24 @@
-"""The master's map: which server holds which block, who is alive, where to put more.
+"""The master's directory: which server holds which block, and which servers are alive.
 
-Pure and soft: everything here can be rebuilt from the servers' inventories, so losing it costs
-two heartbeats and nothing else. A server's word is final about its own blocks; a clock only
-decides whom to believe reachable, never which bytes are right.
-
-Memory is what limits a map of millions of blocks, so a block costs one dict slot, its digest and
-a pointer: all blocks that lie in the same places share one `Holding`.
+Pure, and soft state: all of it can be rebuilt from the servers' inventories, so losing it costs two
+heartbeats and no data. Only a server says which blocks it has; the clock only decides which servers
+count as reachable, never which bytes are right. (design: announcements, inventory, tombstones)
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
-
-import xxhash
+from collections.abc import Sequence
 
 from kvpool.errors import InvariantViolated
+from kvpool.master.state.locations import (
+    BlockLocations,
+    Location,
+    LocationTable,
+    ServerInventory,
+)
+from kvpool.master.state.placement import Placement, rank_servers
+from kvpool.master.state.server_record import SequenceCheck, ServerRecord
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -35,78 +34,12 @@ from kvpool.types import (
 )
 
 
-class View:
-    """One inventory of one server as this master has it; a resync replaces it whole."""
-
-    __slots__ = ("blocks", "current", "server")
-
-    def __init__(self, server: str) -> None:
-        self.server = server
-        self.blocks = 0
-        self.current = False  # False while an inventory is arriving, and after it was replaced
-
-
-class Copy(NamedTuple):
-    view: View
-    tier: int
-    part: int
-
-
-class Holding:
-    """The places where a block lies. Interned: equal holdings are one object."""
-
-    __slots__ = ("_minus", "_plus", "copies", "parts", "replicas", "status", "version", "whole")
-
-    def __init__(self, parts: int, copies: tuple[Copy, ...]) -> None:
-        self.parts = parts  # that make a whole block, by its namespace
-        self.copies = copies
-        self.version = -1  # of the directory, when `status` and `replicas` were worked out
-        self.status = ReadStatus.SERVER_LOST
-        self.replicas: tuple[Replica, ...] = ()
-        self.whole = 0  # servers that each part can be read from, at least
-        self._plus: dict[Copy, Holding] = {}
-        self._minus: dict[tuple[View, int], Holding] = {}
-
-
-@dataclass(slots=True)
-class ServerState:
-    """A block server, as far as this master has heard."""
-
-    server: str
-    epoch: int
-    host: str
-    addresses: tuple[str, ...]
-    tiers: tuple[str, ...]
-    capacity: int
-    heard: float
-    view: View
-    alive: bool = True
-    sequence: int = 0  # of the last announcement that was applied
-    pieces: int = 1  # of the inventory with that number; an announcement is whole
-    pending: View | None = None  # the inventory that is arriving
-    stats: ServerStats = field(default_factory=ServerStats)
-    placed: int = 0  # bytes sent there since its last heartbeat
-
-
-class Placement(NamedTuple):
-    """Servers to try, best first, and how many copies of each block the pool already has."""
-
-    servers: tuple[str, ...]
-    copies: list[int]
-
-
-#: A server whose next victim is at least this share as old as the oldest elsewhere is under no
-#: more pressure than the others: a chain stays where its parent is.
-_AGE_TOLERANCE: Final = 0.9
-
-
-def _victim_age(known: ServerState) -> float:
-    """Age of the next victim, less what was sent there since it was reported."""
-    return known.stats.victim_age_s * max(0.0, 1 - known.placed / known.capacity)
-
-
 class Directory:
-    """The map. `timeout_s` without a word makes a server silent; `forget_s` forgets it."""
+    """The directory of one master.
+
+    A server is lost after `timeout_s` without a heartbeat, and forgotten after `forget_s`.
+    `ServerRecord` has the table of its states.
+    """
 
     def __init__(
         self, *, timeout_s: float = 3.0, forget_s: float = 600.0, tombstones_max: int = 65_536
@@ -114,10 +47,10 @@ class Directory:
         self.timeout_s = timeout_s
         self.forget_s = forget_s
         self.tombstones = Tombstones(tombstones_max)
-        self._servers: dict[str, ServerState] = {}
-        self._blocks: dict[Namespace, dict[bytes, Holding]] = {}
-        self._holdings: dict[tuple[int, frozenset[Copy]], Holding] = {}
-        self._version = 0  # grows when a view or a server comes or goes
+        self._servers: dict[str, ServerRecord] = {}
+        self._blocks: dict[Namespace, dict[bytes, BlockLocations]] = {}
+        self._locations = LocationTable()
+        self._version = 0  # grows when an inventory or a server becomes readable, or stops being so
         self._last_tick: float | None = None
         self._to_sweep: list[tuple[Namespace, bytes]] = []
         self._sweep_again = False
@@ -143,25 +76,26 @@ class Directory:
         capacity: int,
         now: float,
     ) -> bool:
-        """A server says hello; False when another living one has its name.
+        """Add a server; False when a living server with another epoch has its name.
 
-        The same epoch is the same process: it is simply back, with all that is known of it. A
-        new epoch starts with nothing until its inventory is here.
+        The same epoch is the same process: it keeps its record and its blocks. A new epoch is a
+        restarted server: it has no blocks until its inventory arrives.
         """
-        known = self._servers.get(server)
-        if known is not None and known.epoch == epoch:
-            known.heard = now
-            known.addresses = tuple(addresses)
-            self._set_alive(known, True)
+        record = self._servers.get(server)
+        if record is not None and record.epoch == epoch:
+            record.last_seen = now
+            record.addresses = tuple(addresses)
+            self._set_alive(record, True)
             return True
-        if known is not None:
-            if known.alive and now - known.heard < self.timeout_s:
+        if record is not None:
+            if record.alive and now - record.last_seen < self.timeout_s:
                 return False
-            self._retire(known.view)
-        self._servers[server] = ServerState(
-            server, epoch, host, tuple(addresses), tuple(tiers), capacity, now, View(server)
+            self._retire(record.inventory)
+        inventory = ServerInventory(server)
+        inventory.current = True
+        self._servers[server] = ServerRecord(
+            server, epoch, host, tuple(addresses), tuple(tiers), capacity, now, inventory
         )
-        self._servers[server].view.current = True
         self._version += 1
         return True
 
@@ -173,142 +107,129 @@ class Directory:
         now: float,
         sequence: int = 0,
     ) -> bool:
-        """A sign of life; False asks the server to register (again).
+        """Record that a server is alive; False asks it to register (again).
 
-        Also when it has announced more, up to `sequence`, than was heard here: then it was another
-        that heard it, our predecessor, and all that came to us was a belated greeting.
+        False also when it has sent announcements up to `sequence` that are not applied here. Then
+        this master was restarted: the earlier one received them, and only a delayed registration
+        reached this one.
         """
-        known = self._servers.get(server)
-        if known is None or known.epoch != epoch:
+        record = self._servers.get(server)
+        if record is None or record.epoch != epoch:
             return False
-        known.heard = now
-        known.stats = stats
-        known.placed = 0
-        self._set_alive(known, True)
-        return sequence <= known.sequence
+        record.last_seen = now
+        record.stats = stats
+        record.bytes_placed = 0
+        self._set_alive(record, True)
+        return sequence <= record.sequence
 
     def leave(self, server: str, epoch: int) -> None:
-        """A server says goodbye."""
-        known = self._servers.get(server)
-        if known is not None and known.epoch == epoch:
-            self._set_alive(known, False)
+        """Mark a server that shuts down as lost."""
+        record = self._servers.get(server)
+        if record is not None and record.epoch == epoch:
+            self._set_alive(record, False)
 
     def tick(self, now: float) -> None:
-        """Notice who has gone silent. Call it several times per `timeout_s`.
+        """Mark servers as lost that sent no heartbeat. Call it several times per `timeout_s`.
 
-        A tick that comes late means that *we* slept, not that everybody died: the missing time
-        is given back to all before anyone is judged.
+        If a tick is late, this master did not run, so it could not receive heartbeats either. The
+        missing time does not count against any server.
         """
         if self._last_tick is not None:
-            slept = now - self._last_tick - self.timeout_s / 2
-            if slept > 0:
-                for known in self._servers.values():
-                    known.heard = min(now, known.heard + slept)
+            stalled_s = now - self._last_tick - self.timeout_s / 2
+            if stalled_s > 0:
+                for record in self._servers.values():
+                    record.last_seen = min(now, record.last_seen + stalled_s)
         self._last_tick = now
-        for known in list(self._servers.values()):
-            silent_s = now - known.heard
+        for record in list(self._servers.values()):
+            silent_s = now - record.last_seen
             if silent_s >= self.forget_s:
-                del self._servers[known.server]
-                self._retire(known.view)
+                del self._servers[record.server]
+                self._retire(record.inventory)
             elif silent_s >= self.timeout_s:
-                self._set_alive(known, False)
+                self._set_alive(record, False)
 
     def members(self, now: float) -> list[Member]:
-        """Every server that is remembered, the silent ones included."""
+        """Every server that has a record, the lost ones included."""
         return [
             Member(
-                server=known.server,
-                epoch=known.epoch,
-                host=known.host,
-                addresses=known.addresses,
-                tiers=known.tiers,
-                alive=known.alive,
-                heard_s=max(0.0, now - known.heard),
-                capacity=known.capacity,
-                stats=known.stats,
+                server=record.server,
+                epoch=record.epoch,
+                host=record.host,
+                addresses=record.addresses,
+                tiers=record.tiers,
+                alive=record.alive,
+                heard_s=max(0.0, now - record.last_seen),
+                capacity=record.capacity,
+                stats=record.stats,
             )
-            for known in self._servers.values()
+            for record in self._servers.values()
         ]
 
     # --- announcements ---------------------------------------------------------------
 
-    def accepts(self, server: str, epoch: int, sequence: int) -> bool | None:
-        """Whether announcement `sequence` is next: True; None when it was applied before.
+    def check_sequence(self, server: str, epoch: int, sequence: int) -> SequenceCheck:
+        """Whether announcement `sequence` is the next one of this server. NEXT: apply it now.
 
-        False is a gap (or a stranger): the server must send its inventory.
+        A server that is unknown, or has another epoch, is a GAP: it has to send its inventory.
         """
-        known = self._servers.get(server)
-        if known is None or known.epoch != epoch:
-            return False
-        if sequence <= known.sequence:
-            return None
-        if sequence != known.sequence + 1:
-            return False
-        known.sequence = sequence
-        known.pieces = 1
-        return True
+        record = self._servers.get(server)
+        if record is None or record.epoch != epoch:
+            return SequenceCheck.GAP
+        return record.check_sequence(sequence)
 
-    def accepts_piece(self, server: str, epoch: int, sequence: int, piece: int) -> bool | None:
-        """Whether this piece of inventory `sequence` is next: True; None when it came before.
+    def check_piece(self, server: str, epoch: int, sequence: int, piece: int) -> SequenceCheck:
+        """Whether this piece of inventory `sequence` is the next one. NEXT: apply it now.
 
-        False is a gap (or a stranger). Piece 0 begins a new inventory; what is known stays in
-        force until it is complete.
+        Piece 0 begins a new inventory; the previous one stays valid until the new one is complete.
         """
-        known = self._servers.get(server)
-        if known is None or known.epoch != epoch:
-            return False
-        if sequence < known.sequence or (sequence == known.sequence and piece < known.pieces):
-            return None
-        if piece == 0:
-            if known.pending is not None:
-                self._retire(known.pending)
-            known.pending = View(server)
-            known.sequence = sequence
-            known.pieces = 1
-            return True
-        if sequence != known.sequence or piece != known.pieces or known.pending is None:
-            return False
-        known.pieces += 1
-        return True
+        record = self._servers.get(server)
+        if record is None or record.epoch != epoch:
+            return SequenceCheck.GAP
+        unfinished = record.pending
+        check = record.check_piece(sequence, piece)
+        if unfinished is not None and record.pending is not unfinished:
+            self._retire(unfinished)
+        return check
 
     def end_inventory(self, server: str) -> None:
-        """It is complete: from now on it is what the server has, and all it has."""
-        known = self._servers[server]
-        if known.pending is not None:
-            self._retire(known.view)
-            known.view, known.pending = known.pending, None
-            known.view.current = True
+        """The last piece is applied: from now on the server has these blocks and no others."""
+        record = self._servers[server]
+        if record.pending is not None:
+            self._retire(record.inventory)
+            record.inventory, record.pending = record.pending, None
+            record.inventory.current = True
             self._version += 1
 
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
     ) -> None:
-        """The server has these blocks (one part of each)."""
+        """The server has this part of these blocks."""
         if not digests:
             return
-        known = self._servers[server]
-        view = known.pending or known.view
-        copy = Copy(view, tier, part)
+        record = self._servers[server]
+        inventory = record.pending or record.inventory
+        location = Location(inventory, tier, part)
         blocks = self._blocks.setdefault(namespace, {})
-        alone = self._intern(namespace.parts, (copy,))
+        only_here = self._locations.get(namespace.parts, (location,))
         added = 0
+        # This loop runs for each of a server's blocks when a master starts: no calls for new ones.
         for digest in digests:
-            holding = blocks.get(digest)
-            if holding is None:
-                blocks[digest] = alone
+            held = blocks.get(digest)
+            if held is None:
+                blocks[digest] = only_here
                 added += 1
                 if self.tombstones:
                     self.tombstones.came_back(namespace, digest)
             else:
                 if self.tombstones:
                     self.tombstones.came_back(namespace, digest)
-                after = holding._plus.get(copy) or self._plus(holding, copy)
-                if after is not holding:
+                after = held.after_add.get(location) or self._locations.add(held, location)
+                if after is not held:
                     blocks[digest] = after
-                    added += all(c.view is not view or c.part != part for c in holding.copies)
-        view.blocks += added
+                    added += not held.has_part(inventory, part)
+        inventory.blocks += added
 
-    def gone(
+    def removed(
         self,
         server: str,
         namespace: Namespace,
@@ -316,30 +237,33 @@ class Directory:
         digests: Sequence[bytes],
         reason: ReadStatus,
     ) -> None:
-        """The server does not have these blocks (any more).
+        """The server does not have this part of these blocks (any more).
 
-        Part of an inventory, it tells what became of blocks that this map may still have from an
-        earlier one, or has never heard of.
+        Inside an inventory it gives the `reason` for blocks that an earlier inventory had, or that
+        this master never knew.
         """
-        known = self._servers[server]
-        view = known.pending or known.view
+        record = self._servers[server]
+        inventory = record.pending or record.inventory
         blocks = self._blocks.get(namespace, {})
         for digest in digests:
-            holding = blocks.get(digest)
-            after = self._minus(holding, view, part) if holding is not None else None
-            if holding is not None and after is not None and after is not holding:
-                view.blocks -= 1
+            held = blocks.get(digest)
+            after = self._locations.remove(held, inventory, part) if held is not None else None
+            if held is not None and after is not None and after is not held:
+                inventory.blocks -= 1
                 self._put(blocks, namespace, digest, after, reason)
             elif reason is not ReadStatus.NEVER_WRITTEN and (
-                holding is None
-                or all(c.view.server == server or not self._in_use(c.view) for c in holding.copies)
+                held is None
+                or all(
+                    one.inventory.server == server or not self._in_use(one.inventory)
+                    for one in held.locations
+                )
             ):
                 self.tombstones.left(namespace, digest, reason)
 
     # --- questions -------------------------------------------------------------------
 
     def match(self, namespace: Namespace, digests: Sequence[bytes]) -> Match:
-        """The longest prefix that is complete somewhere. Takes nothing, touches nothing (G9)."""
+        """The longest prefix of blocks that can be read. Changes nothing (G9). (design: pins)"""
         runs, reasons = self.find(namespace, digests, prefix=True)
         if reasons:
             first, status = next(iter(reasons.items()))
@@ -349,7 +273,7 @@ class Directory:
     def find(
         self, namespace: Namespace, digests: Sequence[bytes], *, prefix: bool = False
     ) -> tuple[list[Run], dict[int, ReadStatus]]:
-        """Runs of blocks that lie together, and the reason for each that is a miss.
+        """Runs of blocks with equal locations, and the reason for each block that is a miss.
 
         With `prefix` it stops at the first miss.
         """
@@ -359,25 +283,25 @@ class Directory:
         count = len(found)
         first = 0
         while first < count:
-            holding = found[first]
-            if not first and found.count(holding) == count:
-                last = count  # a chain in one place is the common case, and `count` is fast
+            held = found[first]
+            if not first and found.count(held) == count:
+                last = count  # usual: the whole chain in the same locations, and `count` is fast
             else:
                 last = first + 1
-                while last < count and found[last] is holding:
+                while last < count and found[last] is held:
                     last += 1
-            if holding is None:
+            if held is None:
                 for position in range(first, last):
                     reasons[position] = self.tombstones.reason(namespace, digests[position])
                     if prefix:
                         break
             else:
-                self._resolve(holding)
-                if holding.status is ReadStatus.HIT:
-                    runs.append(Run(first, last - 1, holding.replicas))
+                self._resolve(held)
+                if held.status is ReadStatus.HIT:
+                    runs.append(Run(first, last - 1, held.replicas))
                 else:
                     for position in range(first, last):
-                        reasons[position] = self._reason(namespace, digests[position], holding)
+                        reasons[position] = self._reason(namespace, digests[position], held)
             if prefix and reasons:
                 break
             first = last
@@ -392,81 +316,72 @@ class Directory:
         host: str,
         copies: int = 1,
     ) -> Placement:
-        """Where to write `copies` copies of `size` bytes of blocks: advice, best server first.
+        """Where to write `copies` copies of blocks with `size` bytes in all, best server first.
 
-        Servers on the caller's host come first, then those with room. When all are full, what
-        is thrown out should be the oldest data of the pool, whichever server it is on: so the
-        share of writes that a server gets falls with the age of its next victim (weighted
-        rendezvous hashing, which also sends two writers of one block to one server). A chain
-        stays with its parent as long as that costs no younger data. Further copies go to other
-        hosts as long as there are any, because a host fails with all its servers.
+        Advice only: nothing is reserved. `rank_servers` explains the order.
         """
-        servers = [known for known in self._servers.values() if known.alive]
-        holding = self._blocks.get(namespace, {}).get(parent) if parent != ROOT else None
-        parent_on = self._servers_of(holding)
-        oldest_s = max((_victim_age(known) for known in servers), default=0.0)
-        first = digests[0] if digests else b""
-
-        def preference(known: ServerState) -> tuple[bool, bool, bool, float]:
-            has_room = known.capacity - known.stats.used - known.placed >= size
-            share = _victim_age(known) / oldest_s if oldest_s and not has_room else 1.0
-            stays = known.server in parent_on and share >= _AGE_TOLERANCE
-            # -weight / ln(uniform): the server with the largest wins in proportion to its weight.
-            hashed = xxhash.xxh3_64_intdigest(first + known.server.encode())
-            # 53 bits of it: with all 64 the quotient can round to 1, whose logarithm divides.
-            uniform = ((hashed >> 11) + 1) / (2**53 + 1)
-            return known.host == host, has_room, stays, -(share**2) / math.log(uniform)
-
-        servers.sort(key=preference, reverse=True)
-        if copies > 1:
-            best_of_host = {known.host: known for known in reversed(servers)}
-            servers.sort(key=lambda known: best_of_host[known.host] is not known)
-        for known in servers[:copies]:
-            known.placed += size
-        return Placement(tuple(known.server for known in servers), self._copies(namespace, digests))
+        held = self._blocks.get(namespace, {}).get(parent) if parent != ROOT else None
+        ranked = rank_servers(
+            (record for record in self._servers.values() if record.alive),
+            key=digests[0] if digests else b"",
+            parent_servers={one.inventory.server for one in held.locations} if held else (),
+            size=size,
+            host=host,
+            copies=copies,
+        )
+        for record in ranked[:copies]:
+            record.bytes_placed += size
+        return Placement(
+            tuple(record.server for record in ranked), self._complete_replicas(namespace, digests)
+        )
 
     def explain(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Explanation]:
-        """For each block: where it is, or why it is not, in words."""
+        """For each block: where it is, or why it is a miss, as text."""
         _, reasons = self.find(namespace, digests)
         answers = []
         for position, digest in enumerate(digests):
-            holding = self._blocks.get(namespace, {}).get(digest)
+            held = self._blocks.get(namespace, {}).get(digest)
             status = reasons.get(position, ReadStatus.HIT)
-            replicas = holding.replicas if holding is not None else ()
-            text = self._in_words(namespace, holding, status)
+            replicas = held.replicas if held is not None else ()
+            text = self._explanation(namespace, held, status)
             answers.append(Explanation(BlockKey(namespace, digest), status, replicas, text))
         return answers
 
     def check(self) -> None:
-        """Every invariant of the map. Raises InvariantViolated; O(blocks)."""
-        counts: dict[View, int] = {}
+        """Check every invariant. Raises InvariantViolated; O(blocks)."""
+        counts: dict[ServerInventory, int] = {}
         for namespace, blocks in self._blocks.items():
             if not blocks:
                 raise InvariantViolated(f"empty namespace {namespace} was kept")
-            for digest, holding in blocks.items():
-                if not holding.copies:
-                    raise InvariantViolated(f"{digest.hex()[:12]} is nowhere, yet in the map")
-                key = (namespace.parts, frozenset(holding.copies))
-                if self._holdings.get(key) is not holding:
-                    raise InvariantViolated(f"{digest.hex()[:12]}: its holding is not interned")
-                places = [(copy.view, copy.part) for copy in holding.copies]
-                if len(set(places)) != len(places):
-                    raise InvariantViolated(f"{digest.hex()[:12]} is twice on one server")
-                for copy in holding.copies:
-                    if not 0 <= copy.part < namespace.parts:
-                        raise InvariantViolated(f"{digest.hex()[:12]} has part {copy.part}")
-                    counts[copy.view] = counts.get(copy.view, 0) + 1
-        for known in self._servers.values():
-            for view in (known.view, known.pending):
-                if view is not None and view.blocks != counts.get(view, 0):
+            for digest, held in blocks.items():
+                name = digest.hex()[:12]
+                if not held.locations:
+                    raise InvariantViolated(f"{name} has no location, but is in the directory")
+                if self._locations.get(namespace.parts, held.locations) is not held:
+                    raise InvariantViolated(f"{name}: its locations are not shared")
+                if len({(one.inventory, one.part) for one in held.locations}) != len(
+                    held.locations
+                ):
+                    raise InvariantViolated(f"{name} is twice on one server")
+                for one in held.locations:
+                    if not 0 <= one.part < namespace.parts:
+                        raise InvariantViolated(f"{name} has part {one.part}")
+                    counts[one.inventory] = counts.get(one.inventory, 0) + 1
+        for record in self._servers.values():
+            for inventory in (record.inventory, record.pending):
+                if inventory is not None and inventory.blocks != counts.get(inventory, 0):
                     raise InvariantViolated(
-                        f"{known.server}: counted {view.blocks} blocks, has {counts.get(view, 0)}"
+                        f"{record.server}: counted {inventory.blocks} blocks, "
+                        f"has {counts.get(inventory, 0)}"
                     )
-            if not known.view.current:
-                raise InvariantViolated(f"{known.server} has no current inventory")
+            if not record.inventory.current:
+                raise InvariantViolated(f"{record.server} has no current inventory")
 
     def sweep(self, limit: int = 1024) -> int:
-        """Forget copies on servers that are gone for good; at most `limit` blocks per call."""
+        """Remove retired locations from at most `limit` blocks; returns how many blocks are left.
+
+        In small steps, so that a lost server with millions of blocks does not stall the loop.
+        """
         if not self._to_sweep and self._sweep_again:
             self._sweep_again = False
             self._to_sweep = [
@@ -477,166 +392,114 @@ class Directory:
         for _ in range(min(limit, len(self._to_sweep))):
             namespace, digest = self._to_sweep.pop()
             blocks = self._blocks.get(namespace)
-            holding = blocks.get(digest) if blocks is not None else None
-            if blocks is not None and holding is not None:
-                after = self._without_retired(holding)
-                if after is not holding:
-                    reason = self._reason(namespace, digest, holding)
+            held = blocks.get(digest) if blocks is not None else None
+            if blocks is not None and held is not None:
+                after = self._locations.keep(held, self._is_in_use)
+                if after is not held:
+                    reason = self._reason(namespace, digest, held)
                     self._put(blocks, namespace, digest, after, reason)
         if not self._to_sweep and not self._sweep_again:
-            self._drop_unused_holdings()
+            self._locations.drop(lambda location: not self._is_in_use(location))
         return len(self._to_sweep)
 
     # --- inside ----------------------------------------------------------------------
 
-    def _set_alive(self, known: ServerState, alive: bool) -> None:
-        if known.alive is not alive:
-            known.alive = alive
+    def _set_alive(self, record: ServerRecord, alive: bool) -> None:
+        if record.alive is not alive:
+            record.alive = alive
             self._version += 1
 
-    def _retire(self, view: View) -> None:
-        view.current = False
+    def _retire(self, inventory: ServerInventory) -> None:
+        inventory.current = False
         self._version += 1
         self._sweep_again = True
 
-    def _intern(self, parts: int, copies: Iterable[Copy]) -> Holding:
-        key = (parts, frozenset(copies))
-        holding = self._holdings.get(key)
-        if holding is None:
-            # Sorted: the order must not depend on how a set of objects happens to iterate.
-            ordered = sorted(key[1], key=lambda copy: (copy.view.server, copy.part, copy.tier))
-            holding = self._holdings[key] = Holding(parts, tuple(ordered))
-        return holding
+    def _in_use(self, inventory: ServerInventory) -> bool:
+        record = self._servers.get(inventory.server)
+        return record is not None and inventory in (record.inventory, record.pending)
 
-    def _plus(self, holding: Holding, copy: Copy) -> Holding:
-        others = (
-            c for c in holding.copies if c.view is not copy.view or c.part != copy.part
-        )  # a block lies in one tier of a server
-        after = holding._plus[copy] = self._intern(holding.parts, (*others, copy))
-        return after
-
-    def _minus(self, holding: Holding, view: View, part: int) -> Holding:
-        after = holding._minus.get((view, part))
-        if after is None:
-            rest = [c for c in holding.copies if c.view is not view or c.part != part]
-            after = (
-                self._intern(holding.parts, rest) if len(rest) < len(holding.copies) else holding
-            )
-            holding._minus[view, part] = after
-        return after
-
-    def _without_retired(self, holding: Holding) -> Holding:
-        kept = [copy for copy in holding.copies if self._in_use(copy.view)]
-        return self._intern(holding.parts, kept) if len(kept) < len(holding.copies) else holding
-
-    def _in_use(self, view: View) -> bool:
-        known = self._servers.get(view.server)
-        return known is not None and (known.view is view or known.pending is view)
+    def _is_in_use(self, location: Location) -> bool:
+        return self._in_use(location.inventory)
 
     def _put(
         self,
-        blocks: dict[bytes, Holding],
+        blocks: dict[bytes, BlockLocations],
         namespace: Namespace,
         digest: bytes,
-        after: Holding,
+        after: BlockLocations,
         reason: ReadStatus,
     ) -> None:
-        if after.copies:
+        if after.locations:
             blocks[digest] = after
-            if not any(self._in_use(copy.view) for copy in after.copies):
-                self.tombstones.left(namespace, digest, reason)  # the rest is only not swept yet
+            if not any(map(self._is_in_use, after.locations)):
+                self.tombstones.left(namespace, digest, reason)  # the others will be swept
             return
         del blocks[digest]
         if not blocks:
             del self._blocks[namespace]
         self.tombstones.left(namespace, digest, reason)
 
-    def _resolve(self, holding: Holding) -> None:
-        """Work out, once per change of members, whether these places make a whole block."""
-        if holding.version == self._version:
+    def _resolve(self, held: BlockLocations) -> None:
+        """Bring the status of `held` up to date: once per change of servers, not per block."""
+        if held.version == self._version:
             return
-        holding.version = self._version
         replicas = []
-        for copy in holding.copies:
-            known = self._servers.get(copy.view.server)
-            if copy.view.current and known is not None and known.alive:
-                tier = known.tiers[copy.tier] if copy.tier < len(known.tiers) else "?"
-                replicas.append(Replica(copy.view.server, tier, copy.part))
-        holding.replicas = tuple(replicas)
-        per_part = Counter(replica.part for replica in replicas)
-        parts = len(per_part)
-        holding.whole = min(per_part.values()) if parts == holding.parts else 0
-        if parts == holding.parts:
-            holding.status = ReadStatus.HIT
-        elif parts == len({copy.part for copy in holding.copies}):
-            holding.status = ReadStatus.PART_MISSING
-        else:
-            holding.status = ReadStatus.SERVER_LOST
+        for inventory, tier, part in held.locations:
+            record = self._servers.get(inventory.server)
+            if inventory.current and record is not None and record.alive:
+                name = record.tiers[tier] if tier < len(record.tiers) else "?"
+                replicas.append(Replica(inventory.server, name, part))
+        held.resolve(tuple(replicas), self._version)
 
-    def _copies(self, namespace: Namespace, digests: Sequence[bytes]) -> list[int]:
-        """From how many servers each whole block can be read."""
+    def _complete_replicas(self, namespace: Namespace, digests: Sequence[bytes]) -> list[int]:
+        """For each block: the number of servers from which each of its parts can be read."""
         blocks = self._blocks.get(namespace, {})
-        copies = []
+        counts = []
         for digest in digests:
-            holding = blocks.get(digest)
-            if holding is not None:
-                self._resolve(holding)
-            copies.append(holding.whole if holding is not None else 0)
-        return copies
+            held = blocks.get(digest)
+            if held is not None:
+                self._resolve(held)
+            counts.append(held.complete_replicas if held is not None else 0)
+        return counts
 
-    def _reason(self, namespace: Namespace, digest: bytes, holding: Holding) -> ReadStatus:
-        """Why a block that the map has cannot be read.
+    def _reason(self, namespace: Namespace, digest: bytes, held: BlockLocations) -> ReadStatus:
+        """Why a block that is in the directory cannot be read.
 
-        Its server may be alive and have sent an inventory without it: then it said why.
+        Its server may be alive, with a new inventory that gave the reason: a tombstone has it.
         """
-        self._resolve(holding)
-        if holding.status is ReadStatus.SERVER_LOST:
-            said = self.tombstones.reason(namespace, digest)
-            return holding.status if said is ReadStatus.NEVER_WRITTEN else said
-        return holding.status
+        self._resolve(held)
+        if held.status is ReadStatus.SERVER_LOST:
+            recorded = self.tombstones.reason(namespace, digest)
+            return held.status if recorded is ReadStatus.NEVER_WRITTEN else recorded
+        return held.status
 
-    def _servers_of(self, holding: Holding | None) -> frozenset[str]:
-        if holding is None:
-            return frozenset()
-        return frozenset(copy.view.server for copy in holding.copies)
-
-    def _drop_unused_holdings(self) -> None:
-        """Once a sweep is through, holdings that name retired views are of no use to anyone."""
-        stale = {
-            key for key in self._holdings if any(not self._in_use(copy.view) for copy in key[1])
-        }
-        if stale:
-            for key in stale:
-                del self._holdings[key]
-            for holding in self._holdings.values():
-                holding._plus.clear()
-                holding._minus.clear()
-
-    def _in_words(self, namespace: Namespace, holding: Holding | None, status: ReadStatus) -> str:
-        if status is ReadStatus.HIT and holding is not None:
-            where = ", ".join(f"{r.server} ({r.tier})" for r in holding.replicas)
+    def _explanation(
+        self, namespace: Namespace, held: BlockLocations | None, status: ReadStatus
+    ) -> str:
+        if status is ReadStatus.HIT and held is not None:
+            where = ", ".join(f"{r.server} ({r.tier})" for r in held.replicas)
             return f"present on {where}"
-        if status is ReadStatus.PART_MISSING and holding is not None:
-            here = sorted({copy.part for copy in holding.copies})
-            return f"parts {here} of {namespace.parts} are present, the others are not"
+        if status is ReadStatus.PART_MISSING and held is not None:
+            present = sorted({one.part for one in held.locations})
+            return f"parts {present} of {namespace.parts} are present, the others are missing"
         if status is ReadStatus.SERVER_LOST:
-            if holding is None:
+            if held is None:
                 return "its server was lost or restarted empty"
-            gone = ", ".join(sorted({copy.view.server for copy in holding.copies}))
-            return f"held by {gone}, silent or restarted"
+            servers = ", ".join(sorted({one.inventory.server for one in held.locations}))
+            return f"held by {servers}, which is lost or was restarted"
         if status is ReadStatus.NEVER_WRITTEN:
             if namespace not in self._blocks:
-                return self._strange_namespace(namespace)
+                return self._unknown_namespace(namespace)
             if self.tombstones.forgotten:
-                return "no record: never written, or gone longer ago than the record reaches"
+                return "no record: never written, or removed so long ago that the reason is lost"
             return "never written (since this master started)"
-        return f"{status.label}: it was here"
+        return f"{status.label}: it was stored earlier"
 
-    def _strange_namespace(self, namespace: Namespace) -> str:
+    def _unknown_namespace(self, namespace: Namespace) -> str:
         if not self._blocks:
             return "the pool holds no blocks"
         others = ", ".join(sorted(repr(other.name) for other in self._blocks)[:3])
         return (
-            f"no block of namespace {namespace.name!r} with {namespace.parts} part(s) is here; "
-            f"namespaces that are: {others}"
+            f"namespace {namespace.name!r} with {namespace.parts} part(s) has no blocks; "
+            f"namespaces with blocks: {others}"
         )

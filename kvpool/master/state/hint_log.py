@@ -1,7 +1,8 @@
-"""Hints on their way from clients, over one master, to every server: a numbered ring.
+"""Session hints on their way from clients to all servers: a numbered ring in each master.
 
-A server says with each heartbeat up to which number it has heard, and the answer brings what came
-since. Soft state like all of a master's: what falls off the ring, or with the master, was advice.
+A server's heartbeat carries the number of the last hint that it received; the reply carries the
+hints after it. A hint that is lost with a master, or falls off the ring, only costs a worse choice
+of victim. (design: session-hints)
 """
 
 from __future__ import annotations
@@ -10,46 +11,46 @@ from typing import Final, NamedTuple
 
 from kvpool.types import HintStatus
 
-#: Hints that are kept for servers to hear of.
+#: Hints that are kept for servers to fetch.
 KEPT_MAX: Final = 65_536
-#: A server hears of hints within this time; until then they do not make way for others.
-_HEARD_S: Final = 2.0
+#: Two heartbeats: a server fetches a hint within this time. Until then it is not overwritten.
+_FETCHED_S: Final = 2.0
 
 
-class Hint(NamedTuple):
-    """A session resumes in so many seconds, or (None) has ended."""
+class LoggedHint(NamedTuple):
+    """A session resumes in `resume_in` seconds, or has ended (None)."""
 
     session: str
     resume_in: float | None
-    given: float  # when the master heard of it
+    received_at: float
 
 
-class Relay:
-    """The last hints that clients gave, by number, from 1."""
+class HintLog:
+    """The last hints of clients, numbered from 1."""
 
     def __init__(self, kept: int = KEPT_MAX) -> None:
         self.last = 0
-        self._ring: list[Hint] = []
+        self._ring: list[LoggedHint] = []
         self._kept = kept
 
     def add(self, session: str, resume_in: float | None, now: float) -> HintStatus:
-        """Pass it on. REFUSED when so many came lately that the ring holds no more."""
-        hint = Hint(session, resume_in, now)
+        """Append a hint. REFUSED when the ring is full of hints that servers may still fetch."""
+        hint = LoggedHint(session, resume_in, now)
         if len(self._ring) < self._kept:
             self._ring.append(hint)
         else:
-            at = self.last % self._kept
-            if now - self._ring[at].given < _HEARD_S:
+            index = self.last % self._kept
+            if now - self._ring[index].received_at < _FETCHED_S:
                 return HintStatus.REFUSED
-            self._ring[at] = hint
+            self._ring[index] = hint
         self.last += 1
         return HintStatus.ACCEPTED
 
-    def since(self, heard: int, count: int) -> tuple[list[Hint], int]:
-        """At most `count` hints after number `heard`, oldest first, and the number of the last.
+    def since(self, number: int, count: int) -> tuple[list[LoggedHint], int]:
+        """At most `count` hints after `number`, oldest first, and the number of the last of them.
 
-        A number that this master has not given out yet is another master's: it counts as all.
+        A number that this log has not reached yet comes from another master: nothing is new then.
         """
-        first = max(min(heard, self.last), self.last - len(self._ring))
+        first = max(min(number, self.last), self.last - len(self._ring))
         last = min(self.last, first + count)
-        return [self._ring[number % self._kept] for number in range(first, last)], last
+        return [self._ring[index % self._kept] for index in range(first, last)], last
