@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from kvpool.errors import ConfigError
@@ -235,6 +234,8 @@ def check_bind(address: str, insecure: bool) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import yaml  # not at the top (design: import-time)
+
     try:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:

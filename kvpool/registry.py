@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool import logs
 from kvpool.config import ServerConfig, TierSpec, parse_tier
@@ -18,6 +17,9 @@ from kvpool.errors import ConfigError
 from kvpool.protocols import Tier, Transport
 from kvpool.protocols.policy import Policy
 from kvpool.units import parse_bool, parse_size
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 TRANSPORTS = "kvpool.transports"
 TIERS = "kvpool.tiers"
@@ -28,6 +30,8 @@ log = logs.get("kvpool.registry")
 
 def installed(group: str) -> dict[str, EntryPoint]:
     """What is declared in a group, by name."""
+    from importlib.metadata import entry_points  # not at the top (design: import-time)
+
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
