@@ -8,6 +8,11 @@ a server *what*.
     results = await pool.read(namespace, chain[: match.length], buffers, match=match)
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from kvpool.client.pool import Pool, connect
 from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig, read_secret
 from kvpool.errors import (
@@ -37,6 +42,11 @@ from kvpool.types import (
     Run,
     WriteStatus,
 )
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from kvpool import dev, sync
 
 __version__ = "0.1.0"
 
@@ -70,5 +80,14 @@ __all__ = [
     "UsageError",
     "WriteStatus",
     "connect",
+    "dev",
     "read_secret",
+    "sync",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`kvpool.sync` and `kvpool.dev` are imported when they are used (design: import-time)."""
+    if name in ("dev", "sync"):
+        return import_module(f"kvpool.{name}")
+    raise AttributeError(f"module 'kvpool' has no attribute {name!r}")

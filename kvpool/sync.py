@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvpool.client import pool as client
-from kvpool.client.buffers import Seen, on_device
+from kvpool.client.buffers import BufferLike, with_device_blocks
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
@@ -86,13 +86,13 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Seen],
+        buffers: Sequence[BufferLike],
         *,
         part: int = 0,
         match: Match | None = None,
         timeout: float | None = None,
     ) -> list[ReadResult]:
-        buffers = on_device(buffers)  # here: streams belong to threads
+        buffers = with_device_blocks(buffers)  # here: a current stream belongs to its thread
         return self._run(
             self._pool.read(namespace, digests, buffers, part=part, match=match, timeout=timeout),
             timeout,
@@ -102,7 +102,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Seen],
+        buffers: Sequence[BufferLike],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -113,7 +113,7 @@ class Pool:
         resume_in: float | None = None,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
-        buffers = on_device(buffers)
+        buffers = with_device_blocks(buffers)  # here, as for `read`
         return self._run(
             self._pool.write(
                 namespace,

@@ -1,27 +1,19 @@
 """The memory that callers pass: checked once, here, and handed on as bytes.
 
-Memory of the host becomes views of bytes, memory of a CUDA device becomes `OnDevice`: rows of
-bytes, which `device_staging.py` copies. An engine keeps the layers of a block apart, so a block
-may lie in several pieces. A channel that copies by itself (shm) gathers them straight into the
-pool's memory, and scatters them straight out of it. For one that sends a block as a whole the
-pieces are put together here first.
+Memory of the host becomes views of bytes. Memory of a CUDA device becomes a `DeviceBlock`: rows of
+bytes, which `device_staging.py` copies (design: device-memory). An engine keeps the layers of a
+block apart, so the memory of one block may be several pieces.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, TypeGuard
 
-import numpy as np
-
-from kvpool.device_copy import first_line
-from kvpool.errors import (
-    BadBuffer,
-    TooLarge,
-)
+from kvpool.errors import BadBuffer, TooLarge
 from kvpool.protocols import Channel, Piecewise, ReadOptions, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
@@ -38,33 +30,103 @@ from kvpool.types import (
 if TYPE_CHECKING:
     import torch
 
-_PIECES: Final = (list, tuple)
 #: Bytes that one call to a channel carries; larger batches go in several.
 _BATCH_BYTES: Final = 256 << 20
+_PIECES: Final = (list, tuple)
+_HOST: Final = (bytes, bytearray, memoryview)
 
 
-def readable(memory: Memory, index: int) -> tuple[memoryview, ...]:
-    """The pieces of one block's memory. Raises BadBuffer or TooLarge."""
+class CudaEvent(Protocol):
+    """A point in the work of a device's stream: `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has done all work before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlock:
+    """The memory of one block on a device: rows of bytes, whose concatenation is the block."""
+
+    rows: tuple[torch.Tensor, ...]
+    size: int
+    #: No byte is copied before the device has reached these.
+    ready_events: tuple[CudaEvent, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows[0].device
+
+
+#: The memory of one block in a call: as the caller passed it, or after `with_device_blocks`.
+BufferLike: TypeAlias = "Memory | DeviceBlock"
+#: Memory of the host for blocks, by their positions.
+HostRows: TypeAlias = Mapping[int, tuple[memoryview, ...]]
+
+
+class Buffers(NamedTuple):
+    """The memory of a call's blocks.
+
+    `host` and `sizes` run parallel to the call's digests; `host` is empty where `device`, by
+    position, has the block.
+    """
+
+    host: list[tuple[memoryview, ...]]
+    device: dict[int, DeviceBlock]
+    sizes: list[int]
+
+
+def normalize_buffers(buffers: Sequence[BufferLike], *, writable: bool) -> Buffers:
+    """What a caller passed, checked. Raises BadBuffer and TooLarge, which name the buffer.
+
+    `writable`: for memory that blocks are read into.
+    """
+    host: list[tuple[memoryview, ...]] = []
+    device: dict[int, DeviceBlock] = {}
+    sizes = []
+    for position, buffer in enumerate(with_device_blocks(buffers)):
+        if isinstance(buffer, DeviceBlock):
+            device[position] = buffer
+            host.append(())
+            sizes.append(buffer.size)
+            continue
+        views = as_views(buffer, position)
+        # No generator for the one piece that most blocks are.
+        size = len(views[0]) if len(views) == 1 else sum(map(len, views))
+        if size > BLOCK_SIZE_MAX:
+            raise TooLarge(f"buffer {position} has {size} bytes, a block at most {BLOCK_SIZE_MAX}")
+        if writable and (views[0].readonly or any(view.readonly for view in views[1:])):
+            raise BadBuffer(f"buffer {position} is read-only: a block cannot be read into it")
+        host.append(views)
+        sizes.append(size)
+    return Buffers(host, device, sizes)
+
+
+def with_device_blocks(buffers: Sequence[BufferLike]) -> Sequence[BufferLike]:
+    """The same, with memory of devices as `DeviceBlock`, and tensors of the host as their bytes.
+
+    To be called in the thread that works with the device, whose current stream is its own: the
+    work that is on that stream now is waited for before any byte is copied. Raises BadBuffer and
+    TooLarge.
+    """
+    numpy = sys.modules.get("numpy")  # who has not imported it passes no arrays
+    host = (*_HOST, numpy.ndarray) if numpy is not None else _HOST
+    for buffer in buffers:
+        piece = buffer[0] if isinstance(buffer, _PIECES) and buffer else buffer
+        if not isinstance(piece, host):
+            break
+    else:
+        return buffers
+    events: dict[torch.device, CudaEvent] = {}
+    return [_resolve(buffer, index, events) for index, buffer in enumerate(buffers)]
+
+
+def as_views(memory: Memory, index: int) -> tuple[memoryview, ...]:
+    """The pieces of one block's memory on the host, as bytes. Raises BadBuffer."""
     if not isinstance(memory, _PIECES):
         return (_view(memory, index),)
     if not memory:
         raise BadBuffer(f"buffer {index} has no pieces: a block has at least one byte")
-    pieces = tuple(_view(piece, index) for piece in memory)
-    if size(pieces) > BLOCK_SIZE_MAX:
-        raise TooLarge(f"buffer {index} has {size(pieces)} bytes, a block at most {BLOCK_SIZE_MAX}")
-    return pieces
-
-
-def writable(memory: Memory, index: int) -> tuple[memoryview, ...]:
-    """The same, for memory that a block is read into."""
-    pieces = readable(memory, index)
-    if pieces[0].readonly or any(piece.readonly for piece in pieces[1:]):
-        raise BadBuffer(f"buffer {index} is read-only: a block cannot be read into it")
-    return pieces
-
-
-def size(pieces: Sequence[memoryview]) -> int:
-    return len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+    return tuple([_view(piece, index) for piece in memory])
 
 
 def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -129,11 +191,15 @@ def _kind_is_piecewise(kind: type[Channel]) -> bool:
 
 
 def _joined(pieces: Sequence[memoryview]) -> memoryview:
+    import numpy as np  # not at the top (design: import-time)
+
     # numpy lets go of the GIL while it copies; bytes.join does not.
     return np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces]).data
 
 
 def _scatter(source: memoryview, pieces: Sequence[memoryview]) -> None:
+    import numpy as np
+
     taken = 0
     for piece in pieces:
         part = source[taken : taken + len(piece)]
@@ -141,8 +207,11 @@ def _scatter(source: memoryview, pieces: Sequence[memoryview]) -> None:
         taken += len(part)
 
 
+# --- memory of the host -----------------------------------------------------------------------
+
+
 def _view(buffer: Any, index: int) -> memoryview:
-    """The bytes of a buffer. Raises BadBuffer or TooLarge."""
+    """The bytes of a buffer. Raises BadBuffer."""
     try:
         view = memoryview(buffer)
     except TypeError:
@@ -155,141 +224,68 @@ def _view(buffer: Any, index: int) -> memoryview:
     view = view.cast("B") if view.format != "B" or view.ndim != 1 else view
     if not len(view):
         raise BadBuffer(f"buffer {index} is empty: a block has at least one byte")
-    if len(view) > BLOCK_SIZE_MAX:
-        raise TooLarge(f"buffer {index} has {len(view)} bytes, a block at most {BLOCK_SIZE_MAX}")
     return view
 
 
-_HOST: Final = (bytes, bytearray, memoryview, np.ndarray)
+# --- memory of devices ------------------------------------------------------------------------
 
 
-class Mark(Protocol):
-    """A point in what a device was asked for; a `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """The memory of one block on a device: rows of bytes, whose concatenation is the block."""
-
-    rows: tuple[torch.Tensor, ...]
-    size: int
-    #: Behind what its owner had asked the device for. Before that, nobody copies.
-    after: tuple[Mark, ...]
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows[0].device
-
-
-#: The memory of one block in a call, as it came or as `on_device` made it.
-Seen: TypeAlias = "Memory | OnDevice"
-
-
-#: Memory of the host for blocks, by their numbers.
-Rows: TypeAlias = Mapping[int, tuple[memoryview, ...]]
-
-
-def on_device(buffers: Sequence[Seen]) -> Sequence[Seen]:
-    """The same, with memory of devices as `OnDevice`, and tensors of the host as their bytes.
-
-    To be called in the thread that works with the device: what it has asked for on its current
-    stream is waited for before anything is copied. Raises BadBuffer and TooLarge.
-    """
-    if all(isinstance(_pieces(buffer)[0], _HOST) for buffer in buffers):
-        return buffers
-    marks: dict[torch.device, Mark] = {}
-    return [_seen(buffer, index, marks) for index, buffer in enumerate(buffers)]
-
-
-class Buffers(NamedTuple):
-    """The memory of each block; of those on a device apart; the sizes of all."""
-
-    memory: list[tuple[memoryview, ...]]
-    device: dict[int, OnDevice]
-    sizes: list[int]
-
-
-def split(
-    buffers: Sequence[Seen], look: Callable[[Memory, int], tuple[memoryview, ...]]
-) -> Buffers:
-    """What a caller gave us; `look` is for memory of the host. Raises BadBuffer and TooLarge."""
-    memory: list[tuple[memoryview, ...]] = []
-    device: dict[int, OnDevice] = {}
-    sizes = []
-    for position, buffer in enumerate(on_device(buffers)):
-        if isinstance(buffer, OnDevice):
-            device[position] = buffer
-            memory.append(())
-            sizes.append(buffer.size)
-        else:
-            views = look(buffer, position)
-            memory.append(views)
-            sizes.append(size(views))
-    return Buffers(memory, device, sizes)
-
-
-def _pieces(memory: Any) -> Sequence[Any]:
-    """At least one, so that somebody else finds out about none."""
-    return memory if isinstance(memory, list | tuple) and memory else (memory,)
-
-
-def _seen(memory: Any, index: int, marks: dict[torch.device, Mark]) -> Any:
-    pieces = _pieces(memory)
-    if isinstance(memory, OnDevice) or not any(
-        _is_tensor(p) or _lies_on_a_device(p) for p in pieces
+def _resolve(memory: Any, index: int, events: dict[torch.device, CudaEvent]) -> Any:
+    """Memory on a device as a `DeviceBlock`; tensors of the host as arrays; the rest as it is."""
+    pieces = memory if isinstance(memory, _PIECES) else (memory,)
+    if isinstance(memory, DeviceBlock) or not any(
+        _is_tensor(piece) or _is_on_device(piece) for piece in pieces
     ):
         return memory
-    if not any(map(_lies_on_a_device, pieces)):
-        seen = [_bytes(piece, index).numpy() if _is_tensor(piece) else piece for piece in pieces]
-        return seen if isinstance(memory, list | tuple) else seen[0]
+    if not any(map(_is_on_device, pieces)):
+        host = [_byte_row(piece, index).numpy() if _is_tensor(piece) else piece for piece in pieces]
+        return host if isinstance(memory, _PIECES) else host[0]
     tensors = [_tensor(piece, index) for piece in pieces]
-    rows = tuple(_bytes(tensor, index) for tensor in tensors)
+    rows = tuple(_byte_row(tensor, index) for tensor in tensors)
     (device, *others) = {row.device for row in rows}
     size = sum(map(len, rows))
     if others:
         raise BadBuffer(f"buffer {index} has pieces on several devices: a block lies on one")
     if size > BLOCK_SIZE_MAX:
         raise TooLarge(f"buffer {index} has {size} bytes, a block at most {BLOCK_SIZE_MAX}")
-    if device not in marks:
-        marks[device] = mark(device)
-    own = {mark(device, stream) for piece in pieces if (stream := _stream(piece)) is not None}
-    return OnDevice(rows, size, (marks[device], *own))
+    if device not in events:  # one for a call: an event costs microseconds
+        events[device] = record_event(device)
+    # Arrays of other libraries name the stream on which their contents become ready.
+    own = {record_event(device, stream) for p in pieces if (stream := _stream(p)) is not None}
+    return DeviceBlock(rows, size, (events[device], *own))
 
 
-def mark(device: torch.device, stream: int | None = None) -> Mark:
-    """Behind what was asked for on a stream, the calling thread's current one or that handle."""
+def record_event(device: torch.device, stream: int | None = None) -> CudaEvent:
+    """Behind the work that is on a stream now: the thread's current one, or that handle's."""
     import torch
 
-    made: Mark = (
+    event: CudaEvent = (
         torch.cuda.current_stream(device)
         if stream is None
         else torch.cuda.ExternalStream(stream, device)
     ).record_event()
-    return made
+    return event
 
 
 def _is_tensor(piece: Any) -> bool:
-    torch = sys.modules.get("torch")  # without it there are none
+    torch = sys.modules.get("torch")  # who has not imported it passes no tensors
     return torch is not None and isinstance(piece, torch.Tensor)
 
 
-def _lies_on_a_device(piece: Any) -> bool:
+def _is_on_device(piece: Any) -> bool:
     if _is_tensor(piece):
         return bool(piece.is_cuda)
     return hasattr(type(piece), "__cuda_array_interface__")
 
 
 def _stream(piece: Any) -> int | None:
-    """The stream that somebody else's array says it is ready on."""
+    """The handle of the stream on which another library's array is ready."""
     return None if _is_tensor(piece) else piece.__cuda_array_interface__.get("stream")
 
 
 def _tensor(piece: Any, index: int) -> torch.Tensor:
     """The piece itself as a tensor, never a copy. Raises BadBuffer."""
-    if not _lies_on_a_device(piece):
+    if not _is_on_device(piece):
         raise BadBuffer(f"buffer {index} has pieces on a device and others: a block lies on one")
     if _is_tensor(piece):
         tensor: torch.Tensor = piece
@@ -303,13 +299,15 @@ def _tensor(piece: Any, index: int) -> torch.Tensor:
             f"buffer {index} lies on a device, which needs torch: pip install 'kvpool[torch]'"
         ) from None
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # no CUDA, odd array
+        from kvpool.device_copy import first_line  # not at the top (design: import-time)
+
         raise BadBuffer(f"buffer {index} cannot be used: {first_line(error)}") from None
-    if tensor.data_ptr() != piece.__cuda_array_interface__["data"][0]:
+    if tensor.data_ptr() != piece.__cuda_array_interface__["data"][0]:  # torch has copied it
         raise BadBuffer(f"buffer {index} lies on another device than torch's current one")
     return tensor
 
 
-def _bytes(tensor: torch.Tensor, index: int) -> torch.Tensor:
+def _byte_row(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """The tensor's own memory as a row of bytes. Raises BadBuffer."""
     import torch
 

@@ -1,9 +1,10 @@
-"""Blocks whose memory lies on a CUDA device: they cross in pinned memory of this client.
+"""Blocks whose memory lies on a CUDA device pass through pinned memory of this client.
 
-A block that is read lands there, is verified there by its transport as ever, and only then goes to
-the device: bytes that nobody has seen cannot be told from wrong ones. A block that is written is
-copied there first. Batches go in rounds: while one is on the network, another one crosses between
-host and device. The memory is taken when a device is used for the first time, and never grows.
+A block that is read arrives in pinned memory, its transport verifies it there as always, and only
+then it is copied to the device: bytes that were never in host memory could not be verified. A
+block that is written is copied to pinned memory first. Batches go in rounds: while one round is on
+the network, another is copied between host and device. The memory is allocated when a device is
+used for the first time, and never grows (design: device-memory).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvpool.client.buffers import OnDevice, Rows
+from kvpool.client.buffers import DeviceBlock, HostRows
 from kvpool.device_copy import Bytes, DeviceCopier, first_line, pinned
 from kvpool.errors import (
     Closed,
@@ -37,111 +38,117 @@ from kvpool.types import ReadResult, ReadStatus, WriteStatus
 if TYPE_CHECKING:
     import torch
 
-#: Bytes in a round. Large enough that a question to a server costs little beside it, small enough
-#: that the first round has come when the last one is asked for.
+#: Bytes in a round. Large enough that a request to a server costs little beside it, small enough
+#: that copying the first round overlaps with receiving the others.
 ROUND: Final = 16 << 20
 #: Rounds of a call that are under way: one on the network, one between host and device.
-_AT_ONCE: Final = 2
-#: How often it is asked whether a device has come to where its caller is.
-_MARK_S: Final = 0.0005
+_ROUNDS_AT_ONCE: Final = 2
+#: How often to ask whether a device has reached its caller's events.
+_POLL_S: Final = 0.0005
 
 
-class _Place(NamedTuple):
-    """Where in pinned memory a block is while it crosses."""
+class StagingSlot(NamedTuple):
+    """Where in pinned memory a block is while it passes through."""
 
     number: int
-    block: OnDevice
+    block: DeviceBlock
     start: int
 
 
 class Staging:
-    """The pinned memory of one client, `capacity` bytes, and what copies from and to it."""
+    """The pinned memory of one client, `capacity` bytes, and the copiers from and to it.
+
+    A round first allocates its slots, then fills them, then empties them, and frees them however
+    it ends. Two rounds of a call run at a time.
+    """
 
     def __init__(self, capacity: int, counters: Counter[str]) -> None:
         self._capacity = capacity
         self._counters = counters
         self._array: Bytes | None = None
-        self._taken: dict[int, int] = {}  # where, how much
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
-        self._making = asyncio.Lock()
+        self._used: dict[int, int] = {}  # sizes of what is allocated, by where it starts
+        self._allocating = asyncio.Lock()
+        self._space_freed = asyncio.Event()
+        self._preparing = asyncio.Lock()
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._closed = False
 
     async def read(
         self,
-        blocks: Mapping[int, OnDevice],
-        fetch: Callable[[Rows], Awaitable[Mapping[int, ReadResult]]],
+        blocks: Mapping[int, DeviceBlock],
+        fetch: Callable[[HostRows], Awaitable[Mapping[int, ReadResult]]],
         deadline: float,
     ) -> Mapping[int, ReadResult]:
         """Have `fetch` fill rows of the host, one round at a time, and bring hits to the device.
 
-        When it returns a hit, the device has the block. However it ends, nothing is written to
-        the blocks' memory any more.
+        When it returns a hit, the device has the block. However it ends, nothing writes to the
+        blocks' memory any more.
         """
         results = dict.fromkeys(blocks, ReadResult(ReadStatus.DEADLINE))
         rounds, fetching = iter(self._rounds(blocks)), asyncio.Lock()
 
-        async def some() -> None:
+        async def run_rounds() -> None:
             for numbers in rounds:
                 try:
-                    async with self._room(blocks, numbers, deadline) as places:
+                    async with self._allocate(blocks, numbers, deadline) as slots:
                         async with fetching:
-                            found = await fetch(self._rows(places))
+                            found = await fetch(self._rows(slots))
                         hits = []
-                        for place in places:
-                            result = found[place.number]
-                            if result.status.hit:
-                                hits.append((place, result.size))
+                        for slot in slots:
+                            result = found[slot.number]
+                            if result.status is ReadStatus.HIT:
+                                hits.append((slot, result.size))
                             else:
-                                results[place.number] = result
-                        await _passed([place.block for place, _ in hits], deadline)
-                        await self._cross(hits, deadline, to_host=False)
+                                results[slot.number] = result
+                        # Before the first byte: its owner's work may still use that memory.
+                        await _wait_for_stream([slot.block for slot, _ in hits], deadline)
+                        await self._transfer(hits, deadline, to_host=False)
                         results.update(found)
                 except DeadlineExceeded:
                     continue
 
-        await _side_by_side(some)
+        await _run_two(run_rounds)
         return results
 
     async def write(
         self,
-        blocks: Mapping[int, OnDevice],
-        send: Callable[[Rows], Awaitable[Mapping[int, WriteStatus]]],
+        blocks: Mapping[int, DeviceBlock],
+        send: Callable[[HostRows], Awaitable[Mapping[int, WriteStatus]]],
         deadline: float,
     ) -> Mapping[int, WriteStatus]:
         """Bring blocks from the device, in order, and have `send` take them from the host."""
         statuses = dict.fromkeys(blocks, WriteStatus.DEADLINE)
         rounds, filling, sending = iter(self._rounds(blocks)), asyncio.Lock(), asyncio.Lock()
 
-        async def some() -> None:
+        async def run_rounds() -> None:
             for numbers in rounds:
                 try:
-                    async with self._room(blocks, numbers, deadline) as places:
-                        # Locks let nobody past who came first: parents are sent before children.
+                    async with self._allocate(blocks, numbers, deadline) as slots:
+                        # Locks are fair, so rounds stay in order: parents before children.
                         async with filling:
-                            whole = [(place, place.block.size) for place in places]
-                            await self._cross(whole, deadline, to_host=True)
+                            whole = [(slot, slot.block.size) for slot in slots]
+                            await self._transfer(whole, deadline, to_host=True)
                         async with sending:
-                            statuses.update(await send(self._rows(places)))
+                            statuses.update(await send(self._rows(slots)))
                 except DeadlineExceeded:
                     continue
 
         try:
-            await _passed(blocks.values(), deadline)  # holding nothing that others wait for
+            # Before anything is allocated: other calls must not wait for this one's stream.
+            await _wait_for_stream(blocks.values(), deadline)
         except DeadlineExceeded:
             return statuses
-        await _side_by_side(some)
+        await _run_two(run_rounds)
         return statuses
 
     def close(self) -> None:
-        """Running calls end with Closed; waits for the steps that their copies are at."""
+        """Running calls end with Closed. Waits for the copies that have begun."""
         self._closed = True
         for copier in self._copiers.values():
             copier.close()
         self._array = None
 
-    def _rounds(self, blocks: Mapping[int, OnDevice]) -> list[list[int]]:
+    def _rounds(self, blocks: Mapping[int, DeviceBlock]) -> list[list[int]]:
         """Consecutive blocks, up to ROUND bytes together, or one larger one."""
         rounds: list[list[int]] = []
         held = 0
@@ -159,57 +166,58 @@ class Staging:
         return rounds
 
     @asynccontextmanager
-    async def _room(
-        self, blocks: Mapping[int, OnDevice], numbers: Sequence[int], deadline: float
-    ) -> AsyncIterator[list[_Place]]:
-        """Places for these blocks, one behind the other. Raises DeadlineExceeded."""
+    async def _allocate(
+        self, blocks: Mapping[int, DeviceBlock], numbers: Sequence[int], deadline: float
+    ) -> AsyncIterator[list[StagingSlot]]:
+        """Slots for these blocks, one behind the other. Raises DeadlineExceeded."""
         size = sum(blocks[number].size for number in numbers)
         start: int | None = None
         try:
-            async with _in_time(deadline):
-                await self._make({blocks[number].device for number in numbers})
-                async with self._turn:  # a large round is not passed for ever by small ones
+            async with _until(deadline):
+                await self._prepare({blocks[number].device for number in numbers})
+                # One waits for space at a time, or small rounds would starve a large one.
+                async with self._allocating:
                     while (start := self._gap(size)) is None:
-                        self._freed.clear()
-                        await self._freed.wait()
-                    self._taken[start] = size
-            places, at = [], start
+                        self._space_freed.clear()
+                        await self._space_freed.wait()
+                    self._used[start] = size
+            slots, at = [], start
             for number in numbers:
-                places.append(_Place(number, blocks[number], at))
+                slots.append(StagingSlot(number, blocks[number], at))
                 at += blocks[number].size
-            yield places
+            yield slots
         finally:
             if start is not None:
-                del self._taken[start]
-                self._freed.set()
+                del self._used[start]
+                self._space_freed.set()
 
     def _gap(self, size: int) -> int | None:
-        """Where so many bytes are free."""
+        """The first place where so many bytes are free; None while there is none."""
         start = 0
-        for other, taken in sorted(self._taken.items()):
+        for other, taken in sorted(self._used.items()):
             if other - start >= size:
                 break
             start = other + taken
         return start if start + size <= self._capacity else None
 
-    def _rows(self, places: Iterable[_Place]) -> Rows:
+    def _rows(self, slots: Iterable[StagingSlot]) -> HostRows:
         memory = self._memory()
-        return {p.number: (memory[p.start : p.start + p.block.size].data,) for p in places}
+        return {s.number: (memory[s.start : s.start + s.block.size].data,) for s in slots}
 
     def _memory(self) -> Bytes:
         if self._array is None:
             raise Closed("the pool is closed")
         return self._array
 
-    async def _make(self, devices: Iterable[torch.device]) -> None:
-        """Have the memory and a copier for each device. Raises ConfigError when it cannot be."""
-        async with self._making:
+    async def _prepare(self, devices: Iterable[torch.device]) -> None:
+        """Allocate the memory, and a copier for each device. Raises ConfigError when that fails."""
+        async with self._preparing:
             for device in devices:
                 if self._closed:
                     raise Closed("the pool is closed")
                 if device not in self._copiers:
                     try:
-                        made = await asyncio.to_thread(self._made, device)
+                        made = await asyncio.to_thread(self._create, device)
                     except RuntimeError as error:
                         raise ConfigError(
                             f"{self._capacity} bytes of pinned host memory for {device} cannot be "
@@ -220,57 +228,60 @@ class Staging:
                         raise Closed("the pool is closed")
                     self._array, self._copiers[device] = made
 
-    def _made(self, device: torch.device) -> tuple[Bytes, DeviceCopier]:
-        """In a thread: pinning takes as long as touching it all."""
+    def _create(self, device: torch.device) -> tuple[Bytes, DeviceCopier]:
+        """In a thread: pinning takes as long as touching every page."""
         array = self._array
         if array is None:
             array = pinned(self._capacity, device).numpy()
-        return array, DeviceCopier(device, _AT_ONCE)
+        return array, DeviceCopier(device, _ROUNDS_AT_ONCE)
 
-    async def _cross(
-        self, moves: Sequence[tuple[_Place, int]], deadline: float, *, to_host: bool
+    async def _transfer(
+        self, moves: Sequence[tuple[StagingSlot, int]], deadline: float, *, to_host: bool
     ) -> None:
-        """Copy so many bytes of each place. Raises DeadlineExceeded; Unavailable: the device."""
+        """Copy so many bytes of each slot. Raises DeadlineExceeded, and Unavailable for CUDA."""
         memory = self._memory()
-        async with _in_time(deadline):
-            for device, rows, start, size in _joined(moves):
+        async with _until(deadline):
+            for device, rows, start, size in _contiguous(moves):
                 copier = self._copiers[device]
                 await copier.copy(rows, memory[start : start + size], to_host=to_host)
                 self._counters[f"staged_{'write' if to_host else 'read'}_bytes"] += size
 
 
-async def _passed(blocks: Iterable[OnDevice], deadline: float) -> None:
-    """Wait until the device has come to where the blocks' owner was. Raises DeadlineExceeded."""
-    # Asked, not waited for in a thread: nothing has begun, so a caller may give up at any time,
-    # whatever the device is busy with. A device sets no events of ours.
+async def _wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> None:
+    """Wait until the device has reached the blocks' events. Raises DeadlineExceeded.
+
+    Raises Unavailable when the work before them failed.
+    """
+    # Polled, and not waited for in a thread: no copy has begun, so the call can be cancelled at
+    # any time, however long the device is busy. CUDA cannot wake a loop.
     try:
-        async with _in_time(deadline):
-            for mark in {mark for block in blocks for mark in block.after}:
-                while not mark.query():  # noqa: ASYNC110
-                    await asyncio.sleep(_MARK_S)
-    except RuntimeError as error:  # of the work that the owner gave it
+        async with _until(deadline):
+            for event in {event for block in blocks for event in block.ready_events}:
+                while not event.query():  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+    except RuntimeError as error:
         raise Unavailable(f"device: {first_line(error)}") from None
 
 
-def _joined(
-    moves: Iterable[tuple[_Place, int]],
+def _contiguous(
+    moves: Iterable[tuple[StagingSlot, int]],
 ) -> Iterator[tuple[torch.device, list[torch.Tensor], int, int]]:
-    """What lies together on the host is copied at once."""
+    """Moves that lie side by side in pinned memory, joined: one copy instead of several."""
     rows: list[torch.Tensor] = []
     start = held = 0
-    for place, size in moves:
-        if rows and (place.block.device != rows[0].device or place.start != start + held):
+    for slot, size in moves:
+        if rows and (slot.block.device != rows[0].device or slot.start != start + held):
             yield rows[0].device, rows, start, held
             rows = []
         if not rows:
-            start, held = place.start, 0
-        rows += _beginning(place.block, size)
+            start, held = slot.start, 0
+        rows += _first_bytes(slot.block, size)
         held += size
     if rows:
         yield rows[0].device, rows, start, held
 
 
-def _beginning(block: OnDevice, size: int) -> Iterator[torch.Tensor]:
+def _first_bytes(block: DeviceBlock, size: int) -> Iterator[torch.Tensor]:
     """The first `size` bytes: a block may be smaller than the memory it is read into."""
     for row in block.rows:
         if size <= 0:
@@ -279,23 +290,20 @@ def _beginning(block: OnDevice, size: int) -> Iterator[torch.Tensor]:
         size -= len(row)
 
 
-async def _side_by_side(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Do it twice at once, until both have ended."""
+async def _run_two(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run it twice at the same time, until both have ended."""
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(_AT_ONCE):
+            for _ in range(_ROUNDS_AT_ONCE):
                 group.create_task(work())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
 @asynccontextmanager
-async def _in_time(deadline: float) -> AsyncIterator[None]:
+async def _until(deadline: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout_at(deadline):
             yield
     except TimeoutError:
         raise DeadlineExceeded("the device's copies did not end in time") from None
-
-
-# --- what callers pass ------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Where blocks were last seen, so that the next read of one can go there straight away.
+"""Where blocks were lately, so that the next read of a block can go there without a master.
 
-A read without a match is two round trips: a master says where, a server gives what. For a block
-that this client has written or read lately the first one is spared. A sighting is advice, as a
-match is: the server decides what it has, and whoever is not found where it was last is looked for
-as if nothing had been known. So it can be wrong at the cost of one question, and never of a byte.
+A read without a match takes two round trips: a master names servers, a server sends blocks. For a
+block that this client has written or read lately the first one is saved (design: location-cache).
+What is cached is advice, as a match is: the server decides what it has, and a block that is not
+where it was is looked up as if it had not been cached. A wrong entry costs one request, never a
+wrong byte.
 """
 
 from __future__ import annotations
@@ -14,52 +15,56 @@ from typing import Final, NamedTuple
 from kvpool.types import Namespace
 
 #: Blocks that one client remembers; each takes about 200 bytes.
-SIGHTINGS_MAX: Final = 32_768
+LOCATIONS_MAX: Final = 32_768
 
 
-class Sighting(NamedTuple):
-    """One server had these blocks, and nobody else if `alone`; shared by all of a batch."""
+class CachedLocation(NamedTuple):
+    """One server had these blocks; no other had them if `sole_replica`. Shared by a batch."""
 
     namespace: Namespace
     server: str
-    alone: bool
+    sole_replica: bool
 
 
-class Sightings:
-    """A bounded memory in two halves: when the younger is full, the older is forgotten."""
+class LocationCache:
+    """At most `limit` blocks, in two generations: when the young one is full, the old one goes.
 
-    def __init__(self, limit: int = SIGHTINGS_MAX) -> None:
-        self._half = limit // 2
-        self._young: dict[bytes, Sighting] = {}
-        self._old: dict[bytes, Sighting] = {}
+    So an entry is dropped after between half of `limit` and `limit` later ones, and nothing is
+    counted or moved when it is used.
+    """
+
+    def __init__(self, limit: int = LOCATIONS_MAX) -> None:
+        self._generation_max = limit // 2
+        self._young: dict[bytes, CachedLocation] = {}
+        self._old: dict[bytes, CachedLocation] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def saw(self, sighting: Sighting, digests: Iterable[bytes]) -> None:
+    def put(self, location: CachedLocation, digests: Iterable[bytes]) -> None:
         """These blocks are there, or were a moment ago.
 
-        Those of several parts are not remembered: only a master knows whether all of them are.
+        Blocks of several parts are not kept: only a master knows whether every part is there.
         """
-        if sighting.namespace.parts > 1:
+        if location.namespace.parts > 1:
             return
         for digest in digests:
-            if len(self._young) >= self._half:
+            if len(self._young) >= self._generation_max:
                 self._old, self._young = self._young, {}
-            self._young[digest] = sighting
+            self._young[digest] = location
 
-    def of(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Sighting]:
-        """Where each block was; nothing unless every one of them was seen."""
-        sightings = []
+    def get(self, namespace: Namespace, digests: Sequence[bytes]) -> list[CachedLocation]:
+        """Where each block was; an empty list unless all of them are cached."""
+        locations = []
         for digest in digests:
-            seen = self._young.get(digest) or self._old.get(digest)
-            if seen is None or seen.namespace != namespace:
+            location = self._young.get(digest) or self._old.get(digest)
+            if location is None or location.namespace != namespace:
                 return []
-            sightings.append(seen)
-        return sightings
+            locations.append(location)
+        return locations
 
-    def lost(self, digests: Iterable[bytes]) -> None:
-        """They were not where they had been seen."""
+    def discard(self, digests: Iterable[bytes]) -> None:
+        """They were not there."""
         for digest in digests:
             self._young.pop(digest, None)
             self._old.pop(digest, None)

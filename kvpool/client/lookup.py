@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvpool.client.masters import Masters
@@ -94,42 +94,48 @@ class Lookup:
         return found
 
     async def locate(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        part: int,
-        match: Match | None,
-        deadline: float,
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
     ) -> tuple[list[ReadResult], list[list[str]]]:
-        """For each block the result so far and the servers to ask, best last (they are popped)."""
-        # What a match does not cover was not asked for: never a hit, whatever the match says.
-        unknown = ReadStatus.NO_MASTER if match is None else match.stopped
-        unknown = ReadStatus.NEVER_WRITTEN if unknown.hit else unknown
-        results = [ReadResult(unknown)] * len(digests)
-        places: list[list[str]] = [[] for _ in digests]
+        """For each block the result so far, and the servers to ask, best last (they are popped).
+
+        Blocks that no master was asked about, because none answered, are misses: NO_MASTER.
+        """
+        results = [ReadResult(ReadStatus.NO_MASTER)] * len(digests)
         runs: list[Run] = []
-        if match is not None:
-            runs = list(match.runs)
-        else:
-            for first in range(0, len(digests), _FIND_KEYS):
-                batch = digests[first : first + _FIND_KEYS]
-                try:
-                    packed = b"".join(batch)
-                    found = await self._find(namespace, packed, len(batch[0]), False, deadline)
-                    runs += _runs(found, first, len(batch))
-                except Unavailable:
-                    break
-                found_at = {i for run in runs for i in range(run.first, run.last + 1)}
-                misses = iter(found.misses)
-                for position in range(first, first + len(batch)):
-                    if position not in found_at:
-                        results[position] = ReadResult(_miss(next(misses, 0)))
+        for first in range(0, len(digests), _FIND_KEYS):
+            batch = digests[first : first + _FIND_KEYS]
+            try:
+                packed = b"".join(batch)
+                found = await self._find(namespace, packed, len(batch[0]), False, deadline)
+                batch_runs = _runs(found, first, len(batch))
+            except Unavailable:
+                break
+            runs += batch_runs
+            found_at = {i for run in batch_runs for i in range(run.first, run.last + 1)}
+            misses = iter(found.misses)
+            for position in range(first, first + len(batch)):
+                if position not in found_at:
+                    results[position] = ReadResult(_miss(next(misses, 0)))
+        return results, self._candidates(runs, part, len(digests))
+
+    def locate_in(
+        self, match: Match, part: int, count: int
+    ) -> tuple[list[ReadResult], list[list[str]]]:
+        """The same, from a match of the first `count` blocks or more."""
+        # What a match does not cover was not asked for: never a hit, whatever the match says.
+        unknown = ReadStatus.NEVER_WRITTEN if match.stopped is ReadStatus.HIT else match.stopped
+        return [ReadResult(unknown)] * count, self._candidates(match.runs, part, count)
+
+    def _candidates(self, runs: Iterable[Run], part: int, count: int) -> list[list[str]]:
+        """The servers that have each of `count` blocks, best last."""
+        candidates: list[list[str]] = [[] for _ in range(count)]
         for run in runs:
-            here = (replica.server for replica in run.replicas if replica.part == part)
-            servers = self._servers.best_first(here)[::-1]
-            for position in range(run.first, min(run.last + 1, len(digests))):
-                places[position] = list(servers)
-        return results, places
+            servers = [replica.server for replica in run.replicas if replica.part == part]
+            if len(servers) > 1:
+                servers = self._servers.rank(servers)[::-1]
+            for position in range(run.first, min(run.last + 1, count)):
+                candidates[position] = servers[:]  # of its own: each block pops from its list
+        return candidates
 
     async def _find(
         self, namespace: Namespace, packed: bytes, size: int, prefix: bool, deadline: float

@@ -1,10 +1,11 @@
-"""Which of several paths to a server is the faster one, found out on calls that are made anyway.
+"""Which of several paths to another host is the faster one, measured on calls that are made anyway.
 
-Paths inside a host are not compared: memory that both sides map beats a wire. Of those that lead
-to other hosts the first is taken until another was measured to be clearly faster. To measure, a
-few large calls, one at a time, take the other path, once it is connected; the first of them warms
-it up and does not count. The verdict compares what both did in the same moments, so a busy minute
-says nothing against either. A path that lost is tried again, ever more rarely.
+Paths inside a host are not compared: memory that both sides map beats a network. Of the remote
+paths the first is taken until another was measured to be clearly faster. To measure, a few large
+calls, one at a time, take the other path, once it is connected; the first of them warms it up and
+does not count. Both paths are compared over the same moments, so a busy minute does not count
+against either. A path that was slower is tried again, more and more rarely
+(design: path-selection).
 
 Pure: no clock and no I/O; `now` is in seconds, of any origin.
 """
@@ -18,34 +19,42 @@ from typing import Final, Generic, TypeVar
 
 P = TypeVar("P", bound=Hashable)
 
-#: A call that moves fewer bytes says more about latency than about speed.
+#: A call that moves fewer bytes measures latency more than speed.
 LARGE: Final = 4 << 20
-#: Calls that make a verdict; a trial is one longer.
+#: Calls that are compared; a trial is one call longer.
 CALLS: Final = 3
-#: A path must be this much faster than the one that is taken.
+#: A path must be this much faster than the best one, to replace it.
 GAIN: Final = 1.25
-#: After a trial the next one is so far away, doubling up to the second value while nothing changes.
+#: Time from one trial to the next, doubling up to the second value while the best path stays.
 AGAIN_S: Final = 30.0
 AGAIN_S_MAX: Final = 1800.0
 
 
-class Choice(Generic[P]):
-    """The paths to one server, and what they have done so far."""
+class PathSelector(Generic[P]):
+    """The remote paths to one server, and how fast they were.
+
+    | state   | `candidate`                 | `select` of a large call | leaves it when           |
+    |---------|-----------------------------|--------------------------|--------------------------|
+    | settled | the next path, but None     | `best`, or the candidate | a call takes the         |
+    |         | before `next_trial_at`      | if it is connected       | candidate                |
+    | trial   | the path that is tried      | the candidate, while no  | `CALLS + 1` calls ended, |
+    |         |                             | other call is on it      | or one failed            |
+    """
 
     def __init__(self, paths: Sequence[P]) -> None:
         self._paths = list(paths)
         self._rates: dict[P, deque[float]] = {path: deque(maxlen=CALLS) for path in paths}
         self._trial: P | None = None
-        self._left = 0
-        self._out = False
-        self._turn = 0
-        self._due = 0.0
+        self._calls_left = 0
+        self._trial_running = False  # one call of the trial is under way
+        self._next_path = 0
+        self._next_trial_at = 0.0
         self._again_s = AGAIN_S
         #: The path that is taken.
         self.best: P = self._paths[0]
 
     def __repr__(self) -> str:
-        return f"<Choice {self.best!r} of {len(self._paths)}>"
+        return f"<PathSelector {self.best!r} of {len(self._paths)}>"
 
     @property
     def paths(self) -> list[P]:
@@ -56,69 +65,78 @@ class Choice(Generic[P]):
         """The path that the next large call is a trial of, once it is connected."""
         if self._trial is not None:
             return self._trial
-        enough = len(self._rates[self.best]) == CALLS  # something to compare with
+        measured = len(self._rates[self.best]) == CALLS  # something to compare with
         others = [path for path in self._paths if path != self.best]
-        return others[self._turn % len(others)] if others and enough and now >= self._due else None
+        if not others or not measured or now < self._next_trial_at:
+            return None
+        return others[self._next_path % len(others)]
 
-    def order(self, size: int, now: float, connected: Container[P]) -> list[P]:
-        """Whom to ask to move `size` bytes; the others are for when it fails.
+    def select(self, size: int, now: float, connected: Container[P]) -> list[P]:
+        """The paths for a call that moves `size` bytes; those behind the first are for failures.
 
-        When the first is not `best`, this call is a trial: `moved` or `gave_up` must be told.
+        Changes the state when the first is not `best`: then the call is one of a trial, and
+        `record` or `record_failure` must follow.
         """
         first = [self.best]
         candidate = self.candidate(now)
-        if size >= LARGE and not self._out and candidate is not None and candidate in connected:
+        if (
+            size >= LARGE
+            and not self._trial_running
+            and candidate is not None
+            and candidate in connected
+        ):
             if self._trial is None:
                 self._trial = candidate
-                self._left = CALLS + 1
+                self._calls_left = CALLS + 1
                 self._rates[candidate].clear()
-            self._out = True
+            self._trial_running = True
             first = [candidate, self.best]
         return first + [path for path in self._paths if path not in first]
 
-    def moved(self, path: P, size: int, seconds: float, now: float) -> bool:
-        """A call over `path` took so long; True when it decided that another path is `best`.
+    def record(self, path: P, size: int, seconds: float, now: float) -> bool:
+        """A call over `path` took so long; True when another path became `best` by it.
 
-        One that is not of these, such as shared memory on the server's own host, is compared with
-        none of them.
+        A path that is not one of these, such as shared memory inside the server's host, is not
+        compared with them.
         """
         if path not in self._rates:
             return False
         trial = path == self._trial
         if trial:
-            self._out = False
+            self._trial_running = False
         if size < LARGE or seconds <= 0:
             return False
         if trial:
-            self._left -= 1
-        if not trial or self._left < CALLS:  # the first of a trial warms it up
+            self._calls_left -= 1
+        if not trial or self._calls_left < CALLS:  # the first of a trial warms it up
             self._rates[path].append(size / seconds)
-        return trial and self._left == 0 and self._judge(path, now)
+        return trial and self._calls_left == 0 and self._compare(path, now)
 
-    def gave_up(self, path: P, now: float) -> None:
-        """A call over `path` failed, or was left, or it could not be connected."""
+    def record_failure(self, path: P, now: float) -> None:
+        """A call over `path` failed or was cancelled, or the path could not be connected."""
         if path == self.candidate(now):
-            self._end(now, self._again_s * 2)
+            self._end_trial(now, self._again_s * 2)
 
     def check(self) -> None:
         """The invariants: a trial is of another path, and no longer than it may be."""
         assert self.best in self._rates
         assert self._trial is None or self._trial != self.best
-        assert self._trial is not None or not self._out
-        assert 0 <= self._left <= CALLS + 1
+        assert self._trial is not None or not self._trial_running
+        assert 0 <= self._calls_left <= CALLS + 1
 
-    def _judge(self, path: P, now: float) -> bool:
+    def _compare(self, path: P, now: float) -> bool:
+        # The median: one call that had to wait for another must not decide.
         new, old = (statistics.median(self._rates[one]) for one in (path, self.best))
         faster = new > GAIN * old
         if faster:
             self.best = path
-        self._end(now, AGAIN_S if faster else self._again_s * 2)
+        self._end_trial(now, AGAIN_S if faster else self._again_s * 2)
         return faster
 
-    def _end(self, now: float, again_s: float) -> None:
-        self._turn += 1
-        self._due = now + self._again_s
+    def _end_trial(self, now: float, again_s: float) -> None:
+        self._next_path += 1
+        self._next_trial_at = now + self._again_s
         self._again_s = min(again_s, AGAIN_S_MAX)
         self._trial = None
-        self._out = False
-        self._left = 0
+        self._trial_running = False
+        self._calls_left = 0

@@ -1,7 +1,7 @@
-"""The client: what a program calls. It asks a master where, and servers what.
+"""The client: what a program calls. It asks masters where blocks are, and servers for the blocks.
 
 Here calls are checked and get their deadline; `lookup.py` asks masters, `reader.py` and
-`writer.py` move blocks. A miss is an answer, never an exception; exceptions are for calls that
+`writer.py` move blocks. A miss is a result, never an exception; exceptions are for calls that
 are wrong in themselves.
 """
 
@@ -14,16 +14,15 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from kvpool import registry
-from kvpool.client import buffers as pieces
-from kvpool.client.buffers import Seen, split
-from kvpool.client.device_staging import Staging
-from kvpool.client.location_cache import Sightings
+from kvpool.client.buffers import BufferLike, as_views, normalize_buffers
+from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.reader import Reader
-from kvpool.client.servers import Servers, together
+from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.writer import Writer
 from kvpool.config import ClientConfig, transport_settings
 from kvpool.errors import (
@@ -67,6 +66,9 @@ from kvpool.types import (
     check_session,
 )
 from kvpool.wire import messages as wire
+
+if TYPE_CHECKING:
+    from kvpool.client.device_staging import Staging
 
 
 async def connect(
@@ -116,7 +118,7 @@ class Pool:
         transports: Mapping[str, Transport],
         owns_network: bool = False,
         host: Host | None = None,
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._config = config
         self._network = network
@@ -129,13 +131,13 @@ class Pool:
         host = host or this_host()
         counters = self.counters
         self._servers = servers = Servers(
-            config, cluster, host, transports, self._masters, counters, chance
+            config, cluster, host, transports, self._masters, counters, rng
         )
-        self._staging = staging = Staging(config.device_staging, counters)
-        sightings = Sightings()
+        self._device_staging: Staging | None = None
+        locations = LocationCache()
         self._lookup = lookup = Lookup(self._masters, servers)
-        self._reader = Reader(config, lookup, servers, sightings, staging, counters)
-        self._writer = Writer(host.id, self._masters, servers, sightings, staging, counters)
+        self._reader = Reader(config, lookup, servers, locations, self._staging, counters)
+        self._writer = Writer(host.id, self._masters, servers, locations, self._staging, counters)
 
     def __repr__(self) -> str:
         return f"<Pool {'closed' if self._closed else 'open'} {self._servers!r}>"
@@ -181,7 +183,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Seen],
+        buffers: Sequence[BufferLike],
         *,
         part: int = 0,
         match: Match | None = None,
@@ -198,11 +200,11 @@ class Pool:
         a device fails.
         """
         deadline = self._begin(timeout)
-        check_digests(digests)
         _check_part(namespace, part)
+        check_digests(digests)
         if len(buffers) != len(digests):
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
-        target = split(buffers, pieces.writable)
+        target = normalize_buffers(buffers, writable=True)
         results = await self._reader.read(namespace, part, digests, target, match, deadline)
         for position, result in enumerate(results):
             if result.status is ReadStatus.BUFFER_TOO_SMALL:
@@ -228,8 +230,8 @@ class Pool:
         misses with the reason REFUSED: use `read`. The memory is read-only.
         """
         deadline = self._begin(timeout)
-        check_digests(digests)
         _check_part(namespace, part)
+        check_digests(digests)
         async with self._reader.read_view(namespace, part, digests, match, deadline) as views:
             yield views
 
@@ -239,7 +241,7 @@ class Pool:
         self,
         namespace: Namespace,
         digests: Sequence[bytes],
-        buffers: Sequence[Seen],
+        buffers: Sequence[BufferLike],
         *,
         parent: bytes = ROOT,
         parents: Sequence[bytes] | None = None,
@@ -266,19 +268,22 @@ class Pool:
         how many seconds its next prompt is expected, as `hint` does, but in time for this write.
         """
         deadline = self._begin(timeout)
-        size = check_digests(digests)
         _check_part(namespace, part)
-        session_hint = _tag(session, resume_in)
+        session_hint = _session_hint(session, resume_in)
         if not 1 <= copies <= COPIES_MAX:
             raise UsageError(f"copies is {copies}, expected 1 to {COPIES_MAX}")
         if len(buffers) != len(digests):
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
-        if parents is None:
+        size = check_digests(digests)
+        if parents is not None:
+            _check_parents(parents, digests, size)
+        else:
+            # Keys that passed their check can be each other's parents; only the first is new.
+            _check_parents([parent], digests[:1], size)
             parents = [parent, *digests[:-1]]
-        _check_parents(parents, digests, size)
-        source = split(buffers, pieces.readable)
-        writing = WriteOptions(namespace, part, visible, session_hint)
-        statuses = await self._writer.write(writing, digests, parents, source, copies, deadline)
+        source = normalize_buffers(buffers, writable=False)
+        options = WriteOptions(namespace, part, visible, session_hint)
+        statuses = await self._writer.write(options, digests, parents, source, copies, deadline)
         for position, status in enumerate(statuses):
             if status is WriteStatus.TOO_LARGE:
                 raise TooLarge(
@@ -302,11 +307,10 @@ class Pool:
         """
         deadline = self._begin(timeout)
         check_digests([digest])
-        (view,) = pieces.readable(buffer, 0)
-        block = WriteBlock(digest, ROOT, (view,), len(view))
-        (status,) = await self._servers.write(
-            server, WriteOptions(namespace, 0, True), [block], deadline
-        )
+        views = as_views(buffer, 0)
+        block = WriteBlock(digest, ROOT, views, sum(map(len, views)))
+        options = WriteOptions(namespace, 0, True)
+        (status,) = await self._writer.write_to(server, options, [block], deadline)
         return status
 
     async def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
@@ -350,7 +354,7 @@ class Pool:
             batch = digests[first : first + BATCH_BLOCKS_MAX]
             # Every living server, not only those in the map: the map may not know yet.
             servers = [m.server for m in await self._servers.refresh(deadline) if m.alive]
-            answers = await together(
+            answers = await gather_errors(
                 [
                     self._servers.call(
                         server, functools.partial(_remove, namespace, batch, deadline), deadline
@@ -370,11 +374,22 @@ class Pool:
             self._closed = True
             await self._servers.close()
             self._masters.close()
-            self._staging.close()
+            if self._device_staging is not None:
+                self._device_staging.close()
             if self._owns_network:
                 self._network.close()
 
     # --- inside --------------------------------------------------------------------------
+
+    def _staging(self) -> Staging:
+        """The pinned memory for blocks on devices; its module loads numpy (design: import-time)."""
+        if self._closed:  # a call that was running when the pool was closed
+            raise Closed("the pool is closed")
+        if self._device_staging is None:
+            from kvpool.client.device_staging import Staging
+
+            self._device_staging = Staging(self._config.device_staging, self.counters)
+        return self._device_staging
 
     def _begin(self, timeout: float | None) -> float:
         """The deadline of a call that starts now. Raises Closed in the wrong place."""
@@ -401,7 +416,7 @@ async def _remove(
     return await channel.remove(namespace, digests, deadline=deadline)
 
 
-def _tag(session: str, resume_in: float | None) -> SessionHint | None:
+def _session_hint(session: str, resume_in: float | None) -> SessionHint | None:
     if resume_in is not None:
         check_resume_in(resume_in)
     if session or resume_in is not None:

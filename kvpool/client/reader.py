@@ -1,8 +1,8 @@
 """How a client reads: from the best server of each block, then from the next one.
 
-A read in one breath: the blocks are grouped by the best server that holds them, each group goes
-down that server's channel into the caller's buffers, and what did not come is asked of the next
-replica, until everything is there or every place has been tried.
+The blocks of a call are grouped by the best server that holds them. Each group is read over that
+server's channel into the caller's buffers; what did not come is read from the next replica, until
+everything is there or every replica has been tried.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import asyncio
 import enum
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool import logs
-from kvpool.client import buffers as pieces
-from kvpool.client.buffers import Buffers, OnDevice, Rows
-from kvpool.client.device_staging import Staging
+from kvpool.client import buffers as memory
+from kvpool.client.buffers import Buffers, DeviceBlock, HostRows
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
-from kvpool.client.location_cache import Sighting, Sightings
+from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
-from kvpool.client.servers import Servers, together
+from kvpool.client.servers import Servers, gather_errors
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
@@ -35,63 +35,115 @@ from kvpool.errors import (
 from kvpool.protocols import Channel, ReadOptions, View
 from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus
 
+if TYPE_CHECKING:
+    from kvpool.client.device_staging import Staging
+
 log = logs.get("kvpool.client")
 
+#: A property of the enum would be called for each block.
+_HIT, _NOT_YET, _CORRUPT = ReadStatus.HIT, ReadStatus.NOT_YET, ReadStatus.CORRUPT
 
-class _FoundBy(enum.Enum):
-    """Who says where the blocks of a read are."""
+
+class LocationSource(enum.Enum):
+    """Who named the servers of a read."""
 
     MATCH = enum.auto()
     MASTER = enum.auto()
-    SIGHTING = enum.auto()
+    CACHE = enum.auto()
+
+
+class Attempt(NamedTuple):
+    """Blocks, by position, that one server is asked for in one message."""
+
+    server: str
+    positions: list[int]
 
 
 @dataclass(slots=True)
-class _Fetch:
-    """One `Pool.read` on its way; lists run parallel to the digests."""
+class ReadState:
+    """One `Pool.read` while it runs; lists run parallel to the digests.
 
-    reading: ReadOptions
+    Each block is in one of these states:
+
+    | state    | `results[i]`       | `candidates[i]` | leaves it when                             |
+    |----------|--------------------|-----------------|--------------------------------------------|
+    | waiting  | reason so far      | not empty       | `next_attempts` takes its next server      |
+    | asked    | reason so far      | those after it  | the server answers, fails or is deferred   |
+    | promoted | NOT_YET            | those after it  | the same server, asked again, has read it  |
+    |          |                    |                 | from its slow tier, or is deferred         |
+    | read     | HIT                | any             | never                                      |
+    | missed   | reason of the miss | empty           | a cached location was wrong: masters are   |
+    |          |                    |                 | asked once, and it is waiting again        |
+
+    A block is asked of one server at a time, so its buffer has one writer (design: hedging).
+    """
+
+    options: ReadOptions
     digests: Sequence[bytes]
-    memory: list[tuple[memoryview, ...]]
-    device: Mapping[int, OnDevice]  # positions whose memory is there
+    host: list[tuple[memoryview, ...]]
+    device: Mapping[int, DeviceBlock]  # positions whose memory is on a device
     sizes: Sequence[int]
     results: list[ReadResult]
-    places: list[list[str]]  # servers to ask, best last
+    candidates: list[list[str]]  # servers to ask, best last
     deadline: float
-    found_by: _FoundBy
-    others: bool = False  # somebody else may have them, too, but it is not known who
-    silent: set[str] = field(default_factory=set)
-    given_up: set[str] = field(default_factory=set)
+    source: LocationSource
+    more_replicas: bool = False  # other servers may have them, too, but it is not known which
+    unresponsive: set[str] = field(default_factory=set)  # each is given `attempt_s` from now on
+    given_up: set[str] = field(default_factory=set)  # not asked again in this read
     corrupt: dict[str, dict[bytes, None]] = field(default_factory=dict)
 
-    def has_others(self, position: int) -> bool:
-        """Whether somebody else may have the block, as far as is known."""
-        return self.others or bool(self.places[position])
+    def next_attempts(self, positions: Iterable[int]) -> list[Attempt]:
+        """Move blocks from waiting to asked."""
+        waiting = [
+            i for i in positions if self.candidates[i] and self.results[i].status is not _HIT
+        ]
+        return group_by_server(waiting, self.candidates, self.sizes) if waiting else []
 
-    def leave(self, server: str, positions: Iterable[int]) -> None:
-        """It was silent: others are asked first, who may be no better; then it is asked again."""
-        self.silent.add(server)
-        if self.found_by is not _FoundBy.SIGHTING:  # a master will name it again
+    def is_hedged(self, attempt: Attempt) -> bool:
+        """Whether to leave that server after `hedge_s`: another replica may exist.
+
+        A server that was left once is not hedged again, or two slow replicas would be asked in
+        turn for ever (design: hedging).
+        """
+        # The blocks of an attempt are alike in this: `group_by_server` keeps the others apart.
+        has_alternatives = self.more_replicas or bool(self.candidates[attempt.positions[0]])
+        return has_alternatives and attempt.server not in self.unresponsive
+
+    def defer(self, server: str, positions: Iterable[int]) -> None:
+        """It was slow: others are asked first, who may be no better; then it is asked again."""
+        self.unresponsive.add(server)
+        if self.source is not LocationSource.CACHE:  # then a master will name it again
             for position in positions:
-                self.places[position].insert(0, server)
+                self.candidates[position].insert(0, server)
+
+    def record(self, attempt: Attempt, answer: Sequence[ReadResult]) -> list[bytes]:
+        """Keep what a server answered; the digests of the hits."""
+        hits = []
+        for position, result in zip(attempt.positions, answer, strict=True):
+            self.results[position] = result
+            if result.status is _HIT:
+                hits.append(self.digests[position])
+            elif result.status is _CORRUPT:
+                self.corrupt.setdefault(attempt.server, {})[self.digests[position]] = None
+        return hits
 
 
 class Reader:
-    """Reads of one client."""
+    """Reads of one client. `staging` makes the pinned memory when a read first needs it."""
 
     def __init__(
         self,
         config: ClientConfig,
         lookup: Lookup,
         servers: Servers,
-        sightings: Sightings,
-        staging: Staging,
+        locations: LocationCache,
+        staging: Callable[[], Staging],
         counters: Counter[str],
     ) -> None:
         self._config = config
         self._lookup = lookup
         self._servers = servers
-        self._sightings = sightings
+        self._locations = locations
         self._staging = staging
         self._counters = counters
         self._loop = asyncio.get_running_loop()
@@ -106,21 +158,26 @@ class Reader:
         deadline: float,
     ) -> list[ReadResult]:
         """As `Pool.read`, except that a buffer that is too small is one of the results."""
-        found_by = _FoundBy.MASTER if match is None else _FoundBy.MATCH
-        seen = self._sightings.of(namespace, digests) if match is None else []
-        if seen:
-            found_by = _FoundBy.SIGHTING
-            results = [ReadResult(ReadStatus.NOT_YET)] * len(seen)
-            places = [[sighting.server] for sighting in seen]
+        cached = self._locations.get(namespace, digests) if match is None else []
+        if match is not None:
+            source = LocationSource.MATCH
+            results, candidates = self._lookup.locate_in(match, part, len(digests))
+        elif cached:
+            source = LocationSource.CACHE
+            results = [ReadResult(_NOT_YET)] * len(cached)
+            candidates = [[location.server] for location in cached]
         else:
-            results, places = await self._lookup.locate(namespace, digests, part, match, deadline)
-        reading = ReadOptions(namespace, part, self._config.verify)
-        fetch = _Fetch(reading, digests, *buffers, results, places, deadline, found_by)
-        fetch.others = not all(sighting.alone for sighting in seen)
-        await self._fetch_all(fetch, range(len(digests)))
-        if seen:
-            await self._fetch_moved(fetch)
-        await self._report_corrupt(fetch)
+            source = LocationSource.MASTER
+            results, candidates = await self._lookup.locate(namespace, part, digests, deadline)
+        options = ReadOptions(namespace, part, self._config.verify)
+        state = ReadState(options, digests, *buffers, results, candidates, deadline, source)
+        if cached:
+            state.more_replicas = not all(location.sole_replica for location in cached)
+        await self._fetch_all(state, range(len(digests)))
+        if cached:
+            await self._refetch_from_masters(state)
+        if state.corrupt:
+            await self._report_corruption(state)
         self._count(results)
         return results
 
@@ -134,191 +191,208 @@ class Reader:
         deadline: float,
     ) -> AsyncIterator[list[View]]:
         """As `Pool.read_view`."""
-        results, places = await self._lookup.locate(namespace, digests, part, match, deadline)
+        if match is not None:
+            results, candidates = self._lookup.locate_in(match, part, len(digests))
+        else:
+            results, candidates = await self._lookup.locate(namespace, part, digests, deadline)
         views = [View(result.status) for result in results]
-        reading = ReadOptions(namespace, part, self._config.verify)
+        options = ReadOptions(namespace, part, self._config.verify)
         async with AsyncExitStack() as stack:
-            missing = [i for i, servers in enumerate(places) if servers]
+            missing = [i for i, servers in enumerate(candidates) if servers]
             while missing:
-                for server, group in _grouped(missing, places, [0] * len(digests)):
-                    wanted = [digests[i] for i in group]
+                for attempt in group_by_server(missing, candidates, [0] * len(digests)):
+                    wanted = [digests[i] for i in attempt.positions]
                     try:
-                        async with InactivityTimer(self._config.attempt_s) as idle_timeout:
-                            channel = await self._servers.viewable(server, deadline)
+                        async with InactivityTimer(self._config.attempt_s) as timer:
+                            channel = await self._servers.zero_copy_channel(
+                                attempt.server, deadline
+                            )
                             shown = await stack.enter_async_context(
                                 channel.read_view(
-                                    reading._replace(idle_timeout=idle_timeout),
-                                    wanted,
-                                    deadline=deadline,
+                                    options._replace(idle_timeout=timer), wanted, deadline=deadline
                                 )
                             )
                     except (Unavailable, PeerError, Overloaded) as error:
-                        shown = [View(_why(error))] * len(group)
-                    for position, view in zip(group, shown, strict=True):
+                        shown = [View(miss_reason(error))] * len(wanted)
+                    for position, view in zip(attempt.positions, shown, strict=True):
                         views[position] = view
-                        if view.status is ReadStatus.NOT_YET:  # on its way from a slow tier
-                            places[position].append(server)
-                missing = [i for i in missing if not views[i].status.hit and places[i]]
+                        if view.status is _NOT_YET:  # on its way from a slow tier: ask again
+                            candidates[position].append(attempt.server)
+                missing = [i for i in missing if views[i].status is not _HIT and candidates[i]]
             self._count([ReadResult(view.status) for view in views])
             yield views
 
     # --- inside --------------------------------------------------------------------------
 
-    async def _fetch(self, fetch: _Fetch, positions: Iterable[int]) -> None:
-        """Read blocks from one server after the other until they are there or no place is left.
-
-        A block is asked of one server at a time, so its buffer has one writer; a server that is
-        silent is left before the next one is asked.
-        """
-        missing = [i for i in positions if not fetch.results[i].status.hit and fetch.places[i]]
-        groups = _grouped(missing, fetch.places, fetch.sizes)
-        if len(groups) == 1:
-            await self._fetch_from(fetch, *groups[0])
-        elif groups:
-            async with asyncio.TaskGroup() as group:
-                for server, batch in groups:
-                    group.create_task(self._fetch_from(fetch, server, batch))
-
-    async def _fetch_moved(self, fetch: _Fetch) -> None:
-        """What was not where it had been seen: let a master say where it is."""
-        missing = [i for i, result in enumerate(fetch.results) if not result.status.hit]
-        if not missing or self._loop.time() >= fetch.deadline:
+    async def _fetch_all(self, state: ReadState, positions: Sequence[int]) -> None:
+        """Blocks for the host's memory as they come, those for a device through pinned memory."""
+        host = [i for i in positions if i not in state.device] if state.device else positions
+        await self._fetch(state, host)
+        device = [i for i in positions if i in state.device and state.candidates[i]]
+        if not device:
             return
-        namespace, part, *_ = fetch.reading
-        digests = [fetch.digests[i] for i in missing]
-        self._sightings.lost(digests)
-        fetch.found_by, fetch.others = _FoundBy.MASTER, False
-        results, places = await self._lookup.locate(namespace, digests, part, None, fetch.deadline)
-        for position, result, servers in zip(missing, results, places, strict=True):
-            fetch.places[position] = [s for s in servers if s not in fetch.given_up]
-            if fetch.places[position] or not servers:
-                fetch.results[position] = result
-        await self._fetch_all(fetch, missing)
 
-    async def _fetch_all(self, fetch: _Fetch, positions: Iterable[int]) -> None:
-        """Blocks for the host's memory as they come, those for a device by way of it."""
-        if not fetch.device:
-            return await self._fetch(fetch, positions)
-        await self._fetch(fetch, [i for i in positions if i not in fetch.device])
-        staged = {i: fetch.device[i] for i in positions if i in fetch.device and fetch.places[i]}
-        if staged:
-            await self._fetch_staged(fetch, staged)
-
-    async def _fetch_staged(self, fetch: _Fetch, blocks: Mapping[int, OnDevice]) -> None:
-        """The same for blocks whose memory lies on a device: rows of the host stand in for it."""
-
-        async def into(rows: Rows) -> Mapping[int, ReadResult]:
+        async def fetch_rows(rows: HostRows) -> Mapping[int, ReadResult]:
             for position, row in rows.items():
-                fetch.memory[position] = row
-            await self._fetch(fetch, rows)
-            return {position: fetch.results[position] for position in rows}
+                state.host[position] = row
+            await self._fetch(state, rows)
+            return {position: state.results[position] for position in rows}
 
-        staged = await self._staging.read(blocks, into, fetch.deadline)
+        blocks = {i: state.device[i] for i in device}
+        staged = await self._staging().read(blocks, fetch_rows, state.deadline)
         for position, result in staged.items():
-            fetch.results[position] = result
+            state.results[position] = result
 
-    async def _fetch_from(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
-        """Ask one server until it has nothing more for us, then the next for what is missing.
+    async def _fetch(self, state: ReadState, positions: Iterable[int]) -> None:
+        """Attempt after attempt, until the blocks are read or have no candidate left."""
+        attempts = state.next_attempts(positions)
+        while len(attempts) == 1:  # nearly always, and then without a task
+            await self._attempt(state, attempts[0])
+            attempts = state.next_attempts(attempts[0].positions)
+        if not attempts:
+            return
+        async with asyncio.TaskGroup() as group:
 
-        A server that is bringing blocks from a slow tier is asked again and again; where another
-        has them, too, it must have something new within `hedge_s`.
+            async def follow(attempt: Attempt) -> None:
+                """One group of blocks from server to server; where they part, in tasks more."""
+                attempts = [attempt]
+                while attempts:
+                    await self._attempt(state, attempts[0])
+                    attempts = state.next_attempts(attempts[0].positions)
+                    for other in attempts[1:]:
+                        group.create_task(follow(other))
+
+            for attempt in attempts:
+                group.create_task(follow(attempt))
+
+    async def _attempt(self, state: ReadState, attempt: Attempt) -> None:
+        """Ask one server, and again for blocks that are NOT_YET, as long as it makes progress.
+
+        While it reads blocks from a slow tier it is asked again and again. Where another server
+        has them, too, it must have a new one within `hedge_s` (design: promotion). Writes ask
+        again in the same shape: `Writer._write_to_server`.
         """
-        touch = self._loop.time()
-        waiting = positions
+        server, waiting = attempt
+        progress_at = self._loop.time()
         while waiting:
-            hedged = fetch.has_others(waiting[0]) and server not in fetch.silent
-            await self._ask(fetch, server, waiting)
+            hedged = state.is_hedged(attempt)
+            hits = state.record(attempt, await self._ask(state, attempt, hedged))
+            if state.source is LocationSource.MASTER and hits:
+                # A match may be old; the cache keeps what a master said just now.
+                sole_replica = not state.candidates[waiting[0]]
+                location = CachedLocation(state.options.namespace, server, sole_replica)
+                self._locations.put(location, hits)
+            still = [i for i in waiting if state.results[i].status is _NOT_YET]
             now = self._loop.time()
-            still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]
             if len(still) < len(waiting):
-                touch = now
+                progress_at = now
             waiting = still
-            if waiting and hedged and now - touch >= self._config.hedge_s:
-                fetch.leave(server, waiting)
+            if waiting and hedged and now - progress_at >= self._config.hedge_s:
+                state.defer(server, waiting)
                 break
-        await self._fetch(fetch, positions)
+            attempt = Attempt(server, waiting)
 
-    async def _ask(self, fetch: _Fetch, server: str, positions: list[int]) -> None:
-        """One question to one server, and what came of it."""
-        blocks = [ReadBlock(fetch.digests[i], fetch.memory[i], fetch.sizes[i]) for i in positions]
-        hedged = fetch.has_others(positions[0]) and server not in fetch.silent
+    async def _ask(self, state: ReadState, attempt: Attempt, hedged: bool) -> list[ReadResult]:
+        """One message to one server, and what came of it; its failure is a result, too."""
+        server, positions = attempt
+        sizes = [state.sizes[i] for i in positions]
+        blocks = [
+            ReadBlock(state.digests[i], state.host[i], size)
+            for i, size in zip(positions, sizes, strict=True)
+        ]
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
-            async with InactivityTimer(silence_s) as idle_timeout:
-                reading = fetch.reading._replace(idle_timeout=idle_timeout)
-                answer = await self._servers.call(
+            async with InactivityTimer(silence_s) as timer:
+                options = state.options._replace(idle_timeout=timer)
+                return await self._servers.call(
                     server,
-                    lambda channel: pieces.read(channel, reading, blocks, fetch.deadline),
-                    fetch.deadline,
-                    sum(fetch.sizes[i] for i in positions),
-                    lambda results: sum(result.size for result in results),
+                    lambda channel: memory.read(channel, options, blocks, state.deadline),
+                    state.deadline,
+                    sum(sizes),
+                    _bytes_read,
                 )
         except (Unavailable, PeerError, Overloaded) as error:
-            answer = [ReadResult(_why(error))] * len(positions)
+            # The timer's exit has waited for the call: nothing writes to the buffers any more,
+            # so the next server may.
             if isinstance(error, ServerUnresponsive):
-                self._servers.silent(server, given_up=not hedged)
+                self._servers.mark_unresponsive(server, given_up=not hedged)
                 if hedged:
-                    fetch.leave(server, positions)
+                    state.defer(server, positions)
                 else:
-                    fetch.silent.add(server)
-                    fetch.given_up.add(server)
-        seen = []
-        for position, result in zip(positions, answer, strict=True):
-            fetch.results[position] = result
-            if result.status is ReadStatus.HIT:
-                seen.append(fetch.digests[position])
-            elif result.status is ReadStatus.CORRUPT:
-                fetch.corrupt.setdefault(server, {})[fetch.digests[position]] = None
-        if fetch.found_by is _FoundBy.MASTER:
-            alone = not fetch.places[positions[0]]
-            self._sightings.saw(Sighting(fetch.reading.namespace, server, alone), seen)
+                    state.unresponsive.add(server)
+                    state.given_up.add(server)
+            return [ReadResult(miss_reason(error))] * len(positions)
 
-    async def _report_corrupt(self, fetch: _Fetch) -> None:
-        namespace, part = fetch.reading.namespace, fetch.reading.part
-        for server, digests in [(s, list(d)) for s, d in fetch.corrupt.items()]:
+    async def _refetch_from_masters(self, state: ReadState) -> None:
+        """Blocks that the cache named wrongly: ask a master, once (design: location-cache)."""
+        missing = [i for i, result in enumerate(state.results) if result.status is not _HIT]
+        if not missing or self._loop.time() >= state.deadline:
+            return
+        digests = [state.digests[i] for i in missing]
+        self._locations.discard(digests)
+        state.source, state.more_replicas = LocationSource.MASTER, False
+        results, candidates = await self._lookup.locate(
+            state.options.namespace, state.options.part, digests, state.deadline
+        )
+        for position, result, servers in zip(missing, results, candidates, strict=True):
+            state.candidates[position] = [s for s in servers if s not in state.given_up]
+            # Where only servers are named that were given up, their failure stays the reason.
+            if state.candidates[position] or not servers:
+                state.results[position] = result
+        await self._fetch_all(state, missing)
+
+    async def _report_corruption(self, state: ReadState) -> None:
+        """Have each server check its copies itself: only the server removes a block."""
+        namespace, part = state.options.namespace, state.options.part
+        for server, digests in [(s, list(d)) for s, d in state.corrupt.items()]:
             log.error("wrong checksum", server=server, blocks=len(digests))
             self._counters["corrupt"] += len(digests)
-            report_corruption = functools.partial(
-                _suspect, namespace, part, digests, fetch.deadline
-            )
-            await together([self._servers.call(server, report_corruption, fetch.deadline)])
+            report = functools.partial(_report_to, namespace, part, digests, state.deadline)
+            await gather_errors([self._servers.call(server, report, state.deadline)])
 
     def _count(self, results: Sequence[ReadResult]) -> None:
-        hits = 0
-        for status, size in results:
-            if status is ReadStatus.HIT:
+        hits = size = 0
+        for result in results:
+            if result.status is _HIT:
                 hits += 1
-                self._counters["read_bytes"] += size
+                size += result.size
             else:
-                self._counters[f"read_{status.name.lower()}"] += 1
+                self._counters[f"read_{result.status.name.lower()}"] += 1
         self._counters["read_hit"] += hits
+        if size:
+            self._counters["read_bytes"] += size
 
 
-def _grouped(
-    missing: Sequence[int], places: list[list[str]], sizes: Sequence[int]
-) -> list[tuple[str, list[int]]]:
+def group_by_server(
+    positions: Sequence[int], candidates: list[list[str]], sizes: Sequence[int]
+) -> list[Attempt]:
     """Take the next server of each block; blocks of one server go together, in batches.
 
-    Those that nobody else has are kept apart: they are worth waiting for.
+    Blocks without another replica are kept apart from those that have one: for them `attempt_s`
+    counts, not `hedge_s`.
     """
     groups: dict[tuple[str, bool], list[int]] = {}
-    for position in missing:
-        server = places[position].pop()
-        groups.setdefault((server, bool(places[position])), []).append(position)
+    for position in positions:
+        server = candidates[position].pop()
+        groups.setdefault((server, bool(candidates[position])), []).append(position)
     return [
-        (server, batch)
-        for (server, _), positions in groups.items()
-        for batch in pieces.batches(positions, sizes)
+        Attempt(server, batch)
+        for (server, _), together in groups.items()
+        for batch in memory.batches(together, sizes)
     ]
 
 
-async def _suspect(
+async def _report_to(
     namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float, channel: Channel
 ) -> list[bool]:
     return await channel.report_corruption(namespace, part, digests, deadline=deadline)
 
 
-def _why(error: KvpoolError) -> ReadStatus:
+def _bytes_read(results: Sequence[ReadResult]) -> int:
+    return sum([result.size for result in results])
+
+
+def miss_reason(error: KvpoolError) -> ReadStatus:
     """The miss that an error means for a reader."""
     if isinstance(error, DeadlineExceeded):
         return ReadStatus.DEADLINE

@@ -1,11 +1,13 @@
-"""How a client reaches masters and servers: which one, by which path, and for how long.
+"""How a client reaches servers: by which path, and what it does when a path or a server fails.
 
-Two kinds of trouble are told apart. A path that *fails* (refused, reset, nonsense) is dropped and
-the next one taken; a server none of whose paths works is left alone for a while. A peer that is
-*silent* (frozen, cut off, overloaded) is not waited for: after `hedge_s` somebody else is asked,
-and when there is nobody else it is given up after `attempt_s`.
+Two kinds of trouble are kept apart. A path that *fails* (refused, reset, nonsense) is closed and
+the next path is taken; a server without a working path is lost for a while (design: backoff). A
+server that is *slow* (frozen, cut off, overloaded) sends nothing for `hedge_s`: then it is asked
+after the others, and when there are no others it is given up after `attempt_s`
+(design: unresponsive-servers).
 
-Where several paths to other hosts work, the faster one is taken, as measured (`paths.py`).
+Where several paths lead to another host, the one that was measured to be faster is taken
+(`path_selector.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvpool import logs
-from kvpool.client import buffers as pieces
+from kvpool.backoff import Backoff
 from kvpool.client.masters import Masters
-from kvpool.client.path_selector import Choice
+from kvpool.client.path_selector import PathSelector
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ConfigError,
@@ -39,27 +41,26 @@ from kvpool.protocols import (
     SupportsReachability,
     SupportsZeroCopyView,
     Transport,
-    WriteOptions,
 )
 from kvpool.runtime import Host
-from kvpool.types import Cluster, Member, WriteBlock, WriteStatus
+from kvpool.types import Cluster, Member
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
 
 T = TypeVar("T")
 
-#: After a server did not answer it is left alone for this long, doubling up to the second value.
-_BACKOFF_S: Final = 0.2
+#: A server that did not answer is avoided for this long, doubling up to the second value.
+_BACKOFF_S: Final = 0.4
 _BACKOFF_S_MAX: Final = 5.0
-#: While a server is left alone, masters are asked this often whether it has come back.
+#: While a server is lost, masters are asked this often whether it has come back.
 _REFRESH_S: Final = 0.5
-#: Servers that a client takes a master's word for.
+#: Members that a client accepts from a master.
 _MEMBERS_MAX: Final = 4096
 
 
-def nothing(_: object) -> int:
-    """What a call moved that moves no blocks."""
+def no_bytes(_: object) -> int:
+    """The byte count of calls without payload."""
     return 0
 
 
@@ -70,27 +71,34 @@ class _Path(NamedTuple):
     address: str
 
 
-class _Server:
-    """What a client knows of one server: how to reach it, and how that went."""
+class ServerRecord:
+    """What a client knows of one server.
 
-    def __init__(self, server: str, rank: float) -> None:
+    | state | while              | `call` does                           | ends with              |
+    |-------|--------------------|---------------------------------------|------------------------|
+    | new   | `paths` is empty   | asks a master for the addresses       | addresses              |
+    | ready | none of the others | takes the best path                   |                        |
+    | slow  | now < `slow_until` | the same; `rank` puts the server last | that time, a new epoch |
+    | lost  | now < `retry_at`   | raises ServerLost without asking it,  | that time, a new epoch |
+    |       |                    | and asks masters every `_REFRESH_S`   |                        |
+
+    `mark_unresponsive` makes a server slow. A call for which no path worked makes it lost and new.
+    A call that succeeds resets the backoff that both states take their time from.
+    """
+
+    def __init__(self, server: str, rng: random.Random) -> None:
         self.server = server
-        self.rank = rank
+        # Of equal servers each client prefers another one, so that replicas share the load.
+        self.preference = rng.random()
+        self.backoff = Backoff(_BACKOFF_S, _BACKOFF_S_MAX, jitter=0.5, rng=rng)
         self.host = ""
         self.epoch = 0
-        self.paths: list[_Path] = []
-        self.far: Choice[_Path] | None = None  # those that lead to other hosts, if there are more
+        self.paths: list[_Path] = []  # best first: those inside this host, then the remote ones
+        self.remote: PathSelector[_Path] | None = None  # where there are several remote paths
         self.channels: dict[_Path, Channel] = {}
         self.connecting = asyncio.Lock()
-        self.retry_at = 0.0  # lost: not asked at all until then
-        self.slow_until = 0.0  # silent: asked last until then
-        self.failures = 0
-
-    def failed(self, chance: random.Random) -> float:
-        """Count one more failure; how long to keep away, jittered."""
-        self.failures += 1
-        backoff_s = min(_BACKOFF_S * 2.0**self.failures, _BACKOFF_S_MAX)
-        return backoff_s * chance.uniform(0.5, 1.0)
+        self.retry_at = 0.0
+        self.slow_until = 0.0
 
 
 class Servers:
@@ -104,54 +112,41 @@ class Servers:
         transports: Mapping[str, Transport],
         masters: Masters,
         counters: Counter[str],
-        chance: random.Random | None,
+        rng: random.Random | None,
     ) -> None:
         self._config = config
         self._cluster = cluster
         self._transports = transports
         self._masters = masters
         self._counters = counters
-        self._chance = chance or random.SystemRandom()
-        self._servers: dict[str, _Server] = {}
+        self._rng = rng or random.SystemRandom()
+        self._records: dict[str, ServerRecord] = {}
         self._host = host
-        self._refreshed = 0.0
-        self._broken: dict[_Path, float] = {}  # a path that failed is tried again after this
-        self._dying: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._refreshed_at = 0.0
+        self._broken_until: dict[_Path, float] = {}  # paths that failed are tried last until then
+        self._closing: set[asyncio.Task[None]] = set()
         self._preparing: dict[_Path, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
-        return f"servers={sorted(self._servers)}"
+        return f"servers={sorted(self._records)}"
 
     async def refresh(self, deadline: float) -> list[Member]:
-        """Ask who is there. A server with a new epoch is another server: its channels go."""
+        """The members that a master knows. Raises MasterLost.
+
+        A server with a new epoch has restarted, empty: its channels are closed, and it is ready.
+        """
         infos: list[wire.MemberInfo] = []
         more = True
         while more:
             after = infos[-1].server if infos else ""
             answer = await self._masters.ask(wire.Members(after), wire.MembersReply, deadline)
             infos += answer.members
-            onward = bool(answer.members) and answer.members[0].server > after
-            more = answer.more and onward and len(infos) < _MEMBERS_MAX
-        self._refreshed = asyncio.get_running_loop().time()
-        members = []
-        for info in infos:
-            fields = {name: getattr(info, name) for name in info.__struct_fields__}
-            fields["addresses"] = tuple(info.addresses)
-            fields["tiers"] = tuple(info.tiers)
-            members.append(Member(**fields))
-            known = self._servers.get(info.server)
-            if known is None:
-                known = _Server(info.server, self._chance.random())
-                self._servers[info.server] = known
-            if known.paths and not info.alive:
-                continue  # a master that has lost touch knows less than we do
-            if known.epoch != info.epoch:
-                known.epoch = info.epoch
-                known.retry_at = known.slow_until = known.failures = 0
-                self._drop_channels(known)
-            known.host = info.host
-            self._find_paths(known, info.addresses)
-        return members
+            # Pages are sorted. A master whose pages do not go on would be asked for ever.
+            goes_on = bool(answer.members) and answer.members[0].server > after
+            more = answer.more and goes_on and len(infos) < _MEMBERS_MAX
+        self._refreshed_at = self._loop.time()
+        return [self._update(info) for info in infos]
 
     async def call(
         self,
@@ -159,177 +154,131 @@ class Servers:
         operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
         size: int = 0,
-        moved: Callable[[T], int] = nothing,
+        bytes_moved: Callable[[T], int] = no_bytes,
     ) -> T:
-        """Run `operation` on the best path that works. Raises ServerLost when none does.
+        """Run `operation` on the best path that works. Raises ServerLost when no path does.
 
         It may run twice: a connection that the server closed while it was idle shows that only
-        when it is used, and says nothing about the server. `size`: the bytes that it moves if
-        all goes well; `moved`: those that it moved, from its result.
+        when it is used, and says nothing about the server. `size`: the bytes that the operation
+        moves if all goes well; `bytes_moved`: those that it moved, from its result.
         """
-        known = await self._known(server, deadline)
-        epoch = known.epoch
+        record = self._records.get(server)
+        if record is None or not record.paths or self._loop.time() < record.retry_at:
+            record = await self._resolve(server, deadline)
+        epoch = record.epoch
         try:
-            return await self._call(known, operation, deadline, size, moved)
+            return await self._call(record, operation, deadline, size, bytes_moved)
         except ServerLost as error:
             lost = error
-        # It may live again, elsewhere. Only when it does not is it left alone: others who ask for
-        # it meanwhile must not be told that it is lost.
+        # It may have restarted elsewhere. It becomes lost only when no master knows of that:
+        # before the answer, other calls to it would get ServerLost from a server that is well.
         with contextlib.suppress(MasterLost):
             await self.refresh(deadline)
-        if known.epoch == epoch:
-            known.retry_at = asyncio.get_running_loop().time() + known.failed(self._chance)
-            known.paths = []  # ask again where it is
+        if record.epoch == epoch:
+            record.retry_at = self._loop.time() + record.backoff.next_delay()
+            record.paths = []
             raise lost
-        return await self._call(known, operation, deadline, size, moved)
+        return await self._call(record, operation, deadline, size, bytes_moved)
 
-    async def _call(
-        self,
-        known: _Server,
-        operation: Callable[[Channel], Awaitable[T]],
-        deadline: float,
-        size: int,
-        moved: Callable[[T], int],
-    ) -> T:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        problem: KvpoolError | None = None
-        order = self._order(known, size)
-        for path in order:
-            for again in (True, False):
-                channel = known.channels.get(path)
-                used = channel is not None
-                started = loop.time()
-                try:
-                    last = path == order[-1]
-                    channel = await self._connected(known, path, deadline, last=last)
-                    result = await operation(channel)
-                except BaseException as error:
-                    if known.far is not None:
-                        known.far.gave_up(path, loop.time())
-                    if not isinstance(error, Unavailable | PeerError):
-                        raise
-                    problem = error
-                    if loop.time() >= deadline:
-                        # A hurried call says nothing about the path; a patient one does.
-                        if deadline - began >= self._config.attempt_s:
-                            self._failed(known, path, channel, error)
-                        raise DeadlineExceeded(f"server {known.server}: {error}") from None
-                    if used and again and isinstance(error, LinkBroken):
-                        continue
-                    self._failed(known, path, channel, error)
-                    break
-                known.failures = 0
-                if known.far is not None:
-                    self._took(known.server, known.far, path, moved(result), started)
-                return result
-        raise ServerLost(f"server {known.server}: {problem or 'no common transport'}")
+    def mark_unresponsive(self, server: str, *, given_up: bool) -> None:
+        """A call to it was cancelled because it sent nothing: for a while it is ranked last.
 
-    def silent(self, server: str, *, given_up: bool) -> None:
-        """It was left in mid-call: for a while, others are asked first.
-
-        One that is given up may be gone without a word (power, cable); its connections go, too.
+        With `given_up` its host may be gone without a word (power, cable): its channels are
+        closed, too.
         """
-        known = self._servers.get(server)
-        if known is not None:
-            now = asyncio.get_running_loop().time()
-            known.slow_until = now + known.failed(self._chance)
+        record = self._records.get(server)
+        if record is not None:
+            now = self._loop.time()
+            record.slow_until = now + record.backoff.next_delay()
             self._counters["hedged"] += not given_up
             if given_up:
-                # Perhaps it is not the server but the wire: another one is taken for a while.
-                for path in known.channels if known.far is not None else ():
+                # The network may be at fault instead: where there are other ways to that host,
+                # they are taken for a while.
+                for path in record.channels if record.remote is not None else ():
                     if not self._transports[path.scheme].same_host:
-                        self._broken[path] = now + _BACKOFF_S_MAX
-                self._drop_channels(known)
+                        self._broken_until[path] = now + _BACKOFF_S_MAX
+                self._close_channels(record)
             log.warning("server is silent", server=server)
 
-    def best_first(self, servers: Iterable[str]) -> list[str]:
-        """The same servers: those on this host first, those that were silent or lost lately last.
+    def rank(self, servers: Iterable[str]) -> list[str]:
+        """The same servers, each once, best first: this host's, others, then slow and lost ones."""
+        now = self._loop.time()
+        keys = {}
+        for server in servers:
+            record = self._records.get(server)
+            if record is None:
+                keys[server] = (False, True, 0.0)
+            else:
+                ailing = now < record.slow_until or now < record.retry_at
+                keys[server] = (ailing, record.host != self._host.id, record.preference)
+        return sorted(keys, key=keys.__getitem__)
 
-        Of equals each client has a favourite of its own, so that replicas share the load.
-        """
-        now = asyncio.get_running_loop().time()
-
-        def preference(server: str) -> tuple[bool, bool, float]:
-            known = self._servers.get(server)
-            if known is None:
-                return False, True, 0.0
-            ailing = now < max(known.slow_until, known.retry_at)
-            return ailing, known.host != self._host.id, known.rank
-
-        return sorted(servers, key=preference)
-
-    async def write(
-        self, server: str, writing: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
-    ) -> list[WriteStatus]:
-        """`Channel.write` on the best path that works, again while the server makes room."""
-        statuses = await self._write_once(server, writing, blocks, deadline)
-        while waiting := [i for i, s in enumerate(statuses) if s is WriteStatus.NOT_YET]:
-            rest = [blocks[i] for i in waiting]
-            try:
-                answer = await self._write_once(server, writing, rest, deadline)
-            except Unavailable:  # what has been stored is stored
-                answer = [WriteStatus.NO_SPACE] * len(rest)
-            for position, status in zip(waiting, answer, strict=True):
-                statuses[position] = status
-        return statuses
-
-    async def _write_once(
-        self, server: str, writing: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
-    ) -> list[WriteStatus]:
-        return await self.call(
-            server,
-            lambda channel: pieces.write(channel, writing, blocks, deadline),
-            deadline,
-            sum([block.size for block in blocks]),
-            lambda statuses: sum(
-                block.size
-                for block, status in zip(blocks, statuses, strict=True)
-                if status is WriteStatus.STORED
-            ),
-        )
-
-    async def viewable(self, server: str, deadline: float) -> SupportsZeroCopyView:
-        """A channel that shows memory in place. Raises Overloaded when no path does."""
-        known = await self._known(server, deadline)
-        for path in self._order(known):
-            try:
-                channel = await self._connected(known, path, deadline)
-            except (Unavailable, PeerError) as error:
-                self._failed(known, path, None, error)
-                continue
+    async def zero_copy_channel(self, server: str, deadline: float) -> SupportsZeroCopyView:
+        """A channel that shows memory in place. Raises Overloaded when no path has one."""
+        record = await self._resolve(server, deadline)
+        for path in self._paths_in_order(record):
+            channel = record.channels.get(path)
+            if channel is None:
+                try:
+                    channel = await self._connect(record, path, deadline)
+                except (Unavailable, PeerError) as error:
+                    self._path_failed(record, path, None, error)
+                    continue
             if isinstance(channel, SupportsZeroCopyView):
                 return channel
         raise Overloaded(f"server {server} has no transport here that can show its memory")
 
     async def close(self) -> None:
+        """End every call and connection; returns when their copies have stopped."""
         if preparing := list(self._preparing.values()):
             for task in preparing:
                 task.cancel()
             await asyncio.wait(preparing)
-        for known in self._servers.values():
-            self._drop_channels(known)
-        if self._dying:
-            await asyncio.wait(self._dying)
+        for record in self._records.values():
+            self._close_channels(record)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
-    async def _known(self, server: str, deadline: float) -> _Server:
-        known = self._servers.get(server)
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        lost = known is not None and now < known.retry_at
-        if known is None or not known.paths or (lost and now >= self._refreshed + _REFRESH_S):
+    # --- what is known of a server -------------------------------------------------------
+
+    async def _resolve(self, server: str, deadline: float) -> ServerRecord:
+        """The record of a server that may be called. Raises ServerLost, MasterLost."""
+        record = self._records.get(server)
+        now = self._loop.time()
+        lost = record is not None and now < record.retry_at
+        refresh_due = now >= self._refreshed_at + _REFRESH_S
+        if record is None or not record.paths or (lost and refresh_due):
             await self.refresh(deadline)
-            known = self._servers.get(server)
-        if known is not None and now < known.retry_at:
-            raise ServerLost(f"server {server} did not answer; next try in a moment")
-        if known is None:
+            record = self._records.get(server)
+        if record is None:
             raise ServerLost(f"no master knows server {server}")
-        return known
+        if now < record.retry_at:
+            raise ServerLost(f"server {server} did not answer; next try in a moment")
+        return record
 
-    def _find_paths(self, known: _Server, addresses: Sequence[str]) -> None:
+    def _update(self, info: wire.MemberInfo) -> Member:
+        """Take over what a master says of one server."""
+        fields = {name: getattr(info, name) for name in info.__struct_fields__}
+        fields["addresses"] = tuple(info.addresses)
+        fields["tiers"] = tuple(info.tiers)
+        record = self._records.get(info.server)
+        if record is None:
+            record = self._records[info.server] = ServerRecord(info.server, self._rng)
+        # A master that has lost touch with a server knows less of it than this client.
+        if info.alive or not record.paths:
+            if record.epoch != info.epoch:
+                record.epoch = info.epoch
+                record.retry_at = record.slow_until = 0.0
+                record.backoff.reset()
+                self._close_channels(record)
+            record.host = info.host
+            self._find_paths(record, info.addresses)
+        return Member(**fields)
+
+    def _find_paths(self, record: ServerRecord, addresses: Sequence[str]) -> None:
         """The paths that this client can take, in its order of preference."""
         by_scheme = {address.partition("://")[0]: address for address in addresses}
-        near, far, needs_measurement = [], [], []
+        local, remote, unmeasured = [], [], []
         for scheme, transport in self._transports.items():
             if scheme not in by_scheme:
                 continue
@@ -339,85 +288,140 @@ class Servers:
             ):
                 continue
             if transport.same_host:
-                near += [path] if known.host == self._host.id else []
+                local += [path] if record.host == self._host.id else []
             elif (
                 self._config.measure
                 and isinstance(transport, NeedsMeasurement)
                 and transport.needs_measurement
             ):
-                needs_measurement.append(path)
+                unmeasured.append(path)
             else:
-                far.append(path)
-        far += needs_measurement
-        if not self._config.measure or len(far) < 2:
-            known.far = None
-        elif known.far is None or known.far.paths != far:
-            known.far = Choice(far)
-        known.paths = [*near, *far]
+                remote.append(path)
+        remote += unmeasured
+        if not self._config.measure or len(remote) < 2:
+            record.remote = None
+        elif record.remote is None or record.remote.paths != remote:
+            record.remote = PathSelector(remote)
+        record.paths = [*local, *remote]
 
-    def _order(self, known: _Server, size: int = 0) -> list[_Path]:
+    # --- calls ---------------------------------------------------------------------------
+
+    async def _call(
+        self,
+        record: ServerRecord,
+        operation: Callable[[Channel], Awaitable[T]],
+        deadline: float,
+        size: int,
+        bytes_moved: Callable[[T], int],
+    ) -> T:
+        began = self._loop.time()
+        problem: KvpoolError | None = None
+        order = self._paths_in_order(record, size)
+        for path in order:
+            for first in (True, False):
+                channel = record.channels.get(path)
+                reused = channel is not None
+                started = self._loop.time()
+                try:
+                    if channel is None:
+                        last = path == order[-1]
+                        channel = await self._connect(record, path, deadline, last=last)
+                    result = await operation(channel)
+                except BaseException as error:
+                    # Of a cancelled call, too: a trial that hangs is one that has failed.
+                    if record.remote is not None:
+                        record.remote.record_failure(path, self._loop.time())
+                    if not isinstance(error, Unavailable | PeerError):
+                        raise
+                    problem = error
+                    if self._loop.time() >= deadline:
+                        # A call with a short deadline proves nothing about the path.
+                        if deadline - began >= self._config.attempt_s:
+                            self._path_failed(record, path, channel, error)
+                        raise DeadlineExceeded(f"server {record.server}: {error}") from None
+                    if reused and first and isinstance(error, LinkBroken):
+                        continue  # closed while it was idle: once more, on a fresh connection
+                    self._path_failed(record, path, channel, error)
+                    break
+                record.backoff.reset()
+                if record.remote is not None:
+                    self._record_call(record, record.remote, path, bytes_moved(result), started)
+                return result
+        raise ServerLost(f"server {record.server}: {problem or 'no common transport'}")
+
+    def _paths_in_order(self, record: ServerRecord, size: int = 0) -> list[_Path]:
         """Preference order, except that a path that failed lately comes last."""
-        now = asyncio.get_running_loop().time()
+        order = record.paths
+        if record.remote is None and not self._broken_until:
+            return order
+        now = self._loop.time()
 
         def broken(path: _Path) -> bool:
-            return self._broken.get(path, 0.0) > now
+            return self._broken_until.get(path, 0.0) > now
 
-        order = known.paths
-        if known.far is not None:
-            near = order[: len(order) - len(known.far.paths)]
-            # Nothing is tried out while a nearer path serves, or while any of them is in trouble.
-            calm = all(map(broken, near)) and not any(map(broken, known.far.paths))
-            if calm and size and (path := known.far.candidate(now)) is not None:
-                self._prepare(known, known.far, path)
-            order = [*near, *known.far.order(size if calm else 0, now, known.channels)]
+        if record.remote is not None:
+            local = order[: len(order) - len(record.remote.paths)]
+            # No trial while a local path works, nor while a remote path is in trouble: what is
+            # measured then says nothing about the usual day.
+            idle = all(map(broken, local)) and not any(map(broken, record.remote.paths))
+            if idle and size and (path := record.remote.candidate(now)) is not None:
+                self._prepare(record, record.remote, path)
+            selected = record.remote.select(size if idle else 0, now, record.channels)
+            order = [*local, *selected]
         return sorted(order, key=broken)
 
-    def _prepare(self, known: _Server, far: Choice[_Path], path: _Path) -> None:
-        """Connect a path that is to be tried, beside the calls: none of them waits for it."""
+    def _prepare(self, record: ServerRecord, selector: PathSelector[_Path], path: _Path) -> None:
+        """Connect a path that is to be tried, in the background: no call waits for it."""
 
         async def connect() -> None:
             try:
-                await self._connected(known, path, loop.time() + self._config.attempt_s)
+                await self._connect(record, path, self._loop.time() + self._config.attempt_s)
             except (Unavailable, PeerError, Overloaded) as error:
-                far.gave_up(path, loop.time())
-                self._failed(known, path, None, error)
+                selector.record_failure(path, self._loop.time())
+                self._path_failed(record, path, None, error)
 
-        if path in known.channels or path in self._preparing:
+        if path in record.channels or path in self._preparing:
             return
-        loop = asyncio.get_running_loop()
-        task = self._preparing[path] = loop.create_task(connect())
+        task = self._preparing[path] = self._loop.create_task(connect())
         task.add_done_callback(lambda _: self._preparing.pop(path, None))
 
-    def _took(
-        self, server: str, far: Choice[_Path], path: _Path, moved: int, started: float
+    def _record_call(
+        self,
+        record: ServerRecord,
+        selector: PathSelector[_Path],
+        path: _Path,
+        size: int,
+        started: float,
     ) -> None:
-        """Tell the choice of paths how long a call took."""
-        now = asyncio.get_running_loop().time()
-        before = far.best
-        if far.moved(path, moved, now - started, now):
+        """Let the selector know how long a call took."""
+        now = self._loop.time()
+        before = selector.best
+        if selector.record(path, size, now - started, now):
             self._counters[f"chosen_{path.scheme}"] += 1
-            log.info("faster path", server=server, address=path.address, before=before.address)
+            log.info(
+                "faster path", server=record.server, address=path.address, before=before.address
+            )
 
-    async def _connected(
-        self, known: _Server, path: _Path, deadline: float, *, last: bool = True
+    # --- channels ------------------------------------------------------------------------
+
+    async def _connect(
+        self, record: ServerRecord, path: _Path, deadline: float, *, last: bool = True
     ) -> Channel:
-        """The channel of a path. While there are others, it may take half of an attempt."""
-        channel = known.channels.get(path)
-        if channel is not None:
-            return channel
-        broken = self._broken.get(path)
+        """The channel of a path. While there are other paths, it may take half of an attempt."""
+        broken_until = self._broken_until.get(path)
         try:
             async with asyncio.timeout_at(deadline):
-                await known.connecting.acquire()
+                await record.connecting.acquire()
         except TimeoutError:
             raise DeadlineExceeded(f"still connecting to {path.address}") from None
         try:
-            channel = known.channels.get(path)
+            channel = record.channels.get(path)
             if channel is None:
-                if self._broken.get(path) != broken:  # who came first has just found out
+                # The call that held the lock before this one has just found the path broken:
+                # if each waiting call found out by itself, the last would wait for all of them.
+                if self._broken_until.get(path) != broken_until:
                     raise LinkBroken(f"{path.address} cannot be reached")
-                loop = asyncio.get_running_loop()
-                began = loop.time()
+                began = self._loop.time()
                 until = min(deadline, began + self._config.attempt_s / (1 if last else 2))
                 try:
                     channel = await self._transports[path.scheme].connect(
@@ -429,51 +433,53 @@ class Servers:
                 except ConfigError as error:  # the server's mistake, not the caller's
                     raise LinkBroken(str(error)) from None
                 except asyncio.CancelledError:
-                    if not last and loop.time() - began >= self._config.hedge_s:
-                        self._broken[path] = loop.time() + _BACKOFF_S_MAX  # not the next time
+                    # Hedged while it connected: the next call takes another path first.
+                    if not last and self._loop.time() - began >= self._config.hedge_s:
+                        self._broken_until[path] = self._loop.time() + _BACKOFF_S_MAX
                     raise
-                known.channels[path] = channel
-                log.debug("connected", server=known.server, address=path.address)
+                record.channels[path] = channel
+                log.debug("connected", server=record.server, address=path.address)
         finally:
-            known.connecting.release()
+            record.connecting.release()
         return channel
 
-    def _failed(
-        self, known: _Server, path: _Path, channel: Channel | None, error: KvpoolError
+    def _path_failed(
+        self, record: ServerRecord, path: _Path, channel: Channel | None, error: KvpoolError
     ) -> None:
-        """A channel that fails is not trusted any more, and its path comes last for a while."""
-        if channel is not None and known.channels.get(path) is channel:
-            self._bury(known.channels.pop(path))
-        self._broken[path] = asyncio.get_running_loop().time() + _BACKOFF_S_MAX
+        """A channel that failed is not used again, and its path comes last for a while."""
+        # Another call may have replaced it already: a fresh channel is not closed for an old one.
+        if channel is not None and record.channels.get(path) is channel:
+            self._abort_and_close(record.channels.pop(path))
+        self._broken_until[path] = self._loop.time() + _BACKOFF_S_MAX
         self._counters[f"failed_{path.scheme}"] += 1
-        log.warning("transport failed", server=known.server, address=path.address, why=str(error))
+        log.warning("transport failed", server=record.server, address=path.address, why=str(error))
 
-    def _drop_channels(self, known: _Server) -> None:
-        while known.channels:
-            self._bury(known.channels.popitem()[1])
+    def _close_channels(self, record: ServerRecord) -> None:
+        while record.channels:
+            self._abort_and_close(record.channels.popitem()[1])
 
-    def _bury(self, channel: Channel) -> None:
+    def _abort_and_close(self, channel: Channel) -> None:
         """Abort now; give its memory back when its last copy has stopped."""
         channel.abort()
-        task = asyncio.get_running_loop().create_task(channel.close())
-        self._dying.add(task)
-        task.add_done_callback(self._dying.discard)
+        task = self._loop.create_task(channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
-async def together(calls: Sequence[Awaitable[T]]) -> list[T | KvpoolError]:
-    """Run calls side by side; those that the other side failed give their error as answer.
+async def gather_errors(calls: Sequence[Awaitable[T]]) -> list[T | KvpoolError]:
+    """Run calls side by side; one that the other side failed has its error as its result.
 
     If this is cancelled, it waits until every call has stopped: none may go on in the caller's
     buffers.
     """
     if len(calls) == 1:
-        return [await _outcome(calls[0])]
+        return [await _result_or_error(calls[0])]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_outcome(call)) for call in calls]
+        tasks = [group.create_task(_result_or_error(call)) for call in calls]
     return [task.result() for task in tasks]
 
 
-async def _outcome(call: Awaitable[T]) -> T | KvpoolError:
+async def _result_or_error(call: Awaitable[T]) -> T | KvpoolError:
     try:
         return await call
     except (Unavailable, PeerError, Overloaded) as error:

@@ -27,7 +27,7 @@ from kvpool import (
 )
 from kvpool import device_copy as device
 from kvpool.client import device_staging as staging
-from kvpool.client.buffers import Rows, on_device
+from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device_copy import DeviceCopier
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, value, values
 from tests.support.late_device import Gate, LateTensor, lanes, make_late, stream
@@ -66,7 +66,7 @@ def copiers(monkeypatch: pytest.MonkeyPatch) -> list[DeviceCopier]:
 
     monkeypatch.setattr(staging, "DeviceCopier", late)
     monkeypatch.setattr(staging, "pinned", lambda size, _: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr("kvpool.client.buffers.mark", lambda *_: Past())
+    monkeypatch.setattr("kvpool.client.buffers.record_event", lambda *_: Past())
     return made
 
 
@@ -150,7 +150,7 @@ async def test_tensors_of_any_type_and_in_pieces(tcp: Pool) -> None:
     assert await tcp.write(NAMESPACE, [name], [layers]) == [WriteStatus.STORED]
     with torch.inference_mode():  # as in most engines' threads
         target = [torch.zeros(SIZE // 16, dtype=torch.int32).as_subclass(OnGpu) for _ in range(4)]
-        seen = on_device([target])
+        seen = with_device_blocks([target])
     assert hits(await tcp.read(NAMESPACE, [name], seen)) == [True]
     assert [content(piece) for piece in target] == [data[i::4] for i in range(4)]
 
@@ -185,7 +185,7 @@ async def test_many_calls_share_the_staging_memory(tcp: Pool) -> None:
     reads = [tcp.read(NAMESPACE, [d], [t]) for d, t in zip(chain, targets, strict=True)]
     assert all(hits([result for (result,) in await asyncio.gather(*reads)]))
     assert [content(target) for target in targets] == data
-    assert not tcp._staging._taken
+    assert not tcp._device_staging._used
 
 
 async def test_blocks_are_sent_in_order_while_others_cross(
@@ -194,12 +194,12 @@ async def test_blocks_are_sent_in_order_while_others_cross(
     """Parents first: a child is placed where its parent is. And neither side waits idly."""
     monkeypatch.setattr(staging, "ROUND", SIZE)
     both = staging.Staging(6 * SIZE, Counter())
-    blocks = dict(enumerate(on_device([empty() for _ in range(7)])))
+    blocks = dict(enumerate(with_device_blocks([empty() for _ in range(7)])))
     deadline = asyncio.get_running_loop().time() + 5
     sent: list[object] = []
     waited = [0]
 
-    async def send(rows: Rows) -> dict[int, WriteStatus]:
+    async def send(rows: HostRows) -> dict[int, WriteStatus]:
         sent.append(tuple(rows))
         await asyncio.sleep(0.01 if len(sent) % 2 else 0)
         ahead = both._counters["staged_write_bytes"] // SIZE - len(sent) // 2
@@ -207,14 +207,14 @@ async def test_blocks_are_sent_in_order_while_others_cross(
         sent.append(None)
         return dict.fromkeys(rows, WriteStatus.STORED)
 
-    cross = both._cross
+    cross = both._transfer
     crossing = iter([0.02])
 
     async def slow_at_first(*args: Any, **kwargs: Any) -> None:
         await asyncio.sleep(next(crossing, 0))
         await cross(*args, **kwargs)
 
-    monkeypatch.setattr(both, "_cross", slow_at_first)
+    monkeypatch.setattr(both, "_transfer", slow_at_first)
     statuses = await both.write(blocks, send, deadline)  # type: ignore[arg-type]
     assert sent == [one for i in range(7) for one in ((i,), None)]  # one at a time
     assert list(statuses.values()) == [WriteStatus.STORED] * 7
@@ -230,8 +230,8 @@ async def test_a_large_block_is_not_passed_for_ever_by_small_ones(
     order: list[int] = []
 
     async def takes(size: int, held: asyncio.Event) -> None:
-        (block,) = on_device([empty(size)])
-        async with both._room({0: block}, [0], deadline):  # type: ignore[dict-item]
+        (block,) = with_device_blocks([empty(size)])
+        async with both._allocate({0: block}, [0], deadline):  # type: ignore[dict-item]
             order.append(size)
             await held.wait()
 
@@ -314,7 +314,7 @@ async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     monkeypatch.setattr(Past, "passed", False)
     writing = asyncio.ensure_future(tcp.write(NAMESPACE, chain, [source]))
     await asyncio.sleep(0.05)
-    assert not tcp._staging._taken  # it holds nothing that others wait for
+    assert not tcp._device_staging._used  # it holds nothing that others wait for
     source.as_subclass(torch.Tensor).copy_(on_gpu(value(name, SIZE)).as_subclass(torch.Tensor))
     monkeypatch.setattr(Past, "passed", True)
     assert await writing == [WriteStatus.STORED]
@@ -356,7 +356,7 @@ async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
     assert (ended.status if reads else ended).name == "DEADLINE"
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    assert not tcp._staging._taken
+    assert not tcp._device_staging._used
 
 
 async def test_closing_the_pool_ends_its_calls(tcp: Pool, copiers: list[DeviceCopier]) -> None:
@@ -394,7 +394,7 @@ async def test_an_error_of_the_device_is_told(
     got = bytearray(SIZE)
     assert hits(await tcp.read(NAMESPACE, chain, [got])) == [True]
     assert got == value(name, SIZE)
-    assert not tcp._staging._taken
+    assert not tcp._device_staging._used
 
 
 async def test_an_error_of_the_callers_own_work_is_told(
@@ -420,7 +420,7 @@ def test_threads_have_streams_of_their_own(
         marked.append(threading.current_thread().name)
         return Past()
 
-    monkeypatch.setattr("kvpool.client.buffers.mark", mark)
+    monkeypatch.setattr("kvpool.client.buffers.record_event", mark)
     with sync.connect(dev_in_thread.address) as pool:
         chain = keys("thread", 2)
         data = values(chain, SIZE)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev
-from kvpool.client.location_cache import Sighting, Sightings
+from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.server.connection import ServerConnection
 from tests.conftest import NAMESPACE, buffers, key, keys, value, values
 
-HERE = Sighting(NAMESPACE, "here", alone=True)
+HERE = CachedLocation(NAMESPACE, "here", sole_replica=True)
 
 
 async def read(pool: Pool, chain: list[bytes]) -> list[ReadStatus]:
@@ -113,7 +113,7 @@ async def test_a_silent_server_that_is_not_alone_is_left_for_another(
     chain = keys("chain", 4)
     async with two_servers.pool(impatient(two_servers)) as pool:
         await pool.write(NAMESPACE, chain, values(chain), copies=2)
-        seen = {s.server for s in pool._reader._sightings.of(NAMESPACE, chain)}
+        seen = {s.server for s in pool._reader._locations.get(NAMESPACE, chain)}
         asked = fall_silent(monkeypatch, *seen)
         assert set(await read(pool, chain)) == {ReadStatus.HIT}
         assert len(asked) == 1
@@ -121,20 +121,20 @@ async def test_a_silent_server_that_is_not_alone_is_left_for_another(
 
 
 def test_all_or_nothing() -> None:
-    sightings = Sightings()
-    sightings.saw(HERE, keys("a", 3))
-    assert sightings.of(NAMESPACE, keys("a", 3)) == [HERE] * 3
-    assert sightings.of(NAMESPACE, [*keys("a", 3), key("b")]) == []
-    assert sightings.of(Namespace("another"), keys("a", 3)) == []
-    sightings.lost(keys("a", 1))
-    assert sightings.of(NAMESPACE, keys("a", 1)) == []
-    assert sightings.of(NAMESPACE, keys("a", 3)[1:]) == [HERE] * 2
+    locations = LocationCache()
+    locations.put(HERE, keys("a", 3))
+    assert locations.get(NAMESPACE, keys("a", 3)) == [HERE] * 3
+    assert locations.get(NAMESPACE, [*keys("a", 3), key("b")]) == []
+    assert locations.get(Namespace("another"), keys("a", 3)) == []
+    locations.discard(keys("a", 1))
+    assert locations.get(NAMESPACE, keys("a", 1)) == []
+    assert locations.get(NAMESPACE, keys("a", 3)[1:]) == [HERE] * 2
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
-    sightings = Sightings(limit=100)
+    locations = LocationCache(limit=100)
     chain = keys("chain", 1000)
-    sightings.saw(HERE, chain)
-    assert 50 <= len(sightings) <= 100
-    assert sightings.of(NAMESPACE, chain[-50:]) == [HERE] * 50
-    assert sightings.of(NAMESPACE, chain[:1]) == []
+    locations.put(HERE, chain)
+    assert 50 <= len(locations) <= 100
+    assert locations.get(NAMESPACE, chain[-50:]) == [HERE] * 50
+    assert locations.get(NAMESPACE, chain[:1]) == []

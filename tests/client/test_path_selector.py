@@ -1,4 +1,4 @@
-"""The choice between paths to other hosts, by what calls have measured (`path_selector.py`)."""
+"""The selection of paths to other hosts, by what calls have measured (`path_selector.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvpool import ClientConfig, Pool, WriteStatus, dev
-from kvpool.client.path_selector import AGAIN_S, AGAIN_S_MAX, CALLS, GAIN, LARGE, Choice
+from kvpool.client.path_selector import AGAIN_S, AGAIN_S_MAX, CALLS, GAIN, LARGE, PathSelector
 from kvpool.errors import LinkBroken
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
@@ -25,17 +25,17 @@ class World:
 
     def __init__(self, **rates: float) -> None:
         self.rates = rates
-        self.choice = Choice(list(rates))
+        self.selector = PathSelector(list(rates))
         self.now = 0.0
         self.taken: dict[str, int] = dict.fromkeys(rates, 0)
 
     def call(self, size: int = LARGE) -> str:
-        path = self.choice.order(size, self.now, self.rates)[0]
+        path = self.selector.select(size, self.now, self.rates)[0]
         self.taken[path] += 1
         seconds = size / self.rates[path]
         self.now += seconds
-        self.choice.moved(path, size, seconds, self.now)
-        self.choice.check()
+        self.selector.record(path, size, seconds, self.now)
+        self.selector.check()
         return path
 
     def calls(self, count: int) -> None:
@@ -49,7 +49,7 @@ def test_a_faster_path_is_found_and_kept() -> None:
     assert world.taken == {"tcp": CALLS, "ucx": 0}
     world.calls(CALLS + 1)
     assert world.taken["ucx"] == CALLS + 1
-    assert world.choice.best == "ucx"
+    assert world.selector.best == "ucx"
     world.calls(100)
     assert world.taken["tcp"] == CALLS
 
@@ -58,7 +58,7 @@ def test_a_path_must_be_clearly_faster() -> None:
     """What is nearly as fast is not worth a change."""
     world = World(tcp=1e9, ucx=1e9 * GAIN * 0.99)
     world.calls(100)
-    assert world.choice.best == "tcp"
+    assert world.selector.best == "tcp"
 
 
 def test_a_slower_path_costs_little_and_ever_less() -> None:
@@ -78,7 +78,7 @@ def test_a_slower_path_costs_little_and_ever_less() -> None:
     while world.now < 6 * 3600:
         world.call()
         world.now += 1.0
-    assert world.choice.best == "ucx"
+    assert world.selector.best == "ucx"
 
 
 def test_small_calls_say_nothing() -> None:
@@ -86,25 +86,25 @@ def test_small_calls_say_nothing() -> None:
     for _ in range(100):
         world.call(LARGE - 1)
     assert world.taken["ucx"] == 0
-    assert not any(world.choice._rates.values())
+    assert not any(world.selector._rates.values())
 
 
 def test_one_call_at_a_time_is_on_trial() -> None:
     """Everybody else goes the way that is known."""
     world = World(tcp=1e9, ucx=4e9)
     world.calls(CALLS)
-    assert world.choice.order(LARGE, world.now, world.rates)[0] == "ucx"
-    assert world.choice.order(LARGE, world.now, world.rates) == ["tcp", "ucx"]
+    assert world.selector.select(LARGE, world.now, world.rates)[0] == "ucx"
+    assert world.selector.select(LARGE, world.now, world.rates) == ["tcp", "ucx"]
 
 
 def test_a_trial_that_fails_is_over() -> None:
     world = World(tcp=1e9, ucx=4e9)
     world.calls(CALLS)
-    assert world.choice.order(LARGE, world.now, world.rates)[0] == "ucx"
-    world.choice.gave_up("ucx", world.now)
-    world.choice.check()
-    assert world.choice.order(LARGE, world.now, world.rates)[0] == "tcp"
-    assert world.choice.order(LARGE, world.now + AGAIN_S, world.rates)[0] == "ucx"
+    assert world.selector.select(LARGE, world.now, world.rates)[0] == "ucx"
+    world.selector.record_failure("ucx", world.now)
+    world.selector.check()
+    assert world.selector.select(LARGE, world.now, world.rates)[0] == "tcp"
+    assert world.selector.select(LARGE, world.now + AGAIN_S, world.rates)[0] == "ucx"
 
 
 def test_what_did_not_move_is_not_fast() -> None:
@@ -112,30 +112,32 @@ def test_what_did_not_move_is_not_fast() -> None:
     world = World(tcp=1e9, ucx=1e6)
     world.calls(CALLS)
     for _ in range(50):
-        path = world.choice.order(LARGE, world.now, world.rates)[0]
-        world.choice.moved(path, 0 if path == "ucx" else LARGE, 1e-3, world.now)
-        world.choice.check()
-    assert world.choice.best == "tcp"
+        path = world.selector.select(LARGE, world.now, world.rates)[0]
+        world.selector.record(path, 0 if path == "ucx" else LARGE, 1e-3, world.now)
+        world.selector.check()
+    assert world.selector.best == "tcp"
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_the_books_agree(seed: int) -> None:
     chance = random.Random(seed)
-    choice = Choice(["a", "b", "c"])
+    selector = PathSelector(["a", "b", "c"])
     now, out = 0.0, []
     for _ in range(2000):
         now += chance.random() * 5
         if out and chance.random() < 0.5:
             path = out.pop(chance.randrange(len(out)))
             if chance.random() < 0.2:
-                choice.gave_up(path, now)
+                selector.record_failure(path, now)
             else:
-                choice.moved(path, chance.choice([0, LARGE]), chance.random(), now)
+                selector.record(path, chance.choice([0, LARGE]), chance.random(), now)
         else:
-            order = choice.order(chance.choice([0, LARGE]), now, chance.choice(["ab", "abc", ""]))
+            order = selector.select(
+                chance.choice([0, LARGE]), now, chance.choice(["ab", "abc", ""])
+            )
             assert sorted(order) == ["a", "b", "c"]
             out.append(order[0])
-        choice.check()
+        selector.check()
 
 
 # --- in a client -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def files(*folders: str) -> list[Path]:
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
-    ("types", "units"),
+    ("types", "units", "backoff"),
     ("protocols", "config", "checksum", "wire", "tombstones", "device_copy", "huge_pages"),
     ("net", "registry"),
     ("client", "server", "master"),
@@ -66,7 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 NEIGHBOURS = {"config": {"wire"}, "checksum": set(), "testing": {"dev"}}
 PURE = ("kvpool.wire", "kvpool.server.state", "kvpool.server.eviction", "kvpool.master.state")
 #: The root package re-exports what a program imports.
-ROOT_EXPORTS = {"client", "config", "errors", "types", "sync"}
+ROOT_EXPORTS = {"client", "config", "errors", "types", "sync", "dev"}
 
 
 def room_of(name: str) -> str:

@@ -117,7 +117,7 @@ BUGS: Sequence[Bug] = (
         "moved-blocks-are-not-looked-for",
         "G6",
         _READER,
-        "            await self._fetch_moved(fetch)\n",
+        "            await self._refetch_from_masters(state)\n",
         "            pass\n",
     ),
     Bug(
@@ -235,15 +235,15 @@ BUGS: Sequence[Bug] = (
         "beyond-the-match-is-a-hit",
         "G1",
         _LOOKUP,
-        "unknown = ReadStatus.NEVER_WRITTEN if unknown.hit else unknown",
-        "pass",
+        "unknown = ReadStatus.NEVER_WRITTEN if match.stopped is ReadStatus.HIT else match.stopped",
+        "unknown = match.stopped",
     ),
     Bug(
         "failed-load-reported-loaded",
         "G1",
         _READER,
-        "answer = [ReadResult(_why(error))] * len(positions)",
-        "answer = [ReadResult(ReadStatus.HIT)] * len(positions)",
+        "return [ReadResult(miss_reason(error))] * len(positions)",
+        "return [ReadResult(ReadStatus.HIT)] * len(positions)",
     ),
     Bug(
         "missing-part-reported-present",
@@ -263,8 +263,9 @@ BUGS: Sequence[Bug] = (
         "no-failover",
         "G6",
         _READER,
-        "        await self._fetch(fetch, positions)\n\n    async def _ask(",
-        "\n    async def _ask(",
+        "            attempts = state.next_attempts(attempts[0].positions)\n"
+        "        if not attempts:",
+        "            attempts = []\n        if not attempts:",
     ),
     Bug(
         "no-hedge",
@@ -356,8 +357,8 @@ BUGS: Sequence[Bug] = (
         "restarted-server-is-not-found",
         "liveness",
         _SERVERS,
-        "        if known.epoch == epoch:\n            known.retry_at",
-        "        if True:\n            known.retry_at",
+        "        if record.epoch == epoch:\n            record.retry_at",
+        "        if True:\n            record.retry_at",
     ),
     # --- tiers
     Bug(
@@ -493,8 +494,8 @@ BUGS: Sequence[Bug] = (
         "not-yet-is-final",
         "G5",
         _READER,
-        "still = [i for i in waiting if fetch.results[i].status is ReadStatus.NOT_YET]",
-        "still = [i for i in waiting if fetch.results[i].status is None]",
+        "still = [i for i in waiting if state.results[i].status is _NOT_YET]",
+        "still = [i for i in waiting if state.results[i].status is None]",
     ),
     Bug(
         "any-header-is-believed",

@@ -73,7 +73,7 @@ class Client:
                 transports=world.transports(),
                 owns_network=True,
                 host=world.host_of(self.process),
-                chance=self._rng,
+                rng=self._rng,
             )
 
         self.process = world.process(self.name, self.host)

@@ -1,0 +1,52 @@
+"""How long to wait before the next attempt: longer after each failure (design: backoff).
+
+Pure: no clock, and the random numbers come from the caller.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from random import Random
+
+
+class Backoff:
+    """Delays in seconds: `base_s` after the first failure, then `factor` times more, to `max_s`.
+
+    `jitter` is the share of each delay that is random: with 0.5 and an `rng` a delay is between
+    half and all of its length, so that clients who failed together do not return together.
+    """
+
+    def __init__(
+        self,
+        base_s: float,
+        max_s: float,
+        *,
+        factor: float = 2.0,
+        jitter: float = 0.0,
+        rng: Random | None = None,
+    ) -> None:
+        self._base_s = base_s
+        self._max_s = max_s
+        self._factor = factor
+        self._jitter = jitter
+        self._rng = rng
+        # The next delay itself and not a count of failures: factor ** count overflows a float
+        # after a thousand failures, which takes an hour.
+        self._next_s = base_s
+
+    def __repr__(self) -> str:
+        return f"<Backoff next {self._next_s:g} s of {self._base_s:g} to {self._max_s:g} s>"
+
+    def next_delay(self) -> float:
+        """Count one more failure; how long to wait now."""
+        delay_s = min(self._next_s, self._max_s)
+        self._next_s = min(delay_s * self._factor, self._max_s)
+        if self._rng is None or not self._jitter:
+            return delay_s
+        return delay_s * self._rng.uniform(1.0 - self._jitter, 1.0)
+
+    def reset(self) -> None:
+        """Something succeeded: the next delay is `base_s` again."""
+        self._next_s = self._base_s
