@@ -242,7 +242,8 @@ class _Watched:
         self._pinned: dict[int, tuple[Namespace, int, bytes, Extent]] = {}
 
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
-        self._recorder.asked.append((request, deadline))
+        asked = request.subset(range(len(request.digests)))  # lists, whatever the sequences are
+        self._recorder.asked.append((asked, deadline))
         if self._recorder.refuse_writes is not None:
             raise self._recorder.refuse_writes
         answers = await self._inner.reserve(request, deadline=deadline)
