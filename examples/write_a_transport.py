@@ -1,8 +1,9 @@
 """Write a transport in an afternoon: `unix:///path`, tcp's frames over a Unix domain socket.
 
-Two halves are shared by everything that speaks over byte streams, and are worth reusing: what the
-server does with a client (`serving.Sessions`), and what a channel says to its server
-(`carried.CarriedChannel`, over a `StreamPool`). What is left is how to listen and how to dial.
+Two halves are shared by all transports over byte streams, and exported by
+`kvpool_transports.streams`: what the server does with a client (`Sessions`), and what a channel
+sends to its server (`StreamChannel`, over a `StreamPool`). What is left is how to listen and how to
+dial.
 
 Run this file: the conformance kit checks the transport, then two clients share a pool over it.
 """
@@ -21,10 +22,14 @@ from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.testing import TRANSPORT_CHECKS, check_transport
 from kvpool.types import Cluster
-from kvpool_transports.streams import requests as exchanges
-from kvpool_transports.streams.channel import CarriedChannel
-from kvpool_transports.streams.server import Sessions
-from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
+from kvpool_transports.streams import (
+    Sessions,
+    Stream,
+    StreamChannel,
+    StreamPool,
+    handshake,
+    os_errors,
+)
 
 
 class UnixTransport:
@@ -52,7 +57,7 @@ class UnixTransport:
                 async with asyncio.timeout_at(deadline):
                     _, stream = await loop.create_unix_connection(Stream, path)
             try:
-                await exchanges.greet(
+                await handshake(
                     stream, cluster=cluster, client=client, server="", deadline=deadline
                 )
             except BaseException:  # cancelled, too: a stream that is half greeted is of no use
@@ -63,7 +68,7 @@ class UnixTransport:
         streams = StreamPool(dial)
         async with streams.stream(deadline):
             pass  # the server is there and speaks our protocol; the stream stays for the first call
-        return CarriedChannel(address, streams)
+        return StreamChannel(address, streams)
 
 
 class _UnixListener:

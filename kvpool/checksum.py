@@ -7,6 +7,8 @@ releases the GIL for large inputs. It guards against accidents, not against forg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from kvpool.types import Buffer, Namespace
@@ -20,6 +22,12 @@ def namespace_seed(namespace: Namespace, part: int) -> int:
 def block_seed(namespace_part_seed: int, digest: bytes) -> int:
     """The seed for one block."""
     return xxhash.xxh3_64_intdigest(digest, namespace_part_seed)
+
+
+def block_seeds(namespace: Namespace, part: int, digests: Sequence[bytes]) -> list[int]:
+    """The seeds of a batch, in its order."""
+    half = namespace_seed(namespace, part)
+    return [xxhash.xxh3_64_intdigest(digest, half) for digest in digests]
 
 
 def checksum(buffer: Buffer, seed: int) -> int:

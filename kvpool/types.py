@@ -367,23 +367,11 @@ class Explanation(NamedTuple):
     text: str
 
 
-class Outgoing(NamedTuple):
-    """One block on its way into the pool. `buffer` is contiguous bytes of exactly its size."""
-
-    digest: bytes
-    parent: bytes
-    buffer: memoryview
-
-
-class Wanted(NamedTuple):
-    """One block to be read into `buffer`, writable contiguous bytes of at least its size."""
-
-    digest: bytes
-    buffer: memoryview
-
-
 class WriteBlock(NamedTuple):
-    """One block on its way into the pool that lies in several pieces: it is their concatenation."""
+    """One block on its way into the pool: the concatenation of its pieces, `size` bytes in all.
+
+    Each piece is contiguous bytes (format `B`), and not empty.
+    """
 
     digest: bytes
     parent: bytes
@@ -392,7 +380,10 @@ class WriteBlock(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """One block to be read into several pieces of memory, one after the other, `size` in all."""
+    """One block to be read: it fills the pieces one after the other, `size` bytes at most.
+
+    Each piece is contiguous, writable bytes (format `B`), and not empty.
+    """
 
     digest: bytes
     pieces: tuple[memoryview, ...]

@@ -7,24 +7,16 @@ block apart, so the memory of one block may be several pieces.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kvpool.errors import BadBuffer, TooLarge
-from kvpool.protocols import Channel, Piecewise, ReadOptions, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
     Memory,
-    Outgoing,
-    ReadBlock,
-    ReadResult,
-    Wanted,
-    WriteBlock,
-    WriteStatus,
 )
 
 if TYPE_CHECKING:
@@ -141,70 +133,6 @@ def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         batches[-1].append(position)
         held += size
     return batches
-
-
-async def write(
-    channel: Channel, writing: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
-) -> list[WriteStatus]:
-    """`Channel.write`, for blocks in any number of pieces."""
-    if _is_piecewise(channel):
-        return await channel.write_pieces(writing, blocks, deadline=deadline)
-    whole = [
-        Outgoing(
-            block.digest,
-            block.parent,
-            block.pieces[0] if len(block.pieces) == 1 else _joined(block.pieces),
-        )
-        for block in blocks
-    ]
-    return await channel.write(writing, whole, deadline=deadline)
-
-
-async def read(
-    channel: Channel, reading: ReadOptions, blocks: Sequence[ReadBlock], deadline: float
-) -> list[ReadResult]:
-    """`Channel.read`, into any number of pieces."""
-    if _is_piecewise(channel):
-        return await channel.read_pieces(reading, blocks, deadline=deadline)
-    whole = [
-        Wanted(
-            block.digest,
-            block.pieces[0] if len(block.pieces) == 1 else memoryview(bytearray(block.size)),
-        )
-        for block in blocks
-    ]
-    results = await channel.read(reading, whole, deadline=deadline)
-    for block, wanted, result in zip(blocks, whole, results, strict=True):
-        if len(block.pieces) > 1 and result.status.hit:
-            _scatter(wanted.buffer[: result.size], block.pieces)
-    return results
-
-
-def _is_piecewise(channel: Channel) -> TypeGuard[Piecewise]:
-    return _kind_is_piecewise(type(channel))
-
-
-@functools.cache
-def _kind_is_piecewise(kind: type[Channel]) -> bool:
-    """Once for each kind of channel: looking a class over for a protocol takes 20 us."""
-    return issubclass(kind, Piecewise)
-
-
-def _joined(pieces: Sequence[memoryview]) -> memoryview:
-    import numpy as np  # not at the top (design: import-time)
-
-    # numpy lets go of the GIL while it copies; bytes.join does not.
-    return np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces]).data
-
-
-def _scatter(source: memoryview, pieces: Sequence[memoryview]) -> None:
-    import numpy as np
-
-    taken = 0
-    for piece in pieces:
-        part = source[taken : taken + len(piece)]
-        np.copyto(np.frombuffer(piece, np.uint8)[: len(part)], np.frombuffer(part, np.uint8))
-        taken += len(part)
 
 
 # --- memory of the host -----------------------------------------------------------------------

@@ -306,7 +306,7 @@ class Reader:
                 options = state.options._replace(idle_timeout=timer)
                 return await self._servers.call(
                     server,
-                    lambda channel: memory.read(channel, options, blocks, state.deadline),
+                    lambda channel: channel.read(options, blocks, deadline=state.deadline),
                     state.deadline,
                     sum(sizes),
                     _bytes_read,

@@ -181,7 +181,7 @@ class Writer:
     ) -> list[WriteStatus]:
         return await self._servers.call(
             server,
-            lambda channel: memory.write(channel, options, blocks, deadline),
+            lambda channel: channel.write(options, blocks, deadline=deadline),
             deadline,
             sum([block.size for block in blocks]),
             lambda answer: sum(

@@ -11,14 +11,12 @@ from kvpool.types import (
     Cluster,
     Extent,
     Namespace,
-    Outgoing,
     Pin,
     ReadBlock,
     ReadResult,
     ReadStatus,
     Reservation,
     SessionHint,
-    Wanted,
     WriteBlock,
     WriteStatus,
 )
@@ -189,16 +187,21 @@ class Channel(Protocol):
     """
 
     async def write(
-        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
+        self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
-        """Store blocks, at most BATCH_BLOCKS_MAX; one status each, in their order."""
+        """Store blocks, at most BATCH_BLOCKS_MAX; one status each, in their order.
+
+        A block is the concatenation of its pieces, and has one checksum over all of them. They are
+        never joined on the loop's thread: that would stall every other call of the process.
+        """
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
-        """Fill the buffers of the blocks that are there; CORRUPT where a checksum is wrong.
+        """Fill the memory of the blocks that are there; CORRUPT where a checksum is wrong.
 
-        One result each, in their order. The buffer of a miss is untouched, except after CORRUPT.
+        A block fills its pieces one after the other; what it does not need of them is untouched.
+        One result each, in their order. The memory of a miss is untouched, except after CORRUPT.
         NOT_YET is no miss: the server is bringing the block from a slow tier, and wants to be
         asked again.
         """
@@ -236,30 +239,11 @@ class View(NamedTuple):
 
 
 @runtime_checkable
-class Piecewise(Protocol):
-    """A channel that copies from and to memory in pieces as it lies (shm).
-
-    Guarantees as of `Channel`. Where a channel is not piecewise, the client puts the pieces
-    together in memory of its own, which costs one more copy.
-    """
-
-    async def write_pieces(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
-        """`Channel.write`, for blocks in pieces."""
-
-    async def read_pieces(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        """`Channel.read`, into pieces."""
-
-
-@runtime_checkable
 class SupportsZeroCopyView(Protocol):
     """A channel that can show pinned memory itself, without any copy (shm, inproc)."""
 
     def read_view(
-        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
+        self, options: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AbstractAsyncContextManager[list[View]]:
         """Pin blocks and look at them; they are unpinned on exit.
 

@@ -38,12 +38,12 @@ from kvpool.types import (
     Cluster,
     Extent,
     Namespace,
-    Outgoing,
     Pin,
+    ReadBlock,
     ReadResult,
     ReadStatus,
     Reservation,
-    Wanted,
+    WriteBlock,
     WriteStatus,
 )
 
@@ -144,9 +144,9 @@ def blocks(name: str, count: int, size: int) -> dict[bytes, bytes]:
     return {key: content(key, size) for key in keys}
 
 
-def outgoing(data: Mapping[bytes, bytes | bytearray]) -> list[Outgoing]:
+def write_blocks(data: Mapping[bytes, bytes | bytearray]) -> list[WriteBlock]:
     """Blocks to be written, each without a parent."""
-    return [Outgoing(key, ROOT, memoryview(value)) for key, value in data.items()]
+    return [WriteBlock(key, ROOT, (memoryview(value),), len(value)) for key, value in data.items()]
 
 
 # --- the server's side ---------------------------------------------------------------------
@@ -386,7 +386,7 @@ class Stage(Scene):
     ) -> list[WriteStatus]:
         """Write blocks, whatever comes of it."""
         writing = WriteOptions(namespace, part, True)
-        return await channel.write(writing, outgoing(data), deadline=self.within(within_s))
+        return await channel.write(writing, write_blocks(data), deadline=self.within(within_s))
 
     async def stored(
         self,
@@ -412,7 +412,9 @@ class Stage(Scene):
         verify: bool = True,
     ) -> list[ReadResult]:
         """Read blocks, whatever comes of it."""
-        wanted = [Wanted(k, memoryview(b)) for k, b in zip(keys, buffers, strict=True)]
+        wanted = [
+            ReadBlock(k, (memoryview(b),), len(b)) for k, b in zip(keys, buffers, strict=True)
+        ]
         reading = ReadOptions(namespace, part, verify)
         return await channel.read(reading, wanted, deadline=self.within())
 

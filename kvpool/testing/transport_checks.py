@@ -27,9 +27,9 @@ from kvpool.types import (
     BATCH_BLOCKS_MAX,
     ROOT,
     Namespace,
-    Outgoing,
     ReadStatus,
     SessionHint,
+    WriteBlock,
     WriteStatus,
 )
 
@@ -158,7 +158,7 @@ async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
     keys = [digest(f"chain/{number}") for number in range(3)]
     parents = [ROOT, *keys[:-1]]
     chain = [
-        Outgoing(key, parent, memoryview(bytes([7]) * (50 + number)))
+        WriteBlock(key, parent, (memoryview(bytes([7]) * (50 + number)),), 50 + number)
         for number, (key, parent) in enumerate(zip(keys, parents, strict=True))
     ]
     deadline = stage.within()

@@ -49,7 +49,7 @@ def seeds() -> list[bytes]:
     reserve = messages.Reserve(**DIGEST, part=0, parents=bytes(32), sizes=[64], wait_s=0.5)
     write = frame(reserve) + frames.encode_frame(messages.PAYLOAD, b"", 64) + bytes(64)
     sealed = write + frame(messages.Seal([2], [1], True, 0.1))
-    read = frame(messages.Read(**DIGEST, part=0, room=[64]))
+    read = frame(messages.Read(**DIGEST, part=0, buffer_sizes=[64]))
     requests = [frame(sample) for sample in SAMPLES if messages.TYPES[type(sample)] < 32]
     lives = [write, sealed, sealed + read, sealed + read * 3, frame(reserve) + sealed, *requests]
     return [hello + life for life in lives] + [hello + life + hello for life in lives]

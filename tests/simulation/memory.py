@@ -13,11 +13,12 @@ from typing import cast
 from kvpool.errors import BadMessage, LinkBroken
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
-from kvpool_transports.copy_pool import Copier
-from kvpool_transports.streams import requests as exchanges
+from kvpool_transports.copy_pool import CopyPool
+from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
+from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import Sessions
-from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
+from kvpool_transports.streams.stream import Stream
 from tests.simulation.network import LOCAL, Net
 
 
@@ -65,7 +66,7 @@ class SimShm:
     ) -> Channel:
         segment = _SimSegment(self._net, address, cluster, client)
         streams = StreamPool(segment.dial)
-        channel = MappedChannel(address, streams, segment, Copier(3, inline_max=0))
+        channel = MappedChannel(address, streams, segment, CopyPool(3, inline_max=0))
         try:
             async with streams.stream(deadline):
                 pass
@@ -134,7 +135,7 @@ class _SimSegment:
             async with asyncio.timeout_at(deadline):
                 _, stream = await loop.create_connection(Stream, host, int(port))
         try:
-            await exchanges.greet(
+            await requests.handshake(
                 stream, cluster=self._cluster, client=self._client, server="", deadline=deadline
             )
             if self._memory is None:

@@ -278,6 +278,10 @@ class Endpoint(asyncio.Transport):
             self.backlog.append(memoryview(data))
             self._push()
 
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        for data in list_of_data:  # not joined: since Python 3.12 asyncio keeps the sender's memory
+            self.write(data)
+
     def can_write_eof(self) -> bool:
         return True
 

@@ -110,8 +110,9 @@ BUGS: Sequence[Bug] = (
         "shown-and-let-go",
         "G4",
         _SERVING,
-        "            await self._show(pins)\n",
-        "            await self._show(pins)\n            self._let_go(connection)\n",
+        "            await self._send_offsets(pins)\n",
+        "            await self._send_offsets(pins)\n"
+        "            self._unpin_previous(connection)\n",
     ),
     Bug(
         "moved-blocks-are-not-looked-for",
@@ -139,8 +140,8 @@ BUGS: Sequence[Bug] = (
         "seal-unwritten",
         "G1",
         _MAPPED,
-        "checksums = await self._copier.run(jobs, deadline=deadline)",
-        "checksums = [0, *await self._copier.run(jobs[1:], deadline=deadline)]",
+        "checksums = await self._copies.run(jobs, deadline=deadline)",
+        "checksums = [0, *await self._copies.run(jobs[1:], deadline=deadline)]",
     ),
     Bug(
         "visible-before-seal",
@@ -184,27 +185,17 @@ BUGS: Sequence[Bug] = (
         "G4",
         _STREAMS,
         """\
-                if self._write_paused:
-                    await self._flush(deadline)
-                else:  # a peer that keeps up must not keep the loop from everybody else
-                    await asyncio.sleep(0)
-            if hasher is not None:
-                checksums.append(hasher.intdigest())
-        if self._write_paused:
-            await self._flush(deadline)
-        return checksums
-""",
+            if self._write_paused:
+                await self._flush(deadline)
+                since_yield = 0
+            elif since_yield""",
         """\
-                await asyncio.sleep(0)
-            if hasher is not None:
-                checksums.append(hasher.intdigest())
-        return checksums
-""",
+            if since_yield""",
     ),
     Bug(
         "half-sent-stream-is-reused",
         "G1",
-        _STREAMS,
+        "kvpool_transports.streams.pool",
         "            self._busy.pop(stream, None)\n            stream.abort()\n            raise",
         "            self._busy.pop(stream, None)\n            self._idle.append(stream)\n"
         "            raise",
@@ -220,8 +211,8 @@ BUGS: Sequence[Bug] = (
         "cancelled-copy-goes-on",
         "G1",
         "kvpool_transports.copy_pool",
-        "                brake.pull()\n                del self._brakes[brake]",
-        "                del self._brakes[brake]",
+        "                flag.set()\n                del self._flags[flag]",
+        "                del self._flags[flag]",
     ),
     Bug(
         "deadline-forgotten",

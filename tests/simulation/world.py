@@ -132,12 +132,12 @@ class World:
 
     def _landings(self, job: tuple[object, ...]) -> list[Callable[[], None]]:
         """The flight table: what a copier's share will write into a server's memory (G4)."""
-        share, brake = job if len(job) == 2 else ((), None)
+        share, flag = job if len(job) == 2 else ((), None)
         checks: list[Callable[[], None]] = []
         for node in self.servers:
             memory = node.memory.obj if node.server is not None else None
             checks += [
-                partial(self._lands, node.store, node.memory, piece, brake)
+                partial(self._lands, node.store, node.memory, piece, flag)
                 for copy in (share if isinstance(share, list) else ())
                 for piece in copy.target
                 if piece.obj is memory
@@ -145,9 +145,9 @@ class World:
         return checks
 
     def _lands(
-        self, store: WatchedStore, memory: memoryview, target: memoryview, brake: Any
+        self, store: WatchedStore, memory: memoryview, target: memoryview, flag: Any
     ) -> None:
-        if brake.pulled:
+        if flag.is_set:
             return  # nothing will be written, and the view may be released
         offset = offset_in(memory, target)
         if not store.may_land(offset, len(target)):

@@ -39,12 +39,12 @@ from kvpool.types import (
     ROOT,
     Cluster,
     Namespace,
-    Outgoing,
     Pin,
+    ReadBlock,
     ReadResult,
     ReadStatus,
     Record,
-    Wanted,
+    WriteBlock,
     WriteStatus,
 )
 from kvpool_tiers.dram import Dram
@@ -154,12 +154,12 @@ class Through:
         self.inner = inner
 
     async def write(
-        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         return await self.inner.write(writing, blocks, deadline=deadline)
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         return await self.inner.read(reading, blocks, deadline=deadline)
 
@@ -224,7 +224,7 @@ class Unordered(Through):
     """Answers in the order of the digests."""
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         return await self.inner.read(reading, sorted(blocks, key=lambda b: b[0]), deadline=deadline)
 
@@ -233,7 +233,7 @@ class Unverified(Through):
     """Trusts the memory."""
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         return await self.inner.read(reading._replace(verify=False), blocks, deadline=deadline)
 
@@ -246,17 +246,17 @@ class Caching(Through):
         self.seen: dict[object, bytes] = {}
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         places = [(reading.namespace, reading.part, block.digest) for block in blocks]
         if all(place in self.seen for place in places):
             for place, block in zip(places, blocks, strict=True):
-                block.buffer[: len(self.seen[place])] = self.seen[place]
+                block.pieces[0][: len(self.seen[place])] = self.seen[place]
             return [ReadResult(ReadStatus.HIT, len(self.seen[place])) for place in places]
         results = await self.inner.read(reading, blocks, deadline=deadline)
         for place, block, result in zip(places, blocks, results, strict=True):
             if result.status.hit:
-                self.seen[place] = bytes(block.buffer[: result.size])
+                self.seen[place] = bytes(block.pieces[0][: result.size])
         return results
 
 
@@ -264,7 +264,7 @@ class Retrying(Through):
     """Does not take no for an answer."""
 
     async def write(
-        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         with suppress(Overloaded):
             return await self.inner.write(writing, blocks, deadline=deadline)
@@ -275,7 +275,7 @@ class Patient(Through):
     """Has its own idea of a deadline."""
 
     async def write(
-        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         return await self.inner.write(writing, blocks, deadline=deadline + 60)
 
@@ -284,7 +284,7 @@ class Lingering(Through):
     """Lets a read go on when its caller has left."""
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         reads = asyncio.ensure_future(self.inner.read(reading, blocks, deadline=deadline))
         return await asyncio.shield(reads)

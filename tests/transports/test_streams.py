@@ -34,8 +34,8 @@ async def heard(stream: Stream, count: int) -> list[int]:
 
 async def test_an_idle_stream_says_its_last_word() -> None:
     async with pair() as (ours, theirs):
-        ours.send_if_idle(Unpin())
-        ours.send_if_idle(Unpin())  # once is enough
+        ours.send_deferred(Unpin())
+        ours.send_deferred(Unpin())  # once is enough
         await asyncio.sleep(0)
         await ours.send(hello(), deadline=asyncio.get_running_loop().time() + 5)
         assert await heard(theirs, 2) == [TYPES[Unpin], TYPES[Hello]]
@@ -45,7 +45,7 @@ async def test_a_request_takes_the_last_words_place() -> None:
     """Behind it, it would let go of what that request has just pinned (G4)."""
     async with pair() as (ours, theirs):
         deadline = asyncio.get_running_loop().time() + 5
-        ours.send_if_idle(Unpin())
+        ours.send_deferred(Unpin())
         await ours.send(hello(), deadline=deadline)
         await asyncio.sleep(0.01)
         await ours.send(hello(), deadline=deadline)
@@ -56,7 +56,7 @@ async def test_a_stream_that_is_lost_says_nothing() -> None:
     went_wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: went_wrong.append(what))
     async with pair() as (ours, _):
-        ours.send_if_idle(Unpin())
+        ours.send_deferred(Unpin())
         ours.abort()
         await asyncio.sleep(0.01)
     assert went_wrong == []

@@ -27,13 +27,13 @@ from kvpool.errors import ConfigError, LinkBroken, Overloaded, Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Peer, ReadOptions
 from kvpool.tools.subprocesses import Child, process_of, servers_up
-from kvpool.types import Cluster, Wanted
+from kvpool.types import Cluster, ReadBlock
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Hello, Welcome
 from kvpool_transports import ucx, ucx_worker
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport, defaults, make_context
-from kvpool_transports.ucx_worker import Path, Worker
+from kvpool_transports.ucx_worker import UcxPath, Worker
 from tests.conftest import NAMESPACE, buffers, eventually, keys, value, values
 from tests.support.processes import until
 from tests.support.raw_peers import frame
@@ -343,7 +343,7 @@ async def test_calls_that_met_at_the_same_time_end_apart(
     before the server wakes or that one closes, too. Here they introduce themselves in one order and
     would make their ends in the other, if nobody held them back.
     """
-    heard, said = UcxStream.be_introduced, UcxStream.introduce
+    heard, said = UcxStream.receive_address, UcxStream.send_address
     order: dict[UcxStream, int] = {}
 
     async def in_turn(stream: UcxStream, deadline: float) -> None:
@@ -355,8 +355,8 @@ async def test_calls_that_met_at_the_same_time_end_apart(
         await asyncio.sleep(0.3 - order[stream] * 0.1)
         await heard(stream, deadline)
 
-    monkeypatch.setattr(UcxStream, "introduce", in_turn)
-    monkeypatch.setattr(UcxStream, "be_introduced", the_other_way_round)
+    monkeypatch.setattr(UcxStream, "send_address", in_turn)
+    monkeypatch.setattr(UcxStream, "receive_address", the_other_way_round)
     async with running.client("ucx", hedge_s=20, attempt_s=20, timeout_s=30) as pool:
         chain = await stored(pool, "together", 32)
         warm = [buffers(1, SIZE) for _ in range(3)]  # the first has the stream that there was
@@ -510,9 +510,9 @@ async def test_a_call_ends_when_ucx_has_let_go(
     installed: None, monkeypatch: pytest.MonkeyPatch, doing: str
 ) -> None:
     """Cancelled, it waits for its buffers, however long UCX takes to give them back."""
-    close = Path.close
+    close = UcxPath.close
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(Path, "close", lambda path: loop.call_later(0.2, close, path) and None)
+    monkeypatch.setattr(UcxPath, "close", lambda path: loop.call_later(0.2, close, path) and None)
     async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         async with running.pool(config) as pool:
@@ -620,7 +620,7 @@ async def reset(channel: object, chain: list[bytes]) -> None:
     loop = asyncio.get_running_loop()
 
     def read(into: list[bytearray]) -> asyncio.Task[object]:
-        wanted = [Wanted(k, memoryview(b)) for k, b in zip(chain, into, strict=True)]
+        wanted = [ReadBlock(k, (memoryview(b),), len(b)) for k, b in zip(chain, into, strict=True)]
         reading = channel.read(ReadOptions(NAMESPACE, 0), wanted, deadline=loop.time() + 5)
         return asyncio.ensure_future(reading)
 

@@ -17,7 +17,7 @@ from kvpool.protocols import Handler, Link, Listener
 from kvpool.server.block_server import BlockServer
 from kvpool.types import Cluster
 from kvpool_tiers.dram import Dram
-from kvpool_transports.streams.server import Session
+from kvpool_transports.streams.server import StreamSession
 from kvpool_transports.streams.stream import Stream
 
 
@@ -127,7 +127,7 @@ async def converse(serving: BlockServer, chunks: Sequence[bytes], *, mapped: boo
     """One client's whole life: it connects, sends `chunks`, and goes. Returns what it was sent."""
     stream = Stream()
     wire = Wire(stream)
-    session = Session(stream, serving, mapped=mapped, scheme="shm" if mapped else "tcp")
+    session = StreamSession(stream, serving, mapped=mapped, scheme="shm" if mapped else "tcp")
     task = asyncio.create_task(session.run())
     for chunk in chunks:
         await wire.deliver(chunk)

@@ -20,10 +20,11 @@ from kvpool.config import MasterConfig
 from kvpool.errors import KvpoolError, PeerError, Unavailable
 from kvpool.master.service import Master
 from kvpool.protocols import ReadOptions
-from kvpool.types import Namespace, Wanted
+from kvpool.types import Namespace, ReadBlock
 from kvpool.wire import frames, messages
-from kvpool_transports.streams.channel import CarriedChannel
-from kvpool_transports.streams.stream import Stream, StreamPool
+from kvpool_transports.streams.channel import StreamChannel
+from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.stream import Stream
 from tests.wire import offline
 from tests.wire.samples import DIGESTS, KEYS, SAMPLES
 
@@ -278,7 +279,7 @@ def test_a_client_and_what_a_server_sends(
     """A read ends with one result for each block, or with an error of ours; never with more."""
     data = messages.Data(statuses, sizes, [0] * len(sizes))
     answer = frames.encode_frame(*messages.encode(data), sum(sizes)) + bytes(sum(sizes))
-    blocks = [Wanted(DIGESTS[at : at + 32], memoryview(bytearray(64))) for at in (0, 32)]
+    blocks = [ReadBlock(DIGESTS[at : at + 32], (memoryview(bytearray(64)),), 64) for at in (0, 32)]
 
     async def read() -> None:
         stream = Stream()
@@ -287,7 +288,7 @@ def test_a_client_and_what_a_server_sends(
         async def dial(deadline: float) -> Stream:
             return stream
 
-        channel = CarriedChannel("tcp://x:1", StreamPool(dial))
+        channel = StreamChannel("tcp://x:1", StreamPool(dial))
         reading = asyncio.create_task(
             channel.read(ReadOptions(Namespace("n"), 0), blocks, deadline=loop.time() + 1)
         )

@@ -28,7 +28,7 @@ INLINE_MAX = 1 << 20
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
-class Job(NamedTuple):
+class CopyJob(NamedTuple):
     """Copy all of `source` to `target`, or only hash it when there is none.
 
     Either may be in several pieces; the target has room for the source. A reader hashes what it
@@ -46,32 +46,32 @@ class Job(NamedTuple):
         return sum(map(len, self.source))
 
 
-class _Brake:
+class StopFlag:
     """Stops one thread: a step of its copy goes on under the lock, or not at all."""
 
-    __slots__ = ("lock", "pulled")
+    __slots__ = ("is_set", "lock")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.pulled = False
+        self.is_set = False
 
-    def pull(self) -> None:
+    def set(self) -> None:
         """When this returns, the thread is through with its last step; that takes microseconds."""
         with self.lock:
-            self.pulled = True
+            self.is_set = True
 
 
-class Copier:
+class CopyPool:
     """A few threads that copy for one channel. Up to `inline_max` bytes are copied on the spot."""
 
     def __init__(self, threads: int | None = None, *, inline_max: int = INLINE_MAX) -> None:
         self.threads = threads or min(4, os.cpu_count() or 1)
         self._inline_max = inline_max
         self._executor = ThreadPoolExecutor(self.threads, "kvpool-copy")
-        self._brakes: dict[_Brake, None] = {}
+        self._flags: dict[StopFlag, None] = {}
         self._stopped = False
 
-    async def run(self, jobs: Sequence[Job], *, deadline: float) -> list[int]:
+    async def run(self, jobs: Sequence[CopyJob], *, deadline: float) -> list[int]:
         """Do the jobs and return their checksums (0 without a seed).
 
         When it returns or raises, cancelled or late, no thread touches the buffers any more:
@@ -87,22 +87,22 @@ class Copier:
         shares = _shares(
             jobs, sizes, min(self.threads, -(-total // max(1, self._inline_max))), total
         )
-        brakes = [_Brake() for _ in shares]
-        self._brakes.update(dict.fromkeys(brakes))
+        flags = [StopFlag() for _ in shares]
+        self._flags.update(dict.fromkeys(flags))
         try:
             async with asyncio.timeout_at(deadline):
                 done = await asyncio.gather(
                     *(
-                        loop.run_in_executor(self._executor, _copy_all, share, brake)
-                        for share, brake in zip(shares, brakes, strict=True)
+                        loop.run_in_executor(self._executor, _copy_all, share, flag)
+                        for share, flag in zip(shares, flags, strict=True)
                     )
                 )
         except TimeoutError:
             raise DeadlineExceeded("copying did not end in time") from None
         finally:
-            for brake, share in zip(brakes, shares, strict=True):
-                brake.pull()
-                del self._brakes[brake]
+            for flag, share in zip(flags, shares, strict=True):
+                flag.set()
+                del self._flags[flag]
                 share.clear()  # an exception may keep this frame, and must not keep the memory
         if self._stopped:
             raise LinkBroken("the channel was closed while it copied")
@@ -114,17 +114,19 @@ class Copier:
         That is what makes it safe to tell the other side, after it, that nobody writes any more.
         """
         self._stopped = True
-        for brake in self._brakes:
-            brake.pull()
+        for flag in self._flags:
+            flag.set()
 
     def close(self) -> None:
         self.stop()
         self._executor.shutdown(wait=True)
 
 
-def _shares(jobs: Sequence[Job], sizes: Sequence[int], count: int, total: int) -> list[list[Job]]:
+def _shares(
+    jobs: Sequence[CopyJob], sizes: Sequence[int], count: int, total: int
+) -> list[list[CopyJob]]:
     """Consecutive jobs, split so that each share has about the same number of bytes."""
-    shares: list[list[Job]] = [[]]
+    shares: list[list[CopyJob]] = [[]]
     taken = 0
     full = total / count
     for job, size in zip(jobs, sizes, strict=True):
@@ -135,24 +137,24 @@ def _shares(jobs: Sequence[Job], sizes: Sequence[int], count: int, total: int) -
     return shares
 
 
-def _copy_all(jobs: Sequence[Job], brake: _Brake) -> list[int]:
-    return [_copy(job, brake) for job in jobs]
+def _copy_all(jobs: Sequence[CopyJob], flag: StopFlag) -> list[int]:
+    return [_copy(job, flag) for job in jobs]
 
 
-def _copy(job: Job, brake: _Brake | None) -> int:
+def _copy(job: CopyJob, flag: StopFlag | None) -> int:
     """Copy and hash piece by piece; the sum means nothing once the brake was pulled."""
     source, target, seed, hash_source = job
     if len(source) == len(target) == 1 and len(source[0]) <= STEP:
-        return _copy_one(source[0], target[0], seed, hash_source, brake)
+        return _copy_one(source[0], target[0], seed, hash_source, flag)
     hasher = xxhash.xxh3_64(seed=seed) if seed is not None else None
     step = STEP if hasher is not None else 16 * STEP
     for piece, copied in _steps(source, target, step):
         if copied is not None:
-            if brake is None:
+            if flag is None:
                 np.copyto(copied, piece)
             else:
-                with brake.lock:
-                    if brake.pulled:
+                with flag.lock:
+                    if flag.is_set:
                         return 0
                     np.copyto(copied, piece)
             if not hash_source:
@@ -167,16 +169,16 @@ def _copy_one(
     target: memoryview,
     seed: int | None,
     hash_source: bool,
-    brake: _Brake | None,
+    flag: StopFlag | None,
 ) -> int:
     """The same for a block that is one step: most time of a small one goes into Python."""
     if len(source) < len(target):
         target = target[: len(source)]
-    if brake is None:
+    if flag is None:
         target[:] = source  # it keeps the GIL, but nobody else copies
     else:
-        with brake.lock:
-            if brake.pulled:
+        with flag.lock:
+            if flag.is_set:
                 return 0
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
     if seed is None:

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
+from kvpool.checksum import block_seeds
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -30,9 +31,9 @@ from kvpool.protocols import (
     View,
     WriteOptions,
 )
-from kvpool.types import Cluster, Namespace, Outgoing, ReadResult, Wanted, WriteStatus
-from kvpool_transports.copy_pool import Copier, Job
-from kvpool_transports.streams import requests as exchanges
+from kvpool.types import Cluster, Namespace, ReadBlock, ReadResult, WriteBlock, WriteStatus
+from kvpool_transports.copy_pool import CopyJob, CopyPool
+from kvpool_transports.streams import requests
 
 
 class InprocTransport:
@@ -101,7 +102,7 @@ class _InprocChannel:
     def __init__(self, listener: _InprocListener, client: str) -> None:
         self._listener = listener
         self._client = client
-        self._copier = Copier()
+        self._copies = CopyPool()
         self._calls: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -142,17 +143,17 @@ class _InprocChannel:
                 self._idle.set()
 
     async def write(
-        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
+        self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         async with self._connection() as connection, self._until(deadline):
             reservations = await connection.reserve(
                 ReserveRequest(
-                    writing.namespace,
-                    writing.part,
+                    options.namespace,
+                    options.part,
                     [block.digest for block in blocks],
                     [block.parent for block in blocks],
-                    [len(block.buffer) for block in blocks],
-                    writing.session_hint,
+                    [block.size for block in blocks],
+                    options.session_hint,
                 ),
                 deadline=deadline,
             )
@@ -160,68 +161,68 @@ class _InprocChannel:
             granted = [i for i, r in enumerate(reservations) if r.extent is not None]
             if not granted:
                 return statuses
-            seeds = exchanges.seeds(
-                writing.namespace, writing.part, [blocks[i].digest for i in granted]
+            seeds = block_seeds(
+                options.namespace, options.part, [blocks[i].digest for i in granted]
             )
             jobs = [
-                Job((blocks[i].buffer,), (connection.view(extent),), seed, hash_source=True)
+                CopyJob(blocks[i].pieces, (connection.view(extent),), seed, hash_source=True)
                 for i, seed in zip(granted, seeds, strict=True)
                 if (extent := reservations[i].extent) is not None
             ]
-            checksums = await self._copier.run(jobs, deadline=deadline)
+            checksums = await self._copies.run(jobs, deadline=deadline)
             ids = [reservations[i].id for i in granted]
             sealed = await connection.seal(
-                ids, checksums, visible=writing.visible, deadline=deadline
+                ids, checksums, visible=options.visible, deadline=deadline
             )
         for position, status in zip(granted, sealed, strict=True):
             statuses[position] = status
         return statuses
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         digests = [block.digest for block in blocks]
-        buffer_sizes = [len(block.buffer) for block in blocks]
-        if reading.idle_timeout is not None:
-            reading.idle_timeout.disarm()
+        buffer_sizes = [block.size for block in blocks]
+        if options.idle_timeout is not None:
+            options.idle_timeout.disarm()
         async with self._connection() as connection, self._until(deadline):
-            pins = await connection.pin(reading.namespace, reading.part, digests, buffer_sizes)
+            pins = await connection.pin(options.namespace, options.part, digests, buffer_sizes)
             results = [ReadResult(pin.status) for pin in pins]
             hits = [i for i, pin in enumerate(pins) if pin.extent is not None]
             seeds: list[int | None] = [None] * len(hits)
-            if reading.verify:
-                half = exchanges.seeds(reading.namespace, reading.part, [digests[i] for i in hits])
+            if options.verify:
+                half = block_seeds(options.namespace, options.part, [digests[i] for i in hits])
                 seeds = list(half)
             sources = [connection.view(e) for i in hits if (e := pins[i].extent) is not None]
             jobs = [
-                Job((source,), (blocks[i].buffer,), seed)
+                CopyJob((source,), blocks[i].pieces, seed)
                 for i, source, seed in zip(hits, sources, seeds, strict=True)
             ]
-            got = await self._copier.run(jobs, deadline=deadline)
-        expected = [pins[i].checksum if reading.verify else 0 for i in hits]
-        arrived = exchanges.verified([len(s) for s in sources], expected, got)
+            got = await self._copies.run(jobs, deadline=deadline)
+        expected = [pins[i].checksum if options.verify else 0 for i in hits]
+        arrived = requests.verified([len(s) for s in sources], expected, got)
         for position, result in zip(hits, arrived, strict=True):
             results[position] = result
         return results
 
     @asynccontextmanager
     async def read_view(
-        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
+        self, options: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
         async with self._connection() as connection:
             async with self._until(deadline):
                 buffer_sizes = [1 << 62] * len(digests)
-                pins = await connection.pin(reading.namespace, reading.part, digests, buffer_sizes)
+                pins = await connection.pin(options.namespace, options.part, digests, buffer_sizes)
                 views = [
                     View(pin.status, connection.view(pin.extent).toreadonly())
                     if pin.extent is not None
                     else View(pin.status)
                     for pin in pins
                 ]
-                if reading.verify:
+                if options.verify:
                     checksums = [pin.checksum for pin in pins]
-                    views = await exchanges.verify_views(
-                        self._copier, reading, digests, views, checksums, deadline
+                    views = await requests.verify_views(
+                        self._copies, options, digests, views, checksums, deadline
                     )
             self._looks.add(connection)
             try:
@@ -243,12 +244,12 @@ class _InprocChannel:
 
     async def close(self) -> None:
         self.abort()
-        self._copier.close()
+        self._copies.close()
 
     def abort(self) -> None:
         self._closed = True
         self._listener.channels.discard(self)
-        self._copier.stop()
+        self._copies.stop()
         for call in self._calls:
             if not call.expired():
                 call.reschedule(asyncio.get_running_loop().time())

@@ -33,11 +33,12 @@ from kvpool.protocols import (
     Mappable,
 )
 from kvpool.types import Cluster
-from kvpool_transports.copy_pool import Copier
-from kvpool_transports.streams import requests as exchanges
+from kvpool_transports.copy_pool import CopyPool
+from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
-from kvpool_transports.streams.server import Session, Sessions
-from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
+from kvpool_transports.streams.pool import StreamPool, os_errors
+from kvpool_transports.streams.server import Sessions, StreamSession
+from kvpool_transports.streams.stream import Stream
 
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _UCRED = struct.Struct("iII")
@@ -67,7 +68,7 @@ class ShmTransport:
     ) -> Channel:
         segment = _Segment(address, cluster, client)
         streams = StreamPool(segment.dial)
-        channel = MappedChannel(address, streams, segment, Copier(self._copy_threads))
+        channel = MappedChannel(address, streams, segment, CopyPool(self._copy_threads))
         try:
             async with streams.stream(deadline):
                 pass  # the server is there and its segment is mapped; the stream stays for later
@@ -156,7 +157,7 @@ class _ShmListener:
         except BaseException:
             sock.close()
             raise
-        await Session(stream, self._store, mapped=True, scheme="shm").run()
+        await StreamSession(stream, self._store, mapped=True, scheme="shm").run()
 
 
 # --- client -------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ class _Segment:
             _close_all(fds)
             raise
         try:
-            welcome = await exchanges.greet(
+            welcome = await requests.handshake(
                 stream, cluster=self._cluster, client=self._client, server="", deadline=deadline
             )
             with os_errors(f"segment of {self._address}"):

@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
-from kvpool_transports.streams import requests as exchanges
-from kvpool_transports.streams.channel import CarriedChannel
+from kvpool_transports.streams import requests
+from kvpool_transports.streams.channel import StreamChannel
+from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import Sessions
-from kvpool_transports.streams.stream import Stream, StreamPool, os_errors
+from kvpool_transports.streams.stream import Stream
 
 
 class TcpTransport:
@@ -45,7 +46,7 @@ class TcpTransport:
                     transport, stream = await loop.create_connection(Stream, host, port)
             tune(transport)
             try:
-                await exchanges.greet(
+                await requests.handshake(
                     stream, cluster=cluster, client=client, server="", deadline=deadline
                 )
             except BaseException:
@@ -56,7 +57,7 @@ class TcpTransport:
         streams = StreamPool(dial)
         async with streams.stream(deadline):
             pass  # the server is there and speaks our protocol; the stream stays for later
-        return CarriedChannel(address, streams)
+        return StreamChannel(address, streams)
 
 
 class TcpListener:

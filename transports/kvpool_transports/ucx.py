@@ -27,32 +27,31 @@ import importlib.util
 import ipaddress
 import os
 import struct
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path as Place
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+import numpy as np
 import xxhash
 
 from kvpool import logs
 from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
 from kvpool.protocols import BlockStore, Channel, Connection, Listener
 from kvpool.types import Cluster
+from kvpool.wire.frame_reader import ChooseTarget, PayloadTarget
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message, Welcome, decode_answer
-from kvpool_transports.streams import requests as exchanges
-from kvpool_transports.streams.channel import CarriedChannel
-from kvpool_transports.streams.server import HELLO_S, Session, Sessions
-from kvpool_transports.streams.stream import (
-    Landing,
-    Sink,
-    Stream,
-    StreamPool,
-    no_payload,
-    os_errors,
-)
+from kvpool_transports.copy_pool import CopyJob, CopyPool
+from kvpool_transports.streams import requests
+from kvpool_transports.streams.channel import StreamChannel
+from kvpool_transports.streams.payload import PayloadReceiver, Pieces, cut, no_payload
+from kvpool_transports.streams.pool import StreamPool, os_errors
+from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
+from kvpool_transports.streams.stream import Stream
 from kvpool_transports.tcp import TcpListener, parse, tune
-from kvpool_transports.ucx_worker import Path, Transfer, Worker, Workers
+from kvpool_transports.ucx_worker import Transfer, UcxPath, Worker, Workers
 
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext
@@ -96,7 +95,9 @@ class UcxTransport:
         host, _ = parse(address or "ucx://127.0.0.1:0", "ucx")
         workers = await self._workers(host)
         sessions = Sessions(store, mapped=False, scheme="ucx", session=_Session)
-        listener = TcpListener(sessions, "ucx", lambda: UcxStream(workers.current()))
+        listener = TcpListener(
+            sessions, "ucx", lambda: UcxStream(workers.current(), workers.copies)
+        )
         try:
             await listener.start(address)
         except BaseException:
@@ -111,7 +112,7 @@ class UcxTransport:
         workers = await self._workers(host)
 
         def make() -> UcxStream:
-            return UcxStream(workers.current())
+            return UcxStream(workers.current(), workers.copies)
 
         async def dial(deadline: float) -> Stream:
             loop = asyncio.get_running_loop()
@@ -119,11 +120,11 @@ class UcxTransport:
                 async with asyncio.timeout_at(deadline), workers.pairing:
                     _, stream = await loop.create_connection(make, host, port)
                     try:
-                        await exchanges.greet(
+                        await requests.handshake(
                             stream, cluster=cluster, client=client, server="", deadline=deadline
                         )
-                        await _pair(stream, workers, deadline)
-                        await stream.prove(deadline)
+                        await _exchange_addresses(stream, workers, deadline)
+                        await stream.handshake_token(deadline)
                     except BaseException:
                         stream.abort()
                         raise
@@ -166,7 +167,7 @@ class UcxTransport:
         return Workers(context)
 
 
-class UcxChannel(CarriedChannel):
+class UcxChannel(StreamChannel):
     """A channel over streams whose payloads go by UCX."""
 
     def __init__(self, address: str, streams: StreamPool, workers: Workers) -> None:
@@ -175,8 +176,10 @@ class UcxChannel(CarriedChannel):
 
     async def close(self) -> None:
         self.abort()
+        self._workers.copies.close()
 
     def abort(self) -> None:
+        self._workers.copies.stop()
         super().abort()
         self._workers.close()
 
@@ -193,13 +196,14 @@ class _UcxListener:
     async def close(self) -> None:
         await self._listener.close()
         self._workers.close()
+        self._workers.copies.close()
 
 
-class _Session(Session):
+class _Session(StreamSession):
     """One that is introduced when it has been greeted: UCX hears of nobody who is not let in."""
 
-    async def greet(self) -> Connection:
-        connection = await super().greet()
+    async def handshake(self) -> Connection:
+        connection = await super().handshake()
         try:
             await cast(UcxStream, self.stream).meet(asyncio.get_running_loop().time() + HELLO_S)
         except BaseException:
@@ -208,7 +212,7 @@ class _Session(Session):
         return connection
 
 
-async def _pair(stream: UcxStream, workers: Workers, deadline: float) -> None:
+async def _exchange_addresses(stream: UcxStream, workers: Workers, deadline: float) -> None:
     """Introduce both sides, each of which then makes its end of an endpoint.
 
     UCX joins the ends that two workers make for each other in the order in which they are made.
@@ -216,8 +220,8 @@ async def _pair(stream: UcxStream, workers: Workers, deadline: float) -> None:
     ends there are, and the next stream has another worker.
     """
     try:
-        await stream.introduce(deadline)
-        await stream.be_introduced(deadline)
+        await stream.send_address(deadline)
+        await stream.receive_address(deadline)
     except BaseException:
         workers.renew()
         raise
@@ -226,32 +230,33 @@ async def _pair(stream: UcxStream, workers: Workers, deadline: float) -> None:
 class UcxStream(Stream):
     """A stream whose larger payloads go by UCX, beside it."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, copies: CopyPool) -> None:
         super().__init__()
         self._worker = worker
-        self._path: Path | None = None
+        self._copies = copies
+        self._path: UcxPath | None = None
         self._transfer: Transfer | None = None
 
-    async def introduce(self, deadline: float) -> None:
+    async def send_address(self, deadline: float) -> None:
         """Tell the peer where our worker is, and the number of our receives."""
-        address, path = self._worker.address, self._met()
+        address, path = self._worker.address, self._ucx_path()
         head = _INTRODUCTION.pack(
             _MAGIC, *_version(), len(address), path.number, xxhash.xxh3_64_intdigest(address)
         )
-        await super().send(None, [memoryview(head + address)], deadline=deadline)
+        await super().send(None, [(memoryview(head + address),)], deadline=deadline)
 
-    async def be_introduced(self, deadline: float) -> None:
+    async def receive_address(self, deadline: float) -> None:
         """Hear the same of the peer. Raises PeerError."""
         told = bytearray()
 
-        def sink(frame: Frame) -> Landing:
+        def target(frame: Frame) -> PayloadReceiver:
             _expect_payload(frame)
             if not _INTRODUCTION.size < frame.payload_size <= _ADDRESS_SIZE_MAX:
                 raise BadFrame(f"an introduction of {frame.payload_size} bytes")
             told.extend(bytes(frame.payload_size))
-            return Landing([memoryview(told)])
+            return PayloadReceiver([(memoryview(told),)])
 
-        await super().receive(sink, deadline=deadline)
+        await super().receive(target, deadline=deadline)
         magic, major, minor, size, number, check = _INTRODUCTION.unpack_from(told)
         address = bytes(told[_INTRODUCTION.size :])
         if magic != _MAGIC or size != len(address) or check != xxhash.xxh3_64_intdigest(address):
@@ -259,42 +264,42 @@ class UcxStream(Stream):
         if (major, minor) != _version():
             ours = ".".join(map(str, _version()))
             raise VersionMismatch(f"the peer has UCX {major}.{minor}, this is {ours}")
-        self._met().meet(address, number)
+        self._ucx_path().meet(address, number)
 
     async def meet(self, deadline: float) -> None:
-        """The server's half of being introduced, and of `prove`."""
-        await self.be_introduced(deadline)
+        """The server's half of being introduced, and of `handshake_token`."""
+        await self.receive_address(deadline)
         tokens = [bytearray(_TOKEN.size) for _ in range(2)]
         async with self._moving() as transfer:
             for token in tokens:
                 transfer.receive(memoryview(token))
-            await self.introduce(deadline)
+            await self.send_address(deadline)
             await transfer.until(0, deadline)
             self._send_token(transfer)
             await transfer.until(0, deadline)
-        if any(token != _TOKEN.pack(self._met().number) for token in tokens):
+        if any(token != _TOKEN.pack(self._ucx_path().number) for token in tokens):
             raise BadFrame("that is not the token")
         await super().send(None, deadline=deadline)  # ready for requests
 
-    async def prove(self, deadline: float) -> None:
+    async def handshake_token(self, deadline: float) -> None:
         """Send the token, twice, and receive one: the lanes work, and make a rendezvous.
 
         The first also sets up the lanes; only after that can be seen how a message goes.
         """
         token = bytearray(_TOKEN.size)
         async with self._moving() as transfer:
-            transfer.send(memoryview(_TOKEN.pack(self._met().theirs)))
+            transfer.send(memoryview(_TOKEN.pack(self._ucx_path().theirs)))
             await transfer.until(0, deadline)
             transfer.receive(memoryview(token))
             self._send_token(transfer)
             await transfer.until(0, deadline)
-        if token != _TOKEN.pack(self._met().number):
+        if token != _TOKEN.pack(self._ucx_path().number):
             raise BadFrame("that is not the token")
-        await self._word(deadline)
+        await self._ack(deadline)
 
     def _send_token(self, transfer: Transfer) -> None:
         """Raises LinkBroken for lanes over which UCX sends without being asked."""
-        if transfer.send(memoryview(_TOKEN.pack(self._met().theirs))):
+        if transfer.send(memoryview(_TOKEN.pack(self._ucx_path().theirs))):
             why = (
                 "UCX sends without a rendezvous over these lanes, and what has begun to arrive "
                 "could not be stopped: leave UCX_RNDV_SCHEME to kvpool, or name other lanes"
@@ -307,25 +312,26 @@ class UcxStream(Stream):
     async def send(
         self,
         message: Message | None,
-        payload: Sequence[memoryview] = (),
+        payload: Sequence[Pieces] = (),
         *,
         deadline: float,
         seeds: Sequence[int] | None = None,
     ) -> list[int]:
         """When it returns, or raises, the buffers are the caller's again."""
-        total = sum(map(len, payload))
+        total = sum([len(piece) for pieces in payload for piece in pieces])
         if total <= SMALL:
             return await super().send(message, payload, deadline=deadline, seeds=seeds)
         await super().send(message, deadline=deadline)
-        await self._word(deadline)  # ready
+        await self._ack(deadline)  # ready
         checksums: list[int] = []
         async with self._moving() as transfer:
-            for index, buffer in enumerate(payload):
+            for index, pieces in enumerate(payload):
                 hasher = xxhash.xxh3_64(seed=seeds[index]) if seeds else None
-                for piece in Landing([buffer]).pieces(_piece_size(total)):
+                for segment in cut(pieces, _piece_size(total)):
+                    buffer = await self._contiguous(segment, deadline)
                     if hasher is not None:
-                        hasher.update(piece)
-                    transfer.send(piece)
+                        hasher.update(buffer)
+                    transfer.send(buffer)
                     await transfer.until(WINDOW - 1, deadline)
                     await asyncio.sleep(0)  # the loop is everybody's
                 if hasher is not None:
@@ -334,43 +340,65 @@ class UcxStream(Stream):
         await super().send(None, deadline=deadline)  # done
         return checksums
 
-    async def receive(self, sink: Sink = no_payload, *, deadline: float | None) -> Frame:
-        """When it returns, or raises, the buffers that `sink` named are their owner's again."""
-        apart: Landing | None = None
+    async def receive(
+        self, payload_target: ChooseTarget = no_payload, *, deadline: float | None
+    ) -> Frame:
+        """When it returns, or raises, the memory of `payload_target` is its owner's again."""
+        apart: PayloadReceiver | None = None
 
-        def aside(frame: Frame) -> Landing:
+        def aside(frame: Frame) -> PayloadTarget:
             nonlocal apart
-            landing = sink(frame)
-            if landing.missing <= SMALL or frame.type == TYPES[Error]:
-                return landing
-            apart = landing
-            return Landing(())  # of this, nothing comes with the frame
+            target = payload_target(frame)
+            if target.missing <= SMALL or frame.type == TYPES[Error]:
+                return target
+            apart = cast(PayloadReceiver, target)
+            return PayloadReceiver(())  # of this, nothing comes with the frame
 
         frame = await super().receive(aside, deadline=deadline)
         if apart is not None:
             await self._fetch(apart, deadline)
         return frame
 
-    async def _fetch(self, landing: Landing, deadline: float | None) -> None:
-        pieces = landing.pieces(_piece_size(landing.missing))
-        by = deadline if deadline is not None else self._loop.time() + HELLO_S
+    async def _fetch(self, payload: PayloadReceiver, deadline: float | None) -> None:
+        segments = payload.segments(_piece_size(payload.missing))
+        # UCX fills contiguous memory only: what lies in several pieces is scattered afterwards.
+        buffers = deque(
+            segment[0] if len(segment) == 1 else _scratch(segment) for segment in segments
+        )
+        until = deadline if deadline is not None else self._loop.time() + HELLO_S
         async with self._moving() as transfer:
-            for piece in pieces:
-                transfer.receive(piece)
-            await super().send(None, deadline=by)  # ready
-            for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
-                await transfer.until(left, deadline)
-                landing.filled(len(piece))
-        await self._word(deadline)  # done: what has come was still the sender's to send
+            for buffer in buffers:
+                transfer.receive(buffer)
+            await super().send(None, deadline=until)  # ready
+            for segment in segments:
+                buffer = buffers.popleft()
+                await transfer.until(len(buffers), deadline)
+                if len(segment) > 1:
+                    await self._copy([buffer], segment, until)
+                payload.filled(len(buffer))
+        await self._ack(deadline)  # done: what has come was still the sender's to send
 
-    async def _word(self, deadline: float | None) -> None:
+    async def _contiguous(self, segment: Pieces, deadline: float) -> memoryview:
+        """The same bytes in one piece, which is all that UCX sends."""
+        if len(segment) == 1:
+            return segment[0]
+        joined = _scratch(segment)
+        await self._copy(segment, [joined], deadline)
+        return joined
+
+    async def _copy(self, source: Pieces, target: Pieces, deadline: float) -> None:
+        """In a thread: never on the loop, which others wait for (design: copy-pool)."""
+        job = CopyJob(tuple(source), tuple(target), None)
+        await self._copies.run([job], deadline=deadline)
+
+    async def _ack(self, deadline: float | None) -> None:
         """The peer says that it is ready, or done: an empty payload frame."""
         _expect_payload(await super().receive(deadline=deadline))
 
     @asynccontextmanager
     async def _moving(self) -> AsyncIterator[Transfer]:
         """A transfer. However the `with` ends, when it has ended UCX has let go of all buffers."""
-        transfer = self._transfer = self._met().transfer()
+        transfer = self._transfer = self._ucx_path().transfer()
         try:
             yield transfer
             transfer.end()
@@ -387,7 +415,7 @@ class UcxStream(Stream):
         super().connection_made(transport)
         tune(transport)
 
-    def _met(self) -> Path:
+    def _ucx_path(self) -> UcxPath:
         if self._path is None:
             if self.lost:  # a path that was made now would never be closed
                 raise self._why or LinkBroken("the peer closed the connection")
@@ -483,14 +511,14 @@ def _fabric() -> str:
 
 
 def _rdma_devices() -> list[str]:
-    return sorted(path.name for path in Place("/sys/class/infiniband").glob("*"))
+    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 
 
 def _has_verbs() -> bool:
     """The wheel's UCX has them, or the operator says that the system's is used."""
     spec = importlib.util.find_spec("libucx")
     places = spec.submodule_search_locations or [] if spec is not None else []
-    own = [module for place in places for module in Place(place).glob("lib/ucx/libuct_ib*")]
+    own = [module for place in places for module in Path(place).glob("lib/ucx/libuct_ib*")]
     return bool(own) or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in os.environ
 
 
@@ -499,6 +527,11 @@ def _version() -> tuple[int, int]:
 
     major, minor, _ = get_ucx_version()
     return major, minor
+
+
+def _scratch(pieces: Pieces) -> memoryview:
+    """Memory of their size; not cleared, because all of it is about to be filled."""
+    return np.empty(sum(map(len, pieces)), np.uint8).data
 
 
 def _piece_size(total: int) -> int:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool import logs
 from kvpool.errors import BadMessage, KvpoolError, LinkBroken
-from kvpool_transports.streams.stream import by
+from kvpool_transports.copy_pool import CopyPool
+from kvpool_transports.streams.stream import wait_until
 
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext, UCXEndpoint, UCXRequest
@@ -48,7 +49,7 @@ class Worker:
         from ucxx._lib.libucxx import UCXWorker
 
         self._loop = asyncio.get_running_loop()
-        self._paths: dict[int, Path] = {}
+        self._paths: dict[int, UcxPath] = {}
         self._moving: dict[Transfer, None] = {}
         self._scheduled = False
         self._closed = False
@@ -65,18 +66,18 @@ class Worker:
     def __repr__(self) -> str:
         return f"<Worker paths={len(self._paths)} moving={len(self._moving)}>"
 
-    def path(self) -> Path:
+    def path(self) -> UcxPath:
         """A new path to a peer that is still to be named. Raises LinkBroken after `close`."""
         if self._closed or self._worker is None:
             raise LinkBroken("the channel is closed")
         number = secrets.randbits(64 - _PIECE_BITS)
         while number in self._paths:
             number = secrets.randbits(64 - _PIECE_BITS)
-        path = self._paths[number] = Path(self, number)
+        path = self._paths[number] = UcxPath(self, number)
         return path
 
     @property
-    def worn(self) -> bool:
+    def needs_replacement(self) -> bool:
         """Transfers that were given up have left so much in it that another one should follow."""
         return self._purged >= _PURGED_MAX
 
@@ -110,7 +111,7 @@ class Worker:
         if self._worker is not None:
             self._worker.progress()
 
-    def purge(self) -> None:
+    def drain_unexpected(self) -> None:
         """Forget messages that nobody waits for: they were for receives that have been cancelled.
 
         Receives are posted before the peer may send, so there are no others. UCX would keep them,
@@ -140,7 +141,7 @@ class Worker:
         if self._last and not self._paths and self._worker is not None:
             self._loop.remove_reader(self._fd)
             self._worker.progress()
-            self.purge()
+            self.drain_unexpected()
             self._worker = None  # its descriptors close with it
 
     def _turn(self) -> None:
@@ -171,11 +172,13 @@ class Workers:
         self._context = context
         self._worker = Worker(context)
         self._closed = False
-        #: Held while a client's stream meets its server's: see `Path.meet`.
+        #: For payloads in pieces, which UCX wants in one. Its threads start when there are any.
+        self.copies = CopyPool(inline_max=0)
+        #: Held while a client's stream meets its server's: see `UcxPath.meet`.
         self.pairing = asyncio.Lock()
 
     def current(self) -> Worker:
-        if self._worker.worn:
+        if self._worker.needs_replacement:
             self.renew()
         return self._worker
 
@@ -192,7 +195,7 @@ class Workers:
         self._worker.close()
 
 
-class Path:
+class UcxPath:
     """The UCX side of one stream: its end of an endpoint, and both sides' tags."""
 
     def __init__(self, worker: Worker, number: int) -> None:
@@ -233,7 +236,7 @@ class Path:
         if endpoint is not None:
             endpoint.close_blocking()
             self._worker.progress()
-            self._worker.purge()
+            self._worker.drain_unexpected()
             self._worker.kick()
         self._worker.ended(self.number)
 
@@ -247,7 +250,7 @@ class Path:
 class Transfer:
     """Requests on one path, waited for in the order in which they were made."""
 
-    def __init__(self, path: Path, worker: Worker) -> None:
+    def __init__(self, path: UcxPath, worker: Worker) -> None:
         self._path = path
         self._worker = worker
         self._requests: deque[UCXRequest] = deque()
@@ -299,7 +302,7 @@ class Transfer:
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await by(self._waiter, deadline, "the peer did not move its bytes in time")
+            await wait_until(self._waiter, deadline, "the peer did not move its bytes in time")
         finally:
             self._waiter = None
 

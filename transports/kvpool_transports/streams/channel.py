@@ -1,30 +1,25 @@
 """The client's half of a transport whose frames carry the bytes: tcp, and whatever is like it.
 
-A frame's header comes apart from its payload; the payload is received into its destination
-(`BufferedProtocol`, no copy in Python) and hashed piece by piece while it is in the cache.
+Payload bytes are received straight into the caller's pieces of memory and leave straight from
+them, hashed in steps while they are in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, WriteOptions
-from kvpool.types import (
-    Namespace,
-    Outgoing,
-    ReadResult,
-    ReadStatus,
-    Wanted,
-    WriteStatus,
-)
+from kvpool.types import Namespace, ReadBlock, ReadResult, ReadStatus, WriteBlock, WriteStatus
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import Data, decode_answer
-from kvpool_transports.streams import requests as exchanges
-from kvpool_transports.streams.stream import Landing, StreamPool
+from kvpool_transports.streams import requests
+from kvpool_transports.streams.payload import PayloadReceiver, first_bytes
+from kvpool_transports.streams.pool import StreamPool
 
 
-class CarriedChannel:
+class StreamChannel:
     """A channel over a pool of streams, one exchange at a time on each."""
 
     def __init__(self, address: str, streams: StreamPool) -> None:
@@ -32,82 +27,89 @@ class CarriedChannel:
         self._streams = streams
 
     def __repr__(self) -> str:
-        return f"<CarriedChannel {self._address} {self._streams!r}>"
+        return f"<{type(self).__name__} {self._address} {self._streams!r}>"
 
     async def write(
-        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
+        self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         async with self._streams.stream(deadline) as stream:
-            sizes = [len(block.buffer) for block in blocks]
-            statuses, granted, reserved = await exchanges.reserve(
-                stream, writing, blocks, sizes, deadline
-            )
+            statuses, granted, reserved = await requests.reserve(stream, options, blocks, deadline)
             if not granted:
                 return statuses
-            seeds = exchanges.seeds(
-                writing.namespace, writing.part, [blocks[i].digest for i in granted]
-            )
-            payload = [blocks[i].buffer for i in granted]
+            digests = [blocks[i].digest for i in granted]
+            seeds = block_seeds(options.namespace, options.part, digests)
+            payload = [blocks[i].pieces for i in granted]
             checksums = await stream.send(None, payload, seeds=seeds, deadline=deadline)
-            sealed = await exchanges.seal(stream, writing, reserved.ids, checksums, deadline)
+            sealed = await requests.seal(stream, options, reserved.ids, checksums, deadline)
         for position, status in zip(granted, sealed, strict=True):
             statuses[position] = status
         return statuses
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
-        data: Data | None = None
-        landing: Landing | None = None
-        hits: list[int] = []
-        buffer_sizes = [len(block.buffer) for block in blocks]
-
-        def sink(frame: Frame) -> Landing:
-            """Where the bytes go, as soon as the answer says which blocks they are of."""
-            nonlocal data, landing
-            data = decode_answer(Data, frame.type, frame.body)
-            statuses = exchanges.read_statuses(data.statuses, len(blocks))
-            hits.extend(i for i, status in enumerate(statuses) if status is ReadStatus.HIT)
-            if not len(hits) == len(data.sizes) == len(data.checksums):
-                raise BadMessage(f"{len(hits)} hits, {len(data.sizes)} sizes")
-            if any(
-                not 0 < size <= buffer_sizes[i] for i, size in zip(hits, data.sizes, strict=True)
-            ):
-                raise BadMessage("a block larger than the buffer for it")
-            buffers = [blocks[i].buffer[:size] for i, size in zip(hits, data.sizes, strict=True)]
-            seeds = None
-            if reading.verify:
-                digests = [blocks[i].digest for i in hits]
-                seeds = exchanges.seeds(reading.namespace, reading.part, digests)
-            landing = Landing(buffers, seeds, reading.idle_timeout)
-            return landing
-
+        answer = _ReadAnswer(options, blocks)
         async with self._streams.stream(deadline) as stream:
-            await stream.send(
-                exchanges.read_request(reading, blocks, buffer_sizes), deadline=deadline
-            )
-            await stream.receive(sink, deadline=deadline)
-        assert data is not None
-        assert landing is not None
-        results = [ReadResult(s) for s in exchanges.read_statuses(data.statuses, len(blocks))]
-        got = landing.checksums if reading.verify else data.checksums
-        arrived = exchanges.verified(data.sizes, data.checksums, got)
-        for position, result in zip(hits, arrived, strict=True):
-            results[position] = result
-        return results
+            await stream.send(requests.read_request(options, blocks), deadline=deadline)
+            await stream.receive(answer.payload_target, deadline=deadline)
+        return answer.results()
 
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        return await exchanges.remove(self._streams, namespace, digests, deadline)
+        return await requests.remove(self._streams, namespace, digests, deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        return await exchanges.report_corruption(self._streams, namespace, part, digests, deadline)
+        return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
         self._streams.abort()
 
     def abort(self) -> None:
         self._streams.abort()
+
+
+class _ReadAnswer:
+    """The answer to one read: `Data`, which says which blocks its payload is of, and how large."""
+
+    def __init__(self, options: ReadOptions, blocks: Sequence[ReadBlock]) -> None:
+        self._options = options
+        self._blocks = blocks
+        self._statuses: list[ReadStatus] = []
+        self._hits: list[int] = []
+        self._data = Data(b"", [], [])
+        self._receiver = PayloadReceiver(())
+
+    def payload_target(self, frame: Frame) -> PayloadReceiver:
+        """Where the bytes go. Raises BadMessage for an answer that is not one to this read."""
+        options, blocks = self._options, self._blocks
+        data = self._data = decode_answer(Data, frame.type, frame.body)
+        self._statuses = requests.read_statuses(data.statuses, len(blocks))
+        hits = self._hits = [i for i, s in enumerate(self._statuses) if s is ReadStatus.HIT]
+        if not len(hits) == len(data.sizes) == len(data.checksums):
+            raise BadMessage(f"{len(hits)} hits, {len(data.sizes)} sizes")
+        if any(not 0 < size <= blocks[i].size for i, size in zip(hits, data.sizes, strict=True)):
+            raise BadMessage("a block larger than the memory for it")
+        memory = [
+            first_bytes(blocks[i].pieces, size) for i, size in zip(hits, data.sizes, strict=True)
+        ]
+        seeds = None
+        if options.verify:
+            digests = [blocks[i].digest for i in hits]
+            seeds = block_seeds(options.namespace, options.part, digests)
+        self._receiver = PayloadReceiver(memory, seeds, options.idle_timeout)
+        return self._receiver
+
+    def results(self) -> list[ReadResult]:
+        """One for each block, when the payload is in place."""
+        data = self._data
+        got = self._receiver.checksums if self._options.verify else data.checksums
+        arrived = requests.verified(data.sizes, data.checksums, got)
+        if len(arrived) == len(self._blocks):
+            return arrived
+        results = [ReadResult(status) for status in self._statuses]
+        for position, result in zip(self._hits, arrived, strict=True):
+            results[position] = result
+        return results

@@ -10,23 +10,23 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage, LinkBroken
 from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BLOCK_SIZE_MAX,
     Namespace,
-    Outgoing,
     ReadBlock,
     ReadResult,
     ReadStatus,
-    Wanted,
     WriteBlock,
     WriteStatus,
 )
 from kvpool.wire.messages import Pinned, Unpin
-from kvpool_transports.copy_pool import Copier, Job
-from kvpool_transports.streams import requests as exchanges
-from kvpool_transports.streams.stream import Stream, StreamPool
+from kvpool_transports.copy_pool import CopyJob, CopyPool
+from kvpool_transports.streams import requests
+from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.stream import Stream
 
 
 class Memory(Protocol):
@@ -49,88 +49,70 @@ class Segment(Protocol):
 class MappedChannel:
     """A channel whose streams carry words only; the bytes are copied in place."""
 
-    def __init__(self, address: str, streams: StreamPool, segment: Segment, copier: Copier) -> None:
+    def __init__(
+        self, address: str, streams: StreamPool, segment: Segment, copies: CopyPool
+    ) -> None:
         self._address = address
         self._streams = streams
         self._segment = segment
-        self._copier = copier
+        self._copies = copies
 
     def __repr__(self) -> str:
         return f"<MappedChannel {self._address} {self._streams!r}>"
 
     async def write(
-        self, writing: WriteOptions, blocks: Sequence[Outgoing], *, deadline: float
-    ) -> list[WriteStatus]:
-        whole = [
-            WriteBlock(digest, parent, (buffer,), len(buffer)) for digest, parent, buffer in blocks
-        ]
-        return await self.write_pieces(writing, whole, deadline=deadline)
-
-    async def write_pieces(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
+        self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         async with self._streams.stream(deadline) as stream:
-            sizes = [block.size for block in blocks]
-            statuses, granted, reserved = await exchanges.reserve(
-                stream, writing, blocks, sizes, deadline
-            )
+            statuses, granted, reserved = await requests.reserve(stream, options, blocks, deadline)
             if not granted:
                 return statuses
             memory = self._segment.writable()
-            seeds = exchanges.seeds(
-                writing.namespace, writing.part, [blocks[i].digest for i in granted]
+            seeds = block_seeds(
+                options.namespace, options.part, [blocks[i].digest for i in granted]
             )
             targets = [
                 memory.view(offset, blocks[i].size)
                 for i, offset in zip(granted, reserved.offsets, strict=True)
             ]
             jobs = [
-                Job(blocks[i].pieces, (target,), seed, hash_source=True)
+                CopyJob(blocks[i].pieces, (target,), seed, hash_source=True)
                 for i, target, seed in zip(granted, targets, seeds, strict=True)
             ]
             # If this is cancelled, the copies have stopped before the stream is aborted: the
             # server may then reuse the extents at once.
             with _borrowed(targets, jobs):
-                checksums = await self._copier.run(jobs, deadline=deadline)
-            sealed = await exchanges.seal(stream, writing, reserved.ids, checksums, deadline)
+                checksums = await self._copies.run(jobs, deadline=deadline)
+            sealed = await requests.seal(stream, options, reserved.ids, checksums, deadline)
         for position, status in zip(granted, sealed, strict=True):
             statuses[position] = status
         return statuses
 
     async def read(
-        self, reading: ReadOptions, blocks: Sequence[Wanted], *, deadline: float
+        self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
-        whole = [ReadBlock(digest, (buffer,), len(buffer)) for digest, buffer in blocks]
-        return await self.read_pieces(reading, whole, deadline=deadline)
-
-    async def read_pieces(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        buffer_sizes = [block.size for block in blocks]
         async with self._streams.stream(deadline) as stream:
-            statuses, pinned, hits, sources = await self._pin(
-                stream, reading, blocks, buffer_sizes, deadline
-            )
+            statuses, pinned, hits, sources = await self._pin(stream, options, blocks, deadline)
             if hits:
                 seeds: list[int | None] = [None] * len(hits)
-                if reading.verify:
-                    seeds[:] = exchanges.seeds(
-                        reading.namespace, reading.part, [blocks[i].digest for i in hits]
+                if options.verify:
+                    seeds[:] = block_seeds(
+                        options.namespace, options.part, [blocks[i].digest for i in hits]
                     )
                 jobs = [
-                    Job((source,), blocks[i].pieces, seed)
+                    CopyJob((source,), blocks[i].pieces, seed)
                     for i, source, seed in zip(hits, sources, seeds, strict=True)
                 ]
                 with _borrowed(sources, jobs):
-                    got = await self._copier.run(jobs, deadline=deadline)
+                    got = await self._copies.run(jobs, deadline=deadline)
                 if not stream.lost:
-                    stream.send_if_idle(Unpin())
-                elif not reading.verify:
+                    stream.send_deferred(Unpin())
+                elif not options.verify:
                     raise LinkBroken("the pins were lost while their bytes were copied")
         if not hits:
             return [ReadResult(status) for status in statuses]
-        expected = pinned.checksums if reading.verify else [0] * len(hits)
-        arrived = exchanges.verified(pinned.sizes, expected, got)
+        expected = pinned.checksums if options.verify else [0] * len(hits)
+        arrived = requests.verified(pinned.sizes, expected, got)
         if len(hits) == len(blocks):
             return arrived
         results = [ReadResult(status) for status in statuses]
@@ -140,66 +122,61 @@ class MappedChannel:
 
     @asynccontextmanager
     async def read_view(
-        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
+        self, options: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
-        nothing = memoryview(b"")
-        blocks = [Wanted(digest, nothing) for digest in digests]
-        buffer_sizes = [BLOCK_SIZE_MAX] * len(digests)
+        blocks = [ReadBlock(digest, (), BLOCK_SIZE_MAX) for digest in digests]
         async with self._streams.stream(deadline) as stream:
-            statuses, pinned, hits, sources = await self._pin(
-                stream, reading, blocks, buffer_sizes, deadline
-            )
+            statuses, pinned, hits, sources = await self._pin(stream, options, blocks, deadline)
             views = [View(status) for status in statuses]
             checksums = [0] * len(digests)
             for index, position in enumerate(hits):
                 views[position] = View(ReadStatus.HIT, sources[index])
                 checksums[position] = pinned.checksums[index]
             with _borrowed(sources):
-                if reading.verify:
-                    views = await exchanges.verify_views(
-                        self._copier, reading, digests, views, checksums, deadline
+                if options.verify:
+                    views = await requests.verify_views(
+                        self._copies, options, digests, views, checksums, deadline
                     )
                 yield views
             if hits and not stream.lost:
-                stream.send_if_idle(Unpin())
+                stream.send_deferred(Unpin())
 
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        return await exchanges.remove(self._streams, namespace, digests, deadline)
+        return await requests.remove(self._streams, namespace, digests, deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        return await exchanges.report_corruption(self._streams, namespace, part, digests, deadline)
+        return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
         self.abort()
-        self._copier.close()
+        self._copies.close()
         self._segment.close()
 
     def abort(self) -> None:
         # In this order: to the server, the end of a stream means that nobody writes any more.
-        self._copier.stop()
+        self._copies.stop()
         self._streams.abort()
 
     async def _pin(
         self,
         stream: Stream,
-        reading: ReadOptions,
-        blocks: Sequence[Wanted | ReadBlock],
-        buffer_sizes: list[int],
+        options: ReadOptions,
+        blocks: Sequence[ReadBlock],
         deadline: float,
     ) -> tuple[list[ReadStatus], Pinned, list[int], list[memoryview]]:
-        await stream.send(exchanges.read_request(reading, blocks, buffer_sizes), deadline=deadline)
+        await stream.send(requests.read_request(options, blocks), deadline=deadline)
         pinned = await stream.expect(Pinned, deadline=deadline)
-        if reading.idle_timeout is not None:
-            reading.idle_timeout.disarm()
-        statuses = exchanges.read_statuses(pinned.statuses, len(blocks))
+        if options.idle_timeout is not None:
+            options.idle_timeout.disarm()
+        statuses = requests.read_statuses(pinned.statuses, len(blocks))
         hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
         if not len(hits) == len(pinned.offsets) == len(pinned.sizes) == len(pinned.checksums):
             raise BadMessage(f"{len(hits)} hits, {len(pinned.offsets)} offsets")
-        if any(not 0 < size <= buffer_sizes[i] for i, size in zip(hits, pinned.sizes, strict=True)):
+        if any(not 0 < size <= blocks[i].size for i, size in zip(hits, pinned.sizes, strict=True)):
             raise BadMessage("a block larger than the buffer for it")
         memory = self._segment.readable()
         sources = [
@@ -210,7 +187,7 @@ class MappedChannel:
 
 
 @contextlib.contextmanager
-def _borrowed(memory: list[memoryview], jobs: list[Job] | None = None) -> Iterator[None]:
+def _borrowed(memory: list[memoryview], jobs: list[CopyJob] | None = None) -> Iterator[None]:
     """Let go of mapped memory at the end, also where a frame stays.
 
     An exception keeps the frames that it went through, often until the next full garbage

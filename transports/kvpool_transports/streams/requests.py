@@ -6,19 +6,17 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 
-from kvpool.checksum import block_seed, namespace_seed
+from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
 from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     Cluster,
     Namespace,
-    Outgoing,
     ReadBlock,
     ReadResult,
     ReadStatus,
     SessionHint,
-    Wanted,
     WriteBlock,
     WriteStatus,
 )
@@ -40,15 +38,16 @@ from kvpool.wire.messages import (
     decode_answer,
     pack_parents,
 )
-from kvpool_transports.copy_pool import Copier, Job
-from kvpool_transports.streams.stream import Stream, StreamPool
+from kvpool_transports.copy_pool import CopyJob, CopyPool
+from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.stream import Stream
 
 #: By value; calling an enum takes ten times as long.
 _READ = tuple(ReadStatus)
 _WRITE = tuple(WriteStatus)
 
 
-async def greet(
+async def handshake(
     stream: Stream, *, cluster: Cluster, client: str, server: str, deadline: float
 ) -> Welcome:
     """Say hello; the answer must come from `server`, unless that is empty.
@@ -78,24 +77,23 @@ async def _prove(stream: Stream, cluster: Cluster, nonce: bytes, deadline: float
 
 async def reserve(
     stream: Stream,
-    writing: WriteOptions,
-    blocks: Sequence[Outgoing | WriteBlock],
-    sizes: list[int],
+    options: WriteOptions,
+    blocks: Sequence[WriteBlock],
     deadline: float,
 ) -> tuple[list[WriteStatus], list[int], Reserved]:
     """Ask for room; statuses, the positions that were granted, and where they lie."""
     digest_size = len(blocks[0].digest)
-    session_hint = writing.session_hint or SessionHint("")
+    session_hint = options.session_hint or SessionHint("")
     loop = asyncio.get_running_loop()
     await stream.send(
         Reserve(
-            namespace=writing.namespace.name,
-            parts=writing.namespace.parts,
+            namespace=options.namespace.name,
+            parts=options.namespace.parts,
             digest_size=digest_size,
             digests=b"".join([block.digest for block in blocks]),
-            part=writing.part,
+            part=options.part,
             parents=pack_parents([block.parent for block in blocks], digest_size),
-            sizes=sizes,
+            sizes=[block.size for block in blocks],
             wait_s=max(0.0, deadline - loop.time()),
             session=session_hint.session,
             resume_s=session_hint.resume_in,
@@ -114,25 +112,24 @@ async def reserve(
 
 
 async def seal(
-    stream: Stream, writing: WriteOptions, ids: list[int], checksums: list[int], deadline: float
+    stream: Stream, options: WriteOptions, ids: list[int], checksums: list[int], deadline: float
 ) -> list[WriteStatus]:
     """The bytes are there; make them visible."""
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
-    await stream.send(Seal(ids, checksums, writing.visible, wait_s), deadline=deadline)
+    await stream.send(Seal(ids, checksums, options.visible, wait_s), deadline=deadline)
     sealed = await stream.expect(Sealed, deadline=deadline)
     return write_statuses(sealed.statuses, len(ids))
 
 
-def read_request(
-    reading: ReadOptions, blocks: Sequence[Wanted | ReadBlock], buffer_sizes: list[int]
-) -> Read:
+def read_request(options: ReadOptions, blocks: Sequence[ReadBlock]) -> Read:
+    """Ask for blocks that fit into their memory."""
     return Read(
-        namespace=reading.namespace.name,
-        parts=reading.namespace.parts,
+        namespace=options.namespace.name,
+        parts=options.namespace.parts,
         digest_size=len(blocks[0].digest),
         digests=b"".join([block.digest for block in blocks]),
-        part=reading.part,
-        buffer_sizes=buffer_sizes,
+        part=options.part,
+        buffer_sizes=[block.size for block in blocks],
     )
 
 
@@ -153,12 +150,6 @@ async def report_corruption(
     async with streams.stream(deadline) as stream:
         await stream.send(request, deadline=deadline)
         return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
-
-
-def seeds(namespace: Namespace, part: int, digests: Sequence[bytes]) -> list[int]:
-    """The checksum seeds of a batch."""
-    half = namespace_seed(namespace, part)
-    return [block_seed(half, digest) for digest in digests]
 
 
 def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:
@@ -199,8 +190,8 @@ def _count(packed: bytes, count: int) -> None:
 
 
 async def verify_views(
-    copier: Copier,
-    reading: ReadOptions,
+    copies: CopyPool,
+    options: ReadOptions,
     digests: Sequence[bytes],
     views: list[View],
     checksums: Sequence[int],
@@ -209,16 +200,16 @@ async def verify_views(
     """Hash pinned memory in place; a wrong checksum turns its view into a CORRUPT miss."""
     hits = [i for i, view in enumerate(views) if view.data is not None]
     jobs = [
-        Job((data,), (), seed)
+        CopyJob((data,), (), seed)
         for i, seed in zip(
             hits,
-            seeds(reading.namespace, reading.part, [digests[i] for i in hits]),
+            block_seeds(options.namespace, options.part, [digests[i] for i in hits]),
             strict=True,
         )
         if (data := views[i].data) is not None
     ]
     try:
-        got = await copier.run(jobs, deadline=deadline)
+        got = await copies.run(jobs, deadline=deadline)
     finally:
         jobs.clear()  # an exception may keep this frame, and must not keep the memory
     for position, checksum in zip(hits, got, strict=True):

@@ -48,7 +48,8 @@ from kvpool.wire.messages import (
     unpack_batch,
     unpack_parents,
 )
-from kvpool_transports.streams.stream import Landing, Stream
+from kvpool_transports.streams.payload import PayloadReceiver
+from kvpool_transports.streams.stream import Stream
 
 #: A client has this long to say hello.
 HELLO_S = 5.0
@@ -71,12 +72,12 @@ class Sessions:
         *,
         mapped: bool,
         scheme: str,
-        session: type[Session] | None = None,
+        session: type[StreamSession] | None = None,
     ) -> None:
         self._store = store
         self._mapped = mapped
         self._scheme = scheme
-        self._session = session or Session
+        self._session = session or StreamSession
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -108,7 +109,7 @@ class Sessions:
             await asyncio.wait(self._tasks)
 
 
-class Session:
+class StreamSession:
     """One client connection: its stream, its books, and who it is."""
 
     def __init__(self, stream: Stream, store: BlockStore, *, mapped: bool, scheme: str) -> None:
@@ -130,7 +131,7 @@ class Session:
         try:
             quarantined = await self._serve()
             if quarantined is not None:
-                await self.stream.part()
+                await self.stream.close_gracefully()
                 quarantined.writer_exited()
         finally:
             self.stream.abort()
@@ -139,13 +140,13 @@ class Session:
         """Until the link ends; the connection, if its client may still write to our memory."""
         ours = quarantined = False
         try:
-            self._connection = await self.greet()
+            self._connection = await self.handshake()
             while True:
                 frame = await self.stream.receive(deadline=None)
-                if self._let_go(self._connection) and frame.type == TYPES[Unpin]:
+                if self._unpin_previous(self._connection) and frame.type == TYPES[Unpin]:
                     continue
                 # What the books do for a client that has hung up must not go on without it.
-                async with self.stream.while_open():
+                async with self.stream.cancel_on_disconnect():
                     await self._answer(frame, self._connection)
         except LinkBroken:
             pass
@@ -166,7 +167,7 @@ class Session:
                 quarantined = self._connection.close(writer_may_be_alive=mapped)
         return self._connection if quarantined else None
 
-    async def greet(self) -> Connection:
+    async def handshake(self) -> Connection:
         """Hear who it is, and open the books."""
         deadline = self._loop.time() + HELLO_S
         hello = await self.stream.expect(Hello, deadline=deadline)
@@ -239,7 +240,9 @@ class Session:
             raise BadMessage("a block names itself as its parent")
         deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
         reservations = await connection.reserve(
-            ReserveRequest(namespace, reserve.part, digests, parents, reserve.sizes, _tag(reserve)),
+            ReserveRequest(
+                namespace, reserve.part, digests, parents, reserve.sizes, _session_hint(reserve)
+            ),
             deadline=deadline,
         )
         granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
@@ -268,14 +271,14 @@ class Session:
     async def _take_payload(
         self, granted: list[Reservation], connection: Connection, deadline: float
     ) -> None:
-        views = [connection.view(r.extent) for r in granted if r.extent is not None]
+        blocks = [(connection.view(r.extent),) for r in granted if r.extent is not None]
 
-        def sink(frame: Frame) -> Landing:
+        def target(frame: Frame) -> PayloadReceiver:
             if frame.type != PAYLOAD:
                 raise BadMessage(f"got type {frame.type}, expected the blocks' bytes")
-            return Landing(views)
+            return PayloadReceiver(blocks)
 
-        await self.stream.receive(sink, deadline=deadline)
+        await self.stream.receive(target, deadline=deadline)
 
     async def _read(self, read: Read, connection: Connection) -> None:
         """Pin, then send, or show."""
@@ -286,12 +289,12 @@ class Session:
         pins = await connection.pin(namespace, read.part, digests, read.buffer_sizes)
         self._pins = [pin for pin in pins if pin.extent is not None]
         if self._mapped:
-            await self._show(pins)
+            await self._send_offsets(pins)
         else:
-            await self._carry(pins, connection)
-            self._let_go(connection)
+            await self._send_payload(pins, connection)
+            self._unpin_previous(connection)
 
-    def _let_go(self, connection: Connection) -> bool:
+    def _unpin_previous(self, connection: Connection) -> bool:
         """Unpin what the last request has pinned, if it has."""
         if not self._pins:
             return False
@@ -299,12 +302,12 @@ class Session:
         self._pins = []
         return True
 
-    async def _carry(self, pins: list[Pin], connection: Connection) -> None:
+    async def _send_payload(self, pins: list[Pin], connection: Connection) -> None:
         hits = [pin for pin in pins if pin.extent is not None]
-        payload = [connection.view(pin.extent) for pin in hits if pin.extent is not None]
+        payload = [(connection.view(pin.extent),) for pin in hits if pin.extent is not None]
         answer = Data(
             bytes([pin.status for pin in pins]),
-            [len(view) for view in payload],
+            [len(view) for (view,) in payload],
             [pin.checksum for pin in hits],
         )
         try:
@@ -314,7 +317,7 @@ class Session:
             self.stream.abort()  # before the pins go: what is queued must not be sent from there
             raise
 
-    async def _show(self, pins: list[Pin]) -> None:
+    async def _send_offsets(self, pins: list[Pin]) -> None:
         """Say where they lie. The pins stay until the client sends something else, or goes.
 
         Never until some time has passed (G4).
@@ -330,7 +333,7 @@ class Session:
         )
 
 
-def _tag(reserve: Reserve) -> SessionHint | None:
+def _session_hint(reserve: Reserve) -> SessionHint | None:
     """Who writes, if they say so. Raises BadMessage."""
     if not reserve.session:
         if reserve.resume_s is not None:

@@ -1,55 +1,38 @@
-"""Frames over a byte stream, shared by tcp and shm.
+"""Frames over an asyncio connection, shared by every transport over byte streams.
 
 One exchange at a time owns a stream: request, answer, back into the pool. So there are no request
 ids to match, no interleaving, no head-of-line blocking, and one rule for everything that can go
 wrong: after any exception the stream is aborted, never reused. The server then drops the pins and
-reservations of that connection, and nobody else notices. Concurrency is the number of streams.
-(The shape is that of an HTTP/1.1 connection pool; httpcore's is the model.)
+reservations of that connection, and no other connection is affected (design: streams).
+Concurrency is the number of streams.
 
-Payload bytes are received straight into their destination, which a `Sink` names as soon as the
-frame's header and body are there.
+Here are sockets, buffers and timers. What the bytes mean is the `FrameReader`'s business; where
+payload bytes lie is that of `payload.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Final, cast
 
-import xxhash
+from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
+from kvpool.wire.frame_reader import ChooseTarget, FrameReader
+from kvpool.wire.frames import Frame, encode_frame
+from kvpool.wire.messages import PAYLOAD, M, Message, decode_answer, encode
+from kvpool_transports.streams.payload import SEND_STEP, Pieces, no_payload, writes
 
-from kvpool.errors import (
-    BadFrame,
-    DeadlineExceeded,
-    KvpoolError,
-    LinkBroken,
-)
-from kvpool.protocols import IdleTimeout
-from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header, encode_frame
-from kvpool.wire.messages import PAYLOAD, TYPES, Error, M, Message, decode_answer, encode
-
-#: Received at most this much at once: the piece is then hashed while it is in the cache.
-STEP = 256 << 10
-#: Sent at most this much at once, so that hashing a large block never stalls the loop.
-SEND_STEP = 1 << 20
-#: Streams to one server; more calls wait their turn, until their deadline.
-STREAMS_MAX = 64
-_IDLE_MAX = 8
-#: Received ahead of the request that is being answered; what is more waits in the kernel.
-STASH = 64 << 10
 #: Seconds that a request may take to arrive, from its first byte.
-FRAME_S = 30.0
-
+FRAME_S: Final = 30.0
 
 #: Streams whose sockets a child would inherit.
 _open: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
-def _let_go() -> None:
+def _detach_in_child() -> None:
     """In a forked child: what is connected is the parent's, and ends with it.
 
     A socket is closed when nobody has it open any more. Without this a child that lives on would
@@ -64,126 +47,49 @@ def _let_go() -> None:
     os.close(nothing)
 
 
-os.register_at_fork(after_in_child=_let_go)
-
-
-class Landing:
-    """Where a payload goes: buffers one after the other, each hashed on the way if it has a seed.
-
-    `checksums` grows by one for each buffer that is full; `idle_timeout` hears of every piece.
-    """
-
-    __slots__ = (
-        "_at",
-        "_buffers",
-        "_hasher",
-        "_idle_timeout",
-        "_index",
-        "_seeds",
-        "checksums",
-        "missing",
-    )
-
-    def __init__(
-        self,
-        buffers: Sequence[memoryview],
-        seeds: Sequence[int] | None = None,
-        idle_timeout: IdleTimeout | None = None,
-    ) -> None:
-        self._idle_timeout = idle_timeout
-        self._buffers = buffers
-        self._seeds = seeds
-        self._index = 0
-        self._at = 0
-        self._hasher = xxhash.xxh3_64(seed=seeds[0]) if seeds else None
-        self.missing = sum(map(len, buffers))
-        self.checksums: list[int] = []
-
-    def next(self) -> memoryview:
-        """Where the next bytes go."""
-        buffer = self._buffers[self._index]
-        return buffer[self._at : self._at + STEP]
-
-    def received(self, count: int) -> None:
-        """`count` bytes have arrived in what `next` gave."""
-        if self._idle_timeout is not None:
-            self._idle_timeout.touch()
-        buffer = self._buffers[self._index]
-        if self._hasher is not None:
-            self._hasher.update(buffer[self._at : self._at + count])
-        self._at += count
-        self.missing -= count
-        if self._at == len(buffer):
-            self._at = 0
-            self._index += 1
-            if self._hasher is not None and self._seeds is not None:
-                self.checksums.append(self._hasher.intdigest())
-                if self._index < len(self._seeds):
-                    self._hasher = xxhash.xxh3_64(seed=self._seeds[self._index])
-
-    def pieces(self, size: int) -> list[memoryview]:
-        """All that is missing, in order and cut at `size`, for who fetches it some other way."""
-        return [
-            buffer[start : start + size]
-            for buffer in self._buffers
-            for start in range(0, len(buffer), size)
-        ]
-
-    def filled(self, count: int) -> None:
-        """`count` bytes of one buffer are in place, however they came there."""
-        while count:
-            step = min(count, len(self.next()))
-            self.received(step)
-            count -= step
-
-    def put(self, data: memoryview) -> int:
-        """Copy bytes that came in one piece with the header; returns how many."""
-        taken = 0
-        while taken < len(data) and self.missing:
-            target = self.next()
-            count = min(len(target), len(data) - taken)
-            target[:count] = data[taken : taken + count]
-            self.received(count)
-            taken += count
-        return taken
-
-
-Sink = Callable[[Frame], Landing]
-
-
-def no_payload(frame: Frame) -> Landing:
-    """The sink of an exchange that expects none."""
-    return Landing(())
+os.register_at_fork(after_in_child=_detach_in_child)
 
 
 class Stream(asyncio.BufferedProtocol):
-    """One connection, either end. `receive` and `send` belong to whoever owns the stream."""
+    """One connection, either end. `receive` and `send` belong to the exchange that owns the stream.
+
+    What it may be doing, and what ends that:
+
+    | state     | shown by                  | next                                              |
+    |-----------|---------------------------|---------------------------------------------------|
+    | idle      | nothing                   | `send`: sending; `receive`: receiving             |
+    | sending   | `_flushed`, when paused   | the kernel has every byte: idle                   |
+    | receiving | `_done`                   | the frame is complete or refused, deadline: idle  |
+    | working   | `_work`                   | `cancel_on_disconnect` ends: idle                 |
+    | closing   | `_closing`                | the peer has hung up: lost                        |
+    | lost      | `lost`, `_why`            | nothing: it is never reused                       |
+
+    `abort`, the end of the connection and the peer's hanging up lead from everywhere to lost. An
+    owner who waits then gets `_why`, in each of the states.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._stash = memoryview(bytearray(STASH))  # headers, bodies, what comes with them
-        self._filled = 0
-        self._frame: Frame | None = None
-        self._sink: Sink | None = None
-        self._landing: Landing | None = None
+        self._reader = FrameReader()
         self._done: asyncio.Future[None] | None = None
         self._flushed: asyncio.Future[None] | None = None
-        self._parted: asyncio.Future[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._work: asyncio.Timeout | None = None
+        self._tls = False
         self._write_paused = False
         self._read_paused = False
-        self._impatient = False
-        self._slow: asyncio.TimerHandle | None = None
+        self._no_deadline = False
+        self._frame_timer: asyncio.TimerHandle | None = None
         #: When the peer hangs up, the connection is closed by its owner and not before: what the
         #: owner still does with the peer's memory must have ended by then.
         self.owned = True
         self.lost = False
-        self._last_word: Message | None = None
+        self._deferred_message: Message | None = None
         self._why: KvpoolError | None = None
 
     def __repr__(self) -> str:
-        state = "lost" if self.lost else "receiving" if self._sink else "idle"
+        state = "lost" if self.lost else "receiving" if self._done else "idle"
         return f"<Stream {state}>"
 
     # --- for the owner -----------------------------------------------------------------
@@ -191,89 +97,91 @@ class Stream(asyncio.BufferedProtocol):
     async def send(
         self,
         message: Message | None,
-        payload: Sequence[memoryview] = (),
+        payload: Sequence[Pieces] = (),
         *,
         deadline: float,
         seeds: Sequence[int] | None = None,
     ) -> list[int]:
-        """Send one frame (without a message: the payload frame); returns payload checksums.
+        """Send one frame (without a message: the payload frame); returns the blocks' checksums.
 
-        It returns when the kernel has all of it: the buffers are the caller's again, and pins on
-        them may be released. With `seeds`, each buffer is hashed piece by piece as it leaves.
+        It returns when the kernel has all of it: the memory is the caller's again, and pins on it
+        may be released (design: pins). With `seeds`, each block is hashed as it leaves.
         """
         type, body = encode(message) if message is not None else (PAYLOAD, b"")
-        self._last_word = None
-        self._writable().write(encode_frame(type, body, sum(map(len, payload))))
+        self._deferred_message = None
+        size = sum([len(piece) for pieces in payload for piece in pieces])
         checksums: list[int] = []
-        for index, buffer in enumerate(payload):
-            hasher = xxhash.xxh3_64(seed=seeds[index]) if seeds else None
-            for start in range(0, len(buffer), SEND_STEP):
-                piece = buffer[start : start + SEND_STEP]
-                if hasher is not None:
-                    hasher.update(piece)
-                self._writable().write(piece)  # it may have been lost since the last piece
-                if self._write_paused:
-                    await self._flush(deadline)
-                else:  # a peer that keeps up must not keep the loop from everybody else
-                    await asyncio.sleep(0)
-            if hasher is not None:
-                checksums.append(hasher.intdigest())
-        if self._write_paused:
-            await self._flush(deadline)
+        since_yield = 0
+        for portion in writes(encode_frame(type, body, size), payload, seeds, checksums):
+            transport = self._writable()  # it may have been lost since the last one
+            if len(portion) == 1:
+                transport.write(portion[0])
+            else:
+                transport.writelines(portion)
+            since_yield += sum(map(len, portion))
+            if self._write_paused:
+                await self._flush(deadline)
+                since_yield = 0
+            elif since_yield >= SEND_STEP:  # a fast peer must not keep the loop to itself
+                await asyncio.sleep(0)
+                since_yield = 0
         return checksums
 
     def send_now(self, message: Message) -> None:
         """Queue a small frame that nobody waits for."""
         self._writable().write(encode_frame(*encode(message)))
 
-    def send_if_idle(self, message: Message) -> None:
-        """Queue a small frame for when the loop comes round, unless another one goes before it.
+    def send_deferred(self, message: Message) -> None:
+        """Queue a small frame for the loop's next turn, unless another one is sent before it.
 
-        For what the next request says, too: sending wakes the peer, and it may take our core while
-        our caller waits for what has just arrived.
+        For a message that the next request implies (design: deferred-unpin): sending wakes the
+        peer, which may take our core while our caller waits for what has just arrived.
         """
-        if self._last_word is None:
-            self._loop.call_soon(self._send_last_word)
-        self._last_word = message
+        if self._deferred_message is None:
+            self._loop.call_soon(self._send_deferred)
+        self._deferred_message = message
 
-    async def receive(self, sink: Sink = no_payload, *, deadline: float | None) -> Frame:
-        """The next frame, with its payload in place.
+    async def receive(
+        self, payload_target: ChooseTarget = no_payload, *, deadline: float | None
+    ) -> Frame:
+        """The next frame, with its payload where `payload_target` says.
 
         Without a deadline (a server waits for the next request as long as the client lives) a
         frame that has begun must still be complete within FRAME_S.
         """
         if self.lost:
             raise self._why or LinkBroken("the peer closed the connection")
-        self._sink = sink
         self._done = self._loop.create_future()
-        self._impatient = deadline is None
+        self._no_deadline = deadline is None
+        frame: Frame | None = None
         try:
-            if self._filled:
-                self._parse()
-                self._hurry()
-            self._resume()
+            self._received(self._reader.ask(payload_target))
+            self._resume_reading()
             if self._done.done():  # a peer that sends ahead must not keep the loop to itself
                 await asyncio.sleep(0)
             else:
-                await by(self._done, deadline, "the peer did not answer in time")
+                await wait_until(self._done, deadline, "the peer did not answer in time")
             self._done.result()
-            frame = self._frame
-            assert frame is not None
+            frame = self._reader.take()
             return frame
         finally:
-            self._sink = self._done = self._frame = self._landing = None
-            if self._slow is not None:
-                self._slow.cancel()
-                self._slow = None
+            self._done = None
+            if self._frame_timer is not None:
+                self._frame_timer.cancel()
+                self._frame_timer = None
+            if frame is None:  # the memory is its owner's again: no later byte may go there
+                self._reader.close()
 
-    async def expect(self, type: type[M], sink: Sink = no_payload, *, deadline: float | None) -> M:
+    async def expect(
+        self, type: type[M], payload_target: ChooseTarget = no_payload, *, deadline: float | None
+    ) -> M:
         """The next message, of this type. An `Error` from the peer raises BadMessage."""
-        frame = await self.receive(sink, deadline=deadline)
+        frame = await self.receive(payload_target, deadline=deadline)
         return decode_answer(type, frame.type, frame.body)
 
     @asynccontextmanager
-    async def while_open(self) -> AsyncIterator[None]:
-        """Ends what is awaited inside when the connection is lost: nobody waits for it any more."""
+    async def cancel_on_disconnect(self) -> AsyncIterator[None]:
+        """Ends what is awaited inside when the connection is lost: its result has no receiver."""
         if self.lost:
             raise self._why or LinkBroken("the peer closed the connection")
         work = self._work = asyncio.timeout(None)
@@ -287,17 +195,17 @@ class Stream(asyncio.BufferedProtocol):
         finally:
             self._work = None
 
-    async def part(self) -> None:
+    async def close_gracefully(self) -> None:
         """Hang up, and wait, however long it takes, until the peer has done so, too.
 
         What is queued is still sent, what comes is dropped. Returns at once if the peer has gone.
         """
         if not self.lost and self._transport is not None:
-            self._parted = self._loop.create_future()
-            self._filled = 0
-            self._resume()
+            self._closing = self._loop.create_future()
+            self._reader.close()
+            self._resume_reading()
             self._transport.write_eof()
-            await self._parted
+            await self._closing
 
     def abort(self) -> None:
         """Drop the connection at once. Synchronous, idempotent."""
@@ -315,38 +223,34 @@ class Stream(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast and not isinstance: uvloop's transports inherit from nothing of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        # Paused until the kernel has everything: that is when a pin may be released.
-        self._transport.set_write_buffer_limits(high=0)
+        # Paused as long as one byte is still ours to send: when `send` is not held up, the kernel
+        # has everything, and a pin may be released. Sockets compare with `>`, so the limit is 0
+        # (with 1, a last byte would count as sent). The TLS layers of asyncio and uvloop compare
+        # with `>=`: with 0 they would pause for ever, and 1 means the same there.
+        self._tls = transport.get_extra_info("ssl_object") is not None
+        self._transport.set_write_buffer_limits(high=1 if self._tls else 0)
         _open.add(self)
         if self.lost:  # aborted before it was made
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._landing is not None and self._landing.missing:
-            return self._landing.next()
-        return self._stash[self._filled :]
+        return self._reader.get_buffer()
 
     def buffer_updated(self, count: int) -> None:
-        landing = self._landing
-        if landing is not None and landing.missing:
-            landing.received(count)
-            if not landing.missing:
-                self._complete()
+        try:
+            complete = self._reader.received(count)
+        except KvpoolError as error:
+            self._fail_frame(error)
             return
-        if self._parted is not None:
-            return
-        self._filled += count
-        if self._sink is not None:
-            self._parse()
-            self._hurry()
-        if self._filled == len(self._stash) and self._transport is not None and not self.lost:
-            # Requests that nobody has asked for yet: let the peer wait.
+        self._received(complete)
+        if self._reader.full and self._transport is not None and not self.lost:
+            # Requests that are not asked for yet: let the peer wait.
             self._read_paused = True
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
         self._fail(LinkBroken("the peer went away"))
-        return self.owned
+        return self.owned and not self._tls  # TLS has no half-closed connections
 
     def connection_lost(self, error: Exception | None) -> None:
         _open.discard(self)
@@ -362,8 +266,8 @@ class Stream(asyncio.BufferedProtocol):
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _send_last_word(self) -> None:
-        message, self._last_word = self._last_word, None
+    def _send_deferred(self) -> None:
+        message, self._deferred_message = self._deferred_message, None
         if message is not None and not self.lost:
             self.send_now(message)
 
@@ -375,65 +279,27 @@ class Stream(asyncio.BufferedProtocol):
     async def _flush(self, deadline: float) -> None:
         self._flushed = self._loop.create_future()
         try:
-            await by(self._flushed, deadline, "the peer does not read")
+            await wait_until(self._flushed, deadline, "the peer does not read")
         finally:
             self._flushed = None
 
-    def _resume(self) -> None:
-        full = self._filled == len(self._stash)
-        if self._read_paused and not full and self._transport is not None and not self.lost:
+    def _resume_reading(self) -> None:
+        if self._read_paused and not self._reader.full and not self.lost:
+            assert self._transport is not None
             self._read_paused = False
             self._transport.resume_reading()
 
-    def _parse(self) -> None:
-        """Make a frame of what is in the stash, and hand the rest of it to the landing."""
-        if self._filled < HEADER_SIZE or self._sink is None or self._frame is not None:
+    def _received(self, complete: bool) -> None:
+        """Bytes have arrived, or had before they were asked for."""
+        if self._done is None or self._done.done():
             return
-        if self._done is not None and self._done.done():  # broken: what follows means nothing
-            return
-        try:
-            type, body_size, payload_size = decode_header(self._stash)
-            whole = HEADER_SIZE + body_size
-            if self._filled < whole:
-                if self._filled == len(self._stash):
-                    self._grow(min(whole, 2 * self._filled))
-                return
-            self._frame = Frame(type, bytes(self._stash[HEADER_SIZE:whole]), payload_size)
-            landing = self._sink(self._frame)
-            if landing.missing != payload_size and type != TYPES[Error]:
-                raise BadFrame(f"payload of {payload_size} bytes, expected {landing.missing}")
-        except KvpoolError as error:
-            self._break(error)
-            return
-        taken = landing.put(self._stash[whole : self._filled]) if payload_size else 0
-        rest = bytes(self._stash[whole + taken : self._filled])
-        if len(self._stash) > STASH:
-            self._stash = memoryview(bytearray(STASH))
-        self._stash[: len(rest)] = rest
-        self._filled = len(rest)
-        if landing.missing:
-            self._landing = landing
-        else:
-            self._complete()
-
-    def _grow(self, size: int) -> None:
-        """For one body: as much as has arrived already, not as much as its header claims."""
-        larger = memoryview(bytearray(size))
-        larger[: self._filled] = self._stash[: self._filled]
-        self._stash = larger
-
-    def _hurry(self) -> None:
-        """A frame that has begun must be complete within FRAME_S, unless a deadline says more."""
-        begun = self._done is not None and not self._done.done()
-        if begun and self._impatient and self._slow is None:
-            late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
-            self._slow = self._loop.call_later(FRAME_S, self._break, late)
-
-    def _complete(self) -> None:
-        if self._done is not None and not self._done.done():
+        if complete:
             self._done.set_result(None)
+        elif self._no_deadline and self._frame_timer is None and self._reader.begun:
+            late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
+            self._frame_timer = self._loop.call_later(FRAME_S, self._fail_frame, late)
 
-    def _break(self, error: KvpoolError) -> None:
+    def _fail_frame(self, error: KvpoolError) -> None:
         """The owner gets the error; it may still answer with one of its own, and then aborts."""
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)
@@ -445,13 +311,13 @@ class Stream(asyncio.BufferedProtocol):
         for future in (self._done, self._flushed):
             if future is not None and not future.done():
                 future.set_exception(self._why)
-        if self._parted is not None and not self._parted.done():
-            self._parted.set_result(None)
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_result(None)
         if self._work is not None and not self._work.expired():
             self._work.reschedule(self._loop.time())
 
 
-async def by(future: asyncio.Future[None], deadline: float | None, otherwise: str) -> None:
+async def wait_until(future: asyncio.Future[None], deadline: float | None, otherwise: str) -> None:
     """Wait for a future until a deadline, with one timer and no task."""
     if deadline is None:
         await future
@@ -467,93 +333,3 @@ async def by(future: asyncio.Future[None], deadline: float | None, otherwise: st
         await future
     finally:
         timer.cancel()
-
-
-class StreamPool:
-    """A client's streams to one server: dialled when needed, reused when clean."""
-
-    def __init__(self, dial: Callable[[float], Awaitable[Stream]], limit: int = STREAMS_MAX):
-        self._dial = dial
-        self._limit = limit
-        self._idle: list[Stream] = []
-        self._busy: dict[Stream, None] = {}  # ordered, unlike a set
-        self._places = asyncio.Semaphore(limit)
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<StreamPool idle={len(self._idle)} busy={len(self._busy)}>"
-
-    @asynccontextmanager
-    async def stream(self, deadline: float) -> AsyncIterator[Stream]:
-        """A stream for one exchange. Whatever is raised inside aborts it."""
-        stream = await self._take(deadline)
-        try:
-            yield stream
-        except BaseException:
-            # BaseException: a cancelled exchange leaves half a frame behind just as an error does.
-            self._busy.pop(stream, None)
-            stream.abort()
-            raise
-        else:
-            self._busy.pop(stream, None)
-            if stream.lost or self._closed or len(self._idle) >= _IDLE_MAX:
-                stream.abort()
-            else:
-                stream.owned = False
-                self._idle.append(stream)
-        finally:
-            self._places.release()
-
-    def abort(self) -> None:
-        """End every stream, and with them every exchange."""
-        self._closed = True
-        for stream in (*self._idle, *self._busy):
-            stream.abort()
-        self._idle.clear()
-
-    async def _take(self, deadline: float) -> Stream:
-        if self._closed:
-            raise LinkBroken("the channel is closed")
-        if not self._places.locked():
-            await self._places.acquire()  # at once, and without a timer
-        else:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._places.acquire()
-            except TimeoutError:
-                raise DeadlineExceeded(f"all {self._limit} streams are busy") from None
-        try:
-            while self._idle:
-                stream = self._idle.pop()
-                if not stream.lost:
-                    stream.owned = True
-                    self._busy[stream] = None
-                    return stream
-            stream = await self._dial(deadline)
-            self._busy[stream] = None
-            if self._closed:
-                stream.abort()
-                raise LinkBroken("the channel was closed while it was connecting")
-            return stream
-        except BaseException:
-            self._places.release()
-            raise
-
-
-@contextlib.contextmanager
-def os_errors(what: str) -> Iterator[None]:
-    """Map what sockets raise at the edge: nothing of it may reach a caller."""
-    try:
-        yield
-    except TimeoutError as error:
-        if isinstance(error, KvpoolError):
-            raise
-        raise DeadlineExceeded(f"{what}: no answer in time") from None
-    except OSError as error:
-        if isinstance(error, KvpoolError):
-            raise
-        raise LinkBroken(f"{what}: {error.strerror or error}") from None
-    except ValueError as error:  # a host name that is none, `a..b`; a file too small to map
-        if isinstance(error, KvpoolError):
-            raise
-        raise LinkBroken(f"{what}: {error}") from None

@@ -1,0 +1,216 @@
+"""Frames out of a byte stream, without any I/O: fed bytes, it gives frames or raises PeerError.
+
+The owner of a connection asks for one frame at a time. Header and body collect in the reader's own
+buffer. As soon as they are complete, the owner is asked where the payload goes, and from then on
+`get_buffer` returns that memory itself, so payload bytes are never copied (but for those that came
+in one piece with their header). What arrives before a frame is asked for stays in the buffer, at
+most READ_AHEAD bytes of it. (The shape, a table of states that only `_move` follows, is h11's.)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol, TypeAlias
+
+from kvpool.errors import BadFrame, KvpoolError
+from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header
+from kvpool.wire.messages import TYPES, Error
+
+#: Received ahead of the frame that is asked for; what is more waits in the kernel.
+READ_AHEAD: Final = 64 << 10
+
+_ERROR: Final = TYPES[Error]
+
+
+class PayloadTarget(Protocol):
+    """Where the bytes of one payload go."""
+
+    @property
+    def missing(self) -> int:
+        """Bytes that have not arrived yet."""
+
+    def next(self) -> memoryview:
+        """The memory for the next bytes; not empty while some are missing."""
+
+    def received(self, count: int) -> None:
+        """The first `count` bytes of `next` have arrived."""
+
+
+#: Gets a frame (header and body), returns where its payload goes. May raise a KvpoolError.
+ChooseTarget: TypeAlias = Callable[[Frame], PayloadTarget]
+
+
+class State(enum.Enum):
+    """Where a reader is in its stream."""
+
+    #: Nobody has asked for the next frame.
+    IDLE = enum.auto()
+    #: Header or body of the frame that was asked for are incomplete.
+    HEAD = enum.auto()
+    #: Some of its payload is missing.
+    PAYLOAD = enum.auto()
+    #: It is complete, to be taken.
+    COMPLETE = enum.auto()
+    #: Frames cannot be told apart any more, or nobody wants them: what arrives is dropped.
+    CLOSED = enum.auto()
+
+
+class Event(enum.Enum):
+    """What moves a reader from one state to another."""
+
+    ASK = enum.auto()
+    HEAD_COMPLETE = enum.auto()
+    FRAME_COMPLETE = enum.auto()
+    TAKE = enum.auto()
+    CLOSE = enum.auto()
+
+
+#: Every step that there is. Anything else is a mistake of the owner.
+TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
+    State.IDLE: {Event.ASK: State.HEAD, Event.CLOSE: State.CLOSED},
+    State.HEAD: {
+        Event.HEAD_COMPLETE: State.PAYLOAD,
+        Event.FRAME_COMPLETE: State.COMPLETE,  # it has no payload, or that came with the head
+        Event.CLOSE: State.CLOSED,
+    },
+    State.PAYLOAD: {Event.FRAME_COMPLETE: State.COMPLETE, Event.CLOSE: State.CLOSED},
+    State.COMPLETE: {Event.TAKE: State.IDLE, Event.CLOSE: State.CLOSED},
+    State.CLOSED: {Event.CLOSE: State.CLOSED},
+}
+
+
+class FrameReader:
+    """The receiving half of one stream. See `TRANSITIONS` for its states."""
+
+    def __init__(self) -> None:
+        self.state = State.IDLE
+        self._buffer = memoryview(bytearray(READ_AHEAD))
+        self._filled = 0
+        self._choose: ChooseTarget | None = None
+        self._target: PayloadTarget | None = None
+        self._frame: Frame | None = None
+
+    def __repr__(self) -> str:
+        return f"<FrameReader {self.state.name.lower()}, {self._filled} bytes>"
+
+    @property
+    def begun(self) -> bool:
+        """Some of a frame has arrived, and not all of it."""
+        return self._filled > 0 or self.state is State.PAYLOAD
+
+    @property
+    def full(self) -> bool:
+        """There is no room for more before a frame is asked for: stop receiving."""
+        return self._filled == len(self._buffer) and self.state is not State.PAYLOAD
+
+    # --- for the owner ---------------------------------------------------------------------
+
+    def ask(self, choose: ChooseTarget) -> bool:
+        """Ask for the next frame; True when it is complete already. Raises as `received`."""
+        self._move(Event.ASK)
+        self._choose = choose
+        return self._parse()
+
+    def take(self) -> Frame:
+        """The frame that is complete; its payload is in place."""
+        self._move(Event.TAKE)
+        frame, self._frame = self._frame, None
+        self._choose = self._target = None
+        assert frame is not None
+        return frame
+
+    def close(self) -> None:
+        """Drop everything that arrives from now on. Idempotent.
+
+        After a frame that was given up half way: its target must not be written into any more.
+        """
+        self._move(Event.CLOSE)
+        self._choose = self._target = self._frame = None
+        self._filled = 0
+
+    # --- for whoever receives the bytes ------------------------------------------------------
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes go."""
+        if self._target is not None and self.state is State.PAYLOAD:
+            return self._target.next()
+        return self._buffer[self._filled :]
+
+    def received(self, count: int) -> bool:
+        """`count` bytes have arrived in what `get_buffer` returned; True when a frame is complete.
+
+        Raises PeerError for what is no frame, or what `choose` raises; then the reader is closed.
+        """
+        target = self._target
+        if target is not None and self.state is State.PAYLOAD:
+            target.received(count)
+            return not target.missing and self._complete()
+        if self.state is State.CLOSED:
+            return False
+        self._filled += count
+        return self.state is State.HEAD and self._parse()
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _parse(self) -> bool:
+        """Make a frame of what is in the buffer, and hand the rest of it to its target."""
+        if self._filled < HEADER_SIZE or self._choose is None:
+            return False
+        try:
+            type, body_size, payload_size = decode_header(self._buffer)
+            head_size = HEADER_SIZE + body_size
+            if self._filled < head_size:
+                if self._filled == len(self._buffer):
+                    self._grow(head_size)
+                return False
+            frame = Frame(type, bytes(self._buffer[HEADER_SIZE:head_size]), payload_size)
+            target = self._choose(frame)
+            if target.missing != payload_size and type != _ERROR:
+                raise BadFrame(f"payload of {payload_size} bytes, expected {target.missing}")
+        except KvpoolError:
+            self.close()
+            raise
+        self._frame, self._target = frame, target
+        self._drop(head_size + self._deliver(head_size))
+        if target.missing:
+            self._move(Event.HEAD_COMPLETE)
+            return False
+        return self._complete()
+
+    def _deliver(self, start: int) -> int:
+        """Copy the payload bytes that came with the head to their target; returns how many."""
+        frame, target, position = self._frame, self._target, start
+        assert frame is not None
+        assert target is not None
+        while frame.payload_size and position < self._filled and target.missing:
+            memory = target.next()
+            count = min(len(memory), self._filled - position)
+            memory[:count] = self._buffer[position : position + count]
+            target.received(count)
+            position += count
+        return position - start
+
+    def _drop(self, count: int) -> None:
+        """Forget the first bytes of the buffer, and what it has grown by."""
+        rest = bytes(self._buffer[count : self._filled])
+        if len(self._buffer) > READ_AHEAD:
+            self._buffer = memoryview(bytearray(READ_AHEAD))
+        self._buffer[: len(rest)] = rest
+        self._filled = len(rest)
+
+    def _grow(self, head_size: int) -> None:
+        """For one body: twice what has arrived, not what its header claims (design: frame-reader).
+
+        A peer must send bytes to make us allocate some.
+        """
+        larger = memoryview(bytearray(min(head_size, 2 * self._filled)))
+        larger[: self._filled] = self._buffer[: self._filled]
+        self._buffer = larger
+
+    def _complete(self) -> bool:
+        self._move(Event.FRAME_COMPLETE)
+        return True
+
+    def _move(self, event: Event) -> None:
+        self.state = TRANSITIONS[self.state][event]
