@@ -400,7 +400,7 @@ async def test_more_clients_than_a_server_takes(installed: None) -> None:
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         pool = await s.enter_async_context(running.pool(config))
         chain = await stored(pool, "before", 2)
-        held = [server.connect(Peer("test")) for _ in range(1024 - server._connections)]
+        held = [server.connect(Peer("test")) for _ in range(1024 - server._context.connections)]
         late = await s.enter_async_context(running.pool(config))
         with pytest.raises(Overloaded, match="the limit"):
             await late.write_to("dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2)
