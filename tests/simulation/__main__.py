@@ -29,9 +29,9 @@ if __package__ != "tests.simulation":
     raise SystemExit("start this program from the repository root: python -m tests.simulation")
 
 from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS
-from tests.simulation.oracles import PROBES
 from tests.simulation.planted import BUGS, Bug
-from tests.simulation.world import Report, run
+from tests.simulation.truth import PROBES
+from tests.simulation.world import HistoryReport, run
 
 #: What `--without` may name: kinds of fault, and `disk` for the disks themselves.
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, "disk")
@@ -160,7 +160,9 @@ def _tables(console: Console, faults: Counter[str], probes: Counter[str], played
     console.print(table)
 
 
-def _reports(seeds: range, workers: int, ops: int, without: frozenset[str]) -> Iterator[Report]:
+def _reports(
+    seeds: range, workers: int, ops: int, without: frozenset[str]
+) -> Iterator[HistoryReport]:
     parts = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     if workers == 1:
         for part in parts:
@@ -171,14 +173,14 @@ def _reports(seeds: range, workers: int, ops: int, without: frozenset[str]) -> I
             yield from reports
 
 
-def _chunk(seeds: Sequence[int], ops: int, without: frozenset[str]) -> list[Report]:
+def _chunk(seeds: Sequence[int], ops: int, without: frozenset[str]) -> list[HistoryReport]:
     # Coroutines of killed processes are closed by the garbage collector, when no loop runs any
     # more; what they raise then means nothing.
     sys.unraisablehook = lambda _: None
     return [run(seed, ops=ops, without=without) for seed in seeds]
 
 
-def _plain(report: Report) -> dict[str, object]:
+def _plain(report: HistoryReport) -> dict[str, object]:
     return {
         "seed": report.seed,
         "failure": report.failure,

@@ -15,13 +15,16 @@ ONE: Final = Namespace("sim/one")
 TWO: Final = Namespace("sim/two", 2)
 
 
-#: What keys of large blocks end with.
+#: The keys of large blocks end with these bytes.
 LARGE: Final = b"more than one page"
 
 
 @lru_cache(maxsize=16_384)
 def value(namespace: Namespace, digest: bytes, part: int) -> bytes:
-    """The bytes of one part of a block: 40 to 600 of them, or two to three pages."""
+    """The bytes of one part of a block: 40 to 600 bytes, or two to three pages.
+
+    They are a function of the key, so the bytes of any block can be checked at any time.
+    """
     seed = hashlib.blake2b(digest, key=f"{namespace.name}/{part}".encode()[:64]).digest()
     size = 40 + int.from_bytes(digest[:4], "little") % 561
     if digest.endswith(LARGE):
@@ -30,10 +33,10 @@ def value(namespace: Namespace, digest: bytes, part: int) -> bytes:
 
 
 class BlockCatalog:
-    """The prompts of the workload: chains that share prefixes, as conversations do."""
+    """The prompts of the users: chains of blocks that share prefixes, as conversations do."""
 
     def __init__(self, seed: int, *, large: bool = False) -> None:
-        """With `large`, every third block or so is larger than a page."""
+        """With `large`, about every third block is larger than a page."""
         rng = random.Random(f"{seed}/library")
         sizes = random.Random(f"{seed}/sizes")
         self.chains: list[list[bytes]] = []
@@ -52,8 +55,8 @@ class BlockCatalog:
                     for digest in fresh
                 ]
             self.chains.append(prefix + fresh)
-        self.hot: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
-        self.extra: list[bytes] = []  # what storms and last proofs write
+        self.last_written: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
+        self.extra: list[bytes] = []  # what write storms and the final check write
 
     def every_key(self) -> list[tuple[Namespace, bytes]]:
         digests = dict.fromkeys(digest for chain in self.chains for digest in chain)
@@ -62,7 +65,7 @@ class BlockCatalog:
         ]
 
     def fresh(self, count: int) -> list[bytes]:
-        """A chain that nobody has seen."""
+        """A chain of `count` new blocks."""
         first = len(self.extra)
         self.extra += [
             hashlib.blake2b(f"extra/{first + i}".encode(), digest_size=16).digest() * 2

@@ -1,4 +1,8 @@
-"""The judge: compares each answer that a client got with the ground truth."""
+"""The judge: compares each result that a client got with the ground truth.
+
+When no fault has happened for a while, the judge is strict: a block that a living server holds must
+be found, and the reason of a miss must be true.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from kvpool.types import (
     WriteStatus,
 )
 from tests.simulation.blocks import ONE, value
-from tests.simulation.oracles import Story
+from tests.simulation.truth import PartHistory
 
 if TYPE_CHECKING:
     from tests.simulation.nodes import Incident
@@ -24,45 +28,45 @@ if TYPE_CHECKING:
 _CLIENT: Final = ClientConfig()
 
 
-#: A read that finds one server frozen takes this long at most: the hedge, and then a read.
+#: Limit for a read when one server is frozen: the hedge, and then a read elsewhere.
 _HEDGED_S: Final = _CLIENT.hedge_s + 0.5
 
 
-#: What is said about one block when it is read, in either direction: bytes, generously.
-_WORDS_SIZE: Final = 100
+#: Upper limit for the messages about one block of a read, in both directions, in bytes.
+_MESSAGE_SIZE: Final = 100
 
 
-#: A master knows of a server's death by then.
+#: After this time a master knows that a server has died.
 _NOTICED_S: Final = 5.0
 
 
-#: How long news of a block takes to every master when nothing is wrong.
+#: Without faults, every master knows of a change to a block after this time.
 _NEWS_S: Final = 2.0
 
 
 class Judge:
-    """Compares one answer with the truth."""
+    """Judges the result of one call, which began at `began`."""
 
     def __init__(self, world: World, began: float, timeout_s: float) -> None:
         self._world = world
         self._began = began
-        #: Nothing was wrong from well before the call until now, and it had time.
+        #: The call had enough time; `_strict`: also, no fault from well before the call until now.
         self._patient = timeout_s >= 1.0
-        self._strict = self._patient and world.calm_since(began)
+        self._strict = self._patient and world.settled_since(began)
 
     def match(self, namespace: Namespace, chain: Sequence[bytes], match: Match) -> None:
         truth = self._world.truth
         for position, digest in enumerate(chain[: match.length]):
             for part in range(namespace.parts):
-                if not truth.story(namespace, digest, part).lives:
-                    self._fail(f"G1: match says block {position} is there; nobody ever wrote it")
+                if not truth.history(namespace, digest, part).lives:
+                    self._fail(f"G1: match lists block {position}, which was never written")
         if match.length < len(chain):
             self.read(namespace, chain[match.length], None, match.stopped, memoryview(b""))
         if self._world.only_kills_since(self._began):
             for position, digest in enumerate(chain[: match.length]):
                 gone = not self._held(namespace, digest)
                 if gone and self._settled(namespace, digest, _NOTICED_S):
-                    self._fail(f"G7: match says block {position} is there; no server has held it")
+                    self._fail(f"G7: match lists block {position}, which no server holds any more")
 
     def read(
         self,
@@ -74,44 +78,44 @@ class Judge:
         *,
         viewed: bool = False,
     ) -> None:
-        """One block's outcome; without `part`, that of a match, which concerns all parts."""
+        """Judge the result for one block; without `part` the result of a match, about all parts."""
         world = self._world
         parts = range(namespace.parts) if part is None else (part,)
-        stories = [world.truth.story(namespace, digest, p) for p in parts]
+        histories = [world.truth.history(namespace, digest, p) for p in parts]
         if status.hit:
-            spoilt = viewed and any(story.rotten for story in stories)  # after it was verified
-            if part is not None and not spoilt and data != value(namespace, digest, part):
+            altered = viewed and any(history.corrupted for history in histories)  # after the check
+            if part is not None and not altered and data != value(namespace, digest, part):
                 self._fail(f"G1: wrong bytes of {digest.hex()[:12]}")
             return
-        if status is ReadStatus.CORRUPT and not any(story.rotten for story in stories):
-            self._fail(f"G1: {digest.hex()[:12]} is said to be corrupt, and nobody spoilt it")
+        if status is ReadStatus.CORRUPT and not any(history.corrupted for history in histories):
+            self._fail(f"G1: {digest.hex()[:12]} is reported corrupt, but no fault corrupted it")
         if status is ReadStatus.EVICTED and not self._ever(namespace, digest, status):
-            self._fail("G5: evicted, says the pool; it never was")
+            self._fail("G5: the reason is evicted, but it was never evicted")
         if status is ReadStatus.NOT_YET:
-            self._fail("G5: not yet, says the pool, and leaves it at that")
+            self._fail("G5: NOT_YET is no final result of a read")
         if status is ReadStatus.TIER_LOST and not self._ever(namespace, digest, status):
-            self._fail("G5: its tier is lost, says the pool; it never was")
+            self._fail("G5: the reason is a lost tier, but no tier with it was lost")
         if status is ReadStatus.REMOVED and not self._ever(namespace, digest, status):
-            self._fail("G5: removed, says the pool; it never was")
+            self._fail("G5: the reason is removed, but it was never removed")
         masters = len(world.masters)
         if (
             status is ReadStatus.NO_MASTER
             and masters > 1
-            and self._alone("kill master", "freeze master")
+            and self._only_incident("kill master", "freeze master")
         ):
-            self._fail(f"G7: one of {masters} masters is lost, and nobody can be asked")
+            self._fail(f"G7: one of {masters} masters is lost, but a lookup found none")
         if not self._strict or viewed:
             return
         if not self._settled(namespace, digest):
             return
-        if self._held(namespace, digest) and not any(story.rotten for story in stories):
-            self._fail(f"G5: {digest.hex()[:12]} is held, and a reader is told: {status.label}")
+        if self._held(namespace, digest) and not any(history.corrupted for history in histories):
+            self._fail(f"G5: {digest.hex()[:12]} is held, but a read returned: {status.label}")
         if status in (ReadStatus.NO_MASTER, ReadStatus.DEADLINE, ReadStatus.BEING_WRITTEN):
-            self._fail(f"G5: nothing is wrong, and a reader is told: {status.label}")
+            self._fail(f"G5: there is no fault, but a read returned: {status.label}")
         if not self._held(namespace, digest) and status not in self._true_reasons(
             namespace, digest
         ):
-            self._fail(f"G5: {digest.hex()[:12]} is said to be {status.label}, which is not true")
+            self._fail(f"G5: {digest.hex()[:12]}: the reason {status.label} is not true")
 
     def write(
         self,
@@ -123,10 +127,10 @@ class Judge:
     ) -> None:
         for digest, status in zip(chain, statuses, strict=True):
             if status in (WriteStatus.NOT_YET, WriteStatus.RESERVED):
-                self._fail(f"G5: {status.label}, says the pool of a write, and leaves it at that")
-            lives = self._world.truth.story(namespace, digest, part).lives
+                self._fail(f"G5: {status.label} is no final result of a write")
+            lives = self._world.truth.history(namespace, digest, part).lives
             if status.present and len(lives) < copies:
-                self._fail(f"G5: {status.label}: {copies} copies asked for, {len(lives)} made")
+                self._fail(f"G5: {status.label}: {copies} copies requested, {len(lives)} made")
 
     def found(
         self,
@@ -136,17 +140,17 @@ class Judge:
         length: int,
         wrote: float,
     ) -> None:
-        """What has just been acknowledged as visible is matched at once (G5).
+        """Blocks that were just acknowledged as visible are matched at once (G5).
 
-        Unless that copy has gone since the write began: another one, of somebody whose write is
-        not acknowledged yet, need not be known (seed 97).
+        Except when that copy has been lost since the write began: masters need not know another
+        copy whose write is not acknowledged yet (seed 97).
         """
         if not self._strict or length == len(chain):
             return
-        story = self._world.truth.story(namespace, chain[length], 0)
-        told = story.holders and story.changed_at < self._began and story.lost_at < wrote
-        if statuses[length].present and told:
-            self._fail(f"G5: block {length} was {statuses[length].label}, and is not found")
+        history = self._world.truth.history(namespace, chain[length], 0)
+        recorded = history.holders and history.changed_at < self._began and history.lost_at < wrote
+        if statuses[length].present and recorded:
+            self._fail(f"G5: block {length} was {statuses[length].label}, but is not found")
 
     def hedge(
         self,
@@ -157,81 +161,88 @@ class Judge:
         spent: float,
         match: Match | None,
     ) -> None:
-        """While one server is frozen and nothing else is wrong, replicas cost a hedge (G6)."""
-        alone = self._alone("freeze server", "kill server")
-        if alone is None or namespace is not ONE:
+        """With one server frozen or killed and no other fault, a read costs one hedge (G6)."""
+        only_incident = self._only_incident("freeze server", "kill server")
+        if only_incident is None or namespace is not ONE:
             return
         truth = self._world.truth
         for position, digest in enumerate(chain):
-            story = truth.story(namespace, digest, part)
-            others = {life.partition("#")[0] for life in story.holders} - {alone.target}
+            history = truth.history(namespace, digest, part)
+            others = {life.partition("#")[0] for life in history.holders} - {only_incident.target}
             if match is None:
-                unknown = self._changed_since(story, alone)
+                unknown = self._changed_since(history, only_incident)
             else:
                 known = [run for run in match.runs if run.first <= position <= run.last]
                 replicas = {replica.server for run in known for replica in run.replicas}
                 unknown = not others & replicas
-            if not others or story.rotten or unknown:
+            if not others or history.corrupted or unknown:
                 return
-        truth.notes.add("a lost server's blocks were read elsewhere")
+        truth.probes.add("a lost server's blocks were read elsewhere")
         if not all(result.status.hit for result in results):
-            self._fail(f"G6: {alone.name}: a block with another copy was not read")
+            self._fail(f"G6: {only_incident.name}: a block with another copy was not read")
         conditions = self._world.net.conditions
-        words = _WORDS_SIZE * len(results)
-        whole_s = conditions.slow_s(words + sum(result.size for result in results))
+        messages = _MESSAGE_SIZE * len(results)
+        whole_s = conditions.slow_s(messages + sum(result.size for result in results))
         allowed_s = _HEDGED_S + 10 * self._world.plan.copy_s + whole_s
         allowed_s += self._world.disk_s(len(chain))
-        if conditions.slow_s(words) > _CLIENT.hedge_s:
-            # Seed 22923: on such a network a healthy server may be silent for so long, too. Then
-            # all are left once, and the lost one may be the first to be given `attempt_s`.
+        if conditions.slow_s(messages) > _CLIENT.hedge_s:
+            # Seed 22923: on such a network a healthy server, too, may send nothing for `hedge_s`.
+            # Then the read leaves each server once, and may wait `attempt_s` for the lost one.
             left_s = _CLIENT.hedge_s + whole_s
             allowed_s += len(self._world.servers) * left_s + _CLIENT.attempt_s
         if spent > allowed_s:
-            self._fail(f"G6: {alone.name}: a read with other copies took {spent:.3f} s")
+            self._fail(f"G6: {only_incident.name}: a read with other copies took {spent:.3f} s")
 
-    def _alone(self, *names: str) -> Incident | None:
-        """The fault that began before this call, if it is all that is wrong, and of such a kind."""
-        alone = self._world.alone
-        if alone is None or alone.name not in names or alone.since > self._began:
+    def _only_incident(self, *names: str) -> Incident | None:
+        """The fault that began before this call, if it is the only one and one of `names`."""
+        only_incident = self._world.only_incident
+        if (
+            only_incident is None
+            or only_incident.name not in names
+            or only_incident.since > self._began
+        ):
             return None
-        return alone if self._patient else None
+        return only_incident if self._patient else None
 
-    def _changed_since(self, story: Story, alone: Incident) -> bool:
-        """Something else than this fault has happened to the block lately."""
-        return story.changed_at != alone.since and story.changed_at > alone.since - _NEWS_S
+    def _changed_since(self, history: PartHistory, only_incident: Incident) -> bool:
+        """Another event than this fault has changed the block's replicas lately."""
+        return (
+            history.changed_at != only_incident.since
+            and history.changed_at > only_incident.since - _NEWS_S
+        )
 
     def _held(self, namespace: Namespace, digest: bytes) -> bool:
-        """Every part is on some server."""
-        stories = [
-            self._world.truth.story(namespace, digest, part) for part in range(namespace.parts)
+        """Each part is on at least one living server."""
+        histories = [
+            self._world.truth.history(namespace, digest, part) for part in range(namespace.parts)
         ]
-        return all(story.holders for story in stories)
+        return all(history.holders for history in histories)
 
     def _settled(self, namespace: Namespace, digest: bytes, within_s: float = _NEWS_S) -> bool:
-        """Nothing has happened to the block since well before the call."""
-        stories = [
-            self._world.truth.story(namespace, digest, part) for part in range(namespace.parts)
+        """The block's replicas have not changed since `within_s` before the call."""
+        histories = [
+            self._world.truth.history(namespace, digest, part) for part in range(namespace.parts)
         ]
-        return all(story.changed_at < self._began - within_s for story in stories)
+        return all(history.changed_at < self._began - within_s for history in histories)
 
     def _true_reasons(self, namespace: Namespace, digest: bytes) -> set[ReadStatus]:
-        """Everything that could truly be said of a block that is not there."""
+        """All reasons that are true for a block that is not there."""
         world = self._world
-        stories = [world.truth.story(namespace, digest, p) for p in range(namespace.parts)]
-        reasons = set().union(*(story.ends for story in stories))
-        if any(not world.truth.is_living(life) for story in stories for life in story.lives):
-            # A master may not have heard why it was thrown out when that server died.
+        histories = [world.truth.history(namespace, digest, p) for p in range(namespace.parts)]
+        reasons = set().union(*(history.ends for history in histories))
+        if any(not world.truth.is_living(life) for history in histories for life in history.lives):
+            # The server may have died before it announced why the block left.
             reasons.add(ReadStatus.SERVER_LOST)
         if namespace.parts > 1:
             reasons.add(ReadStatus.PART_MISSING)
-        # A server's record dies with it; a master gets its own back from the servers.
-        if world.report.faults["kill server"] or not all(story.lives for story in stories):
+        # A server loses its tombstones when it dies, and masters get theirs from servers.
+        if world.report.faults["kill server"] or not all(history.lives for history in histories):
             reasons.add(ReadStatus.NEVER_WRITTEN)
         return reasons
 
     def _ever(self, namespace: Namespace, digest: bytes, status: ReadStatus) -> bool:
         return any(
-            status in self._world.truth.story(namespace, digest, part).ends
+            status in self._world.truth.history(namespace, digest, part).ends
             for part in range(namespace.parts)
         )
 

@@ -1,12 +1,12 @@
-"""Virtual time: an event loop on which a whole cluster runs in one thread, and always the same way.
+"""Virtual time: an event loop that runs a whole cluster in one thread, in a repeatable order.
 
-Each simulated process has a clock of its own (another zero, another rate) and can be frozen, like
-SIGSTOP, or killed, like SIGKILL: no `finally` runs, and whatever it still meant to do is dropped.
-Which process a callback belongs to is a context variable, so tasks and timers inherit it.
+Each simulated process has its own clock, with its own zero and rate. It can be frozen, like
+SIGSTOP, or killed, like SIGKILL: after a kill no `finally` runs and its callbacks are dropped. A
+context variable says which process a callback belongs to, so tasks and timers inherit it.
 
-Ordinary asyncio cannot be replayed: sets of tasks iterate by address. Here tasks hash by the
-number of their birth. `call_soon` stays first in, first out, as asyncio promises; the entropy comes
-from the delays of the network. (The shape is FoundationDB's: real code, simulated world.)
+Ordinary asyncio cannot be replayed, because sets of tasks iterate by address. Here tasks hash by
+the order of their creation. `call_soon` stays first in, first out, as asyncio promises; the delays
+of the network make the order random. (Real code in a simulated world is FoundationDB's method.)
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-#: A run that takes more steps than this is going in circles.
+#: A run that takes more steps than this is in an endless loop.
 STEPS_MAX: Final = 3_000_000
 
 
 class Violation(AssertionError):
-    """The pool did something that it promises never to do."""
+    """The pool broke a promise."""
 
 
 class Forbidden(RuntimeError):
-    """Code under simulation reached for the real world."""
+    """Code under simulation called the real world: a clock, a socket, a thread or entropy."""
 
 
 class Process:
-    """One simulated process: where it runs, its clock, and whether it runs at all."""
+    """One simulated process: its host, its clock, and whether it is running, frozen or dead."""
 
     def __init__(self, loop: SimLoop, name: str, host: str, rng: random.Random) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class Process:
         self.alive = True
         self.frozen = False
         self.frozen_s = 0.0  # true seconds spent frozen, in all
-        self.writing = 0  # copies into the pool that its threads have not done yet
+        self.writing = 0  # copies into the pool that its threads have not made yet
         self.parked: list[SimHandle] = []
         self.tasks: dict[int, SimTask[Any]] = {}
         self.on_death: list[Callable[[], None]] = []
@@ -60,7 +60,7 @@ class Process:
         return f"<Process {self.name} {state}>"
 
     def clock(self, now: float) -> float:
-        """What this process's monotonic clock says at true time `now`."""
+        """The time of this process's monotonic clock at true time `now`."""
         return self._zero + now * self._rate
 
     def true_time(self, clock: float) -> float:
@@ -84,15 +84,15 @@ class Process:
             self.parked = []
 
     def kill(self) -> None:
-        """End it at once. The kernel closes what it had open (`on_death`); no code of it runs."""
+        """End the process at once: its kernel closes its files, no code of it runs."""
         self.thaw()
         if self.alive:
             self.alive = False
             for notify in self.on_death:
                 notify()
 
-    def bury(self) -> None:
-        """After the run: end what is left of its tasks, which no loop will ever run again."""
+    def discard_tasks(self) -> None:
+        """After the run: close the coroutines of its tasks, because no loop will run them again."""
         for task in list(self.tasks.values()):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with contextlib.suppress(BaseException):
@@ -104,7 +104,7 @@ PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
 
 
 class SimHandle:
-    """A callback that waits for its turn; what asyncio asks of a handle, and nothing else."""
+    """A callback that waits for its turn, with the methods that asyncio calls on a handle."""
 
     __slots__ = ("_when", "args", "callback", "context", "off")
 
@@ -133,7 +133,7 @@ class SimHandle:
 
 
 class SimTask(asyncio.Task[T]):
-    """A task that hashes by the number of its birth, so that sets of tasks iterate alike."""
+    """A task that hashes by the order of creation, so that sets of tasks iterate alike."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], loop: SimLoop, **kwargs: Any) -> None:
         self.birth = next(loop.births)
@@ -144,16 +144,17 @@ class SimTask(asyncio.Task[T]):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """The loop. `now` is true time; `time()` is what the asking process's clock says."""
+    """The loop. `now` is true time; `time()` is the clock of the process that calls it."""
 
     def __init__(self, delays: random.Random, copy_s: float) -> None:
         self.now = 0.0
         self.steps = 0
         self.births = itertools.count(1)
         self.failure: str | None = None
-        #: What a thread's job will write into the pool: a check for each, to be made then.
+        #: Gives, for the arguments of a thread's job, one check for each write into the pool. The
+        #: checks run at the time of the writes.
         self.writes_to_pool: Callable[[tuple[Any, ...]], list[Callable[[], None]]] = lambda _: []
-        #: Dials and listens on behalf of whichever process asks.
+        #: Dials and listens for the process that asks.
         self.network: Any = None
         self._delays = delays
         self._copy_s = copy_s
@@ -162,10 +163,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._order = itertools.count()
         self._after: list[Callable[[], None]] = []
 
-    # --- what the world does with it ------------------------------------------------------
+    # --- what the world calls -------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run until `main` is through. Raises Violation as soon as one is reported."""
+        """Run until `main` has ended. Raises Violation as soon as one is reported."""
         asyncio.events._set_running_loop(self)
         try:
             task = self.create_task(main)
@@ -174,24 +175,26 @@ class SimLoop(asyncio.AbstractEventLoop):
                 if self.failure is not None:
                     raise Violation(self.failure)
                 if self.steps > STEPS_MAX:
-                    raise Violation(f"{STEPS_MAX} steps: somebody is going in circles")
+                    raise Violation(f"{STEPS_MAX} steps: an endless loop")
             return task.result()
         finally:
             asyncio.events._set_running_loop(None)
 
     def fail(self, what: str) -> None:
-        """Report a violation, from wherever it is noticed: code under test cannot swallow it."""
+        """Report a violation. It raises nothing, so the code under test cannot hide it."""
         if self.failure is None:
             process = PROCESS.get(None)
             where = f" in {process.name}" if process is not None else ""
             self.failure = f"{what}{where} at t={self.now:.6f}"
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> None:
-        """Call outside of any process, at a true time: kernels and networks live here."""
-        heappush(self._timers, (when, next(self._order), SimHandle(callback, args, _NOBODY, when)))
+        """Call at a true time, outside of any process: for simulated kernels and networks."""
+        heappush(
+            self._timers, (when, next(self._order), SimHandle(callback, args, _NO_PROCESS, when))
+        )
 
     def after_this(self, callback: Callable[[], None]) -> None:
-        """Call outside of any process when the callback that runs now is through."""
+        """Call outside of any process, when the callback that runs now has ended."""
         self._after.append(callback)
 
     def resume(self, handles: list[SimHandle]) -> None:
@@ -200,7 +203,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def _step(self) -> None:
         while not self._ready:
             if not self._timers:
-                raise Violation("nothing can ever happen again: everybody waits")
+                raise Violation("deadlock: every task waits and no timer is set")
             due, _, timer = heappop(self._timers)
             if not timer.off:
                 self.now = max(self.now, due)
@@ -223,7 +226,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         while self._after:
             self._after.pop()()
 
-    # --- what asyncio asks of a loop ------------------------------------------------------
+    # --- what asyncio calls ---------------------------------------------------------------
 
     def time(self) -> float:
         process = PROCESS.get(None)
@@ -248,7 +251,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> SimHandle:
         handle = SimHandle(callback, args, context, when)
         process = PROCESS.get(None)
-        # A hair later: a timer must never fire before its own clock says so.
+        # A little later: rounding must not fire a timer before its own clock reaches the time.
         due = when if process is None else process.true_time(when) + 1e-9
         heappush(self._timers, (due, next(self._order), handle))
         return handle
@@ -276,13 +279,15 @@ class SimLoop(asyncio.AbstractEventLoop):
         process = (context or contextvars.copy_context()).get(PROCESS)
         if process is not None:
             process.tasks[task.birth] = task
-            task.add_done_callback(lambda _: process.tasks.pop(task.birth, None), context=_NOBODY)
+            task.add_done_callback(
+                lambda _: process.tasks.pop(task.birth, None), context=_NO_PROCESS
+            )
         return task
 
     def run_in_executor(  # type: ignore[override]
         self, executor: object, function: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """A thread: it does its work all at once, some time later, if its process still lives."""
+        """A thread: it does its work at once, some time later, if its process is still alive."""
         future: asyncio.Future[T] = self.create_future()
 
         process = PROCESS.get()
@@ -295,7 +300,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             nonlocal stopped_s
             if process.frozen_s > stopped_s:
                 stopped_s = process.frozen_s
-                if self._delays.random() < 0.5:  # it was stopped in the middle: that takes its time
+                if self._delays.random() < 0.5:  # stopped in the middle: the copy takes longer
                     self.call_later(self._delays.expovariate(1 / self._copy_s), work)
                     return
             process.writing -= len(writes)
@@ -337,5 +342,5 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
 
-#: The context of kernels and networks: no process.
-_NOBODY: Final = contextvars.Context()
+#: The context of simulated kernels and networks: no process.
+_NO_PROCESS: Final = contextvars.Context()

@@ -1,8 +1,8 @@
-"""Simulated memory: a tier of bytes, and a transport whose clients write straight into it.
+"""Simulated memory: a tier of bytes, and a transport whose clients write directly into it.
 
-The transport is shared memory without the mapping: sessions, streams, copier and channel are the
-real ones. Copies happen some time after they were asked for, share by share, as threads would: if
-the client is frozen in between, they happen when it thaws.
+The transport is shared memory without the mapping: sessions, streams, copy pool and channel are
+the real ones. Copies happen some time after the call, share by share, as with threads. If the
+client is frozen in between, they happen after the thaw.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.simulation.network import LOCAL, Net
 
 
 class SimTier:
-    """`capacity` bytes. What it holds ends with its process."""
+    """`capacity` bytes of memory, which are lost with the process."""
 
     name = "dram"
     survives_restart = False
@@ -47,7 +47,7 @@ class SimTier:
 
 
 class SimShm:
-    """`shm://host:port`: a stream for words, and the server's memory itself for bytes."""
+    """`shm://host:port`: a stream for messages; clients copy to and from the server's memory."""
 
     scheme = "shm"
     same_host = True
@@ -103,7 +103,7 @@ class _SimShmListener:
 
 
 class _SimSegment:
-    """One server's memory, as a client has it mapped: it outlives the server."""
+    """One server's memory as a client has it mapped. It stays valid after the server's end."""
 
     def __init__(self, net: Net, address: str, cluster: Cluster, client: str) -> None:
         self._net = net

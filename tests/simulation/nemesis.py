@@ -1,7 +1,7 @@
-"""What goes wrong, and when it ends.
+"""The faults of a history, and when each of them ends.
 
-Each seed draws which kinds of fault exist in its world (swarm testing): a world where everything
-happens at once reaches fewer strange places than many worlds that lack something each.
+Each seed draws which kinds of fault exist in its world (swarm testing). Many worlds that lack some
+kinds each reach more rare states than one world in which all kinds happen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tests.simulation.disk import DISK_FAULTS, DiskFault
+from tests.simulation.platter import DISK_FAULTS, DiskFault
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
@@ -40,18 +40,18 @@ FAULTS: Final = (
     "storm",
     "hurry",
 )
-#: The same, in worlds whose servers have disks.
+#: Further kinds in worlds whose servers have disks.
 FAULTS_OF_DISKS: Final = (*(fault.name for fault in DISK_FAULTS), "power cut")
 
 
 class Nemesis:
-    """Breaks things for a while, then mends all of them."""
+    """Injects faults for a while, then ends all of them."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
         self._world = world
         self._rng = rng
         self._net = world.net
-        self._strikes: list[asyncio.Task[None]] = []
+        self._scheduled: list[asyncio.Task[None]] = []
         self._over = False
         faults = world.plan.faults
         self._kinds = [
@@ -74,7 +74,7 @@ class Nemesis:
         ]
         if world.plan.disk:
             disk_faults = [fault for fault in DISK_FAULTS if fault.name in faults]
-            self._kinds += [partial(self._spoil_disk, fault) for fault in disk_faults]
+            self._kinds += [partial(self._harm_disk, fault) for fault in disk_faults]
             self._kinds += [self._cut_power] * ("power cut" in faults)
         if "chop" in faults:
             self._net.conditions.piece_max = rng.choice([61, 251, 1021])
@@ -83,14 +83,14 @@ class Nemesis:
             self._net.conditions.window = rng.choice([200, 1000, 5000])
 
     async def run(self, seconds: float) -> None:
-        """Faults, one at a time or several at once, with calm in between."""
+        """Inject faults, one or several at once, with pauses in between."""
         world = self._world
         until = world.loop.now + seconds
         running: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
         while world.loop.now < until and self._kinds:
             if self._rng.random() < 0.12:
-                await asyncio.sleep(self._rng.uniform(11, 18))  # long enough to be calm
+                await asyncio.sleep(self._rng.uniform(11, 18))  # long enough for strict judging
             await asyncio.sleep(self._rng.expovariate(1 / 1.5))
             action = self._rng.choice(self._kinds)
             if len(running) < 3 and (not running or self._rng.random() < 0.5):
@@ -100,26 +100,26 @@ class Nemesis:
         for task in tuple(running):
             await task
 
-    def strike(self, kind: str, targets: Sequence[str]) -> None:
-        """Freeze or kill one of some servers about now: the moment is the victim's worst."""
+    def schedule_fault(self, kind: str, targets: Sequence[str]) -> None:
+        """Freeze or kill one of these servers within 16 ms, while it handles the last calls."""
         if self._over:
             return
         node = self._rng.choice([n for n in self._world.servers if n.name in targets])
         delay_s = self._world.rng["strikes"].choice([0.0, 0.001, 0.004, 0.016])
 
-        async def strike() -> None:
-            await asyncio.sleep(delay_s)  # what was done last is halfway to the disk, perhaps
+        async def schedule_fault() -> None:
+            await asyncio.sleep(delay_s)  # the last call may be halfway to the disk
             await (self._kill(node) if kind == "kill server" else self._freeze(node.process, kind))
 
-        task = self._world.loop.create_task(strike(), context=contextvars.Context())
-        self._strikes.append(task)
+        task = self._world.loop.create_task(schedule_fault(), context=contextvars.Context())
+        self._scheduled.append(task)
 
     async def heal(self) -> None:
-        """The last fault ends here."""
+        """End all faults."""
         world = self._world
         self._over = True
-        while self._strikes:
-            await self._strikes.pop()
+        while self._scheduled:
+            await self._scheduled.pop()
         self._net.heal()
         for node in world.servers:
             if node.platter is not None:
@@ -131,51 +131,51 @@ class Nemesis:
 
     async def _kill_server(self) -> None:
         node = self._rng.choice(self._world.servers)
-        await self._in_mid_write(node)
+        await self._wait_for_disk_write(node)
         await self._kill(node)
 
     async def _cut_power(self) -> None:
-        """Of a server's machine; its clients and masters are elsewhere."""
+        """Cut the power of a server's machine. Clients and masters run on other machines."""
         node = self._rng.choice(self._world.servers)
-        await self._in_mid_write(node)
+        await self._wait_for_disk_write(node)
         await self._kill(node, power_cut=True)
 
     async def _kill(self, node: ServerNode, *, power_cut: bool = False) -> None:
-        if node.process.alive and not node.falling:
-            node.falling = True  # nobody else may kill its successor before that has started
+        if node.process.alive and not node.restarting:
+            node.restarting = True  # no other fault may kill the next process before it runs
             with self._world.incident("kill server", node.name):
                 if node.is_writing:
-                    self._world.truth.notes.add("a server was killed while its disk wrote")
+                    self._world.truth.probes.add("a server was killed during a write to its disk")
                 node.process.kill()
                 if power_cut and node.platter is not None:
                     self._world.report.faults["power cut"] += 1
-                    self._world.truth.notes.add("the power was cut")
+                    self._world.truth.probes.add("the power was cut")
                     node.platter.power_cut()
                 await asyncio.sleep(self._rng.choice([0.05, 1, 5, 12]))
                 await self._world.start_server(node)
-            node.falling = False
+            node.restarting = False
 
     async def _kill_master(self) -> None:
         node = self._rng.choice(self._world.masters)
-        if node.process.alive and not node.falling:
-            node.falling = True
+        if node.process.alive and not node.restarting:
+            node.restarting = True
             with self._world.incident("kill master", node.name):
                 node.process.kill()
                 await asyncio.sleep(self._rng.choice([0.05, 1, 5, 12]))
                 await self._world.start_master(node)
-            node.falling = False
+            node.restarting = False
 
     async def _kill_client(self) -> None:
         client = self._rng.choice(self._world.clients)
-        await self._in_mid_copy(client.process)
-        if client.process.alive and not client.falling:
-            client.falling = True
+        await self._wait_for_copy(client.process)
+        if client.process.alive and not client.restarting:
+            client.restarting = True
             with self._world.incident("kill client", settle_s=1.0):
                 client.process.kill()
                 await asyncio.sleep(self._rng.uniform(0, 3))
                 await client.start()
                 client.resume()
-            client.falling = False
+            client.restarting = False
 
     async def _freeze(self, process: Process, name: str) -> None:
         world = self._world
@@ -188,7 +188,7 @@ class Nemesis:
 
     async def _freeze_server(self) -> None:
         node = self._rng.choice(self._world.servers)
-        await self._in_mid_write(node)
+        await self._wait_for_disk_write(node)
         await self._freeze(node.process, "freeze server")
 
     async def _freeze_master(self) -> None:
@@ -196,26 +196,26 @@ class Nemesis:
 
     async def _freeze_client(self) -> None:
         client = self._rng.choice(self._world.clients)
-        await self._in_mid_copy(client.process)
+        await self._wait_for_copy(client.process)
         await self._freeze(client.process, "freeze client")
 
-    async def _in_mid_copy(self, process: Process) -> None:
-        """Often, wait a little for the worst moment: its threads are about to write."""
+    async def _wait_for_copy(self, process: Process) -> None:
+        """Often, wait for the worst moment: threads of the process are about to write."""
         if self._rng.random() < 0.8:
             for _ in range(1000):
                 if process.writing:
                     return
                 await asyncio.sleep(0.007)
 
-    async def _in_mid_write(self, node: ServerNode) -> None:
-        """The same for a server's disk: often, a write to it has begun."""
+    async def _wait_for_disk_write(self, node: ServerNode) -> None:
+        """Often, wait until a write to the server's disk has begun."""
         if node.platter is not None and self._rng.random() < 0.8:
             for _ in range(200):
                 if node.is_writing:
                     return
                 await asyncio.sleep(0.007)
 
-    async def _spoil_disk(self, fault: DiskFault) -> None:
+    async def _harm_disk(self, fault: DiskFault) -> None:
         node = self._rng.choice(self._world.servers)
         platter = node.platter
         assert platter is not None
@@ -228,10 +228,10 @@ class Nemesis:
             await asyncio.sleep(self._rng.choice(lasts))
             ran = process.alive and not process.frozen and process.frozen_s == frozen_s
             if ran and node.tiers is not None:
-                node.tiers.check_patience(platter.hung_s)
+                node.tiers.check_timeout(platter.hung_s)
             platter.heal()
         if fault.silent and self._rng.random() < 0.5:
-            await self._kill(node)  # its successor reads what the disk has made of it
+            await self._kill(node)  # the next process reads what the disk has done
 
     async def _partition(self) -> None:
         world = self._world
@@ -259,7 +259,7 @@ class Nemesis:
                 await asyncio.sleep(self._rng.expovariate(20))
 
     async def _episode(self, setting: str, value: float) -> None:
-        """Bad weather for a few seconds; what is late then is under way for a while."""
+        """Change one network condition for a few seconds. Late messages arrive some time later."""
         with self._world.incident(setting, settle_s=14.0):
             setattr(self._net.conditions, setting, value)
             await asyncio.sleep(self._rng.uniform(0.5, 8))
@@ -269,7 +269,7 @@ class Nemesis:
         await self._episode("loss", self._rng.choice([0.05, 0.2, 0.4]))
 
     async def _double(self) -> None:
-        # With losses, inventories are sent again and again: the messages that are worth doubling.
+        # After losses, servers repeat inventories: these are the messages that matter most twice.
         self._net.conditions.loss = self._rng.choice([0.0, 0.2])
         await self._episode("double", self._rng.choice([0.1, 0.5]))
         self._net.conditions.loss = 0.0
@@ -279,14 +279,14 @@ class Nemesis:
         await self._episode("tail", self._rng.choice([0.05, 0.4]))
 
     async def _rot(self) -> None:
-        """Flip a bit in a block that a server holds."""
+        """Flip a bit of a block in a server's memory."""
         node = self._rng.choice(self._world.servers)
         entries = node.store.inventory() if node.process.alive else []
         if entries:
             entry = self._rng.choice(entries)
             with self._world.incident("rot"):
                 key = entry.index.namespace, entry.digest, entry.index.part
-                self._world.truth.story(*key).rotten += 1
-                node.store.rotten.add((entry.offset, entry.generation))
+                self._world.truth.history(*key).corrupted += 1
+                node.store.corrupted.add((entry.offset, entry.generation))
                 position = entry.offset + self._rng.randrange(entry.size)
                 node.memory[position] ^= 1 << self._rng.randrange(8)

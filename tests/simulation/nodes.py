@@ -1,4 +1,4 @@
-"""Places in a simulated cluster, where processes come and go, and the faults that are going on."""
+"""Nodes of a simulated cluster: names and disks that stay while their processes change."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from kvpool.master.service import Master
 from kvpool.server.block_server import BlockServer
-from tests.simulation.disk import Platter
 from tests.simulation.loop import Process
 from tests.simulation.memory import SimTier
 from tests.simulation.oracles import WatchedStore
-from tests.simulation.tiers import PreviousDisk, Tiers
+from tests.simulation.platter import Platter
+from tests.simulation.tiers import PreviousDisk, TierOracle
 
 
 class Incident(NamedTuple):
-    """One fault that is going on."""
+    """One fault that has not ended yet."""
 
     name: str
     target: str
@@ -24,21 +24,21 @@ class Incident(NamedTuple):
 
 @dataclass(slots=True)
 class ServerNode:
-    """A block server's place in the cluster; processes come and go there."""
+    """A block server's node: its name, its host and its disk outlive its processes."""
 
     name: str
     host: str
     process: Process
     server: BlockServer | None = None
-    falling: bool = False  # killed, and not started again yet
-    #: The disk outlives its servers; `previous_disk` is what the next one must find there.
+    restarting: bool = False  # killed and not started again yet
+    #: `previous_disk` is what the next process must find on the disk.
     platter: Platter | None = None
     previous_disk: PreviousDisk | None = None
-    tiers: Tiers | None = None
+    tiers: TierOracle | None = None
 
     @property
     def is_writing(self) -> bool:
-        """A write to its disk is under way."""
+        """A write to the node's disk has begun and not ended."""
         platter = self.platter
         return platter is not None and platter.owner is not None and platter.owner.is_writing
 
@@ -62,4 +62,4 @@ class MasterNode:
     address: str
     process: Process
     master: Master | None = None
-    falling: bool = False
+    restarting: bool = False

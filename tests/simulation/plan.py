@@ -6,19 +6,19 @@ import random
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tests.simulation.disk import PAGE
 from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS
+from tests.simulation.platter import PAGE
 
 ALIGNMENT: Final = 64
 
 
-#: What the lowest tier of a server follows; each world with disks draws one.
+#: Eviction policies of the lowest tier; each world with disks draws one.
 POLICIES: Final = ("lru", "arc", "lease", "density")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What one seed's world looks like: drawn once, before anything runs."""
+class WorldPlan:
+    """The parameters of one seed's world, drawn once before the history begins."""
 
     seed: int
     masters: int
@@ -33,7 +33,7 @@ class Plan:
     faults: frozenset[str]
     check_every: int
     copy_s: float
-    disk: int = 0  # bytes below each server's memory; 0: there is none
+    disk: int = 0  # bytes of each server's disk; 0 means no disk
     large: bool = False  # some blocks are larger than a page
     policy: str = "lru"
 
@@ -43,21 +43,21 @@ class Plan:
 
     @property
     def usual_extent(self) -> int:
-        """What a block takes, about."""
+        """The typical size of an extent, in bytes."""
         return PAGE if self.disk else 384
 
     @property
     def viewed_max(self) -> int:
-        """Blocks that one client looks at in place."""
+        """The maximum number of blocks in one read_view of a client."""
         return max(1, self.capacity // PAGE // 12) if self.disk else 1_000_000
 
     @classmethod
-    def draw(cls, seed: int, ops: int, without: frozenset[str]) -> Plan:
+    def draw(cls, seed: int, ops: int, without: frozenset[str]) -> WorldPlan:
         rng = random.Random(f"{seed}/plan")
-        verify = bool(seed % 2)  # every other world runs with checksums off: they hide bugs
+        verify = bool(seed % 2)  # every second world runs without checksums, which hide bugs
         faults = {name for name in FAULTS if rng.random() < 0.45}
         if not verify:
-            faults.discard("rot")  # then only a checksum could tell
+            faults.discard("rot")  # without checksums nothing can notice it
         plan = cls(
             seed=seed,
             masters=rng.choice([1, 1, 2, 3]),
@@ -73,7 +73,7 @@ class Plan:
             copy_s=rng.choice([0.0005, 0.02, 0.1]),
             check_every=rng.choice([1, 12, 12, 12]),
         )
-        rng = random.Random(f"{seed}/disk")  # so that worlds without one stay as they were
+        rng = random.Random(f"{seed}/disk")  # a separate stream keeps the other worlds as they were
         if rng.random() < 0.5 or "disk" in without:
             return plan
         extents = rng.randint(6, 24)

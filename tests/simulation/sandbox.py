@@ -1,4 +1,4 @@
-"""A fence round a run: no real clock, entropy, sockets or threads inside."""
+"""A sandbox for one run: no real clock, entropy, sockets or threads inside (design: simulation)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _FENCED: Final[list[tuple[ModuleType | type, str]]] = [
 
 
 @contextmanager
-def sandbox(complain: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the real world is out of reach: Forbidden is raised, and `complain` hears of it."""
+def sandbox(report: Callable[[str], None]) -> Iterator[None]:
+    """Calls of the real world raise Forbidden inside, and `report` gets a sentence for each."""
     originals = [(owner, name, getattr(owner, name)) for owner, name in _FENCED]
     for owner, name, original in originals:
-        setattr(owner, name, _stopped(f"{owner.__name__}.{name}", original, complain))
+        setattr(owner, name, _stopped(f"{owner.__name__}.{name}", original, report))
     try:
         yield
     finally:
@@ -46,13 +46,13 @@ def sandbox(complain: Callable[[str], None]) -> Iterator[None]:
 
 
 def _stopped(
-    name: str, original: Callable[..., Any], complain: Callable[[str], None]
+    name: str, original: Callable[..., Any], report: Callable[[str], None]
 ) -> Callable[..., Any]:
     def stopped(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller == logging.__name__:  # a log record carries its time, and nobody acts on it
+        if caller == logging.__name__:  # log records carry a time that nothing reads
             return original(*args, **kwargs)
-        complain(f"{caller} called {name}")
+        report(f"{caller} called {name}")
         raise Forbidden(f"{caller} called {name} in a simulation")
 
     return stopped

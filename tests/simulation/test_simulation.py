@@ -1,6 +1,7 @@
-"""The simulator itself: its histories pass, repeat exactly, and find bugs that are planted.
+"""The simulator itself: its histories pass, repeat exactly, and find planted bugs.
 
-`make sim` plays thousands; here are a few, those that once failed, and proof that it can fail.
+`make sim` plays thousands of seeds. Here are a few, the seeds that once failed, and proof that the
+simulator can fail.
 """
 
 from __future__ import annotations
@@ -18,39 +19,39 @@ import pytest
 
 from tests.simulation import plant, planted
 from tests.simulation.loop import Forbidden, SimLoop, Violation
-from tests.simulation.plan import Plan
+from tests.simulation.plan import WorldPlan
 from tests.simulation.sandbox import sandbox
 from tests.simulation.world import World, run
 
-#: Seeds that failed once, and why. (A change of the simulator makes other histories of them; each
-#: cause has a test of its own, too.)
+#: Seeds that failed once, and the cause. A change of the simulator changes their histories, so
+#: each cause has a test of its own, too.
 PINNED = {
-    26: "ALREADY_STORED was said before any master had heard of the block",
-    65: "a call that failed at a server's old address had its new one left alone",
-    158: "a master that had slept gave servers credit from the future",
-    212: "a doubled piece of an inventory began it anew, and lost blocks of the map for good",
-    288: "connections to a server that vanished without a word were kept for ever",
-    306: "a restarted server was not looked for at its new address",
-    11515: "the departure of one part of a block was told as if it were that of another",
+    26: "ALREADY_STORED was returned before any master had the block",
+    65: "a call that failed at a server's old address made clients avoid its new one",
+    158: "a master moved the heartbeats of servers into the future after a pause of its own",
+    212: "a duplicated piece of an inventory restarted it, and blocks were lost from the directory",
+    288: "connections to a server that vanished without a reset were kept for ever",
+    306: "clients did not look up the new address of a restarted server",
+    11515: "the loss of one part of a block was announced for another part",
 }
 #: The same, of histories of 40 operations.
 PINNED_SHORT = {
-    22923: "the judge: where a first word takes longer than the hedge, the healthy are left, too",
-    28456: "the judge: what arrives in small pieces is slow without any fault",
-    30742: "a block that was being written again when a master asked was no longer known as gone",
+    22923: "the judge: on slow networks healthy servers, too, reply later than the hedge",
+    28456: "the judge: a read in small pieces is slow without any fault",
+    30742: "a master lost the reason of a miss while the block was written again",
 }
 #: The same, in worlds whose servers have a disk below their memory.
 PINNED_WITH_DISKS = {
-    2: "a block was removed on its way down, and its record was written nevertheless",
-    53: "a policy that tells a newcomer by its first two uses saw one of what a disk still held",
-    52: "a server that had been stopped for 40 s took its disk for stuck, and retired it",
-    124: "a disk that was stuck while it erased headers was waited for without end",
-    160: "(an oracle:) a header that had rotted was erased by recovery, as it should be",
-    453: "a block was removed on its way down, and what the disk remembered of it stayed",
-    1436: "(an oracle:) whose answer to a removal it was cannot always be known",
-    577: "a block was removed after its record was written and before the books knew of the copy",
+    2: "a block was removed during its demotion, but its record was written",
+    53: "a policy that expects two touches of a new block got one for a block from disk",
+    52: "a server that had been stopped for 40 s took its disk out of service as stuck",
+    124: "a server waited without limit for a disk that was stuck while it erased headers",
+    160: "(an oracle:) recovery erased a header with flipped bits, which is right",
+    453: "a block was removed during its demotion, and its old record stayed on the disk",
+    1436: "(an oracle:) which server reported a removal is not always known",
+    577: "a block was removed after its record was written and before the store had the copy",
 }
-#: Worlds in which servers have memory only are what they were before there were disks.
+#: Without disks, a seed gives the same world as before disks were added.
 NO_DISK = frozenset({"disk"})
 
 
@@ -74,12 +75,12 @@ def test_a_history_ends_well(seed: int) -> None:
 
 
 def test_half_of_the_worlds_have_disks_and_they_are_used() -> None:
-    plans = [Plan.draw(seed, 120, frozenset()) for seed in range(1000)]
+    plans = [WorldPlan.draw(seed, 120, frozenset()) for seed in range(1000)]
     assert 400 < sum(plan.disk > 0 for plan in plans) < 600
     assert any(0 < plan.disk < plan.capacity for plan in plans)
     probes = set().union(*(run(seed).probes for seed in PINNED_WITH_DISKS))
-    assert "a block was copied down" in probes
-    assert not Plan.draw(52, 120, NO_DISK).disk
+    assert "a block was demoted to the disk" in probes
+    assert not WorldPlan.draw(52, 120, NO_DISK).disk
 
 
 def played(seed: int, hash_seed: str) -> str:
@@ -106,7 +107,7 @@ def test_a_planted_bug_is_in_step_with_the_source(bug: planted.Bug) -> None:
     compile(plant.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
 
 
-def test_seeds_to_begin_with_are_of_bugs_that_there_are() -> None:
+def test_first_seeds_belong_to_planted_bugs() -> None:
     assert planted.FIRST_SEED.keys() <= {bug.name for bug in planted.BUGS}
 
 
@@ -166,8 +167,8 @@ def test_the_planter_refuses_wrong_arguments_in_one_sentence(arguments: str) -> 
 
 
 def in_a_world(action: Callable[[], object]) -> SimLoop:
-    """Call something in a simulated process."""
-    world = World(Plan.draw(1, 10, frozenset()))
+    """Call `action` in a simulated process."""
+    world = World(WorldPlan.draw(1, 10, frozenset()))
 
     async def act() -> None:
         action()
@@ -197,10 +198,10 @@ def test_the_real_world_is_out_of_reach(action: Callable[[], object]) -> None:
 
 
 def test_a_cluster_that_can_only_wait_is_a_failure() -> None:
-    world = World(Plan.draw(1, 10, frozenset()))
+    world = World(WorldPlan.draw(1, 10, frozenset()))
 
     async def main() -> None:
         await world.loop.create_future()
 
-    with pytest.raises(Violation, match="everybody waits"):
+    with pytest.raises(Violation, match="every task waits"):
         world.loop.run(main())

@@ -1,8 +1,8 @@
-"""What is true of a server with a disk below its memory, and of the disk when the server is dead.
+"""Oracles for a server with a disk below its memory, and for the disk after the server's death.
 
-The oracles of `oracles.py` look at one tier each; these look at both, and at the platter itself,
-sector by sector. A disk may do the worst (`disk.py`), and it keeps a list of what it has done:
-whatever is not on that list must be there, and right.
+The oracles of `oracles.py` check one tier each. These check both tiers together, and the platter
+itself, sector by sector. A disk keeps a list of the damage that it has done (`platter.py`). All
+bytes that are not on that list must be there and be right.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from kvpool.server.state.extent_state import Event
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_places
 from tests.simulation.memory import SimTier
-from tests.simulation.oracles import BlockPart, Truth, WatchedStore
+from tests.simulation.oracles import WatchedStore
+from tests.simulation.truth import BlockPart, GroundTruth
 
 if TYPE_CHECKING:
     from kvpool.server.block_server import BlockServer
-    from tests.simulation.disk import Platter
+    from tests.simulation.platter import Platter
 
-#: After these a tier may be out of service for good reason.
-_BAD_ENOUGH: Final = ("EIO", "ENOSPC", "hung", "crawled")
-#: After so long at least a tier must be.
-_PATIENCE_S: Final = 33.0
+#: Faults after which a tier may be out of service.
+_FAULTS_THAT_RETIRE: Final = ("EIO", "ENOSPC", "hung", "crawled")
+#: A tier whose disk has hung for so long must be out of service.
+_TIMEOUT_S: Final = 33.0
 
 
 def offset_in(memory: memoryview, part: memoryview) -> int:
-    """Where a view of some memory begins in it."""
+    """The offset at which a view begins in its memory."""
     base = np.frombuffer(memory, np.uint8).ctypes.data
     return int(np.frombuffer(part, np.uint8).ctypes.data - base)
 
 
 class DiskMemory:
-    """A disk tier's bytes, as they lie on the platter at this moment."""
+    """The bytes of a disk tier, as they are on the platter now."""
 
     def __init__(self, platter: Platter, capacity: int, alignment: int) -> None:
         assert capacity <= GROUP_SIZE, "one group: payload and headers are in one piece each"
@@ -53,35 +54,35 @@ class DiskMemory:
         return memoryview(self.platter.memory)[self._start + offset :][:size]
 
     def offset_at(self, position: int) -> int | None:
-        """The offset in the tier of a position on the disk; None outside of the payload."""
+        """The offset in the tier of a position on the disk; None outside the payload."""
         return position - self._start if position >= self._start else None
 
     def extent(self, offset: int, size: int) -> tuple[int, int]:
-        """Where the bytes of an extent lie."""
+        """The range of an extent on the disk."""
         return self._start + offset, self._start + offset + size
 
     def header(self, offset: int) -> tuple[int, int]:
-        """Where the header of an extent lies."""
+        """The range of an extent's header on the disk."""
         start = self._geometry.header(offset)
         return start, start + HEADER_SIZE
 
     @property
     def head(self) -> tuple[int, int]:
-        """Where all lies that is no extent's: superblock and namespaces."""
+        """The range of superblock and namespaces, which belong to no extent."""
         return 0, self._geometry.header(0)
 
     def is_damaged(self, offset: int, size: int) -> bool:
-        """An extent there need not be what the tier has made of it."""
+        """A fault has changed the extent or its header."""
         damaged = self.platter.is_damaged
         return damaged(*self.extent(offset, size)) or damaged(*self.header(offset))
 
     def headers(self) -> set[int]:
-        """Offsets at which the disk has a header, whatever is in it."""
+        """Offsets at which the disk has a header, valid or not."""
         found = set()
         for region in self._geometry.regions():
             stop = region.position + region.size
             places = used_places(memoryview(self.platter.memory)[region.position : stop])
-            found |= {region.offset + place * self.alignment for place in places}
+            found |= {region.offset + random_start * self.alignment for random_start in places}
         return found
 
 
@@ -89,11 +90,11 @@ class PreviousDisk(NamedTuple):
     """What a server must find on its disk when it starts."""
 
     blocks: dict[BlockPart, int]  # and the offset of each
-    scars: int  # what the disk had suffered until then
+    damage_log: int  # entries of the damage log at that time
 
 
-class WatchedBase(WatchedStore):
-    """The books of the disk tier, compared with the platter."""
+class WatchedDiskStore(WatchedStore):
+    """The store of the disk tier, compared with the platter."""
 
     memory: DiskMemory
 
@@ -101,23 +102,23 @@ class WatchedBase(WatchedStore):
         self,
         life: str,
         memory: DiskMemory,
-        truth: Truth,
+        truth: GroundTruth,
         previous_disk: PreviousDisk | None,
         *,
         every: int = 1,
         policy: Policy[Entry] | None = None,
     ) -> None:
-        """Without a `previous_disk` nobody can say what is on the disk."""
+        """Without a `previous_disk` the content of the disk is unknown."""
         super().__init__(life, memory, truth, every=every, policy=policy)
         self.above: WatchedStore | None = None
-        self.refused: set[BlockPart] = set()  # there was no room for them here
+        self.refused: set[BlockPart] = set()  # the disk had no space for them
         self._previous_disk = previous_disk
         self.restored = False
 
     def verify(self, entry: Entry, when: str) -> None:
-        """The platter holds the block's bytes, unless it is known to be damaged there."""
+        """The platter holds the block's bytes, unless a fault has changed them."""
         key = entry.index.namespace, entry.digest, entry.index.part
-        if self.truth.story(*key).rotten or self.memory.is_damaged(entry.offset, entry.size):
+        if self.truth.history(*key).corrupted or self.memory.is_damaged(entry.offset, entry.size):
             return
         super().verify(entry, when)
 
@@ -134,7 +135,7 @@ class WatchedBase(WatchedStore):
         self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
     ) -> WriteStatus:
         status = super().seal(owner, id, checksum, now, a_copy=a_copy)
-        self.truth.notes.add("a block was copied down")
+        self.truth.probes.add("a block was demoted to the disk")
         return status
 
     def restore(self, record: Record) -> Entry | None:
@@ -145,13 +146,13 @@ class WatchedBase(WatchedStore):
             excused = self._previous_disk is None or self.memory.is_damaged(
                 entry.offset, entry.size
             )
-            story = self.truth.story(*key)
-            if not story.lives:
-                self.truth.fail(f"G8: {entry!r} is found on the disk, and nobody has written it")
-            if server in story.erased and not excused:
-                self.truth.fail(f"G8: {entry!r} was removed, and is back after a restart")
+            history = self.truth.history(*key)
+            if not history.lives:
+                self.truth.fail(f"G8: {entry!r} is found on the disk, but was never written")
+            if server in history.erased and not excused:
+                self.truth.fail(f"G8: {entry!r} was removed, but is back after a restart")
             if self.memory.platter.damages(*self.memory.header(entry.offset)) == {"rot"}:
-                self.truth.fail(f"G8: the header of {entry!r} has rotted, and is believed")
+                self.truth.fail(f"G8: the header of {entry!r} has flipped bits, but was accepted")
             self.truth.sealed(self.life, key)
             self.verify(entry, "found on the disk")
         return entry
@@ -160,14 +161,14 @@ class WatchedBase(WatchedStore):
         super().adopt(entries, now)
         self.restored = True
         if entries:
-            self.truth.notes.add("a disk tier came back warm")
+            self.truth.probes.add("a disk tier came back warm")
         if self._previous_disk is None:
             return
-        scars = self.memory.platter.scars[self._previous_disk.scars :]
+        damage_log = self.memory.platter.damage_log[self._previous_disk.damage_log :]
         for (namespace, digest, part), offset in self._previous_disk.blocks.items():
             if self.peek(namespace, part, digest) is None:
                 places = (self.memory.head, self.memory.header(offset))
-                hit = [(a, b) for _, a, b in scars for c, d in places if a < d and c < b]
+                hit = [(a, b) for _, a, b in damage_log for c, d in places if a < d and c < b]
                 if not hit:
                     self.truth.fail(f"G8: {digest.hex()[:12]} at {offset} is not on the disk")
 
@@ -180,36 +181,36 @@ class WatchedBase(WatchedStore):
     ) -> list[bool]:
         if part is not None and reason in (ReadStatus.CORRUPT, ReadStatus.TIER_LOST):
             for digest in digests:
-                self._check_spoilt(self.peek(namespace, part, digest), reason)
+                self._check_damaged(self.peek(namespace, part, digest), reason)
         return super().remove(namespace, digests, reason, part)
 
-    def _check_spoilt(self, entry: Entry | None, reason: ReadStatus) -> None:
-        """A block is given up for the disk's sake: it must be the disk's fault."""
+    def _check_damaged(self, entry: Entry | None, reason: ReadStatus) -> None:
+        """A block that is dropped because of the disk must have been damaged by the disk."""
         if entry is None:
             return
-        story = self.truth.story(entry.index.namespace, entry.digest, entry.index.part)
+        history = self.truth.history(entry.index.namespace, entry.digest, entry.index.part)
         if reason is ReadStatus.TIER_LOST:
-            self.truth.notes.add("a block on disk could not be read")
+            self.truth.probes.add("a block on disk could not be read")
             if not self.memory.platter.counts["EIO"]:
-                self.truth.fail(f"G5: {entry!r} could not be read, and no read has failed")
+                self.truth.fail(f"G5: {entry!r} is dropped as unreadable, but no read has failed")
         else:
-            self.truth.notes.add("a block on disk was found to be spoilt")
-            if not story.rotten and not self.memory.is_damaged(entry.offset, entry.size):
-                self.truth.fail(f"G1: {entry!r} of {self.life} is corrupt, and nobody spoilt it")
-            story.rotten += 1
+            self.truth.probes.add("a block on disk was found to be corrupt")
+            if not history.corrupted and not self.memory.is_damaged(entry.offset, entry.size):
+                self.truth.fail(f"G1: {entry!r} of {self.life} is corrupt, but no fault changed it")
+            history.corrupted += 1
 
     def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         index = entry.index
         if entry.pins:
-            self.truth.notes.add("a block left while it was on its way")
+            self.truth.probes.add("a block left the disk while it was copied")
         if self.above is not None and self.above.peek(index.namespace, index.part, entry.digest):
-            self.truth.notes.add("the base evicted what was in reach")
+            self.truth.probes.add("the disk evicted a block that was also in memory")
         super()._leave(entry, event, reason)
 
     def previous_disk(self, *, in_service: bool) -> PreviousDisk | None:
-        """What must be found on the disk when this life has ended."""
+        """What the next process must find on the disk after this one's death."""
         if not self.restored:
-            return self._previous_disk  # it has not come so far as to change anything
+            return self._previous_disk  # it died before it could change anything
         platter, memory = self.memory.platter, self.memory
         if not in_service or platter.is_damaged(*memory.head):
             return None
@@ -218,21 +219,21 @@ class WatchedBase(WatchedStore):
             for entry in self.inventory()
             if not platter.is_damaged(*memory.header(entry.offset))
         }
-        return PreviousDisk(blocks, len(platter.scars))
+        return PreviousDisk(blocks, len(platter.damage_log))
 
 
-class Tiers:
-    """Both tiers of one life of a server, looked at together."""
+class TierOracle:
+    """Checks both tiers of one server process together."""
 
     def __init__(
         self,
         server: BlockServer,
         top: WatchedStore,
-        base: WatchedBase,
-        truth: Truth,
+        base: WatchedDiskStore,
+        truth: GroundTruth,
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`soon` calls something when the books are whole again."""
+        """`soon` runs a check after the current step, when both stores are consistent again."""
         self.server = server
         self.top = top
         self.base = base
@@ -244,27 +245,27 @@ class Tiers:
         top.inspect = base.inspect = self.inspect
         platter = base.memory.platter
         platter.watch = self._moves
-        platter.worth = self._worth
+        platter.targets = self._targets
 
     @property
     def in_service(self) -> bool:
-        """The disk tier is not given up."""
+        """The disk tier has not been taken out of service."""
         return not self.server.stack.lost_tiers
 
     def inspect(self) -> None:
-        """Both, as soon as the books of both are whole."""
+        """Check both stores as soon as both are consistent."""
         if not self._due:
             self._due = True
             self._soon(self.check)
 
     def _leaving(self, key: BlockPart, reason: ReadStatus, tier: int) -> None:
-        """The pool loses a block; for want of room only if the disk had none."""
+        """The server loses a block; as evicted only if the disk had no space for it."""
         evicted_above = reason is ReadStatus.EVICTED and tier == self.server.stack.reached
         if evicted_above and self.in_service and key not in self.base.refused:
-            self._truth.fail(f"G5: {key[1].hex()[:12]} is evicted, and is not on the disk yet")
+            self._truth.fail(f"G5: {key[1].hex()[:12]} is evicted before it is on the disk")
 
     def check(self) -> None:
-        """The stack's own invariants; and what it has is what the truth has heard of (G5)."""
+        """Check the stack's invariants, and that it has exactly the recorded blocks (G5)."""
         self._due = False
         stack = self.server.stack
         try:
@@ -273,42 +274,46 @@ class Tiers:
             self._truth.fail(f"G3/G4: tiers of {self.top.life}: {error}")
         here = _keys(self.top.inventory())
         below = _keys(self.base.inventory())
-        told = self._truth.held_by(self.top.life)
+        recorded = self._truth.held_by(self.top.life)
         if self.in_service:
             here |= below
-            silent = told - here
+            silent = recorded - here
         else:
-            self._truth.notes.add("a tier was taken out of service")
-            silent = told - here - below  # `bury` tells of those, some at a time
-        if silent or here - told:
+            self._truth.probes.add("a tier was taken out of service")
+            silent = recorded - here - below  # these are announced in batches
+        if silent or here - recorded:
             self._truth.fail(
-                f"G5: {self.top.life} has {len(here)} blocks in its tiers, {len(here - told)} of "
-                f"which were given up; {len(silent)} have left without a word"
+                f"G5: {self.top.life} has {len(here)} blocks, of which it had reported "
+                f"{len(here - recorded)} lost; {len(silent)} have left without a report"
             )
 
-    def check_patience(self, hung_s: float) -> None:
-        """Nobody waits for ever for a disk that hangs: its tier is given up, and life goes on."""
-        if hung_s > _PATIENCE_S and self.in_service and self.base.restored:
-            self._truth.fail(f"G6: its disk has hung for {hung_s:.0f} s and is still waited for")
+    def check_timeout(self, hung_s: float) -> None:
+        """A tier whose disk hangs for too long is taken out of service (G6)."""
+        if hung_s > _TIMEOUT_S and self.in_service and self.base.restored:
+            self._truth.fail(
+                f"G6: the disk has hung for {hung_s:.0f} s and its tier is still in service"
+            )
 
-    def ailing(self) -> str | None:
-        """What is still on its way when nothing is wrong any more; None when all is done."""
+    def first_problem(self) -> str | None:
+        """What is not finished some time after the last fault; None when all is."""
         stack, platter = self.server.stack, self.base.memory.platter
         if self.base.pins or self.base.reservations:
             return f"{self.base.pins} pins, {self.base.reservations} reservations on the disk"
         if not self.in_service:
-            if not any(platter.counts[kind] for kind in _BAD_ENOUGH):
-                return "a tier is out of service, and nothing is wrong with its disk"
-            return None if self._told_of_all() else "blocks of a lost tier were not told of"
+            if not any(platter.counts[kind] for kind in _FAULTS_THAT_RETIRE):
+                return "a tier is out of service, but its disk has no fault"
+            return (
+                None if self._all_announced() else "the loss of a tier's blocks was not announced"
+            )
         if stack.waiting:
-            return f"{stack.waiting} blocks have yet to be copied down"
+            return f"{stack.waiting} blocks have yet to be demoted"
         return self._stray_headers()
 
-    def _told_of_all(self) -> bool:
+    def _all_announced(self) -> bool:
         return self._truth.held_by(self.top.life) == _keys(self.top.inventory())
 
     def _stray_headers(self) -> str | None:
-        """The disk remembers what the books have, and nothing else (or the disk is to blame)."""
+        """The disk has exactly the headers of the store's blocks, except damaged ones."""
         memory = self.base.memory
         wanted = {entry.offset for entry in self.base.inventory()}
         wrong = {
@@ -318,8 +323,8 @@ class Tiers:
         }
         return f"headers on the disk at {sorted(wrong)} are wrong" if wrong else None
 
-    def _worth(self) -> list[tuple[int, int]]:
-        """What a fault should hit: extents, and what they mean."""
+    def _targets(self) -> list[tuple[int, int]]:
+        """Ranges that a fault should hit: extents, their headers, superblock and namespaces."""
         memory = self.base.memory
         found = [(0, 1), (8192, 8192 + 4096)]
         for entry in self.base.inventory():
@@ -327,23 +332,27 @@ class Tiers:
         return found
 
     def _moves(self, writes: bool, position: int, data: memoryview) -> None:
-        """The flight table of the disk: who owns both ends of what moves (G3, G4)."""
+        """Check that both ends of each piece that moves are pinned or reserved (G3, G4)."""
         offset = self.base.memory.offset_at(position)
         memory = self.top.memory
         assert isinstance(memory, SimTier)
         if offset is None:
             return
         if writes and not self.in_service:
-            return  # what was on its way is given up, and what arrives there has no record
+            return  # the tier is given up: what is written now has no header
         if writes and not self.base.may_land(offset, len(data)):
-            self._truth.fail(f"G3: {len(data)} bytes are written to {offset}, reserved by nobody")
+            self._truth.fail(
+                f"G3: {len(data)} bytes are written to {offset}, which is not reserved"
+            )
         if data.obj is not memory.memory.obj:
             return
         there = offset_in(memory.memory, data)
-        if writes and not self.top.may_be_taken(there, len(data)):
-            self._truth.fail(f"G4: {len(data)} bytes at {there} are copied down, pinned by nobody")
+        if writes and not self.top.may_be_copied(there, len(data)):
+            self._truth.fail(f"G4: {len(data)} bytes at {there} are demoted, but not pinned")
         if not writes and not self.top.may_land(there, len(data)):
-            self._truth.fail(f"G4: {len(data)} bytes come up to {there}, reserved by nobody")
+            self._truth.fail(
+                f"G4: {len(data)} bytes are promoted to {there}, which is not reserved"
+            )
 
 
 def _keys(entries: Sequence[Entry]) -> set[BlockPart]:

@@ -1,8 +1,8 @@
-"""The users of a simulated pool, and the judge of what they are told.
+"""The users of a simulated pool.
 
-Clients do what engines do: match a prompt, read what is there, write what is not, and ask far more
-often than they read. Every answer is judged against the truth. When nothing has been wrong for a
-while, the judge is strict: what is held must be found, and what is not must have a true reason.
+Clients do what engines do: they match a prompt, read the blocks that are there and write the
+others. They look up far more often than they read. `judge.py` compares each result with the ground
+truth.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvpool.types import (
     WriteStatus,
 )
 from tests.simulation.blocks import ONE, TWO, value
+from tests.simulation.control_plane import SimNetwork
 from tests.simulation.judge import Judge
 from tests.simulation.loop import Violation
-from tests.simulation.network import SimNetwork
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-#: A call may end this much after its deadline: a copy in progress is waited for.
+#: A call may end this much after its deadline, because it waits for a copy in progress.
 _SLACK_S: Final = 0.3
 _TIMEOUT_S: Final = 5.0
 
 
-class Client:
-    """A client's place in the cluster; its process may be killed and another one begin there."""
+class SimClient:
+    """A client of the cluster. After a kill, a new process continues its operations."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.name = name
@@ -52,14 +52,14 @@ class Client:
         self.pool: Pool
         self._world = world
         self._rng = world.rng[f"work/{name}"]
-        self.falling = False
+        self.restarting = False
         self._working: asyncio.Task[None] | None = None
         self._ops_left = 0
         self._pause_s = 0.1
         self._timeout_s = _TIMEOUT_S
         self._old_match: tuple[Namespace, list[bytes], Match] | None = None
-        self._stale: Match | None = None  # an old one that is used again: not judged strictly
-        #: Buffers of calls that have ended, and what was in them then.
+        self._stale: Match | None = None  # an old match that is used again: judged less strictly
+        #: Buffers of calls that have ended, with their content at that time.
         self._ended: list[tuple[bytearray, bytes]] = []
 
     async def start(self) -> None:
@@ -88,7 +88,7 @@ class Client:
         self._working = self.process.spawn(self._work(), self.name)
 
     async def finish(self) -> None:
-        """Wait until all operations are through, in this process or its successors."""
+        """Wait until all operations have ended, in this process or a later one."""
         while self._ops_left > 0 or (self._working is not None and not self._working.done()):
             if not self.process.alive and self._ops_left <= 0:
                 return
@@ -111,14 +111,14 @@ class Client:
     async def _one(self) -> None:
         world = self._world
         kinds: list[tuple[float, Callable[[], Awaitable[None]]]] = [
-            (0.30, self._probe),
+            (0.30, self._lookups),
             (0.28, self._read),
             (0.30, self._write),
-            (0.05, self._look),
+            (0.05, self._view),
             (0.03, self._remove),
             (0.02, self._explain),
             (0.05, self._race),
-            (0.04, self._lose_an_owner),
+            (0.04, self._lose_owner),
         ]
         if "storm" in world.plan.faults:
             kinds.append((0.02, self._storm))
@@ -130,12 +130,12 @@ class Client:
         await self._bounded(operation)
 
     async def _bounded(self, operation: Callable[[], Awaitable[None]]) -> None:
-        """Run one operation, cancelled now and then, and see that it ends when it should (G6)."""
+        """Run one operation, sometimes cancel it, and check that it ends in time (G6)."""
         world = self._world
         began, frozen = world.loop.now, self.process.frozen_s
 
         def spent() -> float:
-            """True seconds that this process could have used."""
+            """True seconds since the start without those in which this process was frozen."""
             return world.loop.now - began - (self.process.frozen_s - frozen)
 
         task = asyncio.ensure_future(operation())
@@ -146,9 +146,9 @@ class Client:
         while not task.done():
             await asyncio.wait([task], timeout=max(0.001, limit + _SLACK_S - spent()))
             if not task.done() and spent() > limit + _SLACK_S:
-                await asyncio.sleep(0.01)  # just thawed: its own timers are due now, too
+                await asyncio.sleep(0.01)  # just thawed: let its own timers fire first
                 if not task.done() and spent() > limit + _SLACK_S:
-                    world.loop.fail(f"G6: {operation.__name__} goes on after {spent():.3f} s")
+                    world.loop.fail(f"G6: {operation.__name__} still runs after {spent():.3f} s")
                     return
         if not task.cancelled():
             error = task.exception()
@@ -168,7 +168,7 @@ class Client:
             task.cancel()
 
     def _check_ended(self) -> None:
-        """Nobody writes to the buffers of a call that has ended (G1)."""
+        """No byte is written to the buffers of a call that has ended (G1)."""
         for buffer, content in self._ended:
             if buffer != content:
                 self._world.loop.fail("G1: a buffer changed after its call had ended")
@@ -179,13 +179,13 @@ class Client:
     def _chain(self) -> tuple[Namespace, list[bytes]]:
         chains = self._world.catalog.chains
         if self._rng.random() < 0.25:
-            return self._world.catalog.hot  # what somebody else has just written
+            return self._world.catalog.last_written  # what another client has just written
         rank = min(int(self._rng.paretovariate(0.8)) - 1, len(chains) - 1)
         chain = chains[rank]
         namespace = TWO if self._rng.random() < 0.2 else ONE
         return namespace, chain[: self._rng.randint(1, len(chain))]
 
-    async def _probe(self) -> None:
+    async def _lookups(self) -> None:
         for _ in range(self._rng.randint(1, 4)):
             namespace, chain = self._chain()
             await self._match(namespace, chain)
@@ -203,7 +203,7 @@ class Client:
         namespace, chain = self._chain()
         match: Match | None = None
         if self._old_match is not None and self._rng.random() < 0.2:
-            namespace, chain, match = self._old_match  # much may have happened since
+            namespace, chain, match = self._old_match  # blocks may have been evicted since
             self._stale = match
         elif self._rng.random() < 0.7:
             match = await self._match(namespace, chain)
@@ -239,11 +239,11 @@ class Client:
         judge.hedge(namespace, chain, part, results, world.loop.now - began, match)
         return results
 
-    async def _look(self) -> None:
-        """read_view: the pool's memory itself, looked at for a while."""
+    async def _view(self) -> None:
+        """read_view: look at the pool's memory itself for a while."""
         namespace, chain = self._chain()
         part = self._rng.randrange(namespace.parts)
-        # Whoever looks at all of the memory keeps others from what must be brought into it.
+        # A view of all of the memory would leave no space for blocks that come up from the disk.
         chain = chain[: self._world.plan.viewed_max]
         began = self._world.loop.now
         async with self.pool.read_view(
@@ -268,19 +268,19 @@ class Client:
                 data = view.data if view.data is not None else memoryview(b"")
                 judge.read(namespace, digest, part, view.status, data, viewed=True)
             if view.data is not None:
-                self._world.truth.notes.add("memory was viewed in place")
+                self._world.truth.probes.add("memory was viewed in place")
 
     async def _write(self) -> None:
         namespace, chain = self._chain()
         part = self._rng.randrange(namespace.parts)
-        self._world.catalog.hot = namespace, chain
+        self._world.catalog.last_written = namespace, chain
         copies = self._rng.choice([1, 1, 2, 3])
         visible = self._rng.random() < 0.8
         await self._write_now(namespace, chain, part, copies=copies, visible=visible)
         if namespace.parts > 1 and self._rng.random() < 0.7:
             await self._write_now(namespace, chain, 1 - part, visible=visible)
         if self._world.plan.disk and self._rng.random() < 0.15:
-            await self._remove_now(namespace, chain)  # it is on its way down
+            await self._remove_now(namespace, chain)  # probably while it is copied to the disk
 
     async def _write_now(
         self,
@@ -311,7 +311,9 @@ class Client:
         missing = self.pool.counters["copies_missing"] - missing
         judge = Judge(world, began, self._timeout_s)
         judge.write(namespace, chain, part, statuses, copies if not missing else 1)
-        new_to_us = WriteStatus.ALREADY_STORED in statuses  # by somebody who may still wait
+        new_to_us = (
+            WriteStatus.ALREADY_STORED in statuses
+        )  # by another client, whose write may not have returned
         if visible and namespace is ONE and (self._rng.random() < 0.5 or new_to_us):
             wrote, began = began, world.loop.now
             match = await self._timed(
@@ -332,7 +334,7 @@ class Client:
             await self._write_now(ONE, chain)
 
         async def read(after_s: float) -> None:
-            """With a match so old that every server may have had the blocks: advice, no lease."""
+            """Read with a made-up match that names every server: a match is advice, not a lease."""
             everywhere = tuple(Replica(node.name, "dram") for node in self._world.servers)
             run = Run(0, len(chain) - 1, everywhere)
             self._stale = Match((run,), len(chain), ReadStatus.HIT)
@@ -344,8 +346,8 @@ class Client:
             + [read(self._rng.uniform(0, 0.2)) for _ in range(2)]
         )
 
-    async def _lose_an_owner(self) -> None:
-        """Write two copies, freeze or kill one owner when nothing else is wrong, and read."""
+    async def _lose_owner(self) -> None:
+        """Write two copies, freeze or kill one owner while there is no other fault, and read."""
         kinds = self._world.plan.faults & {"freeze server", "kill server"}
         if not kinds or self._world.open_incidents or len(self._world.servers) < 2:
             return
@@ -354,12 +356,12 @@ class Client:
         match = await self._match(ONE, chain)
         owners = sorted({replica.server for run in match.runs for replica in run.replicas})
         if match.length == len(chain) and len(owners) > 1 and not self._world.open_incidents:
-            self._world.nemesis.strike(self._rng.choice(sorted(kinds)), owners)
+            self._world.nemesis.schedule_fault(self._rng.choice(sorted(kinds)), owners)
             await asyncio.sleep(0.001)
             await self._read_now(ONE, chain, match)
 
     async def _storm(self) -> None:
-        """Write 100 to 300 % of a server's capacity at once."""
+        """Write 100 to 300 % of a server's capacity at once (G9)."""
         world = self._world
         world.report.faults["storm"] += 1
         total = int(world.plan.capacity * self._rng.uniform(1, 3))
@@ -393,8 +395,8 @@ class Client:
                 servers |= self._world.truth.erased(namespace, digest, began)
         plan = self._world.plan
         may_kill = plan.disk and "kill server" in plan.faults
-        if may_kill and servers and self._rng.random() < 0.5:  # it must not come back
-            self._world.nemesis.strike("kill server", sorted(servers))
+        if may_kill and servers and self._rng.random() < 0.5:  # the blocks must not come back
+            self._world.nemesis.schedule_fault("kill server", sorted(servers))
 
     async def _explain(self) -> None:
         namespace, chain = self._chain()
@@ -411,13 +413,13 @@ class Client:
             if spent > self._timeout_s + _SLACK_S:
                 world.loop.fail(f"G6: {name} took {spent:.3f} s, its timeout is {self._timeout_s}")
 
-    # --- the last word ----------------------------------------------------------------------------
+    # --- the final check --------------------------------------------------------------------------
 
-    async def prove_well(self, chains: Sequence[list[bytes]]) -> None:
-        """After recovery: reads what is held, says why the rest is not, writes and reads anew."""
-        await self.process.spawn(self._prove(chains))
+    async def final_check(self, chains: Sequence[list[bytes]]) -> None:
+        """After recovery: read all blocks that are held, judge each miss, write new blocks."""
+        await self.process.spawn(self._final_check(chains))
 
-    async def _prove(self, chains: Sequence[list[bytes]]) -> None:
+    async def _final_check(self, chains: Sequence[list[bytes]]) -> None:
         self._timeout_s = _TIMEOUT_S
         for chain in chains:
             for namespace in (ONE, TWO):
@@ -427,8 +429,8 @@ class Client:
         fresh = self._world.catalog.fresh(3)
         statuses = await self._write_now(ONE, fresh)
         if set(statuses) != {WriteStatus.STORED}:
-            raise Violation(f"liveness: a write says {[status.label for status in statuses]}")
+            raise Violation(f"liveness: a write returned {[status.label for status in statuses]}")
         results = await self._read_now(ONE, fresh, None)
         if not all(result.status.hit for result in results):
-            raise Violation(f"G5: what was just written is {[r.status.label for r in results]}")
+            raise Violation(f"G5: reads of new blocks returned {[r.status.label for r in results]}")
         self._check_ended()

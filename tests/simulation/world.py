@@ -1,9 +1,9 @@
-"""One seed, one history: a whole cluster, its faults, its users, and the verdict.
+"""One seed, one history: a whole cluster, its faults, its users, and the result.
 
 A history has two phases, as in TigerBeetle's VOPR. First *safety*: clients work while the nemesis
-breaks things; whatever happens, nobody may get wrong bytes, an untrue reason, or an answer after
-its deadline. Then everything heals, and *liveness* is asked for: within 60 virtual seconds the
-cluster must be well again, with every block that any server still holds found by every client.
+injects faults. No client may get wrong bytes, an untrue reason, or a result after its deadline.
+Then all faults end, and *liveness* is checked: within 60 virtual seconds the cluster must be
+healthy again, and clients must find every block that a server still holds (design: simulation).
 """
 
 from __future__ import annotations
@@ -32,28 +32,31 @@ from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.tcp import TcpTransport
 from tests.simulation.blocks import BlockCatalog
-from tests.simulation.disk import PAGE, Platter, SimDisk
+from tests.simulation.control_plane import SimNetwork
+from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.memory import SimShm, SimTier
 from tests.simulation.nemesis import Nemesis
-from tests.simulation.network import Net, SimNetwork
+from tests.simulation.network import Net
 from tests.simulation.nodes import Incident, MasterNode, ServerNode
-from tests.simulation.oracles import Truth, WatchedDirectory, WatchedStore
-from tests.simulation.plan import Plan
+from tests.simulation.oracles import WatchedDirectory, WatchedStore
+from tests.simulation.plan import WorldPlan
+from tests.simulation.platter import PAGE, Platter
 from tests.simulation.random_streams import RandomStreams
 from tests.simulation.sandbox import sandbox
-from tests.simulation.tiers import DiskMemory, Tiers, WatchedBase, offset_in
-from tests.simulation.users import Client
+from tests.simulation.tiers import DiskMemory, TierOracle, WatchedDiskStore, offset_in
+from tests.simulation.truth import GroundTruth
+from tests.simulation.users import SimClient
 
 HEARTBEAT_S: Final = 1.0
 SILENT_AFTER_S: Final = 3.0
-#: After the last fault healed, the cluster has this long to be well again.
+#: The cluster must be healthy again so long after the end of the last fault.
 RECOVERY_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class Report:
-    """What became of one history."""
+class HistoryReport:
+    """The result of one history; `failure` is None when no promise was broken."""
 
     seed: int
     ops: int = 0
@@ -68,35 +71,37 @@ class Report:
 class World:
     """A cluster in one thread."""
 
-    def __init__(self, plan: Plan, trace: bool = False) -> None:
+    def __init__(self, plan: WorldPlan, trace: bool = False) -> None:
         self.plan = plan
         self.rng = RandomStreams(plan.seed)
-        self.report = Report(plan.seed)
+        self.report = HistoryReport(plan.seed)
         self.loop = SimLoop(self.rng["threads"], plan.copy_s)  # type: ignore[abstract]
         self.net = Net(self.loop, self.rng["net"], self.report.faults)
         self.loop.network = self.net
-        self.loop.writes_to_pool = self._landings
+        self.loop.writes_to_pool = self._landing_checks
         self.net.note = self.note
-        self.truth = Truth(lambda: self.loop.now, self.loop.fail)
+        self.truth = GroundTruth(lambda: self.loop.now, self.loop.fail)
         self.catalog = BlockCatalog(plan.seed, large=plan.large)
         self.masters: list[MasterNode] = []
         self.servers: list[ServerNode] = []
-        self.clients: list[Client] = []
-        self.open_incidents = 0  # faults that are going on
-        self.calm_from = 0.0  # when the last of those that have ended has settled
-        self.open_other_incidents = 0  # that are no kills
+        self.clients: list[SimClient] = []
+        self.open_incidents = 0  # number of faults that have not ended
+        self.settled_from = 0.0  # until then, ended faults may still have effects
+        self.open_other_incidents = 0  # the same without kills
         self.only_kills_from = 0.0
-        self.alone: Incident | None = None  # while it is all that is wrong
+        self.only_incident: Incident | None = (
+            None  # the fault that is going on, if it is the only one
+        )
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
         self._lives = 0
-        self._processes: list[Process] = []  # the dead ones too: their tasks must not be collected
+        self._processes: list[Process] = []  # with the dead ones, whose tasks must not be collected
 
-    # --- for everybody ------------------------------------------------------------------------
+    # --- for all parts ------------------------------------------------------------------------
 
     def note(self, event: str) -> None:
-        """One line of the history: what makes two runs equal."""
+        """Add one line to the history. Two runs are equal if these lines are."""
         line = f"{self.loop.now:.9f} {event}\n"
         self._hash.update(line.encode())
         if self._trace:
@@ -104,61 +109,63 @@ class World:
 
     @contextmanager
     def incident(self, name: str, target: str = "", settle_s: float = 10.0) -> Iterator[None]:
-        """Something is wrong inside; no answer is perfect before it has settled."""
+        """A fault lasts as long as the block. Results are judged strictly `settle_s` after it."""
         self.report.faults[name] += 1
         self.note(f"fault {name} {target}")
-        calm = self.calm_since(self.loop.now + 7.0)  # what was before need not have settled fully
-        self.alone = Incident(name, target, self.loop.now) if calm else None
+        calm = self.settled_since(self.loop.now + 7.0)  # earlier faults may have some effects left
+        self.only_incident = Incident(name, target, self.loop.now) if calm else None
         self.open_incidents += 1
         self.open_other_incidents += not name.startswith("kill")
         try:
             yield
         finally:
             self.open_incidents -= 1
-            self.alone = None
+            self.only_incident = None
             if not name.startswith("kill"):
                 self.open_other_incidents -= 1
                 self.only_kills_from = max(self.only_kills_from, self.loop.now + settle_s)
             self.note(f"end of {name}")
-            self.calm_from = max(self.calm_from, self.loop.now + settle_s)
+            self.settled_from = max(self.settled_from, self.loop.now + settle_s)
 
-    def calm_since(self, when: float) -> bool:
-        """Nothing has been wrong from `when` until now, nor shortly before."""
-        return not self.open_incidents and self.calm_from <= when
+    def settled_since(self, when: float) -> bool:
+        """No fault and no after-effects of one from `when` until now."""
+        return not self.open_incidents and self.settled_from <= when
 
     def only_kills_since(self, when: float) -> bool:
-        """The same, except that processes may have been killed."""
+        """The same, except for kills of processes."""
         return not self.open_other_incidents and self.only_kills_from <= when
 
-    def _landings(self, job: tuple[object, ...]) -> list[Callable[[], None]]:
-        """The flight table: what a copier's share will write into a server's memory (G4)."""
+    def _landing_checks(self, job: tuple[object, ...]) -> list[Callable[[], None]]:
+        """A check for each write of a copy pool's job into a server's memory (G4)."""
         share, flag = job if len(job) == 2 else ((), None)
         checks: list[Callable[[], None]] = []
         for node in self.servers:
             memory = node.memory.obj if node.server is not None else None
             checks += [
-                partial(self._lands, node.store, node.memory, piece, flag)
+                partial(self._check_landing, node.store, node.memory, piece, flag)
                 for copy in (share if isinstance(share, list) else ())
                 for piece in copy.target
                 if piece.obj is memory
             ]
         return checks
 
-    def _lands(
+    def _check_landing(
         self, store: WatchedStore, memory: memoryview, target: memoryview, flag: Any
     ) -> None:
         if flag.is_set:
-            return  # nothing will be written, and the view may be released
+            return  # cancelled: nothing is written, and the view may be released
         offset = offset_in(memory, target)
         if not store.may_land(offset, len(target)):
-            self.loop.fail(f"G4: bytes land at {offset} of {store.life}, which nobody has reserved")
+            self.loop.fail(
+                f"G4: bytes are written to {offset} of {store.life}, which is not reserved"
+            )
 
     def disk_s(self, blocks: int) -> float:
-        """How long it may take, without any fault, to bring so many blocks up from a disk."""
+        """Limit, in seconds, for promoting so many blocks from a disk without any fault."""
         if not self.plan.disk:
             return 0.0
         slowest = max(node.platter.latency_s for node in self.servers if node.platter is not None)
-        under_way = blocks + self.plan.capacity // PAGE  # what is copied down is in the queue, too
+        under_way = blocks + self.plan.capacity // PAGE  # demotions are in the same queue
         return 5 * under_way * slowest
 
     def process(self, name: str, host: str) -> Process:
@@ -198,7 +205,7 @@ class World:
         await node.process.spawn(run())
 
     async def start_server(self, node: ServerNode) -> None:
-        """Start a process there; as long as its disk cannot be read, again and again."""
+        """Start a process; try again each second as long as its disk cannot be read."""
         while True:
             node.process = self.process(node.name, node.host)
             try:
@@ -208,8 +215,12 @@ class World:
                 node.process.kill()
                 await asyncio.sleep(1)
                 platter = node.platter
-                if platter is not None and not platter.wear.failing and not platter.wear.full:
-                    self.truth.notes.add("a disk had to be replaced")
+                if (
+                    platter is not None
+                    and not platter.condition.failing
+                    and not platter.condition.full
+                ):
+                    self.truth.probes.add("a disk had to be replaced")
                     node.platter, node.previous_disk = self._new_disk(node.name), None
             else:
                 return
@@ -245,9 +256,9 @@ class World:
         )
         truth.life_began(life)
         base = stores[-1]
-        if isinstance(base, WatchedBase):
-            both = node.tiers = Tiers(server, store, base, truth, self.loop.after_this)
-            node.process.on_death.append(lambda: self._leaves_behind(node, base, both))
+        if isinstance(base, WatchedDiskStore):
+            both = node.tiers = TierOracle(server, store, base, truth, self.loop.after_this)
+            node.process.on_death.append(lambda: self._save_disk(node, base, both))
         node.process.on_death.append(lambda: truth.life_ended(life))
         await server.start()
 
@@ -257,8 +268,8 @@ class World:
         head = pack_superblock(self.plan.alignment)
         return Platter(self.loop, size, rng, name=f"disk of {name}", head=head)
 
-    def _base(self, node: ServerNode, life: str, platter: Platter) -> WatchedBase:
-        return WatchedBase(
+    def _base(self, node: ServerNode, life: str, platter: Platter) -> WatchedDiskStore:
+        return WatchedDiskStore(
             life,
             DiskMemory(platter, self.plan.disk, self.plan.alignment),
             self.truth,
@@ -267,7 +278,7 @@ class World:
             policy=registry.policy(self.plan.policy, self.plan.disk),
         )
 
-    def _leaves_behind(self, node: ServerNode, base: WatchedBase, tiers: Tiers) -> None:
+    def _save_disk(self, node: ServerNode, base: WatchedDiskStore, tiers: TierOracle) -> None:
         node.previous_disk = base.previous_disk(in_service=tiers.in_service)
 
     def client_config(self) -> ClientConfig:
@@ -308,18 +319,18 @@ class World:
             self.servers.append(node_of_server)
             await self.start_server(node_of_server)
         for number in range(plan.clients):
-            self.clients.append(Client(self, f"client-{number}", f"host-{number % plan.hosts}"))
+            self.clients.append(SimClient(self, f"client-{number}", f"host-{number % plan.hosts}"))
             await self.clients[-1].start()
         await asyncio.sleep(2)
 
     async def _recover(self) -> None:
-        """Liveness: everything is well again, and stays so."""
+        """Liveness: the cluster is healthy again in time."""
         deadline = self.loop.now + RECOVERY_S
-        while (problem := self._ailing()) is not None:
+        while (problem := self._first_problem()) is not None:
             if self.loop.now >= deadline:
                 raise Violation(f"liveness: {RECOVERY_S:g} s after the last fault: {problem}")
             await asyncio.sleep(0.5)
-        self.calm_from = min(self.calm_from, self.loop.now)
+        self.settled_from = min(self.settled_from, self.loop.now)
         await asyncio.sleep(3)
         for node in self.servers:
             node.store.verify_all("everything is well again")
@@ -327,10 +338,10 @@ class World:
                 node.tiers.check()
                 node.tiers.base.verify_all("everything is well again")
         for number, client in enumerate(self.clients):
-            await client.prove_well(self.catalog.chains[number :: len(self.clients)])
+            await client.final_check(self.catalog.chains[number :: len(self.clients)])
 
-    def _ailing(self) -> str | None:
-        """What is not as it should be when nothing is wrong; None when all is well."""
+    def _first_problem(self) -> str | None:
+        """The first sign that the cluster is not healthy; None when it is."""
         for node in self.servers:
             store = node.store
             if store.pins or store.reservations or store.quarantined:
@@ -338,7 +349,7 @@ class World:
                     f"{store.pins} pins, {store.reservations} reservations, "
                     f"{store.quarantined} extents in quarantine remain"
                 )
-            if node.tiers is not None and (problem := node.tiers.ailing()) is not None:
+            if node.tiers is not None and (problem := node.tiers.first_problem()) is not None:
                 return f"{node.name}: {problem}"
         for master in self.masters:
             assert master.master is not None
@@ -348,14 +359,14 @@ class World:
                 member = members.get(node.name)
                 assert node.server is not None
                 if member is None or not member.alive or member.epoch != node.server.epoch:
-                    return f"{master.name} does not know that {node.name} lives"
+                    return f"{master.name} does not list {node.name} as alive"
                 problem = self._missing(master, node)
                 if problem is not None:
                     return problem
         return None
 
     def _missing(self, master: MasterNode, node: ServerNode) -> str | None:
-        """How a master's map differs from what a server really has."""
+        """How a master's directory differs from the blocks that a server holds."""
         assert master.master is not None
         assert node.server is not None
         stack = node.server.stack
@@ -371,13 +382,13 @@ class World:
                     known.add((namespace, digest, replica.part, ranks[replica.tier]))
         if here != known:
             return (
-                f"{master.name} knows {len(known)} blocks of {node.name}, it has {len(here)}: "
-                f"{len(here - known)} unknown, {len(known - here)} imaginary"
+                f"{master.name} lists {len(known)} blocks of {node.name}, which holds {len(here)}: "
+                f"{len(here - known)} missing, {len(known - here)} too many"
             )
         return None
 
     async def _close(self) -> None:
-        """Shut down in good order: nothing may be left."""
+        """Shut down in order; nothing may remain."""
         for client in self.clients:
             await client.close()
         await asyncio.sleep(1)
@@ -390,7 +401,7 @@ class World:
         for master in self.masters:
             assert master.master is not None
             await master.process.spawn(master.master.close())
-        # What a crawling disk has begun is left behind, and ends in its own time (seed 1047).
+        # Transfers of a very slow disk end later than their server (seed 1047).
         platters = [node.platter for node in self.servers if node.platter is not None]
         await asyncio.sleep(60 if any(p.counts["crawled"] for p in platters) else 5)
         for process in (
@@ -401,27 +412,27 @@ class World:
             if process.tasks:
                 left = sorted(str(task.get_coro()) for task in process.tasks.values())
                 raise Violation(f"{process.name}: tasks outlive their owner: {left}")
-        for client in self.clients:  # the end of a process ends its quarantine
+        for client in self.clients:  # the end of a writer ends its quarantine
             client.process.kill()
         await asyncio.sleep(1)
         for node in self.servers:
             if node.store.quarantined:
                 raise Violation(f"{node.name}: quarantine outlives the writers")
 
-    def finish(self) -> Report:
+    def finish(self) -> HistoryReport:
         report = self.report
         report.steps = self.loop.steps
         report.virtual_s = self.loop.now
         report.trace_hash = self._hash.hexdigest()
-        report.probes = set(self.truth.notes)
+        report.probes = set(self.truth.probes)
         for process in self._processes:
-            process.bury()
+            process.discard_tasks()
         return report
 
 
 @contextmanager
 def _errors_reported(loop: SimLoop) -> Iterator[None]:
-    """An exception that the pool logs is one that nobody expected: it fails the run."""
+    """An exception that the pool logs is unexpected: it fails the run."""
 
     class Reporter(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -442,7 +453,7 @@ def _errors_reported(loop: SimLoop) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Finalizers run when the collector pleases, which no seed decides."""
+    """No garbage collection: its times, and so those of finalizers, do not depend on the seed."""
     gc.disable()
     try:
         yield
@@ -452,14 +463,14 @@ def _no_collection() -> Iterator[None]:
 
 def run(
     seed: int, *, ops: int = 120, without: frozenset[str] = frozenset(), trace: bool = False
-) -> Report:
-    """Play one history. The report says what happened; `failure` is None when all was well."""
-    world = World(Plan.draw(seed, ops, without), trace)
+) -> HistoryReport:
+    """Play one history. `failure` of the report is None when no promise was broken."""
+    world = World(WorldPlan.draw(seed, ops, without), trace)
     with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
         try:
             world.loop.run(world.history())
         except Violation as violation:
             world.report.failure = str(violation)
-        except Exception as error:  # the pool raised what it should not have
+        except Exception as error:  # an error that the pool must not raise
             world.report.failure = f"{type(error).__name__}: {error}"
         return world.finish()

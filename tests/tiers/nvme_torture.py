@@ -34,8 +34,9 @@ from kvpool_tiers.nvme import format as nvme_format
 from kvpool_tiers.nvme import tier as nvme
 from kvpool_tiers.nvme.format import HEADER_SIZE, Geometry, pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
-from tests.simulation.disk import DISK_FAULTS, Platter, SimDisk
+from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
+from tests.simulation.platter import DISK_FAULTS, Platter
 from tests.simulation.sandbox import sandbox
 
 GRAIN: Final = 4096
@@ -61,7 +62,7 @@ def sum_of(data: bytes | bytearray, record: Record) -> int:
 
 
 @dataclass(slots=True)
-class Report:
+class HistoryReport:
     """What happened in one history."""
 
     seed: int
@@ -107,7 +108,7 @@ class History:
 
     def __init__(self, seed: int, trace: bool = False) -> None:
         self.rng = rng = random.Random(f"{seed}/torture")
-        self.report = Report(seed)
+        self.report = HistoryReport(seed)
         self.trace = trace
         self.loop = SimLoop(random.Random(f"{seed}/threads"), 0.001)  # type: ignore[abstract]
         self.capacity = GRAIN * rng.choice([48, 100, 300])
@@ -159,7 +160,7 @@ class History:
                 await asyncio.sleep(self.rng.expovariate(1 / self.rng.choice([0.01, 0.5])))
                 if not ended.done() or self.rng.random() < 0.7:
                     self.platter.heal()
-        if self.platter.wear.stuck:
+        if self.platter.condition.stuck:
             self.platter.heal()
 
     # --- one life -------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class History:
                 break
             except KvpoolError as error:
                 self.status_text(f"recover raised {error!r}")
-                excuse = faulty or self.is_faulty() or self.platter.spoilt
+                excuse = faulty or self.is_faulty() or self.platter.unreadable
                 if isinstance(error, Unavailable) and excuse:
                     self.report.counts["recover met a disk that failed"] += 1
                     await asyncio.sleep(0.1)
@@ -192,8 +193,8 @@ class History:
         await asyncio.gather(*workers)
 
     def is_faulty(self) -> bool:
-        wear = self.platter.wear
-        return bool(wear.failing or wear.full or wear.lost or wear.misdirected)
+        condition = self.platter.condition
+        return bool(condition.failing or condition.full or condition.lost or condition.misdirected)
 
     def compare(self, found: list[Record], tier: Nvme) -> None:
         """What was found again, with what may and must be."""
@@ -365,12 +366,12 @@ def small_format(rng: random.Random) -> Iterator[None]:
         nvme_format._HEAD_SIZE = 2 * GRAIN + before[1] * GRAIN
 
 
-def play(seed: int, *, trace: bool = False) -> Report:
+def play(seed: int, *, trace: bool = False) -> HistoryReport:
     with small_format(random.Random(f"{seed}/format")):
         return _play(History(seed, trace))
 
 
-def _play(history: History) -> Report:
+def _play(history: History) -> HistoryReport:
     gc.disable()  # finalizers run when the collector pleases, which no seed decides
     try:
         with sandbox(history.loop.fail):
@@ -379,7 +380,7 @@ def _play(history: History) -> Report:
         history.report.failure = str(violation)
     finally:
         for process in history.processes:
-            process.bury()
+            process.discard_tasks()
         gc.enable()
     history.report.counts.update(history.platter.counts)
     return history.report

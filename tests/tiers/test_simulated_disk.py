@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
-from tests.simulation.disk import DISK_FAULTS, PAGE, Platter, SimDisk
+from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
+from tests.simulation.platter import DISK_FAULTS, PAGE, Platter
 from tests.simulation.sandbox import sandbox
 
 SIZE = 64 * PAGE
@@ -206,7 +207,7 @@ def test_a_page_that_is_written_both_ways_at_once_is_a_violation() -> None:
 
         await bench.spawn(work)
 
-    with pytest.raises(Violation, match="past the page cache and through it"):
+    with pytest.raises(Violation, match="directly and through the page cache"):
         play(test)
 
 
@@ -352,7 +353,7 @@ def test_a_full_disk_says_so_and_can_still_be_read() -> None:
 def test_spoilt_sectors_cannot_be_read_until_they_are_written_to() -> None:
     async def test(bench: Bench) -> None:
         async def work(disk: SimDisk) -> None:
-            bench.platter.spoil(PAGE, PAGE + 1)
+            bench.platter.make_unreadable(PAGE, PAGE + 1)
             with pytest.raises(Unavailable, match="EIO"):
                 await read(disk, 0, 3 * PAGE)
             await read(disk, 2 * PAGE, PAGE)

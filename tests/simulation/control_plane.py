@@ -1,0 +1,60 @@
+"""The simulated control plane: requests to masters and their replies, as single messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpool.net.requests import PendingRequests
+from kvpool.protocols import Handler, Link, Listener
+from kvpool.wire.frames import cluster_id
+from tests.simulation.loop import PROCESS, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.network import Net
+
+
+class SimNetwork:
+    """The control plane of one process (`protocols.Network`)."""
+
+    def __init__(self, net: Net, cluster: str = "default") -> None:
+        self._net = net
+        self._process = PROCESS.get()
+        self._cluster = cluster_id(cluster)
+        self.authenticated = False
+
+    def connect(self, address: str) -> Link:
+        return _SimLink(self._net, self._process, address, self._cluster)
+
+    async def serve(self, address: str, handler: Handler) -> Listener:
+        self._net.serve(address, handler, self._cluster)
+        return _SimListener(self._net, self._process, address)
+
+    def close(self) -> None:
+        pass
+
+
+class _SimLink:
+    def __init__(self, net: Net, process: Process, address: str, cluster: int) -> None:
+        self.address = address
+        self._net = net
+        self._process = process
+        self._requests = PendingRequests(address, cluster)
+
+    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+        return await self._requests.send(type, body, self._send, deadline)
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def _send(self, id: int, message: bytes) -> None:
+        self._net.request(self._process, self.address, message, self._requests)
+
+
+class _SimListener:
+    def __init__(self, net: Net, process: Process, address: str) -> None:
+        self.address = address
+        self._net = net
+        self._process = process
+
+    async def close(self) -> None:
+        self._net.stop_serving(self.address, self._process)
