@@ -35,12 +35,15 @@ class Backoff:
         # The next delay itself and not a count of failures: factor ** count overflows a float
         # after a thousand failures, which takes an hour.
         self._next_s = base_s
+        #: Since the last success.
+        self.failures = 0
 
     def __repr__(self) -> str:
-        return f"<Backoff next {self._next_s:g} s of {self._base_s:g} to {self._max_s:g} s>"
+        return f"<Backoff {self.failures} failures, next {self._next_s:g} s>"
 
     def next_delay(self) -> float:
         """Count one more failure; how long to wait now."""
+        self.failures += 1
         delay_s = min(self._next_s, self._max_s)
         self._next_s = min(delay_s * self._factor, self._max_s)
         if self._rng is None or not self._jitter:
@@ -49,4 +52,5 @@ class Backoff:
 
     def reset(self) -> None:
         """Something succeeded: the next delay is `base_s` again."""
+        self.failures = 0
         self._next_s = self._base_s

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import kvpool
 from kvpool import ClientConfig, Cluster, KvpoolError, Pool
+from kvpool.backoff import Backoff
 
 _RETRY_S: Final = 0.5
 _RETRY_S_MAX: Final = 5.0
@@ -87,7 +88,7 @@ class PoolThread:
 
     async def _connect(self) -> None:
         """Try until a master answers, or until `close` cancels it."""
-        wait_s = _RETRY_S
+        backoff = Backoff(_RETRY_S, _RETRY_S_MAX)
         logged = False
         while True:
             try:
@@ -100,5 +101,4 @@ class PoolThread:
                 self._connected.set()
                 self._log_line(f"connected to the pool at {', '.join(self._config.masters)}")
                 return
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _RETRY_S_MAX)
+            await asyncio.sleep(backoff.next_delay())

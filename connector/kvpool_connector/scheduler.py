@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, Match, Namespace, ReadStatus
+from kvpool.backoff import Backoff
 from kvpool_connector import namespace
 from kvpool_connector.cost_model import StepTimer
 from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
@@ -136,6 +137,7 @@ class ConnectorScheduler:
         self._late_lookups = 0
         self._warned_at = -_WARN_EVERY_S
         self._unanswered = 0  # lookups in a row
+        self._pause = Backoff(_PAUSE_S, _PAUSE_S_MAX)
         self._paused_until = 0.0
 
     # --- a request --------------------------------------------------------------------------
@@ -315,11 +317,14 @@ class ConnectorScheduler:
             result = self._results.popleft()
             self._lookups_running -= 1
             no_master = any(match.stopped is ReadStatus.NO_MASTER for match in result.matches)
-            self._unanswered = self._unanswered + 1 if no_master or not result.matches else 0
-            if self._unanswered >= _PAUSE_AFTER_LOOKUPS:
-                # Else every request would wait for its own timeout.
-                doublings = self._unanswered - _PAUSE_AFTER_LOOKUPS
-                self._paused_until = self._clock() + min(_PAUSE_S * 2**doublings, _PAUSE_S_MAX)
+            if result.matches and not no_master:
+                self._unanswered = 0
+                self._pause.reset()
+            else:
+                self._unanswered += 1
+                if self._unanswered >= _PAUSE_AFTER_LOOKUPS:
+                    # Otherwise every request would wait for its own timeout (design: backoff).
+                    self._paused_until = self._clock() + self._pause.next_delay()
             self.planner.on_lookup_result(*result)
 
     async def _look_up(self, lookup: LookupRequest, namespaces: Sequence[Namespace]) -> None:

@@ -343,7 +343,8 @@ class Servers:
                         continue  # closed while it was idle: once more, on a fresh connection
                     self._path_failed(record, path, channel, error)
                     break
-                record.backoff.reset()
+                if record.backoff.failures:
+                    record.backoff.reset()
                 if record.remote is not None:
                     self._record_call(record, record.remote, path, bytes_moved(result), started)
                 return result

@@ -10,7 +10,9 @@ from kvpool.backoff import Backoff
 def test_delays_grow_to_the_maximum_and_start_again_after_a_success() -> None:
     backoff = Backoff(0.4, 5.0)
     assert [backoff.next_delay() for _ in range(6)] == [0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert backoff.failures == 6
     backoff.reset()
+    assert backoff.failures == 0
     assert backoff.next_delay() == 0.4
 
 

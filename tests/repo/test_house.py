@@ -143,7 +143,7 @@ def test_transports_and_tiers_know_contracts_only() -> None:
 
 
 def test_connectors_and_examples_use_the_public_api() -> None:
-    public = {"sync", "dev", "types", "errors", "protocols", "checksum", "testing"}
+    public = {"sync", "dev", "types", "errors", "protocols", "checksum", "backoff", "testing"}
     rooms = {room for layer in LAYERS for room in layer}
     for path in files("connector", "examples"):
         for name in imports(path):
