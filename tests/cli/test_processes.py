@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpool import Pool, ReadStatus, WriteStatus
+from kvpool import Pool, ReadStatus, WriteStatus, __version__
 from tests.chaos.cluster import ProcessCluster, open_sockets
 from tests.conftest import NAMESPACE, key, keys, patient, values
 from tests.support.processes import fill
@@ -117,7 +117,7 @@ async def test_status_explain_and_doctor(cluster: ProcessCluster) -> None:
     done = kvpool("status", *where, "--json")
     assert {m["server"] for m in json.loads(done.stdout)} == {"server-0", "server-1"}
     assert "server-0" in kvpool("status", *where).stdout
-    watched = kvpool("top", *where, "--every", "100ms", "--looks", "3")
+    watched = kvpool("top", *where, "--every", "100ms", "--refreshes", "3")
     assert watched.returncode == 0
     assert "server-1" in watched.stdout
     answer = kvpool("explain", "ab" * 32, "--namespace", "m", *where)
@@ -148,6 +148,11 @@ async def test_an_id_in_use_is_named(cluster: ProcessCluster) -> None:
     done = kvpool("server", "--id", "server-0", *where, "--capacity", "1MiB")
     assert done.returncode == 2
     assert "'server-0' belongs to another living server" in done.stderr
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = kvpool("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"kvpool {__version__}")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
-from kvpool.cli.app import app, console
+from kvpool.cli.app import app
+from kvpool.cli.shared import console
 from kvpool.errors import Closed
 from kvpool.ops.tables import members_table
 from kvpool.types import Member, ServerStats

@@ -15,7 +15,9 @@ import typer
 import yaml
 
 from kvpool import config, registry
-from kvpool.cli import app as cli
+from kvpool.cli import run as commands
+from kvpool.cli import shared
+from kvpool.cli.app import app
 from kvpool.config import Config, check_bind
 from kvpool.units import parse_size
 
@@ -40,11 +42,11 @@ def settings_of(
         main.close()
         raise typer.Exit(0)
 
-    monkeypatch.setattr(cli, "load", load)
-    monkeypatch.setattr(cli, "_run", stop)
+    monkeypatch.setattr(shared, "load", load)
+    monkeypatch.setattr(commands, "run", stop)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(app)
     group.main(words, standalone_mode=False)
     (found,) = seen
     return found

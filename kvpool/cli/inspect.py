@@ -1,0 +1,199 @@
+"""Commands that look at a pool: status, top, explain, doctor."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from kvpool import runtime
+from kvpool.cli.shared import (
+    QUERY_S,
+    ClusterName,
+    ConfigFile,
+    Json,
+    Masters,
+    SecretFile,
+    TransportNames,
+    console,
+    open_pool,
+    query_settings,
+    run,
+)
+from kvpool.errors import ConfigError, Unavailable
+from kvpool.types import Explanation, Member, Namespace, check_digests
+from kvpool.units import parse_duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvpool.ops.doctor import Finding
+
+    pass
+
+
+def status(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show the servers of a pool: memory, blocks, health.
+
+    Exit code 1 if no server is up.
+    """
+    from kvpool.ops.tables import as_json_object, members_table, tiers_table
+
+    settings = query_settings(config, masters, cluster, secret_file)
+
+    async def main() -> list[Member]:
+        async with await open_pool(settings) as pool:
+            return await pool.members(timeout=QUERY_S)
+
+    members = run(main())
+    if as_json:
+        print(json.dumps([as_json_object(member) for member in members]))
+    else:
+        console.print(members_table(members))
+        console.print()
+        console.print(tiers_table(members))
+    raise typer.Exit(0 if any(member.alive for member in members) else 1)
+
+
+def top(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    every: Annotated[str, typer.Option(help="Refresh interval, e.g. 500ms.")] = "1s",
+    refreshes: Annotated[
+        int,
+        typer.Option(
+            "--refreshes", "--looks", min=0, help="Number of refreshes; 0 means until Ctrl-C."
+        ),
+    ] = 0,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+) -> None:
+    """Show the servers of a pool and refresh the view."""
+    from rich.console import Group
+    from rich.live import Live
+
+    from kvpool.ops.tables import members_table, tiers_table
+
+    settings = query_settings(config, masters, cluster, secret_file)
+
+    async def watch() -> None:
+        pause_s = parse_duration(every)
+        async with await open_pool(settings) as pool:
+            with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+                for count in itertools.count(1):
+                    try:
+                        members = await pool.members(timeout=QUERY_S)
+                        view = Group(members_table(members), "", tiers_table(members))
+                    except Unavailable as error:  # the master may be restarting: try again
+                        view = Group(escape(str(error)))
+                    live.update(view, refresh=True)
+                    if count == refreshes:
+                        return
+                    await asyncio.sleep(pause_s)
+
+    async def main() -> None:
+        watching = asyncio.create_task(watch())
+        stopped = asyncio.create_task(runtime.wait_for_signal())
+        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in (watching, stopped):
+            task.cancel()
+        await asyncio.wait([watching, stopped])
+        if not watching.cancelled():
+            watching.result()
+
+    run(main())
+
+
+def explain(
+    keys: Annotated[
+        list[str], typer.Argument(help="Keys of blocks in hex, e.g. 9f86d081884c7d65.")
+    ],
+    namespace: Annotated[str, typer.Option(help="Namespace of the blocks, e.g. llama-3.")],
+    parts: Annotated[
+        int, typer.Option(min=1, max=256, help="Number of parts of a block in the namespace.")
+    ] = 1,
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show where blocks are, or why they are not in the pool."""
+    settings = query_settings(config, masters, cluster, secret_file)
+
+    async def main() -> list[Explanation]:
+        try:
+            digests = [bytes.fromhex(key) for key in keys]
+        except ValueError:
+            raise ConfigError(
+                f"keys {keys}: expected hex digits, such as 9f86d081884c7d65"
+            ) from None
+        check_digests(digests)
+        wanted = Namespace(namespace, parts)
+        async with await open_pool(settings) as pool:
+            return await pool.explain(wanted, digests, timeout=QUERY_S)
+
+    answers = run(main())
+    if as_json:
+        print(
+            json.dumps(
+                [
+                    {
+                        "key": answer.key.digest.hex(),
+                        "status": answer.status.label,
+                        "text": answer.text,
+                        "replicas": [replica._asdict() for replica in answer.replicas],
+                    }
+                    for answer in answers
+                ]
+            )
+        )
+        return
+    for answer in answers:
+        colour = "green" if answer.status.hit else "yellow"
+        text = escape(answer.text)
+        console.print(f"{answer.key}  [{colour}]{answer.status.label}[/]: {text}")
+
+
+def doctor(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+    transports: TransportNames = None,
+    as_json: Json = False,
+) -> None:
+    """Check this machine and a pool for problems, and show what to do about them.
+
+    Exit code 1 if a check failed.
+    """
+    from kvpool.ops.doctor import examine
+
+    settings = query_settings(config, masters, cluster, secret_file, transports)
+    findings = run(examine(settings))
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        console.print(_findings_table(findings))
+    raise typer.Exit(1 if any(finding.verdict == "fail" for finding in findings) else 0)
+
+
+def _findings_table(findings: list[Finding]) -> Table:
+    from rich.table import Table
+
+    table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
+    marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+    for finding in findings:
+        text, advice = escape(finding.text), escape(finding.advice)
+        table.add_row(finding.check, marks[finding.verdict], text, advice)
+    return table

@@ -1,0 +1,202 @@
+"""Commands that measure: replay, bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvpool import runtime
+from kvpool.cli.shared import Json, console, fail, run, stderr
+from kvpool.errors import ConfigError, KvpoolError
+from kvpool.units import parse_size
+
+if TYPE_CHECKING:
+    from kvpool.tools.replay import ReplayOptions
+    from kvpool.tools.workloads import Request
+
+ReplayTiers = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Tier of each server instead of --capacity, fastest first, "
+        "e.g. dram:1GiB or nvme:/data/{server}:9GiB."
+    ),
+]
+KillAt = Annotated[
+    float | None,
+    typer.Option(
+        help="Kill all servers after this share of the requests and restart them, e.g. 0.5."
+    ),
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--picture", "--plot", help="Write the result as SVG to this file, e.g. demo.svg."
+    ),
+]
+InFlight = Annotated[
+    int | None,
+    typer.Option(help="Requests at a time. Default: 1 for a trace, else the number of clients."),
+]
+
+
+def replay(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Trace in the Mooncake format (JSON lines).")
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(help="Generated workload if no trace is given: codex.")
+    ] = "codex",
+    servers: Annotated[int, typer.Option(min=1, max=64, help="Number of block servers.")] = 2,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Number of engine instances.")] = 4,
+    capacity: Annotated[
+        str | None, typer.Option(help="Memory of all servers together, e.g. 1GiB or 5000blocks.")
+    ] = None,
+    block_size: Annotated[
+        str | None,
+        typer.Option(help="Bytes of each block, e.g. 64KiB. Default: depends on the workload."),
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="codex: total number of sessions.")] = 200,
+    concurrent: Annotated[int, typer.Option(min=1, help="codex: sessions at the same time.")] = 24,
+    in_flight: InFlight = None,
+    transports: Annotated[
+        str, typer.Option(help="Transports of the clients in turn, comma-separated, e.g. shm,tcp.")
+    ] = "shm,tcp",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Play only the first requests, e.g. 1000.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the generated workload and contents.")] = 1,
+    policy: Annotated[
+        str, typer.Option(help="Eviction policy: lru, arc, lease, density; with --dry several.")
+    ] = "lru",
+    tier: ReplayTiers = None,
+    kill_at: KillAt = None,
+    dry: Annotated[
+        bool,
+        typer.Option(
+            "--dry",
+            help="Play on the store alone, without processes and bytes, and show the optimum.",
+        ),
+    ] = False,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="With --dry: also play each policy with session hints.")
+    ] = False,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Play a workload through a pool of real processes and check every byte.
+
+    With --dry, --capacity and --policy take several values, comma-separated.
+    """
+    from kvpool.tools import replay as replays
+
+    if dry:
+        try:
+            name, requests = replays.requests_of(trace, workload, sessions, concurrent, seed)
+            blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size)
+        except KvpoolError as error:
+            fail(error)
+        _dry(name, requests[:limit], policy, blocks, hints, seed, picture, as_json)
+        return
+    try:
+        if hints:
+            raise ConfigError("--hints needs --dry: only there the times of the trace are kept")
+        options = replays.options(
+            trace=trace,
+            workload=workload,
+            servers=servers,
+            clients=clients,
+            capacity=capacity,
+            block_size=block_size,
+            sessions=sessions,
+            concurrent=concurrent,
+            in_flight=in_flight,
+            transports=[name.strip() for name in transports.split(",") if name.strip()],
+            limit=limit,
+            seed=seed,
+            policy=policy,
+            tiers=tier or (),
+            kill_at=kill_at,
+        )
+    except KvpoolError as error:
+        fail(error)
+    _play(options, picture, as_json)
+
+
+def _play(options: ReplayOptions, picture: Path | None, as_json: bool) -> None:
+    from kvpool.tools import replay as replays
+
+    report = run(replays.replay(options, stderr if as_json else console))
+    if picture is not None:
+        from kvpool.tools.charts import draw
+
+        picture.write_text(draw(report))
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        from kvpool.tools.replay_report import tables
+
+        for table in tables(report):
+            console.print(table)
+        if picture is not None:
+            console.print(f"picture: {picture.resolve()}")
+    raise typer.Exit(0 if report.wrong_bytes == 0 else 1)
+
+
+def _dry(
+    name: str,
+    requests: list[Request],
+    policies: str,
+    capacities: list[int],
+    hints: bool,
+    seed: int,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    from kvpool.tools import policy_study as dries
+
+    try:
+        options = dries.options(
+            name=name,
+            requests=requests,
+            policies=policies,
+            capacities=capacities,
+            hints=hints,
+            seed=seed,
+        )
+    except KvpoolError as error:
+        fail(error)
+    runtime.freeze_gc()  # a collection would visit millions of block ids
+    done = dries.study(options, lambda line: stderr.print(line, highlight=False))
+    if picture is not None:
+        from kvpool.tools.charts import curves
+
+        picture.write_text(curves(done))
+    if as_json:
+        print(json.dumps(done.as_dict()))
+    else:
+        console.print(dries.table(done))
+
+
+def bench(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of each measurement; the median counts.")
+    ] = 9,
+    block_size: Annotated[str, typer.Option(help="Bytes of each block, e.g. 2MiB.")] = "2MiB",
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Blocks in a batch.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Measure reads, writes and matches as ratios to the limits of this machine."""
+    from kvpool.tools import bench as benches
+
+    try:
+        options = benches.BenchOptions(rounds, parse_size(block_size), batch)
+    except KvpoolError as error:
+        fail(error)
+    report = run(benches.bench(options, stderr))
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        console.print(benches.table(report.rows))

@@ -1,0 +1,234 @@
+"""Commands that run processes: dev, master, server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from kvpool import runtime
+from kvpool.cli.shared import (
+    ClusterName,
+    ConfigFile,
+    DieWithParent,
+    Http,
+    Insecure,
+    LogLevel,
+    Masters,
+    SecretFile,
+    console,
+    run,
+    settings_of,
+    stderr,
+)
+from kvpool.config import Config, MasterConfig, ServerConfig, cluster_of, transport_settings
+from kvpool.errors import Unavailable
+
+if TYPE_CHECKING:
+    from kvpool.net.http_server import Page
+    from kvpool.server.block_server import BlockServer
+
+
+def dev(
+    capacity: Annotated[str, typer.Option(help="Memory of each server, e.g. 1GiB.")] = "1GiB",
+    servers: Annotated[int, typer.Option(min=1, max=64, help="Number of servers.")] = 1,
+    bind: Annotated[
+        str, typer.Option(help="Address of the master, e.g. 127.0.0.1:7450.")
+    ] = "127.0.0.1:7450",
+    log_level: LogLevel = "warning",
+) -> None:
+    """Run a whole pool in this process, to try it on one machine."""
+    from kvpool.dev import serve
+    from kvpool.ops.tables import human
+
+    async def main() -> None:
+        async with serve(capacity, servers=servers, bind=bind, prefault=True) as pool:
+            console.print(f"[bold]kvpool[/] is up: master at [cyan]{pool.address}[/]")
+            for server in pool.servers:
+                size = human(server.store.allocator.capacity)
+                paths = ", ".join(server.addresses[1:])
+                line = f"  server {server.server}, {size}: {paths}"
+                console.print(line, soft_wrap=True, markup=False)
+            console.print(f'\n  pool = await kvpool.connect("{pool.address}")')
+            console.print("\nPress Ctrl-C to stop.")
+            await runtime.wait_for_signal()
+
+    run(main(), log_level)
+
+
+def master(
+    config: ConfigFile = None,
+    bind: Annotated[
+        str | None, typer.Option(help="Address to listen on, e.g. 127.0.0.1:7450.")
+    ] = None,
+    http: Http = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+    insecure: Insecure = False,
+    log_level: LogLevel = "info",
+    die_with_parent: DieWithParent = False,
+) -> None:
+    """Run a master, the directory of blocks. Several may run at the same time."""
+    from kvpool.master.service import Master
+    from kvpool.net.zmq_rpc import ZmqNetwork
+    from kvpool.ops import metrics
+
+    if die_with_parent:
+        runtime.die_with_parent()
+    settings = settings_of(
+        config,
+        {
+            "master.bind": bind,
+            "master.http": http,
+            "master.insecure": insecure or None,
+            "cluster": cluster,
+            "secret_file": secret_file,
+        },
+    )
+
+    async def main() -> None:
+        network = ZmqNetwork(cluster_of(settings))
+        running = Master(settings.master, network)
+        try:
+            await running.start()
+            runtime.freeze_gc()
+            console.print(f"master at {running.address}")
+            wanted = settings.master
+            async with _pages(metrics.pages_of_master(running), wanted, settings):
+                await runtime.wait_for_signal()
+        finally:
+            await running.close()
+            network.close()
+
+    run(main(), log_level)
+
+
+def server(
+    config: ConfigFile = None,
+    masters: Masters = None,
+    capacity: Annotated[str | None, typer.Option(help="Memory for blocks, e.g. 64GiB.")] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tier instead of --capacity, e.g. dram:8GiB or nvme:/data/kvpool:100GiB. "
+            "Repeat it for several, fastest first."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Eviction policy: lru, arc, lease, density or an installed one."),
+    ] = None,
+    id: Annotated[
+        str | None, typer.Option(help="Id of this server, unique in the cluster, e.g. gpu-17.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="One address per transport, comma-separated, e.g. tcp://10.0.0.1:7500,shm://. "
+            "Settings of a transport follow a question mark: ucx://10.0.0.1:7501?tls=rc."
+        ),
+    ] = None,
+    http: Http = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+    insecure: Insecure = False,
+    log_level: LogLevel = "info",
+    die_with_parent: DieWithParent = False,
+) -> None:
+    """Run a block server, which stores the bytes."""
+    if die_with_parent:
+        runtime.die_with_parent()
+    settings = settings_of(
+        config,
+        {
+            "server.masters": masters,
+            "server.capacity": capacity,
+            "server.tiers": tier,
+            "server.policy": policy,
+            "server.id": id,
+            "server.listen": listen,
+            "server.http": http,
+            "server.insecure": insecure or None,
+            "cluster": cluster,
+            "secret_file": secret_file,
+        },
+    )
+    run(_serve(settings), log_level)
+
+
+async def _serve(settings: Config) -> None:
+    from kvpool import registry
+    from kvpool.net.zmq_rpc import ZmqNetwork
+    from kvpool.ops import metrics
+    from kvpool.ops.tables import human
+    from kvpool.server.block_server import BlockServer
+
+    wanted = settings.server
+    network = ZmqNetwork(cluster_of(settings))
+    running: BlockServer | None = None
+    try:
+        schemes = [address.partition("://")[0] for address in wanted.listen]
+        transports = registry.transports(schemes, strict=True, settings=transport_settings(wanted))
+        tiers = registry.tiers(wanted)
+        running = BlockServer(
+            wanted,
+            cluster=cluster_of(settings),
+            network=network,
+            transports=transports,
+            tiers=tiers,
+            policy=registry.policy(wanted.policy, tiers[-1].capacity),
+        )
+        await running.start()
+        runtime.freeze_gc()
+        size = ", ".join(f"{tier.name} {human(tier.capacity)}" for tier in running.tiers)
+        console.print(
+            f"server {running.server}, {size}: {', '.join(running.addresses)}",
+            soft_wrap=True,
+            markup=False,
+        )
+        async with _pages(metrics.pages_of_server(running), wanted, settings):
+            registering = asyncio.create_task(_registered(running, settings))
+            stopped = asyncio.create_task(runtime.wait_for_signal())
+            # An id that is taken ends the server; a master that is not reachable yet does not.
+            await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if registering.done():
+                registering.result()
+                await stopped
+            registering.cancel()
+    finally:
+        if running is not None:
+            await running.close()
+        network.close()
+
+
+@asynccontextmanager
+async def _pages(
+    served: Mapping[str, Callable[[], Page]],
+    wanted: MasterConfig | ServerConfig,
+    settings: Config,
+) -> AsyncIterator[None]:
+    from kvpool.net.http_server import pages
+
+    # Metrics are not protected by the cluster's secret: a scraper need not have it.
+    public = wanted.insecure or bool(settings.secret_file)
+    async with pages(served, wanted.http, public) as serving:
+        if serving is not None:
+            console.print(f"metrics, health, ready at http://{serving.address}", markup=False)
+        yield
+
+
+async def _registered(running: BlockServer, settings: Config) -> None:
+    """Wait for a master. Raises ConfigError if the id is still taken after a timeout."""
+    from kvpool.net.diagnose import diagnose_unreachable
+
+    loop = asyncio.get_running_loop()
+    longest_s = settings.master.timeout_s + 2 * settings.server.heartbeat_s
+    try:
+        await running.wait_until_registered(loop.time() + longest_s)
+    except Unavailable as error:
+        hint = await diagnose_unreachable(settings.server.masters, cluster_of(settings))
+        stderr.print(f"[yellow]no master yet:[/] {escape(str(error))}{hint}; still trying")

@@ -1,0 +1,125 @@
+"""What the commands share: options, settings, output, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from kvpool import logs, runtime
+from kvpool.config import ClientConfig, Config, cluster_of, load
+from kvpool.errors import ConfigError, KvpoolError, UsageError
+
+if TYPE_CHECKING:
+    from kvpool.client.pool import Pool
+
+#: Piped output is for grep: one line per row, not wrapped at 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 200)
+stderr = Console(stderr=True)
+T = TypeVar("T")
+
+#: Deadline of a command that queries the pool.
+QUERY_S = 1.5
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="YAML file with settings, e.g. pool.yaml.", envvar="KVPOOL_CONFIG"
+    ),
+]
+Masters = Annotated[
+    str | None,
+    typer.Option(
+        "--masters", help="Addresses of the masters, comma-separated, e.g. 127.0.0.1:7450."
+    ),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option("--cluster", help="Name of the cluster. Processes with another name are refused."),
+]
+SecretFile = Annotated[
+    str | None, typer.Option(help="File with the cluster's shared secret, e.g. /etc/kvpool/secret.")
+]
+TransportNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--transport",
+        help="Transport to use, e.g. tcp or ucx?tls=tcp. Repeat it for several, best first.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Listen beyond loopback without a secret.")
+]
+DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
+Http = Annotated[
+    str | None,
+    typer.Option(help="Serve /metrics, /health and /ready at this address, e.g. 127.0.0.1:7452."),
+]
+LogLevel = Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")]
+
+
+def settings_of(config: Path | None, flags: dict[str, object]) -> Config:
+    """File, environment and flags together. A wrong one ends the command with exit code 2."""
+    try:
+        return load(config, os.environ, flags)
+    except ConfigError as error:
+        fail(error)
+
+
+def query_settings(
+    config: Path | None,
+    masters: str | None,
+    cluster: str | None,
+    secret_file: str | None,
+    transports: list[str] | None = None,
+) -> Config:
+    """Settings of a command that queries the pool."""
+    flags: dict[str, object] = {
+        "client.masters": masters,
+        "client.transports": transports,
+        "cluster": cluster,
+        "secret_file": secret_file,
+    }
+    return settings_of(config, flags)
+
+
+async def open_pool(settings: Config) -> Pool:
+    """A client with short timeouts."""
+    from kvpool.client.pool import connect
+
+    client = settings.client
+    short = ClientConfig(
+        masters=client.masters,
+        transports=client.transports,
+        timeout_s=QUERY_S,
+        attempt_s=min(client.attempt_s, QUERY_S / 2),
+        verify=client.verify,
+    )
+    return await connect(config=short, cluster=cluster_of(settings))
+
+
+def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
+    """Run to the end. A KvpoolError is printed as one line and ends the command."""
+    if log_level not in ("debug", "info", "warning", "error"):
+        main.close()
+        fail(ConfigError(f"log level {log_level!r}: expected debug, info, warning or error"))
+    logs.configure(log_level)
+    try:
+        return runtime.run(main)
+    except KvpoolError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def fail(error: KvpoolError) -> NoReturn:
+    """Print the error; exit code 2 for a usage error, otherwise 1."""
+    stderr.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2 if isinstance(error, UsageError) else 1)
