@@ -17,6 +17,31 @@ if TYPE_CHECKING:
     from kvpool.tools.replay import ReplayOptions
     from kvpool.tools.workloads import Request
 
+Trace = Annotated[Path | None, typer.Argument(help="Trace in the Mooncake format (JSON lines).")]
+Workload = Annotated[str, typer.Option(help="Generated workload if no trace is given: codex.")]
+Servers = Annotated[int, typer.Option(min=1, max=64, help="Number of block servers.")]
+Clients = Annotated[int, typer.Option(min=1, max=64, help="Number of engine instances.")]
+Capacity = Annotated[
+    str | None, typer.Option(help="Memory of all servers together, e.g. 1GiB or 5000blocks.")
+]
+BlockSize = Annotated[
+    str | None,
+    typer.Option(help="Bytes of each block, e.g. 64KiB. Default: depends on the workload."),
+]
+Sessions = Annotated[int, typer.Option(min=1, help="codex: total number of sessions.")]
+Concurrent = Annotated[int, typer.Option(min=1, help="codex: sessions at the same time.")]
+InFlight = Annotated[
+    int | None,
+    typer.Option(help="Requests at a time. Default: 1 for a trace, else the number of clients."),
+]
+EngineTransports = Annotated[
+    str, typer.Option(help="Transports of the clients in turn, comma-separated, e.g. shm,tcp.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Play only the first requests, e.g. 1000.")]
+Seed = Annotated[int, typer.Option(help="Seed of the generated workload and contents.")]
+PolicyNames = Annotated[
+    str, typer.Option(help="Eviction policy: lru, arc, lease, density; with --dry several.")
+]
 ReplayTiers = Annotated[
     list[str] | None,
     typer.Option(
@@ -30,59 +55,41 @@ KillAt = Annotated[
         help="Kill all servers after this share of the requests and restart them, e.g. 0.5."
     ),
 ]
+Dry = Annotated[
+    bool,
+    typer.Option(
+        "--dry", help="Play on the store alone, without processes and bytes, and show the optimum."
+    ),
+]
+Hints = Annotated[
+    bool, typer.Option("--hints", help="With --dry: also play each policy with session hints.")
+]
 Picture = Annotated[
     Path | None,
     typer.Option(
         "--picture", "--plot", help="Write the result as SVG to this file, e.g. demo.svg."
     ),
 ]
-InFlight = Annotated[
-    int | None,
-    typer.Option(help="Requests at a time. Default: 1 for a trace, else the number of clients."),
-]
 
 
 def replay(
-    trace: Annotated[
-        Path | None, typer.Argument(help="Trace in the Mooncake format (JSON lines).")
-    ] = None,
-    workload: Annotated[
-        str, typer.Option(help="Generated workload if no trace is given: codex.")
-    ] = "codex",
-    servers: Annotated[int, typer.Option(min=1, max=64, help="Number of block servers.")] = 2,
-    clients: Annotated[int, typer.Option(min=1, max=64, help="Number of engine instances.")] = 4,
-    capacity: Annotated[
-        str | None, typer.Option(help="Memory of all servers together, e.g. 1GiB or 5000blocks.")
-    ] = None,
-    block_size: Annotated[
-        str | None,
-        typer.Option(help="Bytes of each block, e.g. 64KiB. Default: depends on the workload."),
-    ] = None,
-    sessions: Annotated[int, typer.Option(min=1, help="codex: total number of sessions.")] = 200,
-    concurrent: Annotated[int, typer.Option(min=1, help="codex: sessions at the same time.")] = 24,
+    trace: Trace = None,
+    workload: Workload = "codex",
+    servers: Servers = 2,
+    clients: Clients = 4,
+    capacity: Capacity = None,
+    block_size: BlockSize = None,
+    sessions: Sessions = 200,
+    concurrent: Concurrent = 24,
     in_flight: InFlight = None,
-    transports: Annotated[
-        str, typer.Option(help="Transports of the clients in turn, comma-separated, e.g. shm,tcp.")
-    ] = "shm,tcp",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Play only the first requests, e.g. 1000.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the generated workload and contents.")] = 1,
-    policy: Annotated[
-        str, typer.Option(help="Eviction policy: lru, arc, lease, density; with --dry several.")
-    ] = "lru",
+    transports: EngineTransports = "shm,tcp",
+    limit: Limit = None,
+    seed: Seed = 1,
+    policy: PolicyNames = "lru",
     tier: ReplayTiers = None,
     kill_at: KillAt = None,
-    dry: Annotated[
-        bool,
-        typer.Option(
-            "--dry",
-            help="Play on the store alone, without processes and bytes, and show the optimum.",
-        ),
-    ] = False,
-    hints: Annotated[
-        bool, typer.Option("--hints", help="With --dry: also play each policy with session hints.")
-    ] = False,
+    dry: Dry = False,
+    hints: Hints = False,
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:
