@@ -1,10 +1,10 @@
-"""The pool for threads: an engine's worker is not asyncio.
+"""The pool for programs without asyncio, such as an engine's worker.
 
     with kvpool.sync.connect("127.0.0.1:7450") as pool:
         match = pool.match(namespace, chain)
 
-An event loop runs in a thread of its own; any thread may call, several at once. A call that is
-interrupted (KeyboardInterrupt) cancels what it started before it raises.
+An event loop runs in a thread of its own; any thread may call, several at the same time. A call
+that is interrupted (KeyboardInterrupt) cancels what it started before it raises.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvpool.types import (
 
 T = TypeVar("T")
 
-#: Given to the loop's thread on top of a call's own deadline, which it always keeps.
+#: A call ends by its own deadline; only a loop that hangs needs this long more.
 _GRACE_S = 5.0
 
 

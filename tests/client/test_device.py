@@ -30,7 +30,7 @@ from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device_copy import DeviceCopier
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, value, values
-from tests.support.late_device import Gate, LateTensor, lanes, make_late, stream
+from tests.support.late_device import Gate, LateTensor, copy_streams, make_late, stream
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 
@@ -331,9 +331,9 @@ async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
     (name,) = chain = keys("gate", 1)
     await tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))])
     gate = Gate()
-    for lane in lanes(copiers[0]):
-        for half in lane.halves:
-            half.mark = gate
+    for copy_stream in copy_streams(copiers[0]):
+        for half in copy_stream.halves:
+            half.event = gate
 
     def begun(timeout: float) -> asyncio.Future[Any]:
         call: Any = (
@@ -364,9 +364,9 @@ async def test_closing_the_pool_ends_its_calls(tcp: Pool, copiers: list[DeviceCo
     await tcp.write(NAMESPACE, chain, [empty()])
     gate = Gate()
     gate.open = lambda: all(call.stopped for call in tuple(copiers[0]._calls))
-    for lane in lanes(copiers[0]):
-        for half in lane.halves:
-            half.mark = gate
+    for copy_stream in copy_streams(copiers[0]):
+        for half in copy_stream.halves:
+            half.event = gate
     reading = asyncio.ensure_future(tcp.read(NAMESPACE, chain, [empty()]))
     await eventually(lambda: gate.waiting)
     await tcp.close()
@@ -385,9 +385,9 @@ async def test_an_error_of_the_device_is_told(
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
 
     with monkeypatch.context() as patch:
-        for lane in lanes(copiers[0]):
-            patch.setattr(lane.halves[1], "mark", Gate())
-            patch.setattr(lane.halves[1].mark, "synchronize", fails)
+        for copy_stream in copy_streams(copiers[0]):
+            patch.setattr(copy_stream.halves[1], "event", Gate())
+            patch.setattr(copy_stream.halves[1].event, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"illegal memory access was encountered$"):
             await tcp.read(NAMESPACE, chain, [empty()])
     stream().clear()

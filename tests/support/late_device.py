@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.device_copy import DeviceCopier, Lane
+from kvpool.device_copy import CopyStream, DeviceCopier
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 
@@ -74,19 +74,19 @@ class Gate:
             pass
 
 
-def lanes(copier: DeviceCopier) -> list[Lane]:
+def copy_streams(copier: DeviceCopier) -> list[CopyStream]:
     """All of them, which must be idle."""
-    found = [copier._lanes.get_nowait() for _ in range(copier._lanes.qsize())]
-    for lane in found:
-        copier._lanes.put(lane)
+    found = [copier._streams.get_nowait() for _ in range(copier._streams.qsize())]
+    for copy_stream in found:
+        copier._streams.put(copy_stream)
     return found
 
 
 def make_late(copier: DeviceCopier) -> None:
-    for lane in lanes(copier):
-        for half in lane.halves:
+    for copy_stream in copy_streams(copier):
+        for half in copy_stream.halves:
             half.tensor = half.tensor.as_subclass(LateTensor)
-            half.mark = LateMark()
+            half.event = LateMark()
 
 
 def _nothing() -> None:

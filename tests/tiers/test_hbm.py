@@ -21,7 +21,7 @@ from kvpool.protocols import Addressable, DeviceAddressable
 from kvpool_tiers import hbm
 from kvpool_tiers.hbm import Hbm
 from tests.conftest import eventually
-from tests.support.late_device import Gate, LateTensor, lanes, make_late
+from tests.support.late_device import Gate, LateTensor, copy_streams, make_late
 
 torch = pytest.importorskip("torch", reason="the HBM tier needs torch")
 
@@ -76,8 +76,8 @@ async def test_memory_that_is_pinned_is_not_staged(
     tier: Hbm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "_is_pinned", lambda address: True)
-    for lane in lanes(tier._copier):
-        del lane.halves[0].array, lane.halves[1].array
+    for copy_stream in copy_streams(tier._copier):
+        del copy_stream.halves[0].array, copy_stream.halves[1].array
     data = content("pinned", 3 * STEP + 1)
     await tier.write_from(0, memoryview(data))
     assert await read(tier, 0, len(data)) == data
@@ -90,8 +90,8 @@ async def test_memory_that_is_pinned_in_part_is_staged(
     data = content("in part", 2 * STEP)
     first = np.frombuffer(data, np.uint8).ctypes.data
     monkeypatch.setattr(device, "_is_pinned", lambda address: address == first)
-    for lane in lanes(tier._copier):
-        del lane.halves[0].array
+    for copy_stream in copy_streams(tier._copier):
+        del copy_stream.halves[0].array
     with pytest.raises(AttributeError):  # it wanted a half
         await tier.write_from(0, memoryview(data))
 
@@ -111,8 +111,8 @@ async def gated() -> tuple[Hbm, Gate]:
     """One lane, whose device has stopped."""
     tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
     gate = Gate()
-    for half in lanes(tier._copier)[0].halves:
-        half.mark = gate
+    for half in copy_streams(tier._copier)[0].halves:
+        half.event = gate
     return tier, gate
 
 
@@ -127,7 +127,7 @@ async def test_a_cancelled_call_waits_for_the_device(gated: tuple[Hbm, Gate]) ->
     gate.open = lambda: True
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert tier._copier._lanes.qsize() == 1
+    assert tier._copier._streams.qsize() == 1
     tier.close()
 
 
@@ -171,8 +171,8 @@ async def test_an_error_of_the_device_is_unavailable(
         def fails() -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
 
-        for lane in lanes(tier._copier):
-            patch.setattr(lane.halves[1].mark, "synchronize", fails)
+        for copy_stream in copy_streams(tier._copier):
+            patch.setattr(copy_stream.halves[1].event, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"device cpu: .*unspecified launch failure$"):
             await tier.write_from(0, memoryview(bytes(2 * STEP)))
         with pytest.raises(Unavailable):
