@@ -71,7 +71,7 @@ class _Path(NamedTuple):
     address: str
 
 
-class ServerRecord:
+class KnownServer:
     """What a client knows of one server.
 
     | state | while              | `call` does                           | ends with              |
@@ -120,7 +120,7 @@ class Servers:
         self._masters = masters
         self._counters = counters
         self._rng = rng or random.SystemRandom()
-        self._records: dict[str, ServerRecord] = {}
+        self._records: dict[str, KnownServer] = {}
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._refreshed_at = 0.0
@@ -241,7 +241,7 @@ class Servers:
 
     # --- what is known of a server -------------------------------------------------------
 
-    async def _resolve(self, server: str, deadline: float) -> ServerRecord:
+    async def _resolve(self, server: str, deadline: float) -> KnownServer:
         """The record of a server that may be called. Raises ServerLost, MasterLost."""
         record = self._records.get(server)
         now = self._loop.time()
@@ -263,7 +263,7 @@ class Servers:
         fields["tiers"] = tuple(info.tiers)
         record = self._records.get(info.server)
         if record is None:
-            record = self._records[info.server] = ServerRecord(info.server, self._rng)
+            record = self._records[info.server] = KnownServer(info.server, self._rng)
         # A master that has lost touch with a server knows less of it than this client.
         if info.alive or not record.paths:
             if record.epoch != info.epoch:
@@ -275,7 +275,7 @@ class Servers:
             self._find_paths(record, info.addresses)
         return Member(**fields)
 
-    def _find_paths(self, record: ServerRecord, addresses: Sequence[str]) -> None:
+    def _find_paths(self, record: KnownServer, addresses: Sequence[str]) -> None:
         """The paths that this client can take, in its order of preference."""
         by_scheme = {address.partition("://")[0]: address for address in addresses}
         local, remote, unmeasured = [], [], []
@@ -308,7 +308,7 @@ class Servers:
 
     async def _call(
         self,
-        record: ServerRecord,
+        record: KnownServer,
         operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
         size: int,
@@ -350,7 +350,7 @@ class Servers:
                 return result
         raise ServerLost(f"server {record.server}: {problem or 'no common transport'}")
 
-    def _paths_in_order(self, record: ServerRecord, size: int = 0) -> list[_Path]:
+    def _paths_in_order(self, record: KnownServer, size: int = 0) -> list[_Path]:
         """Preference order, except that a path that failed lately comes last."""
         order = record.paths
         if record.remote is None and not self._broken_until:
@@ -371,7 +371,7 @@ class Servers:
             order = [*local, *selected]
         return sorted(order, key=broken)
 
-    def _prepare(self, record: ServerRecord, selector: PathSelector[_Path], path: _Path) -> None:
+    def _prepare(self, record: KnownServer, selector: PathSelector[_Path], path: _Path) -> None:
         """Connect a path that is to be tried, in the background: no call waits for it."""
 
         async def connect() -> None:
@@ -388,7 +388,7 @@ class Servers:
 
     def _record_call(
         self,
-        record: ServerRecord,
+        record: KnownServer,
         selector: PathSelector[_Path],
         path: _Path,
         size: int,
@@ -406,7 +406,7 @@ class Servers:
     # --- channels ------------------------------------------------------------------------
 
     async def _connect(
-        self, record: ServerRecord, path: _Path, deadline: float, *, last: bool = True
+        self, record: KnownServer, path: _Path, deadline: float, *, last: bool = True
     ) -> Channel:
         """The channel of a path. While there are other paths, it may take half of an attempt."""
         broken_until = self._broken_until.get(path)
@@ -445,7 +445,7 @@ class Servers:
         return channel
 
     def _path_failed(
-        self, record: ServerRecord, path: _Path, channel: Channel | None, error: KvpoolError
+        self, record: KnownServer, path: _Path, channel: Channel | None, error: KvpoolError
     ) -> None:
         """A channel that failed is not used again, and its path comes last for a while."""
         # Another call may have replaced it already: a fresh channel is not closed for an old one.
@@ -455,7 +455,7 @@ class Servers:
         self._counters[f"failed_{path.scheme}"] += 1
         log.warning("transport failed", server=record.server, address=path.address, why=str(error))
 
-    def _close_channels(self, record: ServerRecord) -> None:
+    def _close_channels(self, record: KnownServer) -> None:
         while record.channels:
             self._abort_and_close(record.channels.popitem()[1])
 

@@ -41,7 +41,7 @@ class PayloadTarget(Protocol):
 ChooseTarget: TypeAlias = Callable[[Frame], PayloadTarget]
 
 
-class State(enum.Enum):
+class ReaderState(enum.Enum):
     """Where a reader is in its stream."""
 
     #: Nobody has asked for the next frame.
@@ -56,7 +56,7 @@ class State(enum.Enum):
     CLOSED = enum.auto()
 
 
-class Event(enum.Enum):
+class ReaderEvent(enum.Enum):
     """What moves a reader from one state to another."""
 
     ASK = enum.auto()
@@ -67,16 +67,23 @@ class Event(enum.Enum):
 
 
 #: Every step that there is. Anything else is a mistake of the owner.
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.IDLE: {Event.ASK: State.HEAD, Event.CLOSE: State.CLOSED},
-    State.HEAD: {
-        Event.HEAD_COMPLETE: State.PAYLOAD,
-        Event.FRAME_COMPLETE: State.COMPLETE,  # it has no payload, or that came with the head
-        Event.CLOSE: State.CLOSED,
+TRANSITIONS: Final[Mapping[ReaderState, Mapping[ReaderEvent, ReaderState]]] = {
+    ReaderState.IDLE: {ReaderEvent.ASK: ReaderState.HEAD, ReaderEvent.CLOSE: ReaderState.CLOSED},
+    ReaderState.HEAD: {
+        ReaderEvent.HEAD_COMPLETE: ReaderState.PAYLOAD,
+        # The frame has no payload, or the payload came together with the head.
+        ReaderEvent.FRAME_COMPLETE: ReaderState.COMPLETE,
+        ReaderEvent.CLOSE: ReaderState.CLOSED,
     },
-    State.PAYLOAD: {Event.FRAME_COMPLETE: State.COMPLETE, Event.CLOSE: State.CLOSED},
-    State.COMPLETE: {Event.TAKE: State.IDLE, Event.CLOSE: State.CLOSED},
-    State.CLOSED: {Event.CLOSE: State.CLOSED},
+    ReaderState.PAYLOAD: {
+        ReaderEvent.FRAME_COMPLETE: ReaderState.COMPLETE,
+        ReaderEvent.CLOSE: ReaderState.CLOSED,
+    },
+    ReaderState.COMPLETE: {
+        ReaderEvent.TAKE: ReaderState.IDLE,
+        ReaderEvent.CLOSE: ReaderState.CLOSED,
+    },
+    ReaderState.CLOSED: {ReaderEvent.CLOSE: ReaderState.CLOSED},
 }
 
 
@@ -84,7 +91,7 @@ class FrameReader:
     """The receiving half of one stream. See `TRANSITIONS` for its states."""
 
     def __init__(self) -> None:
-        self.state = State.IDLE
+        self.state = ReaderState.IDLE
         self._buffer = memoryview(bytearray(READ_AHEAD))
         self._filled = 0
         self._choose: ChooseTarget | None = None
@@ -97,24 +104,24 @@ class FrameReader:
     @property
     def begun(self) -> bool:
         """Some of a frame has arrived, and not all of it."""
-        return self._filled > 0 or self.state is State.PAYLOAD
+        return self._filled > 0 or self.state is ReaderState.PAYLOAD
 
     @property
     def full(self) -> bool:
         """There is no room for more before a frame is asked for: stop receiving."""
-        return self._filled == len(self._buffer) and self.state is not State.PAYLOAD
+        return self._filled == len(self._buffer) and self.state is not ReaderState.PAYLOAD
 
     # --- for the owner ---------------------------------------------------------------------
 
     def ask(self, choose: ChooseTarget) -> bool:
         """Ask for the next frame; True when it is complete already. Raises as `received`."""
-        self._move(Event.ASK)
+        self._move(ReaderEvent.ASK)
         self._choose = choose
         return self._parse()
 
     def take(self) -> Frame:
         """The frame that is complete; its payload is in place."""
-        self._move(Event.TAKE)
+        self._move(ReaderEvent.TAKE)
         frame, self._frame = self._frame, None
         self._choose = self._target = None
         assert frame is not None
@@ -125,7 +132,7 @@ class FrameReader:
 
         After a frame that was given up half way: its target must not be written into any more.
         """
-        self._move(Event.CLOSE)
+        self._move(ReaderEvent.CLOSE)
         self._choose = self._target = self._frame = None
         self._filled = 0
 
@@ -133,7 +140,7 @@ class FrameReader:
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes go."""
-        if self._target is not None and self.state is State.PAYLOAD:
+        if self._target is not None and self.state is ReaderState.PAYLOAD:
             return self._target.next()
         return self._buffer[self._filled :]
 
@@ -143,13 +150,13 @@ class FrameReader:
         Raises PeerError for what is no frame, or what `choose` raises; then the reader is closed.
         """
         target = self._target
-        if target is not None and self.state is State.PAYLOAD:
+        if target is not None and self.state is ReaderState.PAYLOAD:
             target.received(count)
             return not target.missing and self._complete()
-        if self.state is State.CLOSED:
+        if self.state is ReaderState.CLOSED:
             return False
         self._filled += count
-        return self.state is State.HEAD and self._parse()
+        return self.state is ReaderState.HEAD and self._parse()
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -174,7 +181,7 @@ class FrameReader:
         self._frame, self._target = frame, target
         self._drop(head_size + self._deliver(head_size))
         if target.missing:
-            self._move(Event.HEAD_COMPLETE)
+            self._move(ReaderEvent.HEAD_COMPLETE)
             return False
         return self._complete()
 
@@ -209,8 +216,8 @@ class FrameReader:
         self._buffer = larger
 
     def _complete(self) -> bool:
-        self._move(Event.FRAME_COMPLETE)
+        self._move(ReaderEvent.FRAME_COMPLETE)
         return True
 
-    def _move(self, event: Event) -> None:
+    def _move(self, event: ReaderEvent) -> None:
         self.state = TRANSITIONS[self.state][event]
