@@ -164,7 +164,7 @@ def _member(server: BlockServer, now: float) -> Member:
         tiers=tuple(tier.name for tier in server.tiers),
         alive=server.registered,
         heard_s=0.0,
-        capacity=server.stack.bottom.allocator.capacity,
+        capacity=server.stack.backing.allocator.capacity,
         stats=server.stats(now),
     )
 

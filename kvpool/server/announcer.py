@@ -18,7 +18,7 @@ from kvpool import logs
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.protocols import Link
 from kvpool.server.state.entry import Change, Entry
-from kvpool.server.state.tiered_store import Stack
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ReadStatus, ServerStats
 from kvpool.wire import messages as wire
 
@@ -67,7 +67,7 @@ class Announcer:
     def __init__(
         self,
         identity: Identity,
-        store: Stack,
+        store: TieredStore,
         link: Link,
         heartbeat_s: float,
         stats: Callable[[float], ServerStats],
@@ -174,7 +174,7 @@ class Announcer:
                 identity.host,
                 list(identity.addresses),
                 list(identity.tiers),
-                self._store.bottom.allocator.capacity,
+                self._store.backing.allocator.capacity,
             ),
             wire.Registered,
         )
@@ -303,7 +303,7 @@ class Announcer:
             self._urgent.clear()
 
 
-def _as_change(stack: Stack, entry: Entry | Change) -> Change | None:
+def _as_change(stack: TieredStore, entry: Entry | Change) -> Change | None:
     """How an inventory tells of a block; not at all if it has left since the inventory began."""
     if isinstance(entry, Change):
         return entry

@@ -32,7 +32,7 @@ from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import Stack
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import Cluster, ServerStats
 from kvpool.wire import messages as wire
 
@@ -64,9 +64,9 @@ class BlockServer:
         self.server = config.id or f"{self.host.name}-{self._chance.getrandbits(24):06x}"
         self.epoch = self._chance.getrandbits(63)
         self.tiers = list(tiers)
-        store = Stack(
+        store = TieredStore(
             stores or _stores(tiers, config.alignment, policy),
-            reached=_reached(tiers),
+            front_tier=_front_tier(tiers),
             promote_after=config.promote_after,
         )
         self._context = ServerContext(self.server, store, self.tiers)
@@ -77,19 +77,19 @@ class BlockServer:
         return f"<BlockServer {self.server} {self._context.store!r}>"
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> TieredStore:
         """Which block lies in which tier."""
         return self._context.store
 
     @property
     def store(self) -> Store:
         """The blocks of the tier that clients reach."""
-        return self._context.store.top
+        return self._context.store.front
 
     @property
     def tier(self) -> Tier:
         """The memory that clients write into and read out of."""
-        return self.tiers[self._context.store.reached]
+        return self.tiers[self._context.store.front_tier]
 
     @property
     def addresses(self) -> list[str]:
@@ -195,12 +195,12 @@ class BlockServer:
     def stats(self, now: float) -> ServerStats:
         """The figures of this server now; masters, `kvpool status` and `/metrics` show them."""
         context, store = self._context, self._context.store
-        top, base = store.top, store.bottom
+        front, base = store.front, store.backing
         return ServerStats(
             used=base.allocator.allocated,
             blocks=store.stored,
-            pins=top.pins,
-            reservations=top.reservations,
+            pins=front.pins,
+            reservations=front.reservations,
             rss=self.host.resident(),
             victim_age_s=base.policy.victim_age(now),
             counters={
@@ -208,7 +208,7 @@ class BlockServer:
                 "connections": context.connections,
                 "evicted_blocks": store.evicted,
                 "evicted_bytes": store.evicted_bytes,
-                "quarantined": top.quarantined,
+                "quarantined": front.quarantined,
                 **base.hint_counters,
             },
             usage=context.mover.usage(now),
@@ -224,7 +224,7 @@ def check_scheme(address: str, transports: Mapping[str, Transport]) -> None:
         )
 
 
-def _reached(tiers: Sequence[Tier]) -> int:
+def _front_tier(tiers: Sequence[Tier]) -> int:
     """Which tier clients write into and read out of: the first whose memory can be looked at."""
     return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
 

@@ -55,7 +55,7 @@ class ServerConnection:
         while True:
             self._context.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
-            if full and self._store.has_room_below and any(a.extent for a in answers):
+            if full and self._store.can_demote and any(a.extent for a in answers):
                 # It waits for itself: what it has reserved must be sealed before it can go down.
                 for position in full:
                     answers[position] = Reservation(WriteStatus.NOT_YET)
@@ -85,7 +85,7 @@ class ServerConnection:
             self._store.seal(self._id, id, sum_, now)
             for id, sum_ in zip(ids, checksums, strict=True)
         ]
-        self._store.top.cancel_rest(self._id)
+        self._store.front.cancel_rest(self._id)
         self._context.counters["written_blocks"] += len(statuses)
         self._context.on_change()
         if visible:
@@ -103,9 +103,11 @@ class ServerConnection:
         ]
         mover = self._context.mover
         if later and any(pin.extent is not None for pin in pins):
-            mover.begin(namespace, part, later)  # while the reader is busy with the others
+            mover.prefetch(namespace, part, later)  # while the reader is busy with the others
         elif later:
-            await mover.stage(namespace, part, later, self._loop.time() + _PROMOTE_WAIT_S)
+            await mover.prefetch_and_wait(
+                namespace, part, later, self._loop.time() + _PROMOTE_WAIT_S
+            )
             if self._open:
                 pins = self._pin(namespace, part, digests, buffer_sizes)
         return pins
@@ -129,7 +131,7 @@ class ServerConnection:
         if self._open:
             for pin in pins:
                 if pin.status is ReadStatus.HIT:
-                    self._store.top.unpin(self._id, pin.id)
+                    self._store.front.unpin(self._id, pin.id)
             self._context.space_changed()
 
     async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
@@ -159,7 +161,7 @@ class ServerConnection:
             log.error("blocks are corrupt", server=self._context.server, blocks=len(bad))
             self._context.counters["corrupt_blocks"] += len(bad)
             # In this memory only: what another tier has is checked when it is read from there.
-            self._store.top.remove(namespace, bad, ReadStatus.CORRUPT, part)
+            self._store.front.remove(namespace, bad, ReadStatus.CORRUPT, part)
             self._context.on_change()
             await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return rotten
@@ -172,12 +174,14 @@ class ServerConnection:
             return False
         self._open = False
         self._context.connections -= 1
-        quarantined = self._store.top.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
+        quarantined = self._store.front.drop_owner(
+            self._id, writer_may_be_alive=writer_may_be_alive
+        )
         self._context.on_change()
         return quarantined
 
     def writer_exited(self) -> None:
-        self._store.top.writer_exited(self._id)
+        self._store.front.writer_exited(self._id)
         self._context.on_change()
 
 

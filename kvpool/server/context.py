@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from kvpool.protocols import Addressable, Tier
 from kvpool.server.announcer import Announcer
-from kvpool.server.state.tiered_store import Stack
-from kvpool.server.tier_mover import Mover
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tier_mover import TierMover
 
 
 class ServerContext:
@@ -21,14 +21,14 @@ class ServerContext:
     with a deadline. The server itself only makes a context and fills `announcers`.
     """
 
-    def __init__(self, server: str, store: Stack, tiers: Sequence[Tier]) -> None:
+    def __init__(self, server: str, store: TieredStore, tiers: Sequence[Tier]) -> None:
         self.server = server
         self.store = store
-        memory = tiers[store.reached]
+        memory = tiers[store.front_tier]
         assert isinstance(memory, Addressable)
         #: The memory that clients write into and read out of.
         self.memory: Addressable = memory
-        self.mover = Mover(store, tiers, self.on_change)
+        self.mover = TierMover(store, tiers, self.on_change)
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
         self.connections = 0

@@ -1,9 +1,9 @@
-"""Moves blocks between a server's tiers, as `core.stack` decides.
+"""Moves blocks between a server's tiers, as `state.tiered_store` decides (design: tiers).
 
-Down in the background, in batches, while nobody waits for a slow tier; up when a reader asks, a
-little ahead of what it can take. What comes from a tier below is checked before anybody sees it.
-A tier that keeps failing, or is stuck, is taken out of service with one line, and the server goes
-on without it.
+Demotion runs in the background, in batches; no client waits for it. Promotion starts when a reader
+asks, a little ahead of what it can take. What comes from a slower tier is compared with its
+checksum before a reader gets it. A tier that keeps failing, or is stuck, is taken offline with one
+line in the log, and the server goes on without it.
 """
 
 from __future__ import annotations
@@ -19,94 +19,111 @@ from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, PersistentTier, Tier
 from kvpool.server import tier_traffic
 from kvpool.server.state.extent_state import State
-from kvpool.server.state.tiered_store import MOVER, Copy, Stack
+from kvpool.server.state.tiered_store import MOVER, TieredStore, TierTransfer
 from kvpool.types import Namespace, ReadStatus, Record, TierUsage
 
 log = logs.get("kvpool.mover")
 
-#: Written down in one batch; two batches are under way at a time. Many small blocks are no batch:
-#: readers wait while one is begun.
-_DOWN_BYTES: Final = 32 << 20
-_DOWN_BLOCKS: Final = 32
-_DOWN_BATCHES: Final = 2
-#: Staged blocks are handed to their reader when there are so many, or all.
-WAVE_BYTES: Final = 8 << 20
-#: Failures in a row after which a tier is out of service.
+#: Written in one batch; two batches are under way at a time. The number of blocks is bounded, too:
+#: beginning a batch of many small blocks takes time in which the loop serves no reader.
+_DEMOTE_BYTES: Final = 32 << 20
+_DEMOTE_BLOCKS: Final = 32
+_DEMOTE_BATCHES: Final = 2
+#: A reader is answered when so many bytes have been promoted for it, or all of its blocks.
+PROMOTED_BYTES_MIN: Final = 8 << 20
+#: Failures in a row after which a tier is taken offline.
 _FAILURES_MAX: Final = 8
 #: One read or write that takes longer means that the device is stuck.
 _STUCK_S: Final = 30.0
-#: A process that was stopped hears of its timers before it hears of what has ended meanwhile.
-_SECOND_LOOK_S: Final = 1.0
-#: `close` gives blocks this long to get from memory to where they will be found again; a process
-#: that is told to stop has a second.
+#: A process that was stopped (SIGSTOP) sees its timers expire before it sees what has ended
+#: meanwhile: a tier is only taken offline if the call has not ended after this time either.
+_CONFIRM_DELAY_S: Final = 1.0
+#: `close` gives dirty blocks this long to be written back, where they will be found again; service
+#: managers and tests allow a process about a second to stop.
 _DRAIN_S: Final = 0.5
 #: `close` waits this long for the last read or write.
 _CLOSE_S: Final = 5.0
-#: While readers wait for a slow tier, the next batch down waits for them, at most this long.
-_GIVE_WAY_S: Final = 0.05
-#: Smaller blocks are hashed on the spot: a thread's wake-up costs more.
+#: While readers wait for a slow tier, the next demotion waits for them, at most this long.
+_YIELD_S: Final = 0.05
+#: Smaller blocks are hashed on the loop: waking up a thread costs more.
 _INLINE_MAX: Final = 128 << 10
-#: Blocks of a lost tier that are announced as lost at once.
-_BURY_STEP: Final = 1024
+#: Blocks of an offline tier that are announced as lost at once.
+_LOST_STEP: Final = 1024
 
 _Key = tuple[Namespace, int, bytes]
 
 
-class _Wave:
-    """A reader that waits for staged blocks."""
+class _PromotionWaiter:
+    """A reader that waits until enough of its blocks have been promoted."""
 
-    __slots__ = ("left", "ready", "size")
+    __slots__ = ("ready", "remaining", "size")
 
     def __init__(self, ready: asyncio.Future[None]) -> None:
         self.ready = ready
-        self.left = 0
+        self.remaining = 0
         self.size = 0
 
     def arrived(self, size: int) -> None:
-        self.left -= 1
+        """One promotion has ended, well or not: the reader looks again by itself."""
+        self.remaining -= 1
         self.size += size
-        if (self.left <= 0 or self.size >= WAVE_BYTES) and not self.ready.done():
+        if (self.remaining <= 0 or self.size >= PROMOTED_BYTES_MIN) and not self.ready.done():
             self.ready.set_result(None)
 
 
-class Mover:
-    """Carries out a stack's copies. `changed` is called when its books have changed."""
+class TierMover:
+    """Carries out the transfers of a `TieredStore`. Calls `on_change` after each change of it.
 
-    def __init__(self, stack: Stack, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        self._stack = stack
+    States of a tier, but for the front tier, which is memory and cannot fail:
+
+    | state   | means                                   | next state, when                      |
+    |---------|-----------------------------------------|---------------------------------------|
+    | running | transfers go in and out                 | failing: a read or write fails        |
+    | failing | fewer than `_FAILURES_MAX` in a row     | running: one succeeds; offline: more  |
+    | offline | no transfers; its blocks are announced  | (none until the server is restarted)  |
+    |         | as lost, `_LOST_STEP` at a time         |                                       |
+
+    A transfer that takes `_STUCK_S` leads from either state to offline. When the backing tier goes
+    offline, batches under way are given up at once, and the front tier becomes the pool.
+    """
+
+    def __init__(
+        self, store: TieredStore, tiers: Sequence[Tier], on_change: Callable[[], None]
+    ) -> None:
+        self._store = store
         self._tiers = tiers
-        self._changed = changed
+        self._on_change = on_change
         self._durable = {
             n: tier for n, tier in enumerate(tiers) if isinstance(tier, PersistentTier)
         }
         self._traffic = [tier_traffic.TierTraffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._staging: dict[_Key, list[_Wave]] = {}
-        self._staging_bytes = 0
-        self._nobody_waits = asyncio.Event()
-        self._nobody_waits.set()
-        self._base_lost = asyncio.Event()
-        self._records = asyncio.Lock()  # `erase` and `persist` for one extent keep their order
-        top = tiers[stack.reached]
-        assert isinstance(top, Addressable)
-        self._memory = top
-        #: Bytes on their way up at a time: enough to keep a device busy, no more.
-        self._ahead = min(64 << 20, max(top.capacity // 4, 1))
+        self._promoting: dict[_Key, list[_PromotionWaiter]] = {}
+        self._promoting_bytes = 0
+        self._no_promotions = asyncio.Event()
+        self._no_promotions.set()
+        self._backing_lost = asyncio.Event()
+        self._records_lock = asyncio.Lock()  # keeps `persist` and `erase` of one extent in order
+        front = tiers[store.front_tier]
+        assert isinstance(front, Addressable)
+        self._memory = front
+        #: Bytes that are promoted at a time: enough to keep a device busy, no more.
+        self._promoting_max = min(64 << 20, max(front.capacity // 4, 1))
 
     async def recover(self) -> None:
-        """Enter into the books what the base still holds from an earlier life."""
-        durable = self._durable.get(self._stack.base)
+        """Add what the backing tier still holds from an earlier life (design: recovery)."""
+        durable = self._durable.get(self._store.backing_tier)
         if durable is None:
             return
         records = await durable.recover()
-        for _ in self._stack.restore(records, _now()):
+        for _ in self._store.restore(records, _now()):
             await asyncio.sleep(0)
         await self.erase()
-        found = self._stack.bottom
+        found = self._store.backing
         log.info(
             "tier is warm",
-            tier=self._tiers[self._stack.base].name,
+            tier=self._tiers[self._store.backing_tier].name,
             blocks=found.stored,
             bytes=found.stored_bytes,
             dropped=len(records) - found.stored,
@@ -114,16 +131,16 @@ class Mover:
 
     def start(self) -> None:
         if len(self._tiers) > 1:
-            for _ in range(_DOWN_BATCHES):
-                self._spawn(self._carry_down())
+            for _ in range(_DEMOTE_BATCHES):
+                self._spawn(self._demote_forever())
 
     async def close(self) -> None:
-        """Stop, when what has yet to be copied down is there, or after half a second.
+        """Stop when all dirty blocks are written back, or after half a second.
 
-        Waits for what a device is doing, but not for ever: one that is stuck is left behind.
+        Waits for the transfers under way, but not for ever: a stuck device is left behind.
         """
         for _ in range(50):
-            if not self._stack.waiting and not self._stack.top.pinned_by(MOVER):
+            if not self._store.waiting and not self._store.front.pinned_by(MOVER):
                 break
             await asyncio.sleep(_DRAIN_S / 50)
         for task in self._tasks:
@@ -132,146 +149,148 @@ class Mover:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S)
 
     def wake(self) -> None:
-        """There may be something to copy down, or an extent to forget."""
+        """There may be a dirty block to write back, or a record to erase."""
         self._wake.set()
 
     def usage(self, now: float) -> list[TierUsage]:
         """How full each tier is and what goes through it, for `kvpool status`."""
-        return tier_traffic.usage(self._tiers, self._stack, self._traffic, now)
+        return tier_traffic.usage(self._tiers, self._store, self._traffic, now)
 
-    # --- up ------------------------------------------------------------------------------------
+    # --- promotion -------------------------------------------------------------------------------
 
-    def begin(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
-        """Bring blocks up, as many as may be on their way at a time."""
-        room = self._ahead - self._staging_bytes
-        if room <= 0:
+    def prefetch(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
+        """Start to promote blocks, as many as may be under way at a time (design: promotion)."""
+        size_max = self._promoting_max - self._promoting_bytes
+        if size_max <= 0:
             return
-        staging = self._staging
-        others = [digest for digest in digests if (namespace, part, digest) not in staging]
-        copies = self._stack.stage(namespace, part, others, room, _now())
+        promoting = self._promoting
+        others = [digest for digest in digests if (namespace, part, digest) not in promoting]
+        copies = self._store.start_promotions(namespace, part, others, size_max, _now())
         for copy in copies:
-            self._staging[_key(copy)] = []
-            self._staging_bytes += copy.entry.size
-            self._spawn(self._carry_up(copy))
+            self._promoting[_key(copy)] = []
+            self._promoting_bytes += copy.entry.size
+            self._spawn(self._promote(copy))
         if copies:
-            self._nobody_waits.clear()
-            self._changed()  # room was made for them
+            self._no_promotions.clear()
+            self._on_change()  # their reservations may have evicted blocks
 
-    async def stage(
+    async def prefetch_and_wait(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
     ) -> None:
-        """`begin`, and wait until a good part of them is there, or `until`."""
-        self.begin(namespace, part, digests)
-        wave = _Wave(asyncio.get_running_loop().create_future())
+        """`prefetch`, and wait until a good part of them is promoted, or `until`."""
+        self.prefetch(namespace, part, digests)
+        waiter = _PromotionWaiter(asyncio.get_running_loop().create_future())
         for digest in digests:
-            waiting = self._staging.get((namespace, part, digest))
+            waiting = self._promoting.get((namespace, part, digest))
             if waiting is not None:
-                waiting.append(wave)
-                wave.left += 1
-        await asyncio.wait([wave.ready], timeout=max(0.0, until - _now()))
+                waiting.append(waiter)
+                waiter.remaining += 1
+        await asyncio.wait([waiter.ready], timeout=max(0.0, until - _now()))
 
-    async def _carry_up(self, copy: Copy) -> None:
+    async def _promote(self, copy: TierTransfer) -> None:
         good = False
         try:
             good = await self._move(copy)
         finally:
-            self._stack.copied(copy, good=good, now=_now())
-            self._staging_bytes -= copy.entry.size
-            if not self._staging_bytes:
-                self._nobody_waits.set()
-            for wave in self._staging.pop(_key(copy)):
-                wave.arrived(copy.entry.size)
-            self._changed()
+            self._store.transfer_done(copy, good=good, now=_now())
+            self._promoting_bytes -= copy.entry.size
+            if not self._promoting_bytes:
+                self._no_promotions.set()
+            for waiter in self._promoting.pop(_key(copy)):
+                waiter.arrived(copy.entry.size)
+            self._on_change()
 
-    # --- down ------------------------------------------------------------------------------------
+    # --- demotion -------------------------------------------------------------------------------
 
-    async def _carry_down(self) -> None:
+    async def _demote_forever(self) -> None:
         while True:
-            copies = self._stack.take_copies(_DOWN_BYTES, _DOWN_BLOCKS, _now())
+            copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
             if copies:
-                await self._copy_down(copies)
+                await self._demote(copies)
             else:
                 self._wake.clear()
                 await self.erase()
                 await self._wake.wait()
-            if not self._stack.is_pressed:  # readers first
+            if not self._store.is_under_pressure:  # readers first
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_GIVE_WAY_S):
-                        await self._nobody_waits.wait()
+                    async with asyncio.timeout(_YIELD_S):
+                        await self._no_promotions.wait()
 
-    async def _copy_down(self, copies: list[Copy]) -> None:
-        """One batch; given up when the base is lost meanwhile.
+    async def _demote(self, copies: list[TierTransfer]) -> None:
+        """One batch; given up when the backing tier goes offline meanwhile.
 
-        A device that is stuck may then still read from our memory, which harms nobody: what it
-        writes has no record. (What it may still write into our memory stays reserved.)
+        A stuck device may still read from our memory afterwards. That does no harm: what it then
+        writes has no record. (Memory that it may still write into, by a promotion, stays reserved.)
         """
         waiting = dict.fromkeys(copies, False)
-        writing = self._spawn(self._write_down(waiting))
-        lost = asyncio.ensure_future(self._base_lost.wait())
+        writing = self._spawn(self._write_batch(waiting))
+        lost = asyncio.ensure_future(self._backing_lost.wait())
         try:
             await asyncio.wait([writing, lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
             self._report(waiting, waiting)
 
-    async def _write_down(self, waiting: dict[Copy, bool]) -> None:
+    async def _write_batch(self, waiting: dict[TierTransfer, bool]) -> None:
         """Write the bytes, then the records, and report at once, unless the batch was given up.
 
-        Whoever removes a block meanwhile must find its copy either not recorded or in the books.
+        A call that removes a block meanwhile must find its copy either without a record, or in the
+        backing store: so nothing is awaited between the record and the report.
         """
         copies = list(waiting)
         await self.erase()  # before their old extents are written over
         moved = await asyncio.gather(*map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
-        await self._remember(done)
+        await self._persist(done)
         self._report(waiting, done)
 
-    def _report(self, waiting: dict[Copy, bool], good: dict[Copy, bool]) -> None:
-        """What became of the copies that wait to be reported."""
+    def _report(self, waiting: dict[TierTransfer, bool], good: dict[TierTransfer, bool]) -> None:
+        """Report the transfers in `waiting` to the store, once."""
         now = _now()
         for copy in waiting:
-            self._stack.copied(copy, good=good[copy], now=now)
+            self._store.transfer_done(copy, good=good[copy], now=now)
         waiting.clear()
-        self._changed()
+        self._on_change()
 
-    # --- what a durable base remembers -----------------------------------------------------------
+    # --- records of a persistent backing tier -----------------------------------------------------
 
     async def erase(self) -> None:
-        """Return when the base has no record any more of what has left the books so far."""
-        if self._stack.base not in self._durable:
-            self._stack.take_freed()
-        elif self._stack.freed or self._records.locked():
-            # Whoever asks may be cancelled; what has left the books must be forgotten all the same.
-            await asyncio.shield(self._spawn(self._forget()))
+        """Return when the backing tier has no record of blocks that left before the call."""
+        if self._store.backing_tier not in self._durable:
+            self._store.take_erasable()
+        elif self._store.erasable or self._records_lock.locked():
+            # The caller may be cancelled; the records must be erased all the same.
+            await asyncio.shield(self._spawn(self._erase_all()))
 
-    async def _forget(self) -> None:
-        async with self._records:
-            base = self._stack.base  # which may have changed: then there is nothing to forget
-            freed = self._stack.take_freed()
-            if freed and base in self._durable:
+    async def _erase_all(self) -> None:
+        async with self._records_lock:
+            backing_tier = self._store.backing_tier  # after the lock: it may have gone offline
+            erasable = self._store.take_erasable()
+            if erasable and backing_tier in self._durable:
                 try:
-                    with self._alarmed(base):
-                        await self._durable[base].erase(freed)
+                    with self._watchdog(backing_tier):
+                        await self._durable[backing_tier].erase(erasable)
                 except Unavailable as error:  # a record too many is a miss at worst
-                    self._failed(base, error)
+                    self._failed(backing_tier, error)
 
-    async def _remember(self, good: dict[Copy, bool]) -> None:
-        """Without a record a block would not be found after a restart: it counts as not copied.
+    async def _persist(self, good: dict[TierTransfer, bool]) -> None:
+        """Write the records of the copies that are `good`; without one, a copy is not good.
 
-        Who removes a block while its record is written waits in `erase`, and has it erased again.
+        Such a block would not be found after a restart. A call that removes a block while its
+        record is written waits in `erase` for the lock, and has the record erased again.
         """
-        base = self._stack.base
-        async with self._records:
+        backing_tier = self._store.backing_tier
+        async with self._records_lock:
             copies = [
                 copy
                 for copy, is_good in good.items()
-                if is_good and copy.target == base and copy.entry.state is State.STORED
+                if is_good and copy.target == backing_tier and copy.entry.state is State.STORED
             ]
-            if not await self._record(base, copies):
+            if not await self._persist_records(backing_tier, copies):
                 good.update(dict.fromkeys(copies, False))
 
-    async def _record(self, base: int, copies: Sequence[Copy]) -> bool:
-        durable = self._durable.get(base)
+    async def _persist_records(self, backing_tier: int, copies: Sequence[TierTransfer]) -> bool:
+        durable = self._durable.get(backing_tier)
         if durable is None or not copies:
             return True
         records = []
@@ -291,35 +310,35 @@ class Mover:
                 )
             )
         try:
-            with self._alarmed(base):
+            with self._watchdog(backing_tier):
                 await durable.persist(records)
         except Unavailable as error:
-            self._failed(base, error)
+            self._failed(backing_tier, error)
             return False
         return True
 
     # --- one block ------------------------------------------------------------------------------
 
-    async def _move(self, copy: Copy) -> bool:
-        """Carry one block's bytes; True when they are there and are the right ones."""
-        stack, entry = self._stack, copy.entry
-        up = copy.target == stack.reached
+    async def _move(self, copy: TierTransfer) -> bool:
+        """Move one block's bytes; True when they have arrived and are the right ones."""
+        store, entry = self._store, copy.entry
+        up = copy.target == store.front_tier
         other = copy.source if up else copy.target
         tier, traffic = self._tiers[other], self._traffic[other]
         flow = traffic.read if up else traffic.written
-        size = stack.top.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
+        size = store.front.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
         memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
+        flow.begin(_now())
         try:
-            flow.begin(_now())
-            with self._alarmed(other):
+            with self._watchdog(other):
                 if up:
                     await tier.read_into(entry.offset, memory)
                 else:
                     await tier.write_from(copy.extent.offset, memory)
         except Unavailable as error:
             self._failed(other, error)
-            if up:  # the rest of the tier may be well; this block would fail again
-                stack.spoilt(copy, ReadStatus.TIER_LOST)
+            if up:  # this block would fail again; the rest of the tier may be well
+                store.transfer_failed(copy, ReadStatus.TIER_LOST)
             return False
         finally:
             flow.end(_now())
@@ -329,7 +348,7 @@ class Mover:
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
             log.error("block is corrupt", tier=tier.name, block=entry.digest)
-            stack.spoilt(copy, ReadStatus.CORRUPT)
+            store.transfer_failed(copy, ReadStatus.CORRUPT)
             return False
         return True
 
@@ -342,13 +361,13 @@ class Mover:
     # --- failures -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _alarmed(self, tier: int) -> Iterator[None]:
-        """A tier that takes too long for what is done inside is out of service."""
+    def _watchdog(self, tier: int) -> Iterator[None]:
+        """Take the tier offline if the body takes longer than `_STUCK_S`."""
         loop = asyncio.get_running_loop()
 
         def late() -> None:
             why = f"stuck for {_STUCK_S:g} s"
-            alarms.append(loop.call_later(_SECOND_LOOK_S, self._retire, tier, why))
+            alarms.append(loop.call_later(_CONFIRM_DELAY_S, self._take_offline, tier, why))
 
         alarms = [loop.call_later(_STUCK_S, late)]
         try:
@@ -362,20 +381,20 @@ class Mover:
         traffic.failures += 1
         traffic.failures_in_a_row += 1
         if traffic.failures_in_a_row >= _FAILURES_MAX:
-            self._retire(tier, str(error))
+            self._take_offline(tier, str(error))
 
-    def _retire(self, tier: int, why: str) -> None:
-        if tier not in self._stack.lost_tiers and tier != self._stack.reached:
+    def _take_offline(self, tier: int, why: str) -> None:
+        if tier not in self._store.offline_tiers and tier != self._store.front_tier:
             log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
-            if tier == self._stack.base:
-                self._base_lost.set()
-            self._spawn(self._bury(self._stack.retire(tier)))
-            self._changed()
+            if tier == self._store.backing_tier:
+                self._backing_lost.set()
+            self._spawn(self._announce_lost(self._store.take_offline(tier)))
+            self._on_change()
 
-    async def _bury(self, entries: list[Any]) -> None:
-        for first in range(0, len(entries), _BURY_STEP):
-            self._stack.bury(entries[first : first + _BURY_STEP])
-            self._changed()
+    async def _announce_lost(self, entries: list[Any]) -> None:
+        for first in range(0, len(entries), _LOST_STEP):
+            self._store.report_lost(entries[first : first + _LOST_STEP])
+            self._on_change()
             await asyncio.sleep(0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -389,6 +408,6 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _key(copy: Copy) -> _Key:
+def _key(copy: TierTransfer) -> _Key:
     index = copy.entry.index
     return index.namespace, index.part, copy.entry.digest

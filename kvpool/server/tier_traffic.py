@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.protocols import SupportsStatusText, Tier
-from kvpool.server.state.tiered_store import Stack
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import TierUsage
 
 
@@ -55,7 +55,7 @@ class TierTraffic:
 
 
 def usage(
-    tiers: Sequence[Tier], store: Stack, traffic: Sequence[TierTraffic], now: float
+    tiers: Sequence[Tier], store: TieredStore, traffic: Sequence[TierTraffic], now: float
 ) -> list[TierUsage]:
     """How full each tier is and what goes through it, for `kvpool status` and `/metrics`."""
     answer = []
@@ -66,7 +66,7 @@ def usage(
             TierUsage(
                 name=tier.name,
                 status_text=tier.status_text if isinstance(tier, SupportsStatusText) else "",
-                lost=number in store.lost_tiers,
+                lost=number in store.offline_tiers,
                 capacity=one.allocator.capacity,
                 used=one.allocator.allocated,
                 blocks=one.stored,

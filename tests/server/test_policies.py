@@ -11,8 +11,8 @@ from kvpool.errors import BadMessage
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.eviction.arc import ARC
-from kvpool.server.eviction.density import Density, Lives
-from kvpool.server.eviction.lease import Gaps, Lease
+from kvpool.server.eviction.density import Density, LifetimeHistogram
+from kvpool.server.eviction.lease import Lease, ReuseHistogram
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
@@ -150,7 +150,7 @@ def test_leases_end_by_themselves() -> None:
 
 
 def test_the_median_follows_the_traffic() -> None:
-    gaps = Gaps()
+    gaps = ReuseHistogram()
     for _ in range(5000):
         gaps.add(2.0)
     assert 1.7 < gaps.median_s < 2.4
@@ -169,7 +169,7 @@ def test_density_is_hits_for_the_time_that_they_take() -> None:
 
     After 20 s nothing is to be expected any more.
     """
-    lives = Lives()
+    lives = LifetimeHistogram()
     assert lives.density(1.0) == 0.0
     lives.began = 2000.0
     for _ in range(1000):
@@ -207,7 +207,7 @@ def test_density_learns_not_to_let_in_what_would_push_out_what_is_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Thirty blocks take turns in a store for twenty: LRU never hits."""
-    monkeypatch.setattr("kvpool.server.eviction.density._LESSON", 300)
+    monkeypatch.setattr("kvpool.server.eviction.density._RELEARN_EVERY", 300)
     monkeypatch.setattr("kvpool.server.eviction.density._SAMPLE", 1)
     lru, density = cycle(20, 30, 40)
     assert lru == 0
@@ -218,7 +218,7 @@ def test_density_lets_newcomers_in_when_what_was_dear_is_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever it has learned, ten minutes without a use end it (G9)."""
-    monkeypatch.setattr("kvpool.server.eviction.density._LESSON", 100)
+    monkeypatch.setattr("kvpool.server.eviction.density._RELEARN_EVERY", 100)
     store = books("density", 10)
     loved = keys("loved", 10)
     write(store, loved, 0.0)

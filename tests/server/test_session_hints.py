@@ -7,7 +7,12 @@ import pytest
 from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lease import Lease
-from kvpool.server.eviction.session_hints import LEAVES_MAX, RESUME_S_MAX, SESSIONS_MAX, Hints
+from kvpool.server.eviction.session_hints import (
+    LEAVES_MAX,
+    RESUME_S_MAX,
+    SESSIONS_MAX,
+    SessionAwarePolicy,
+)
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, HintStatus, Namespace, ReadStatus, SessionHint, WriteStatus
@@ -265,7 +270,7 @@ def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:
     for number in range(4):
         books.write(f"{number}", keys(f"{number}", 5), resume_in=1.0)
     assert books.write("", keys("new", 1)) == [WriteStatus.RESERVED]
-    assert isinstance(books.store.policy, Hints)
+    assert isinstance(books.store.policy, SessionAwarePolicy)
 
 
 def test_what_was_used_just_now_outlives_what_is_announced_far_away(books: Books) -> None:

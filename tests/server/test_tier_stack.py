@@ -64,7 +64,7 @@ async def read(pool: Pool, chain: Sequence[bytes]) -> list[ReadStatus]:
 async def saved(running: dev.Dev) -> None:
     """Wait until everything has been copied to the file, and the master knows what that evicted."""
     (server,) = running.servers
-    await eventually(lambda: not server.stack.waiting and not server.stack.top.pins)
+    await eventually(lambda: not server.stack.waiting and not server.stack.front.pins)
     await server._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
 
 
@@ -158,7 +158,7 @@ async def test_flipped_bits_on_disk_are_a_miss(tiered: dev.Dev, file: Path) -> N
     async with tiered.pool() as pool:
         await write(pool, chain)
         await saved(tiered)
-        entry = tiered.servers[0].stack.bottom.peek(NAMESPACE, 0, chain[3])
+        entry = tiered.servers[0].stack.backing.peek(NAMESPACE, 0, chain[3])
         assert entry is not None
         bytes_of = values([chain[3]], BLOCK)[0]
         spoil(file, bytes_of)
@@ -208,7 +208,7 @@ async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
         disk = server.tiers[1]._disk  # type: ignore[attr-defined]
         server.tiers[1]._disk = BadDisk(disk)  # type: ignore[attr-defined]
         assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
-        await eventually(lambda: server.stack.lost_tiers == {1})
+        await eventually(lambda: server.stack.offline_tiers == {1})
         for _ in range(3):
             await write(pool, new)
             assert set(await read(pool, new)) == {ReadStatus.HIT}

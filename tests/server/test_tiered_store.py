@@ -10,7 +10,7 @@ from kvpool import registry
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import MOVER, Copy, Stack
+from kvpool.server.state.tiered_store import MOVER, TieredStore, TierTransfer
 from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Record, WriteStatus
 from tests.conftest import key, keys
 
@@ -24,14 +24,14 @@ Name = tuple[Namespace, int, bytes]
 class Server:
     """A stack, its tiers' memory (whose bytes are in each extent), and a master that listens."""
 
-    def __init__(self, *pages: int, reached: int = 0, promote_after: int = 1) -> None:
-        self.stack = Stack(
+    def __init__(self, *pages: int, front_tier: int = 0, promote_after: int = 1) -> None:
+        self.stack = TieredStore(
             [Store(count * PAGE, alignment=PAGE) for count in pages],
-            reached=reached,
+            front_tier=front_tier,
             promote_after=promote_after,
         )
         self.memory: list[dict[int, Name]] = [{} for _ in pages]
-        self.copies: list[Copy] = []
+        self.copies: list[TierTransfer] = []
         self.map: dict[Name, int] = {}
         self.reasons: dict[Name, ReadStatus] = {}
         self.pins: list[tuple[int, Name, Pin]] = []
@@ -54,7 +54,7 @@ class Server:
         for digest, answer in zip(chain, answers, strict=True):
             if answer.extent is not None:
                 name = (namespace, part, digest)
-                self.memory[self.stack.reached][answer.extent.offset] = name
+                self.memory[self.stack.front_tier][answer.extent.offset] = name
                 self.open[owner, answer.id] = (name, answer.extent)
         return [answer.status.name for answer in answers]
 
@@ -75,27 +75,27 @@ class Server:
 
     def unpin(self, number: int) -> None:
         owner, _, pin = self.pins.pop(number)
-        self.stack.top.unpin(owner, pin.id)
+        self.stack.front.unpin(owner, pin.id)
 
     def drop(self, owner: int) -> None:
-        self.stack.top.drop_owner(owner)
+        self.stack.front.drop_owner(owner)
         self.pins = [held for held in self.pins if held[0] != owner]
         self.open = {held: what for held, what in self.open.items() if held[0] != owner}
 
     def start(self, size: int = 1 << 30) -> None:
-        self.copies += self.stack.take_copies(size, 1 << 20, self.now)
+        self.copies += self.stack.next_writebacks(size, 1 << 20, self.now)
 
     def stage(
         self, namespace: Namespace, part: int, chain: list[bytes], size: int = 1 << 30
     ) -> None:
-        self.copies += self.stack.stage(namespace, part, chain, size, self.now)
+        self.copies += self.stack.start_promotions(namespace, part, chain, size, self.now)
 
-    def finish(self, copy: Copy, good: bool = True) -> None:
+    def finish(self, copy: TierTransfer, good: bool = True) -> None:
         """The bytes arrive as they are at the source *now*, which is when they are read."""
         name = self.memory[copy.source][copy.entry.offset]
         if good:
             self.memory[copy.target][copy.extent.offset] = name
-        self.stack.copied(copy, good=good, now=self.now)
+        self.stack.transfer_done(copy, good=good, now=self.now)
         self.look()
 
     def settle(self) -> None:
@@ -112,7 +112,7 @@ class Server:
         self.stack.check()
         for _, name, pin in self.pins:
             assert pin.extent is not None
-            assert self.memory[self.stack.reached][pin.extent.offset] == name
+            assert self.memory[self.stack.front_tier][pin.extent.offset] == name
         for change in self.stack.take_changes():
             name = (change.namespace, change.part, change.digest)
             if change.status is ReadStatus.HIT:
@@ -152,7 +152,7 @@ def test_a_block_goes_down_and_comes_back() -> None:
     server.settle()
     assert server.read(1, ONE, 0, first) == [ReadStatus.HIT] * 4
     assert server.stack.hits == [4, 4]
-    assert server.stack.bottom.evicted == server.stack.top.evicted == 0
+    assert server.stack.backing.evicted == server.stack.front.evicted == 0
 
 
 def test_what_is_below_is_not_written_again() -> None:
@@ -188,7 +188,7 @@ def test_what_the_base_evicts_is_gone_everywhere() -> None:
         ReadStatus.HIT,
         ReadStatus.HIT,
     ]
-    assert sorted(server.stack.take_freed()) != []
+    assert sorted(server.stack.take_erasable()) != []
 
 
 def test_a_read_above_keeps_a_block_in_the_base() -> None:
@@ -212,9 +212,9 @@ def test_a_block_that_the_base_has_no_room_for_stays_until_it_is_evicted() -> No
     server.write(1, ONE, 0, small)
     server.settle()
     for digest in small:  # held for a copy: the base cannot evict them
-        entry = server.stack.bottom.peek(ONE, 0, digest)
+        entry = server.stack.backing.peek(ONE, 0, digest)
         assert entry is not None
-        server.stack.bottom.hold(7, entry)
+        server.stack.backing.pin_internal(7, entry)
     server.write(1, ONE, 0, keys("late", 2))
     server.settle()
     assert server.read(1, ONE, 0, keys("late", 2)) == [ReadStatus.HIT] * 2
@@ -233,9 +233,9 @@ def test_a_block_that_is_removed_on_its_way_does_not_arrive() -> None:
     offsets = sorted(copy.extent.offset for copy in server.copies)
     while server.copies:
         server.finish(server.copies.pop())
-    assert sorted(server.stack.take_freed()) == offsets  # the disk may know of them already
+    assert sorted(server.stack.take_erasable()) == offsets  # the disk may know of them already
     assert server.read(1, ONE, 0, chain) == [ReadStatus.REMOVED] * 2
-    assert server.stack.bottom.allocator.allocated == server.stack.top.allocator.allocated == 0
+    assert server.stack.backing.allocator.allocated == server.stack.front.allocator.allocated == 0
 
 
 def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
@@ -248,20 +248,20 @@ def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
     server.stage(ONE, 0, chain)
     (copy,) = server.copies
     server.copies.clear()
-    server.stack.spoilt(copy, ReadStatus.CORRUPT)
+    server.stack.transfer_failed(copy, ReadStatus.CORRUPT)
     server.finish(copy, good=False)
     assert server.read(1, ONE, 0, [digest]) == [ReadStatus.CORRUPT]
 
     server.write(1, ONE, 0, chain)
     server.settle()
-    server.stack.bottom.remove(ONE, chain, ReadStatus.CORRUPT)
+    server.stack.backing.remove(ONE, chain, ReadStatus.CORRUPT)
     assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT]
     server.settle()
-    assert server.stack.bottom.peek(ONE, 0, digest) is not None
+    assert server.stack.backing.peek(ONE, 0, digest) is not None
 
 
 def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
-    server = Server(4, 4, 64, reached=1, promote_after=2)
+    server = Server(4, 4, 64, front_tier=1, promote_after=2)
     chain = keys("chain", 2)
     server.write(1, ONE, 0, chain)
     for _ in range(2):
@@ -286,7 +286,7 @@ def test_a_lost_base_takes_only_what_lies_nowhere_else() -> None:
         server.settle()
     server.write(1, ONE, 0, keys("newest", 1))  # not copied yet
     server.start()
-    server.stack.bury(server.stack.retire(1))
+    server.stack.report_lost(server.stack.take_offline(1))
     while server.copies:
         server.finish(server.copies.pop(), good=False)
     assert server.read(1, ONE, 0, old) == [ReadStatus.TIER_LOST] * 4
@@ -311,7 +311,7 @@ def test_what_was_found_on_disk_is_served() -> None:
         server.memory[1][record.offset] = (ONE, 0, record.digest)
     server.memory[1][9 * PAGE] = (ONE, 0, chain[0])
     list(server.stack.restore(records, 0.0))
-    assert sorted(server.stack.take_freed()) == [9 * PAGE, 64 * PAGE]
+    assert sorted(server.stack.take_erasable()) == [9 * PAGE, 64 * PAGE]
     assert {entry.digest for entry in server.stack.inventory()} == set(chain)
     server.map = {(ONE, 0, digest): 1 for digest in chain}
     server.stage(ONE, 0, chain)
@@ -327,7 +327,7 @@ def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> Non
         for number, digest in enumerate(keys("found", 4))
     ]
     entries = [entry for record in records if (entry := store.restore(record)) is not None]
-    store.adopt(entries, 1.0)
+    store.activate_restored(entries, 1.0)
     store.check()
     assert store.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
     statuses = [
@@ -342,8 +342,8 @@ def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> Non
 def test_random_histories(seed: int) -> None:
     """Writers, readers, copies that end late or badly, removals, full tiers, a tier that dies."""
     rng = random.Random(seed)
-    pages, reached = rng.choice([((12, 40), 0), ((12, 16), 0), ((8, 12, 40), 1), ((8, 12), 1)])
-    server = Server(*pages, reached=reached)
+    pages, front_tier = rng.choice([((12, 40), 0), ((12, 16), 0), ((8, 12, 40), 1), ((8, 12), 1)])
+    server = Server(*pages, front_tier=front_tier)
     digests = keys("random", 48)
     for _ in range(300):
         step, owner, first = rng.random(), rng.randint(1, 3), rng.randrange(48)
@@ -361,7 +361,7 @@ def test_random_histories(seed: int) -> None:
         elif step < 0.85 and server.copies:
             copy = server.copies.pop(rng.randrange(len(server.copies)))
             if rng.random() < 0.1:
-                server.stack.spoilt(copy, ReadStatus.CORRUPT)
+                server.stack.transfer_failed(copy, ReadStatus.CORRUPT)
                 server.finish(copy, good=False)
             else:
                 server.finish(copy, good=rng.random() < 0.8)
@@ -371,18 +371,18 @@ def test_random_histories(seed: int) -> None:
             server.stack.remove(namespace, chain)
         elif step < 0.995:
             server.drop(owner)
-        elif len(pages) - 1 != reached and not server.stack.lost_tiers:
-            server.stack.bury(server.stack.retire(len(pages) - 1))
+        elif len(pages) - 1 != front_tier and not server.stack.offline_tiers:
+            server.stack.report_lost(server.stack.take_offline(len(pages) - 1))
         server.look()
     for owner in (1, 2, 3):
         server.drop(owner)
     server.settle()
     for tier, store in enumerate(server.stack.stores):
-        if tier not in server.stack.lost_tiers:
+        if tier not in server.stack.offline_tiers:
             assert store.pinned_by(MOVER) == []
             assert store.reservations == store.pins == 0
-    if not server.stack.lost_tiers:  # else the reached tier is the base, and staging evicts
-        for namespace, part, digest in [n for n in server.map if server.map[n] != reached]:
+    if not server.stack.offline_tiers:  # else the reached tier is the base, and staging evicts
+        for namespace, part, digest in [n for n in server.map if server.map[n] != front_tier]:
             server.stage(namespace, part, [digest])
             while server.copies:
                 server.finish(server.copies.pop())

@@ -16,7 +16,7 @@ from kvpool.master.state.server_record import SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import Entry, Journal
+from kvpool.server.state.entry import ChangeLog, Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import MOVER
@@ -46,7 +46,7 @@ class WatchedAllocator(Allocator):
         return super().release(offset)
 
 
-class WatchedJournal(Journal):
+class WatchedChangeLog(ChangeLog):
     """Records in the ground truth what a server has lost. A copy in another tier is no loss."""
 
     def __init__(self, life: str, truth: GroundTruth) -> None:
@@ -56,8 +56,8 @@ class WatchedJournal(Journal):
         self.true_reason: ReadStatus | None = None  # even if the pool records another one
         self.leaving: Callable[[BlockPart, ReadStatus, int], None] = lambda *_: None
 
-    def left(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
-        super().left(entry, reason, tier)
+    def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
+        super().append_departure(entry, reason, tier)
         key = entry.index.namespace, entry.digest, entry.index.part
         self.leaving(key, reason, tier)
         self._truth.gone(self._life, key, self.true_reason or reason)
@@ -78,7 +78,7 @@ class Memory(Protocol):
 class WatchedStore(Store):
     """The real store, with a second list of all holds that is kept independently."""
 
-    journal: WatchedJournal
+    change_log: WatchedChangeLog
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class WatchedStore(Store):
         policy: Policy[Entry] | None = None,
     ) -> None:
         super().__init__(memory.capacity, alignment=memory.alignment, policy=policy)
-        self.journal = WatchedJournal(life, truth)
+        self.change_log = WatchedChangeLog(life, truth)
         self.life = life
         self.memory = memory
         self.truth = truth
@@ -176,16 +176,16 @@ class WatchedStore(Store):
         return answers
 
     def seal(
-        self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
+        self, owner: int, id: int, checksum: int, now: float, *, from_other_tier: bool = False
     ) -> WriteStatus:
         entry = self._forget("reservation", owner, id)
-        status = super().seal(owner, id, checksum, now, a_copy=a_copy)
+        status = super().seal(owner, id, checksum, now, from_other_tier=from_other_tier)
         if entry is not None:
             self.verify(entry, "sealed")
             key = entry.index.namespace, entry.digest, entry.index.part
-            if not a_copy:
+            if not from_other_tier:
                 self.truth.sealed(self.life, key)
-            elif not self.rank:
+            elif not self.tier:
                 self.truth.probes.add("a block was promoted from the disk")
         self.inspect_now_and_then()
         return status
@@ -221,8 +221,8 @@ class WatchedStore(Store):
         self.inspect_now_and_then()
         return pins
 
-    def hold(self, owner: int, entry: Entry) -> int:
-        id = super().hold(owner, entry)
+    def pin_internal(self, owner: int, entry: Entry) -> int:
+        id = super().pin_internal(owner, entry)
         self.held["pin", owner, id] = (entry.offset, entry.size)
         self._entries["pin", owner, id] = entry
         if entry.state is not State.STORED:
@@ -233,7 +233,7 @@ class WatchedStore(Store):
         entry = self._forget("pin", owner, id)
         if entry is not None:
             self.verify(entry, "unpinned")
-            if entry.state is State.DOOMED and owner != MOVER:
+            if entry.state is State.PENDING_FREE and owner != MOVER:
                 self.truth.probes.add("removed while it was read")
             last = entry.pins == 1  # otherwise the pin of another reader protects the bytes
             for offset, size in self.unsent() if last else ():
@@ -279,7 +279,7 @@ class WatchedStore(Store):
         self.held.pop((kind, owner, id), None)
         return self._entries.pop((kind, owner, id), None)
 
-    def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+    def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         if event is Event.EVICT:
             self._evicted_now.append(entry)
             if entry.pins:
@@ -288,9 +288,9 @@ class WatchedStore(Store):
                 self.truth.fail(
                     f"chains: {entry!r} was evicted before its {entry.children} children"
                 )
-        before, self.journal.true_reason = self.journal.true_reason, reason
-        super()._leave(entry, event, reason)
-        self.journal.true_reason = before
+        before, self.change_log.true_reason = self.change_log.true_reason, reason
+        super()._remove_entry(entry, event, reason)
+        self.change_log.true_reason = before
 
 
 class WatchedDirectory(Directory):

@@ -82,8 +82,8 @@ BUGS: Sequence[Bug] = (
         "removed-while-pinned-is-freed",
         "G4",
         _STORE,
-        "Event.REMOVE_PINNED if entry.pins else Event.REMOVE",
-        "Event.REMOVE",
+        "event = Event.REMOVE_PINNED if entry.pins else Event.REMOVE",
+        "event = Event.REMOVE",
     ),
     Bug(
         "leak-on-cancel",
@@ -132,7 +132,7 @@ BUGS: Sequence[Bug] = (
         "quarantine-never-ends",
         "liveness",
         _CONNECTION,
-        "        self._store.top.writer_exited(self._id)\n",
+        "        self._store.front.writer_exited(self._id)\n",
         "",
     ),
     # --- writing
@@ -276,8 +276,8 @@ BUGS: Sequence[Bug] = (
         "wrong-reason",
         "G5",
         _STORE,
-        "            self.journal.left(entry, reason, self.rank)\n",
-        "            self.journal.left(entry, ReadStatus.EVICTED, self.rank)\n",
+        "            self.change_log.append_departure(entry, reason, self.tier)\n",
+        "            self.change_log.append_departure(entry, ReadStatus.EVICTED, self.tier)\n",
     ),
     Bug(
         "skip-checksum",
@@ -363,7 +363,7 @@ BUGS: Sequence[Bug] = (
         "rotten-block-stays-on-disk",
         "G5",
         _MOVER,
-        "            stack.spoilt(copy, ReadStatus.CORRUPT)\n",
+        "            store.transfer_failed(copy, ReadStatus.CORRUPT)\n",
         "",
     ),
     Bug(
@@ -373,10 +373,10 @@ BUGS: Sequence[Bug] = (
         """\
         moved = await asyncio.gather(*map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
-        await self._remember(done)
+        await self._persist(done)
 """,
         """\
-        await self._remember(dict.fromkeys(copies, True))
+        await self._persist(dict.fromkeys(copies, True))
         moved = await asyncio.gather(*map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
 """,
@@ -385,7 +385,7 @@ BUGS: Sequence[Bug] = (
         "copied-without-a-record",
         "G8",
         _MOVER,
-        "        await self._remember(done)\n",
+        "        await self._persist(done)\n",
         "",
     ),
     Bug(
@@ -406,8 +406,8 @@ BUGS: Sequence[Bug] = (
         "record-of-a-removed-block",
         "G8",
         _MOVER,
-        "if is_good and copy.target == base and copy.entry.state is State.STORED\n",
-        "if is_good and copy.target == base\n",
+        "if is_good and copy.target == backing_tier and copy.entry.state is State.STORED\n",
+        "if is_good and copy.target == backing_tier\n",
     ),
     Bug(
         "removed-block-is-sealed-below",
@@ -420,15 +420,16 @@ BUGS: Sequence[Bug] = (
         "removed-from-one-tier",
         "G5",
         _STACK,
-        "        for store in self._alive():\n            for position, was_here",
-        "        for store in [self.top]:\n            for position, was_here",
+        "        for store in self._online():\n            for position, was_here",
+        "        for store in [self.front]:\n            for position, was_here",
     ),
     Bug(
         "dropped-before-it-is-down",
         "G5",
         _STACK,
-        "            elif answer is not WriteStatus.RESERVED:\n                self.top.settle",
-        "            else:\n                self.top.settle",
+        "            elif answer is not WriteStatus.RESERVED:\n"
+        "                self.front.mark_clean",
+        "            else:\n                self.front.mark_clean",
     ),
     Bug(
         "base-evicts-alone",
@@ -449,9 +450,11 @@ BUGS: Sequence[Bug] = (
         "staging-leaks",
         "liveness",
         _MOVER,
-        "            self._stack.copied(copy, good=good, now=_now())\n            self._staging",
-        "            if good:\n                self._stack.copied(copy, good=good, now=_now())\n"
-        "            self._staging",
+        "            self._store.transfer_done(copy, good=good, now=_now())\n"
+        "            self._promoting",
+        "            if good:\n"
+        "                self._store.transfer_done(copy, good=good, now=_now())\n"
+        "            self._promoting",
     ),
     Bug(
         "failed-copy-is-not-tried-again",
@@ -464,7 +467,8 @@ BUGS: Sequence[Bug] = (
         "lost-tier-fills-the-other",
         "liveness",
         _STACK,
-        "            for entry in self.top.inventory():\n                self.top.settle(entry)\n",
+        "            for entry in self.front.inventory():\n"
+        "                self.front.mark_clean(entry)\n",
         "",
     ),
     Bug(
@@ -472,13 +476,14 @@ BUGS: Sequence[Bug] = (
         "liveness",
         _MOVER,
         "        alarms = [loop.call_later(_STUCK_S, late)]\n",
-        "        alarms = [loop.call_later(_STUCK_S, self._retire, tier, 'stuck')]\n",
+        "        alarms = [loop.call_later(_STUCK_S, self._take_offline, tier, 'stuck')]\n",
     ),
     Bug(
         "hanging-disk-is-waited-for",
         "G6",
         _MOVER,
-        "                    with self._alarmed(base):\n                        await self._du",
+        "                    with self._watchdog(backing_tier):\n"
+        "                        await self._du",
         "                    if True:\n                        await self._du",
     ),
     Bug(

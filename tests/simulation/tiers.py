@@ -132,9 +132,9 @@ class WatchedDiskStore(WatchedStore):
         return answers
 
     def seal(
-        self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
+        self, owner: int, id: int, checksum: int, now: float, *, from_other_tier: bool = False
     ) -> WriteStatus:
-        status = super().seal(owner, id, checksum, now, a_copy=a_copy)
+        status = super().seal(owner, id, checksum, now, from_other_tier=from_other_tier)
         self.truth.probes.add("a block was demoted to the disk")
         return status
 
@@ -157,8 +157,8 @@ class WatchedDiskStore(WatchedStore):
             self.verify(entry, "found on the disk")
         return entry
 
-    def adopt(self, entries: Sequence[Entry], now: float) -> None:
-        super().adopt(entries, now)
+    def activate_restored(self, entries: Sequence[Entry], now: float) -> None:
+        super().activate_restored(entries, now)
         self.restored = True
         if entries:
             self.truth.probes.add("a disk tier came back warm")
@@ -199,13 +199,13 @@ class WatchedDiskStore(WatchedStore):
                 self.truth.fail(f"G1: {entry!r} of {self.life} is corrupt, but no fault changed it")
             history.corrupted += 1
 
-    def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+    def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         index = entry.index
         if entry.pins:
             self.truth.probes.add("a block left the disk while it was copied")
         if self.above is not None and self.above.peek(index.namespace, index.part, entry.digest):
             self.truth.probes.add("the disk evicted a block that was also in memory")
-        super()._leave(entry, event, reason)
+        super()._remove_entry(entry, event, reason)
 
     def previous_disk(self, *, in_service: bool) -> PreviousDisk | None:
         """What the next process must find on the disk after this one's death."""
@@ -241,7 +241,7 @@ class TierOracle:
         self._soon = soon
         self._due = False
         base.above = top
-        top.journal.leaving = base.journal.leaving = self._leaving
+        top.change_log.leaving = base.change_log.leaving = self._leaving
         top.inspect = base.inspect = self.inspect
         platter = base.memory.platter
         platter.watch = self._moves
@@ -250,7 +250,7 @@ class TierOracle:
     @property
     def in_service(self) -> bool:
         """The disk tier has not been taken out of service."""
-        return not self.server.stack.lost_tiers
+        return not self.server.stack.offline_tiers
 
     def inspect(self) -> None:
         """Check both stores as soon as both are consistent."""
@@ -260,7 +260,7 @@ class TierOracle:
 
     def _leaving(self, key: BlockPart, reason: ReadStatus, tier: int) -> None:
         """The server loses a block; as evicted only if the disk had no space for it."""
-        evicted_above = reason is ReadStatus.EVICTED and tier == self.server.stack.reached
+        evicted_above = reason is ReadStatus.EVICTED and tier == self.server.stack.front_tier
         if evicted_above and self.in_service and key not in self.base.refused:
             self._truth.fail(f"G5: {key[1].hex()[:12]} is evicted before it is on the disk")
 

@@ -29,11 +29,11 @@ _SAMPLE: Final = 4
 _GHOSTS: Final = 2
 _GHOSTS_MIN: Final = 1024
 #: Touches between two lessons.
-_LESSON: Final = 20_000
+_RELEARN_EVERY: Final = 20_000
 #: Of what is learned the size counts and not the last digit, which is noise: classes whose
 #: densities are of the same power of two take turns by age, and a newcomer must be poorer by a
 #: little more than nothing to be refused.
-_POORER: Final = 0.93
+_BYPASS_MARGIN: Final = 0.93
 #: What was not used for so long keeps no newcomer out, whatever was learned (G9).
 _BYPASS_S_MAX: Final = 600.0
 
@@ -52,7 +52,7 @@ class Density(Generic[B]):
 
     def __init__(self, capacity: int) -> None:
         self._queues: list[LRU[B]] = [LRU() for _ in range(_CLASSES)]
-        self._lives = [Lives() for _ in range(_CLASSES)]
+        self._lives = [LifetimeHistogram() for _ in range(_CLASSES)]
         self._clock: LRU[B] = LRU()  # gives stamps for all of them, and holds nothing
         # By 8 bytes of the digest, the stamp of the last use and the number of uses in one: half
         # of the memory that a tuple of them would take.
@@ -74,7 +74,7 @@ class Density(Generic[B]):
             block.policy_data = -self._arrive(block, now)
         self._clock.touch(block, now)
         self._touches += 1
-        if self._touches == _LESSON:
+        if self._touches == _RELEARN_EVERY:
             self._touches = 0
             for lives in self._lives:
                 lives.learn()
@@ -101,7 +101,7 @@ class Density(Generic[B]):
             known = self._ghosts.get(_name(newcomer.digest), 0)
             offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
             kept = self._lives[poorest.number].density(age_s)
-            if offered < kept * _POORER and age_s < _BYPASS_S_MAX:
+            if offered < kept * _BYPASS_MARGIN and age_s < _BYPASS_S_MAX:
                 self._refuse(newcomer, now)
                 return Decision.BYPASS
             block = self._queues[poorest.number].victim(newcomer, evictable, now)
@@ -181,7 +181,7 @@ def _name(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-class Lives:
+class LifetimeHistogram:
     """How long blocks of one class live from one use to the next, if there is one."""
 
     _SHORTEST_S: Final = 0.25

@@ -18,11 +18,11 @@ from kvpool.server.eviction.lru import LRU
 
 #: The lease in median times between two uses of a block. That time contains the model's answer:
 #: 2.2 of it are about four median pauses after the answer.
-_MEDIANS: Final = 2.2
+_LEASE_IN_MEDIANS: Final = 2.2
 #: Never for longer: a block that is used every few minutes is no reason to refuse others.
 _LEASE_S_MAX: Final = 30.0
 #: A newcomer is reserved and sealed before its first use again.
-_ARRIVING: Final = 2
+_TOUCHES_OF_ARRIVAL: Final = 2
 
 
 class Lease(Generic[B]):
@@ -30,7 +30,7 @@ class Lease(Generic[B]):
 
     def __init__(self, capacity: int) -> None:
         self._order: LRU[B] = LRU()
-        self._gaps = Gaps()
+        self._gaps = ReuseHistogram()
         self.add_candidate = self._order.add_candidate
         self.remove = self._order.remove
         self.victim_age = self._order.victim_age
@@ -38,10 +38,10 @@ class Lease(Generic[B]):
     @property
     def lease_s(self) -> float:
         """How long a block stays after each use. 0 until something has been learned."""
-        return min(_LEASE_S_MAX, _MEDIANS * self._gaps.median_s)
+        return min(_LEASE_S_MAX, _LEASE_IN_MEDIANS * self._gaps.median_s)
 
     def touch(self, block: B, now: float) -> None:
-        if block.policy_data < _ARRIVING:
+        if block.policy_data < _TOUCHES_OF_ARRIVAL:
             block.policy_data += 1
         else:
             self._gaps.add(now - block.last_used / 1e6)
@@ -59,7 +59,7 @@ class Lease(Generic[B]):
         return block
 
 
-class Gaps:
+class ReuseHistogram:
     """The median of the times between uses lately, in 1 KB whatever comes.
 
     A histogram over the logarithm, halved now and then so that it follows the traffic.

@@ -38,13 +38,13 @@ LEAVES_MAX: Final = 256
 #: Nobody knows what is further away.
 RESUME_S_MAX: Final = 3600.0
 #: An announcement lapses this many times its distance after it was made.
-_LAPSE_TIMES: Final = 3.0
-_LAPSE_S_MIN: Final = 10.0
+_EXPIRE_TIMES: Final = 3.0
+_EXPIRE_S_MIN: Final = 10.0
 #: When what nothing is announced of is taken to be used again.
-_GUESS_S: Final = 10.0
+_UNANNOUNCED_S: Final = 10.0
 
 
-class Hints:
+class SessionAwarePolicy:
     """A policy that knows sessions, round one that does not. It is what the store calls."""
 
     def __init__(self, policy: Policy[Entry], budget: int) -> None:
@@ -54,14 +54,14 @@ class Hints:
         self.counters: Counter[str] = Counter()
         self.touch: Callable[[Entry, float], None] = policy.touch  # nothing is added to reads
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._dead: OrderedDict[Entry, None] = OrderedDict()  # leaves of superseded branches
+        self._superseded: OrderedDict[Entry, None] = OrderedDict()  # leaves of superseded branches
         self._ended: OrderedDict[Session, None] = OrderedDict()
-        self._furthest = _Timeline()  # announced sessions with leaves, by -due
-        self._lapses = _Timeline()
+        self._by_next_use = _Timeline()  # announced sessions with leaves, by -due
+        self._expiries = _Timeline()
 
     # --- what the store tells ------------------------------------------------------------
 
-    def open(self, session_hint: SessionHint, now: float) -> Session:
+    def open_session(self, session_hint: SessionHint, now: float) -> Session:
         """The session of a write. One that writes has not ended; what was announced holds."""
         session = self._sessions.get(session_hint.session)
         if session is None:
@@ -75,7 +75,7 @@ class Hints:
             self._announce(session, session_hint.resume_in, now)
         return session
 
-    def joined(self, entry: Entry) -> None:
+    def block_added(self, entry: Entry) -> None:
         """A new block carries its session's tag."""
         session = entry.session
         if session is not None:
@@ -83,17 +83,17 @@ class Hints:
             if session.due is not None:
                 self.announced_bytes += entry.size
 
-    def shared(self, entry: Entry) -> None:
+    def block_shared(self, entry: Entry) -> None:
         """Somebody else uses it, too: from now on it is nobody's."""
         session = entry.session
         if session is not None:
             listed = entry in session.leaves
-            self._part(session, entry)
+            self._disown(session, entry)
             entry.session = None
             if listed:
                 self.policy.add_candidate(entry)
 
-    def grew(self, session: Session, first: Entry, last: Entry) -> None:
+    def chain_extended(self, session: Session, first: Entry, last: Entry) -> None:
         """A session wrote a stretch of its chain.
 
         If that begins before the end of what it wrote last, the rest of it is superseded. When
@@ -103,20 +103,20 @@ class Hints:
         """
         self._sessions.setdefault(session.name, session)  # making room may have emptied it
         index = first.index
-        old = session.tips.get(index)
+        old = session.chain_ends.get(index)
         parent = index.blocks.get(first.parent)
         if parent is not None:
             session.leaves.pop(parent, None)
             if parent.session is not session:
-                self.shared(parent)
+                self.block_shared(parent)
         before = first.parent == ROOT or (
             parent is not None and old is not None and parent.generation < old.generation
         )
         if old is not None and old is not parent and before and old.session is session:
-            old.dead = old.last_used
+            old.superseded_at = old.last_used
             if self._listed(old):
-                self._dead[old] = None
-        session.tips[index] = last
+                self._superseded[old] = None
+        session.chain_ends[index] = last
 
     # --- what users tell -----------------------------------------------------------------
 
@@ -126,11 +126,11 @@ class Hints:
         if session is None or not session.bytes:
             return HintStatus.UNKNOWN
         self._withdraw(session)
-        stamps = [entry.last_used for entry in (*session.tips.values(), *session.leaves)]
+        stamps = [entry.last_used for entry in (*session.chain_ends.values(), *session.leaves)]
         session.ended = max(int(now * 1e6), *stamps) if stamps else int(now * 1e6)
         if session.leaves:
             self._ended[session] = None
-        return self._told(HintStatus.ACCEPTED)
+        return self._answer(HintStatus.ACCEPTED)
 
     def resume(self, name: str, resume_in: float, now: float, *, age_s: float = 0.0) -> HintStatus:
         """It resumes `resume_in` seconds after the hint was given, which was `age_s` ago."""
@@ -148,13 +148,13 @@ class Hints:
     def add_candidate(self, entry: Entry) -> None:
         session = entry.session
         if session is not None:
-            if entry.dead >= entry.last_used:
-                self._dead[entry] = None
+            if entry.superseded_at >= entry.last_used:
+                self._superseded[entry] = None
             elif len(session.leaves) < LEAVES_MAX:
                 session.leaves[entry] = None
                 if session.due is not None:
-                    if session not in self._furthest:
-                        self._furthest.set(session, -session.due)
+                    if session not in self._by_next_use:
+                        self._by_next_use.set(session, -session.due)
                     return
                 if session.ended >= entry.last_used:
                     self._ended[session] = None
@@ -162,28 +162,28 @@ class Hints:
 
     def remove(self, entry: Entry) -> None:
         self.policy.remove(entry)
-        if entry.dead:
-            self._dead.pop(entry, None)
+        if entry.superseded_at:
+            self._superseded.pop(entry, None)
         parent = entry.index.blocks.get(entry.parent)
         session = entry.session
         if session is None:
             if parent is not None:
-                self.shared(parent)
+                self.block_shared(parent)
             return
-        was_tip = session.tips.get(entry.index) is entry
-        self._part(session, entry)
+        was_tip = session.chain_ends.get(entry.index) is entry
+        self._disown(session, entry)
         if parent is None:
             pass
         elif parent.session is not session:
             if not session.ended:
-                self.shared(parent)
+                self.block_shared(parent)
         elif was_tip:
-            session.tips[entry.index] = parent
+            session.chain_ends[entry.index] = parent
         elif (
-            entry.dead >= max(entry.last_used, parent.last_used)
-            and session.tips.get(entry.index) is not parent
+            entry.superseded_at >= max(entry.last_used, parent.last_used)
+            and session.chain_ends.get(entry.index) is not parent
         ):
-            parent.dead = parent.last_used
+            parent.superseded_at = parent.last_used
         if not session.bytes and self._sessions.get(session.name) is session:
             self._withdraw(session)
             del self._sessions[session.name]
@@ -192,12 +192,12 @@ class Hints:
         self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
     ) -> Entry | Decision | None:
         """The dead; what nothing is announced of; what is announced furthest away."""
-        self._lapse(now)
-        if self._dead or self._ended:
-            dead = self._next_dead(evictable)
-            if dead is not None:
-                return dead
-        if not self._furthest:
+        self._expire(now)
+        if self._superseded or self._ended:
+            useless = self._next_superseded(evictable)
+            if useless is not None:
+                return useless
+        if not self._by_next_use:
             return self.policy.victim(newcomer, evictable, now)
         found = self.policy.victim(
             newcomer, lambda entry: evictable(entry) and not self._protects(entry), now
@@ -210,7 +210,7 @@ class Hints:
             expected = self._expected(newcomer, now)
             unannounced = newcomer.session is None or newcomer.session.due is None
             return far if far.session.due > expected or (over and unannounced) else Decision.BYPASS
-        if found.session is not None and found.session.lapsed:
+        if found.session is not None and found.session.expired:
             return found
         expected = self._expected(found, found.last_used / 1e6)
         if over or (expected > now and far.session.due > expected):
@@ -219,12 +219,12 @@ class Hints:
         return found
 
     def victim_age(self, now: float) -> float:
-        dead = next(iter(self._dead), None)
-        return max(0.0, now - dead.last_used / 1e6) if dead else self.policy.victim_age(now)
+        oldest = next(iter(self._superseded), None)
+        return max(0.0, now - oldest.last_used / 1e6) if oldest else self.policy.victim_age(now)
 
     def holds(self, entry: Entry) -> bool:
         """It is offered somewhere: the store's `check` asks."""
-        return entry.is_candidate or entry in self._dead or self._protects(entry)
+        return entry.is_candidate or entry in self._superseded or self._protects(entry)
 
     def check(self, entries: Collection[Entry]) -> None:
         """Every invariant, for the blocks that are here. Raises InvariantViolated."""
@@ -236,19 +236,19 @@ class Hints:
         for session in {*self._sessions.values(), *sizes}:
             if session.bytes != sizes[session]:
                 raise InvariantViolated(f"session {session.name!r}: {session.bytes} bytes counted")
-            if not here.issuperset((*session.leaves, *session.tips.values())):
+            if not here.issuperset((*session.leaves, *session.chain_ends.values())):
                 raise InvariantViolated(f"session {session.name!r} knows blocks that have left")
         announced = sum(session.bytes for session in sizes if session.due is not None)
         if announced != self.announced_bytes:
             raise InvariantViolated(
                 f"{self.announced_bytes} bytes announced, there are {announced}"
             )
-        if not here.issuperset(self._dead):
+        if not here.issuperset(self._superseded):
             raise InvariantViolated("a dead block has left and is still listed")
 
     # --- inside --------------------------------------------------------------------------
 
-    def _told(self, status: HintStatus) -> HintStatus:
+    def _answer(self, status: HintStatus) -> HintStatus:
         self.counters[f"hints_{status.name.lower()}"] += 1
         return status
 
@@ -256,23 +256,27 @@ class Hints:
         self, session: Session, resume_in: float, now: float, age_s: float = 0.0
     ) -> HintStatus:
         distance_s = min(resume_in, RESUME_S_MAX)
-        lapses = now - age_s + max(_LAPSE_S_MIN, _LAPSE_TIMES * distance_s)
+        lapses = now - age_s + max(_EXPIRE_S_MIN, _EXPIRE_TIMES * distance_s)
         if lapses <= now or len(session.leaves) >= LEAVES_MAX:
-            return self._told(HintStatus.REFUSED)
+            return self._answer(HintStatus.REFUSED)
         if session.due is None:
             self.announced_bytes += session.bytes
         session.due = now - age_s + distance_s
-        session.lapsed = False
-        self._lapses.set(session, lapses)
+        session.expired = False
+        self._expiries.set(session, lapses)
         if session.leaves:
-            self._furthest.set(session, -session.due)
+            self._by_next_use.set(session, -session.due)
         within = distance_s == resume_in and self.announced_bytes <= self.budget
-        return self._told(HintStatus.ACCEPTED if within else HintStatus.CLIPPED)
+        return self._answer(HintStatus.ACCEPTED if within else HintStatus.CLIPPED)
 
     def _expected(self, entry: Entry, used: float) -> float:
         """When it is used again, as far as anybody knows."""
         session = entry.session
-        return session.due if session is not None and session.due is not None else used + _GUESS_S
+        return (
+            session.due
+            if session is not None and session.due is not None
+            else used + _UNANNOUNCED_S
+        )
 
     def _protects(self, entry: Entry) -> bool:
         session = entry.session
@@ -281,11 +285,11 @@ class Hints:
     def _listed(self, entry: Entry) -> bool:
         return entry.is_candidate or (entry.session is not None and entry in entry.session.leaves)
 
-    def _part(self, session: Session, entry: Entry) -> None:
+    def _disown(self, session: Session, entry: Entry) -> None:
         """A block is no more its session's own."""
         session.leaves.pop(entry, None)
-        if session.tips.get(entry.index) is entry:
-            del session.tips[entry.index]
+        if session.chain_ends.get(entry.index) is entry:
+            del session.chain_ends[entry.index]
         session.bytes -= entry.size
         if session.due is not None:
             self.announced_bytes -= entry.size
@@ -296,23 +300,23 @@ class Hints:
         if session.due is not None:
             session.due = None
             self.announced_bytes -= session.bytes
-            self._furthest.drop(session)
-            self._lapses.drop(session)
+            self._by_next_use.drop(session)
+            self._expiries.drop(session)
             for entry in session.leaves:
                 self.policy.add_candidate(entry)
 
-    def _lapse(self, now: float) -> None:
-        while (first := self._lapses.first()) is not None and first[0] <= now:
+    def _expire(self, now: float) -> None:
+        while (first := self._expiries.first()) is not None and first[0] <= now:
             self._withdraw(first[1])
-            first[1].lapsed = True
+            first[1].expired = True
 
-    def _next_dead(self, evictable: Callable[[Entry], bool]) -> Entry | None:
-        while self._dead:
-            entry = next(iter(self._dead))
-            if entry.dead >= entry.last_used and evictable(entry):
+    def _next_superseded(self, evictable: Callable[[Entry], bool]) -> Entry | None:
+        while self._superseded:
+            entry = next(iter(self._superseded))
+            if entry.superseded_at >= entry.last_used and evictable(entry):
                 return entry
-            del self._dead[entry]
-            if entry.dead < entry.last_used:  # used again, or another part of it
+            del self._superseded[entry]
+            if entry.superseded_at < entry.last_used:  # used again, or another part of it
                 self.policy.add_candidate(entry)
         while self._ended:
             session = next(iter(self._ended))
@@ -325,7 +329,7 @@ class Hints:
         return None
 
     def _next_announced(self, evictable: Callable[[Entry], bool]) -> Entry | None:
-        while (first := self._furthest.first()) is not None:
+        while (first := self._by_next_use.first()) is not None:
             session = first[1]
             while session.leaves:
                 entry, _ = session.leaves.popitem()
@@ -337,7 +341,7 @@ class Hints:
                     entry.last_used != last_used
                 ):  # `evictable` learned of a later use of another part
                     session.leaves[entry] = None
-            self._furthest.drop(session)
+            self._by_next_use.drop(session)
         return None
 
 

@@ -17,15 +17,15 @@ from kvpool.types import (
 class Session:
     """What one store knows of one session."""
 
-    __slots__ = ("bytes", "due", "ended", "lapsed", "leaves", "name", "tips")
+    __slots__ = ("bytes", "chain_ends", "due", "ended", "expired", "leaves", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.bytes = 0  # of blocks here that are used by this session alone
-        self.tips: dict[Index, Entry] = {}  # the end of its last chain
+        self.chain_ends: dict[Index, Entry] = {}  # the end of its last chain
         self.leaves: dict[Entry, None] = {}  # that were offered, oldest first
         self.due: float | None = None  # when it resumes
-        self.lapsed = False  # it was announced, and did not come
+        self.expired = False  # it was announced, and did not come
         self.ended = 0  # blocks with a stamp up to this are dead
 
 
@@ -48,7 +48,7 @@ class Entry:
     __slots__ = (
         "checksum",
         "children",
-        "dead",
+        "clean",
         "digest",
         "generation",
         "index",
@@ -60,9 +60,9 @@ class Entry:
         "policy_data",
         "reads",
         "session",
-        "settled",
         "size",
         "state",
+        "superseded_at",
     )
 
     def __init__(
@@ -82,8 +82,8 @@ class Entry:
         self.is_candidate = False
         self.policy_data = 0
         self.session: Session | None = None  # the only one that uses it, as far as is known
-        self.dead = 0  # its stamp when its branch was superseded; a later use revives it
-        self.settled = True  # nothing has to be saved from here before it may go
+        self.superseded_at = 0  # its stamp when its branch was superseded; a later use revives it
+        self.clean = True  # nothing has to be saved from here before it may go
         self.reads = 0
 
     def __lt__(self, other: Entry) -> bool:
@@ -116,19 +116,19 @@ class Change(NamedTuple):
     tier: int = 0
 
 
-class Journal:
+class ChangeLog:
     """What the rest of the pool must learn, and what became of what has left."""
 
     def __init__(self, tombstones_max: int = 65_536) -> None:
         self.tombstones = Tombstones(tombstones_max)
         self.changes: list[Change] = []
 
-    def tell(self, entry: Entry, status: ReadStatus, tier: int) -> None:
+    def append(self, entry: Entry, status: ReadStatus, tier: int) -> None:
         """News of a block: `HIT` says that it lies in `tier` now."""
         index = entry.index
         self.changes.append(Change(index.namespace, index.part, entry.digest, status, tier))
 
-    def left(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
+    def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         """The pool has lost a block of this server."""
         self.tombstones.left(entry.index.namespace, entry.digest, reason)
-        self.tell(entry, reason, tier)
+        self.append(entry, reason, tier)

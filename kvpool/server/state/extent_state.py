@@ -1,14 +1,15 @@
 """The life of an extent, as a table.
 
-    FREE --reserve--> RESERVED --seal--> STORED --evict/remove--> FREE
-                         |                  \\--remove while pinned--> DOOMED --last unpin--> FREE
-                         |--cancel--> FREE
-                         \\--writer lost--> QUARANTINED --writer gone--> FREE
+    FREE --reserve--> RESERVED --seal--> STORED --evict, remove--> FREE
+                         |                  \\--remove while pinned--> PENDING_FREE
+                         |--cancel--> FREE                                |--last unpin--> FREE
+                         \\--writer lost--> QUARANTINED --writer exited--> FREE
 
-Only STORED is visible to readers. DOOMED has left the index, but a reader still looks at the
+Only STORED is visible to readers. PENDING_FREE has left the index, but a reader still looks at the
 bytes. QUARANTINED belongs to a writer whose link we closed while its process may be alive: with
-shared memory it can still store into the extent, so the extent rests until that process is gone.
-A pair that is not in the table is a bug or a hostile peer; `after` refuses it.
+shared memory it can still store into the extent, which is not given out again before that process
+has exited (design: quarantine). A pair that is not in the table is a bug or a hostile peer; `after`
+refuses it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class State(enum.IntEnum):
     FREE = 0
     RESERVED = 1
     STORED = 2
-    DOOMED = 3
+    PENDING_FREE = 3
     QUARANTINED = 4
 
 
@@ -32,7 +33,7 @@ class Event(enum.IntEnum):
     SEAL = 1
     CANCEL = 2
     WRITER_LOST = 3
-    WRITER_GONE = 4
+    WRITER_EXITED = 4
     EVICT = 5
     REMOVE = 6
     REMOVE_PINNED = 7
@@ -44,11 +45,11 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
     (State.RESERVED, Event.SEAL): State.STORED,
     (State.RESERVED, Event.CANCEL): State.FREE,
     (State.RESERVED, Event.WRITER_LOST): State.QUARANTINED,
-    (State.QUARANTINED, Event.WRITER_GONE): State.FREE,
+    (State.QUARANTINED, Event.WRITER_EXITED): State.FREE,
     (State.STORED, Event.EVICT): State.FREE,
     (State.STORED, Event.REMOVE): State.FREE,
-    (State.STORED, Event.REMOVE_PINNED): State.DOOMED,
-    (State.DOOMED, Event.LAST_UNPIN): State.FREE,
+    (State.STORED, Event.REMOVE_PINNED): State.PENDING_FREE,
+    (State.PENDING_FREE, Event.LAST_UNPIN): State.FREE,
 }
 
 

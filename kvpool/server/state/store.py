@@ -1,12 +1,12 @@
-"""The server's books: which block lies where, who may touch it, what must go.
+"""The index of one tier: which block lies where, which calls hold it, which one is evicted next.
 
-Pure: a method takes `now`, changes the books, and returns. It moves no bytes and awaits nothing,
-so between two calls the books are whole, which is what `check` states. What the rest of the pool
-must learn (blocks stored, blocks gone) collects in `take_changes`, in order.
+Pure: a method takes `now`, changes the index, and returns. It moves no bytes and awaits nothing,
+so between two calls every invariant holds, which is what `check` states. What the masters must be
+sent (blocks stored, blocks gone) collects in `change_log`, in order (design: store).
 
-An *owner* is one client connection. Reservations and pins belong to it and go when it goes.
+An *owner* is the id of one connection. Its reservations and pins are freed when it is dropped.
 
-A server with several tiers has a store for each; `stack.py` joins them.
+A server with several tiers has a store for each; `tiered_store.py` joins them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvpool.errors import BadMessage, InvariantViolated
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.eviction.session_hints import Hints
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import Change, Entry, Index, Journal, Owner, Session
+from kvpool.server.state.entry import Change, ChangeLog, Entry, Index, Owner, Session
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -35,7 +35,21 @@ from kvpool.types import (
 
 
 class Store:
-    """The books of one tier's memory."""
+    """The index of one tier's memory.
+
+    An entry's `state` changes as `extent_state.TRANSITIONS` says. By state, and nowhere else:
+
+    | state        | in an index | held by                  | extent                              |
+    |--------------|-------------|--------------------------|-------------------------------------|
+    | RESERVED     | yes         | one reservation          | allocated                           |
+    | STORED       | yes         | `pins` pins, 0 or more   | allocated                           |
+    | PENDING_FREE | no          | `pins` pins, 1 or more   | allocated, freed by the last unpin  |
+    | QUARANTINED  | no          | the id of a closed owner | allocated, freed by `writer_exited` |
+    | FREE         | no          | nothing                  | back in the allocator               |
+
+    A STORED block without pins and children that is clean *may* be evicted: then it is a candidate
+    of the policy (`check` proves it), and `_evictable` is asked again before it goes.
+    """
 
     def __init__(
         self,
@@ -48,14 +62,14 @@ class Store:
     ) -> None:
         self.allocator = Allocator(capacity, alignment)
         budget = int(self.allocator.capacity * hint_budget)
-        self.policy = Hints(policy or LRU(), budget)
-        self.journal = Journal(tombstones_max)
+        self.policy = SessionAwarePolicy(policy or LRU(), budget)
+        self.change_log = ChangeLog(tombstones_max)
         #: Which tier of its server this is, counted from the top.
-        self.rank = 0
-        #: Blocks sealed here are to be copied to another tier before they may go.
-        self.unsettled_first = False
-        #: Asked when a sealed block leaves: has the pool lost it, or does another tier have it?
-        self.is_lost: Callable[[Entry, Event], bool] | None = None
+        self.tier = 0
+        #: Blocks sealed here must be copied to another tier before they may be evicted.
+        self.write_back = False
+        #: Called when a sealed block leaves; False if another tier has it, so the pool keeps it.
+        self.on_leave: Callable[[Entry, Event], bool] | None = None
         self.stored = 0  # visible blocks (parts count singly)
         self.stored_bytes = 0
         self.evicted = 0
@@ -64,7 +78,7 @@ class Store:
         self._indexes: dict[tuple[Namespace, int], Index] = {}
         self._owners: dict[int, Owner] = {}
         self._quarantine: dict[int, list[Entry]] = {}
-        self._doomed: dict[int, Entry] = {}  # by offset
+        self._pending_free: dict[int, Entry] = {}  # by offset
         self._next_id = 1
 
     def __repr__(self) -> str:
@@ -73,23 +87,23 @@ class Store:
     @property
     def tombstones(self) -> Tombstones:
         """What became of blocks that are gone."""
-        return self.journal.tombstones
+        return self.change_log.tombstones
 
     # --- writing ---------------------------------------------------------------------
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
-        """Room for each block that is not here yet, evicting what may go.
+        """Reserve space for each block that is not here yet, evicting others where needed.
 
-        One writer gets `RESERVED`; the others hear `IN_PROGRESS` or `ALREADY_STORED`. After the
+        One writer gets `RESERVED`; the others get `IN_PROGRESS` or `ALREADY_STORED`. After the
         first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: a prefix
         is worth more than a hole.
         """
         namespace, part, digests, parents, sizes, session_hint = request
         index = self._indexes.get((namespace, part))
         if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
+            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
         reservations = self._owner(owner).reservations
-        session = self.policy.open(session_hint, now) if session_hint is not None else None
+        session = self.policy.open_session(session_hint, now) if session_hint is not None else None
         granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
@@ -109,7 +123,7 @@ class Store:
                     refusal = Reservation(offset)
                     answers.append(refusal)
                     continue
-                if not index.blocks:  # making room may have emptied it, and so dropped it
+                if not index.blocks:  # evictions may have emptied it, and so dropped it
                     self._indexes[namespace, part] = index
                 entry.offset = offset
                 self.policy.touch(entry, now)
@@ -119,26 +133,26 @@ class Store:
                 answers.append(Reservation(WriteStatus.RESERVED, entry.generation, entry.extent))
         self._drop_if_empty(index)
         if session is not None and granted:
-            self.policy.grew(session, granted[0], granted[-1])
+            self.policy.chain_extended(session, granted[0], granted[-1])
         return answers
 
     def seal(
-        self, owner: int, id: int, checksum: int, now: float, *, a_copy: bool = False
+        self, owner: int, id: int, checksum: int, now: float, *, from_other_tier: bool = False
     ) -> WriteStatus:
         """Make a reserved block visible, all at once. Raises BadMessage for a foreign id.
 
-        `a_copy` has been in another tier of this server all the time, so it is no news.
+        `from_other_tier` has been in another tier of this server all the time, so it is no news.
         """
         entry = self._take_reservation(owner, id)
         entry.state = after(entry.state, Event.SEAL)
         entry.checksum = checksum
-        entry.settled = a_copy or not self.unsettled_first
+        entry.clean = from_other_tier or not self.write_back
         self.policy.touch(entry, now)
         self.stored += 1
         self.stored_bytes += entry.size
-        if not a_copy:
+        if not from_other_tier:
             self.tombstones.came_back(entry.index.namespace, entry.digest)
-            self.journal.tell(entry, ReadStatus.HIT, self.rank)
+            self.change_log.append(entry, ReadStatus.HIT, self.tier)
         self._add_candidate(entry)
         return WriteStatus.STORED
 
@@ -165,7 +179,7 @@ class Store:
         now: float,
         buffer_sizes: Sequence[int] | None = None,
     ) -> list[Pin]:
-        """Hold each block that is here until it is unpinned; a reason for each that is not.
+        """Pin each block that is here until it is unpinned; a reason for each that is not.
 
         `buffer_sizes` is how many bytes the reader has for each; a larger block is not pinned.
         """
@@ -177,8 +191,8 @@ class Store:
             entry = blocks.get(digest)
             if entry is None:
                 reason = self.tombstones.reason(namespace, digest)
-                # Whoever sent the reader here is wrong; in-order news is the correction.
-                self.journal.changes.append(Change(namespace, part, digest, reason))
+                # The master that named this server is wrong: announce once more that it is gone.
+                self.change_log.changes.append(Change(namespace, part, digest, reason))
                 answers.append(Pin(reason))
             elif entry.state is not State.STORED:
                 answers.append(Pin(ReadStatus.BEING_WRITTEN))
@@ -193,15 +207,15 @@ class Store:
         return answers
 
     def unpin(self, owner: int, id: int) -> None:
-        """Let go of one pin. Raises BadMessage when the owner does not hold it."""
+        """Release one pin. Raises BadMessage when the owner does not hold it."""
         entry = self._owner(owner).pins.pop(id, None)
         if entry is None:
             raise BadMessage(f"unpin of {id}, which this connection does not hold")
         entry.pins -= 1
         if entry.pins == 0:
-            if entry.state is State.DOOMED:
+            if entry.state is State.PENDING_FREE:
                 entry.state = after(entry.state, Event.LAST_UNPIN)
-                del self._doomed[entry.offset]
+                del self._pending_free[entry.offset]
                 self.allocator.release(entry.offset)
             else:
                 self._add_candidate(entry)
@@ -215,7 +229,7 @@ class Store:
         reason: ReadStatus = ReadStatus.REMOVED,
         part: int | None = None,
     ) -> list[bool]:
-        """Forget sealed blocks, every part of them here (or just `part`); True where one was.
+        """Remove sealed blocks, every part of them here (or just `part`); True where one was.
 
         A pinned block becomes invisible at once, and its memory free with the last unpin.
         """
@@ -226,14 +240,16 @@ class Store:
                 entry = index.blocks.get(digest) if index is not None else None
                 if entry is not None and entry.state is State.STORED:
                     removed[position] = True
-                    self._leave(entry, Event.REMOVE_PINNED if entry.pins else Event.REMOVE, reason)
+                    event = Event.REMOVE_PINNED if entry.pins else Event.REMOVE
+                    self._remove_entry(entry, event, reason)
         return removed
 
     def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
-        """The connection is gone, and with it every pin and reservation.
+        """The connection is closed: release all its pins and reservations.
 
-        With `writer_may_be_alive` the reserved extents rest in quarantine until `writer_exited`,
-        because a living process still has them mapped. True when there are any.
+        With `writer_may_be_alive` the reserved extents are quarantined until `writer_exited`,
+        because a process that still has them mapped may write into them. True when there are any
+        (design: quarantine).
         """
         held = self._owners.get(owner)
         if held is None:
@@ -254,44 +270,44 @@ class Store:
     def writer_exited(self, owner: int) -> None:
         """A quarantined owner has stopped writing, or its process has ended."""
         for entry in self._quarantine.pop(owner, ()):
-            entry.state = after(entry.state, Event.WRITER_GONE)
+            entry.state = after(entry.state, Event.WRITER_EXITED)
             self.allocator.release(entry.offset)
 
     # --- with other tiers --------------------------------------------------------------
 
     def blocks(self, namespace: Namespace, part: int) -> Mapping[bytes, Entry]:
-        """What is here of one part, reserved or sealed; to look at, until the next call."""
+        """The blocks of one part, reserved or sealed. Live: use it before the next call only."""
         index = self._indexes.get((namespace, part))
         return index.blocks if index is not None else {}
 
-    def hold(self, owner: int, entry: Entry) -> int:
-        """Pin a sealed block that is here, which is no use of it; the id is for `unpin`."""
+    def pin_internal(self, owner: int, entry: Entry) -> int:
+        """Pin a sealed block for a transfer; the policy does not count it as a use."""
         entry.pins += 1
         id = self._new_id()
         self._owner(owner).pins[id] = entry
         return id
 
     def pinned_by(self, owner: int) -> list[Entry]:
-        """What one owner holds; an entry as often as it is pinned."""
+        """The entries that one owner has pinned, each as often as it is pinned."""
         held = self._owners.get(owner)
         return list(held.pins.values()) if held is not None else []
 
-    def settle(self, entry: Entry) -> None:
-        """The block has been saved in another tier, or never will be: it may go from here."""
-        if not entry.settled:
-            entry.settled = True
+    def mark_clean(self, entry: Entry) -> None:
+        """The block was written back, or never will be: it may be evicted here."""
+        if not entry.clean:
+            entry.clean = True
             if entry.state is State.STORED:
                 self._add_candidate(entry)
 
     def reserved(self, owner: int, id: int) -> Entry:
-        """Whose reservation this is. Raises BadMessage for a foreign id."""
+        """The entry of a reservation. Raises BadMessage for an id of another owner."""
         entry = self._owner(owner).reservations.get(id)
         if entry is None:
             raise BadMessage(f"reservation {id} does not belong to this connection")
         return entry
 
     def restore(self, record: Record) -> Entry | None:
-        """A sealed block that was found in this tier's memory; `adopt` completes it.
+        """A sealed block that was found in this tier's memory; `activate_restored` completes it.
 
         None when it cannot be: it overlaps another one, lies outside, or is here already.
         """
@@ -302,7 +318,7 @@ class Store:
         if not self.allocator.claim(offset, size):
             return None
         if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part, self.rank)
+            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
         self._next_id = max(self._next_id, generation)
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
@@ -312,8 +328,8 @@ class Store:
         self.stored_bytes += size
         return entry
 
-    def adopt(self, entries: Sequence[Entry], now: float) -> None:
-        """Restored blocks, all linked, longest unused first: from now on they may be evicted."""
+    def activate_restored(self, entries: Sequence[Entry], now: float) -> None:
+        """Restored blocks, longest unused first: from now on they may be evicted."""
         for entry in entries:
             self.policy.touch(entry, now)
             self.policy.touch(entry, now)  # as any newcomer: reserved and sealed (seed 53)
@@ -323,18 +339,21 @@ class Store:
     # --- sessions --------------------------------------------------------------------
 
     def end(self, session: str, now: float) -> HintStatus:
-        """The session is over: its blocks that no other uses go first."""
+        """The session is over: its blocks that no other session uses are evicted first."""
         return self.policy.end(session, now)
 
     def resume(
         self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
-        """Said `age_s` ago: the session resumes in `resume_in` seconds. Until then it stays."""
+        """The session resumes `resume_in` seconds after the hint, which is `age_s` old.
+
+        Its blocks are kept until then, within the budget of hints (design: session-hints).
+        """
         return self.policy.resume(session, resume_in, now, age_s=age_s)
 
     @property
     def hint_counters(self) -> dict[str, int]:
-        """Hints by what became of them, and how much is known."""
+        """How many hints were accepted, clipped, refused; known sessions; announced bytes."""
         return {
             **self.policy.counters,
             "sessions": self.policy.sessions,
@@ -351,15 +370,15 @@ class Store:
 
     def take_changes(self) -> list[Change]:
         """What became visible or left since the last call, in order."""
-        journal = self.journal
-        changes, journal.changes = journal.changes, []
+        change_log = self.change_log
+        changes, change_log.changes = change_log.changes, []
         return changes
 
     def departures(self) -> list[Change]:
-        """What became of blocks that are not here any more, as far as it is remembered.
+        """Why blocks left that are not here any more, as far back as tombstones reach.
 
-        Of a block that has only lost a part nothing is said: its other parts are here. One that is
-        being written again is still gone, and stays so if its writer dies (seed 30742).
+        Leaves out blocks that have only lost a part: their other parts are here. Includes those
+        that are being written again: if the writer dies, they are still gone (seed 30742).
         """
         return [
             Change(namespace, 0, digest, status)
@@ -389,7 +408,7 @@ class Store:
         return sum(len(entries) for entries in self._quarantine.values())
 
     def check(self) -> None:
-        """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
+        """Every invariant, and the table above. Raises InvariantViolated; O(blocks)."""
         self.allocator.check()
         held: dict[int, Entry] = {}
         self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
@@ -414,10 +433,17 @@ class Store:
                     raise InvariantViolated(f"{entry!r} could go but is not offered: a leak")
             if children != index.orphans:
                 raise InvariantViolated("the count of children of absent parents is wrong")
-        for entry in (*self._doomed.values(), *(e for q in self._quarantine.values() for e in q)):
-            if entry.offset in held:
-                raise InvariantViolated(f"{entry!r} shares its extent with {held[entry.offset]!r}")
-            held[entry.offset] = entry
+        quarantined = [entry for entries in self._quarantine.values() for entry in entries]
+        for state, entries in (
+            (State.PENDING_FREE, list(self._pending_free.values())),
+            (State.QUARANTINED, quarantined),
+        ):
+            for entry in entries:
+                if entry.state is not state:
+                    raise InvariantViolated(f"{entry!r} is listed as {state.name}")
+                if entry.offset in held:
+                    raise InvariantViolated(f"{entry!r} shares its extent with another block")
+                held[entry.offset] = entry
         sizes = {offset: self.allocator.rounded(entry.size) for offset, entry in held.items()}
         if sizes != self.allocator.extents():
             raise InvariantViolated("allocated extents and blocks disagree (G3)")
@@ -440,8 +466,8 @@ class Store:
                 raise InvariantViolated(f"{entry!r} counts {entry.pins} pins")
             if (entry.state is State.RESERVED) != (offset in reserved):
                 raise InvariantViolated(f"{entry!r}: state and reservations disagree")
-            if entry.state is State.DOOMED and not entry.pins:
-                raise InvariantViolated(f"{entry!r} is doomed and nobody holds it")
+            if entry.state is State.PENDING_FREE and not entry.pins:
+                raise InvariantViolated(f"{entry!r} is pending free, but nothing pins it")
         stored = [entry for entry in held.values() if entry.state is State.STORED]
         if (len(stored), sum(entry.size for entry in stored)) != (self.stored, self.stored_bytes):
             raise InvariantViolated("the counts of stored blocks and bytes are wrong")
@@ -466,7 +492,7 @@ class Store:
 
     def _already_here(self, entry: Entry, session: Session | None, now: float) -> Reservation:
         if entry.session is not session:
-            self.policy.shared(entry)
+            self.policy.block_shared(entry)
         if entry.state is State.RESERVED:
             return Reservation(WriteStatus.IN_PROGRESS)
         self.policy.touch(entry, now)
@@ -482,7 +508,7 @@ class Store:
                 self.bypassed += 1
                 return WriteStatus.BYPASSED
             for entry in self._parts(victim):
-                self._leave(entry, Event.EVICT, ReadStatus.EVICTED)
+                self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED)
         return offset
 
     def _parts(self, entry: Entry) -> list[Entry]:
@@ -505,7 +531,7 @@ class Store:
         if entry.index.namespace.parts == 1:
             return (
                 entry.state is State.STORED
-                and entry.settled
+                and entry.clean
                 and not entry.pins
                 and not entry.children
             )
@@ -515,7 +541,7 @@ class Store:
             entry.last_used = latest
             return False
         return all(
-            part.state is State.STORED and part.settled and not part.pins and not part.children
+            part.state is State.STORED and part.clean and not part.pins and not part.children
             for part in parts
         )
 
@@ -529,27 +555,31 @@ class Store:
                 if part.state is State.STORED:
                     self.policy.add_candidate(part)
 
-    def _leave(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
-        """A sealed block goes: out of the index, its extent free or doomed, the news out."""
+    def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+        """Remove a sealed block: from the index, its extent free or pending, announced."""
         entry.state = after(entry.state, event)
         self._unlink(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
-        if self.is_lost is None or self.is_lost(entry, event):
-            self.journal.left(entry, reason, self.rank)
+        if self.on_leave is None or self.on_leave(entry, event):
+            self.change_log.append_departure(entry, reason, self.tier)
             if event is Event.EVICT:
                 self.evicted += 1
                 self.evicted_bytes += entry.size
-        if entry.state is State.DOOMED:
-            self._doomed[entry.offset] = entry
+        if entry.state is State.PENDING_FREE:
+            self._pending_free[entry.offset] = entry
         else:
             self.allocator.release(entry.offset)
 
     def _link(self, entry: Entry) -> None:
-        """Enter the index and count as a child, also of a parent that is not here (yet)."""
+        """Enter the index and count as a child, also of a parent that is not here (yet).
+
+        Counts, not lists: only *whether* a block has children matters (a chain is evicted from its
+        tail), and a count costs one int among millions of entries (design: eviction).
+        """
         index = entry.index
         index.blocks[entry.digest] = entry
-        self.policy.joined(entry)
+        self.policy.block_added(entry)
         if index.orphans:
             entry.children = index.orphans.pop(entry.digest, 0)
         if entry.parent != ROOT:
@@ -561,7 +591,7 @@ class Store:
                 parent.children += 1
 
     def _unlink(self, entry: Entry) -> None:
-        """Leave the index. Children that stay behind wait for another copy of their parent."""
+        """Leave the index. Children that stay are counted for a later copy of their parent."""
         index = entry.index
         self.policy.remove(entry)
         del index.blocks[entry.digest]
@@ -582,7 +612,7 @@ class Store:
                     del index.orphans[entry.parent]
         self._drop_if_empty(index)
         if index.namespace.parts > 1:
-            self._add_candidate(entry)  # its other parts, which may have waited for this one
+            self._add_candidate(entry)  # its other parts: they could not be evicted without it
 
     def _drop_if_empty(self, index: Index) -> None:
         if not index.blocks and not index.orphans:

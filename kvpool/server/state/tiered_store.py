@@ -1,18 +1,19 @@
-"""The books of a server with several tiers, as one.
+"""The index of a server with several tiers: where each block is, and which copy must be made next.
 
-One tier is *reached*: clients write into its memory and read out of it. The lowest one is the
-*base*: what it evicts, the pool has lost. Every other copy only makes things faster and may go at
-any time without a word; all else follows from that rule.
+Clients write into the memory of the *front tier* and read out of it. The *backing tier*, the
+lowest, is the pool: a block that it evicts is lost. Every other copy only makes reads faster and
+may be dropped at any time without an announcement; all other rules follow (design: tiers).
 
-    write   into the reached tier; copied to the base in the background, in the order of writing
-    read    from the reached tier; what is not there is staged into it first
-    full    a block that has been copied is dropped, which is a matter of books: nobody waits
+    write   into the front tier; written back in the background, in the order of writing
+    read    from the front tier; a block that is only in a slower tier is promoted first
+    full    a block that has been written back is dropped from the front tier at once: no copy
 
-Whoever writes faster than the base can take waits in the end, for a bounded time: when all that
-the reached tier holds has yet to be copied. Tiers that are neither (HBM) take copies of what is
-read repeatedly, and are asked before the base when the reached tier has dropped a block.
+A client that writes faster than the backing tier can take waits in the end, for a bounded time:
+when all blocks of the front tier have yet to be written back. The other tiers (HBM) are *cache
+tiers*: they get copies of blocks that are read repeatedly, and are looked at before the backing
+tier when the front tier has dropped a block.
 
-Pure, like `store.py`: it hands out `Copy`s, the server moves the bytes and reports back.
+Pure, like `store.py`: this file hands out `TierTransfer`s, `TierMover` moves the bytes and reports.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ MOVER: Final = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """One block on its way from one tier to another. Both ends are held until `Stack.copied`."""
+class TierTransfer:
+    """One block on its way from one tier to another; both extents are ours until it is done."""
 
     source: int
     target: int
@@ -58,60 +59,72 @@ class Copy:
         return f"<Copy {self.entry!r} tier {self.source} to {self.target}>"
 
 
-class Stack:
-    """A server's stores, the highest tier first; `reached` is the one that clients see."""
+class TieredStore:
+    """A server's stores, the highest tier first; clients see the one of `front_tier`.
+
+    Where a block is, with a front and a backing tier (`Entry.clean` is of the entry in front):
+
+    | place         | front    | backing  | next                                                  |
+    |---------------|----------|----------|-------------------------------------------------------|
+    | front only    | dirty    | -        | writing back, when its turn in the queue comes        |
+    | writing back  | dirty, pinned | reserved | both; front only again if the write failed       |
+    | both          | clean    | stored   | backing only, when the front tier evicts it           |
+    | backing only  | -        | stored   | promoting, when a reader asks; lost, when evicted     |
+    | promoting     | reserved | stored, pinned | both; backing only or lost if the read failed   |
+
+    A dirty block is never evicted from the front tier. A block that the backing tier refuses (its
+    policy keeps what it has) becomes clean without a copy: `front only`, and lost when evicted.
+    A cache tier adds a clean copy to any of these places. `take_offline` removes a tier; without
+    a backing tier the front tier is the pool: every block is clean, and lost when evicted.
+    """
 
     def __init__(
-        self, stores: Sequence[Store], *, reached: int = 0, promote_after: int = 1
+        self, stores: Sequence[Store], *, front_tier: int = 0, promote_after: int = 1
     ) -> None:
         self.stores = list(stores)
-        self.reached = reached
-        self.base = len(self.stores) - 1
+        self.front_tier = front_tier
+        self.front = self.stores[front_tier]
+        self.backing_tier = len(self.stores) - 1
         self.promote_after = promote_after
-        self.lost_tiers: set[int] = set()
-        #: Reads that each tier has served, staged ones where they came from.
+        self.offline_tiers: set[int] = set()
+        #: Reads that each tier has served, promoted blocks where they came from.
         self.hits = [0] * len(self.stores)
-        self._sides = [t for t in range(self.base) if t != reached]
-        self._freed: list[int] = []
-        self._to_copy: deque[Entry] = deque()
-        self._waiting_bytes = 0
-        self._to_promote: deque[Entry] = deque()
-        self._silent = False  # what leaves now is announced by whoever makes it leave
-        self.journal = self.top.journal
+        self.change_log = self.front.change_log
+        self._cache_tiers = [t for t in range(self.backing_tier) if t != front_tier]
+        self._erasable: list[int] = []  # offsets in the backing tier whose records must go
+        self._writeback_queue: deque[Entry] = deque()
+        self._writeback_bytes = 0  # of the queue: it is asked for too often to be summed up
+        self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
+        self._evicting = False  # copies in other tiers leave with their block: announced once
         if len(self.stores) > 1:
             for tier, store in enumerate(self.stores):
-                store.rank = tier
-                store.journal = self.journal
-                store.is_lost = self._is_lost
-            self.top.unsettled_first = self.reached != self.base
+                store.tier = tier
+                store.change_log = self.change_log
+                store.on_leave = self._on_leave
+            self.front.write_back = self.can_demote
 
     def __repr__(self) -> str:
-        return f"<Stack {self.stores!r}>"
+        return f"<TieredStore {self.stores!r}>"
 
     @property
-    def top(self) -> Store:
-        """The books of the tier that clients reach."""
-        return self.stores[self.reached]
-
-    @property
-    def bottom(self) -> Store:
-        """The books of the tier that decides what the pool loses."""
-        return self.stores[self.base]
+    def backing(self) -> Store:
+        """The store that decides what the pool loses."""
+        return self.stores[self.backing_tier]
 
     # --- for connections ------------------------------------------------------------------
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
-        """As `Store.reserve`: room in the reached tier for what no tier has yet."""
-        top = self.top
+        """As `Store.reserve`: space in the front tier for blocks that no tier has yet."""
+        front = self.front
         if len(self.stores) == 1:
-            return top.reserve(owner, request, now)
+            return front.reserve(owner, request, now)
         namespace, part, digests, *_ = request
-        below = [self._only_elsewhere(namespace, part, digest) for digest in digests]
+        below = [self._in_slower_tier(namespace, part, digest) for digest in digests]
         if not any(below):
-            answers = top.reserve(owner, request, now)
+            answers = front.reserve(owner, request, now)
         else:
             new = [position for position, entry in enumerate(below) if entry is None]
-            granted = iter(top.reserve(owner, request.subset(new), now))
+            granted = iter(front.reserve(owner, request.subset(new), now))
             here = Reservation(WriteStatus.ALREADY_STORED)
             answers = [here if entry is not None else next(granted) for entry in below]
         known = [
@@ -124,10 +137,10 @@ class Stack:
         return answers
 
     def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
-        """As `Store.seal`; the block is copied down when its turn comes."""
-        entry = self.top.reserved(owner, id)
-        status = self.top.seal(owner, id, checksum, now)
-        if not entry.settled:
+        """As `Store.seal`; the block is written back when its turn comes."""
+        entry = self.front.reserved(owner, id)
+        status = self.front.seal(owner, id, checksum, now)
+        if not entry.clean:
             self._queue(entry)
         return status
 
@@ -140,15 +153,15 @@ class Stack:
         now: float,
         buffer_sizes: Sequence[int],
     ) -> list[Pin]:
-        """As `Store.pin`; NOT_YET for a block that another tier has: `stage` brings it."""
-        top = self.top
+        """As `Store.pin`; NOT_YET for a block of a slower tier: `start_promotions` brings it."""
+        front = self.front
         if len(self.stores) == 1:
-            return top.pin(owner, namespace, part, digests, now, buffer_sizes)
-        below = [self._only_elsewhere(namespace, part, digest) for digest in digests]
+            return front.pin(owner, namespace, part, digests, now, buffer_sizes)
+        below = [self._in_slower_tier(namespace, part, digest) for digest in digests]
         if any(below):
             here = [position for position, entry in enumerate(below) if entry is None]
             found = iter(
-                top.pin(
+                front.pin(
                     owner,
                     namespace,
                     part,
@@ -168,11 +181,11 @@ class Stack:
                 for i, entry in enumerate(below)
             ]
         else:
-            pins = top.pin(owner, namespace, part, digests, now, buffer_sizes)
+            pins = front.pin(owner, namespace, part, digests, now, buffer_sizes)
         hits = [digest for digest, pin in zip(digests, pins, strict=True) if pin.id]
-        self.hits[self.reached] += len(hits)
+        self.hits[self.front_tier] += len(hits)
         self._touch_others(namespace, part, hits, now)
-        if self._sides:
+        if self._cache_tiers:
             self._count_reads(namespace, part, hits)
         return pins
 
@@ -185,77 +198,77 @@ class Stack:
     ) -> list[bool]:
         """As `Store.remove`, in every tier."""
         removed = [False] * len(digests)
-        for store in self._alive():
+        for store in self._online():
             for position, was_here in enumerate(store.remove(namespace, digests, reason, part)):
                 removed[position] |= was_here
         return removed
 
     def end(self, session: str, now: float) -> HintStatus:
         """As `Store.end`, in every tier."""
-        return [store.end(session, now) for store in self.stores][self.base]
+        return [store.end(session, now) for store in self.stores][self.backing_tier]
 
     def resume(
         self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
         """As `Store.resume`, in every tier."""
         answers = [store.resume(session, resume_in, now, age_s=age_s) for store in self.stores]
-        return answers[self.base]
+        return answers[self.backing_tier]
 
-    # --- for whoever moves the bytes --------------------------------------------------------
+    # --- for the mover -----------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """Blocks that have yet to be copied down, those that have left meanwhile included."""
-        return len(self._to_copy)
+        """Blocks in the queue for writing back, those included that have left meanwhile."""
+        return len(self._writeback_queue)
 
-    def take_copies(self, size_max: int, count_max: int, now: float) -> list[Copy]:
-        """The next blocks to be copied to the base and to other tiers.
+    def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
+        """The next blocks to copy to the backing tier, then those for the cache tiers.
 
-        About `size_max` bytes and `count_max` copies; fewer only where there are no more.
-        Room is made for them there. A block that the base has no room for, because its policy
-        would rather keep what it has, stays where it is until it is evicted.
+        About `size_max` bytes and `count_max` copies; fewer only where there are no more. Space is
+        reserved for them. A block that the backing tier refuses, because its policy keeps what it
+        has, stays in the front tier until it is evicted.
         """
-        copies: list[Copy] = []
+        copies: list[TierTransfer] = []
         taken = 0
-        for _ in range(len(self._to_copy)):
+        for _ in range(len(self._writeback_queue)):
             if taken >= size_max or len(copies) >= count_max:
                 return copies
-            entry = self._to_copy.popleft()
-            self._waiting_bytes -= entry.size
-            if entry.state is not State.STORED or entry.settled:
+            entry = self._writeback_queue.popleft()
+            self._writeback_bytes -= entry.size
+            if entry.state is not State.STORED or entry.clean:
                 continue
-            answer = self._start(copies, entry, self.reached, self.base, now)
-            if answer is WriteStatus.IN_PROGRESS:  # what is under way there will be given up
+            answer = self._start(copies, entry, self.front_tier, self.backing_tier, now)
+            if answer is WriteStatus.IN_PROGRESS:  # an older transfer: it will be cancelled
                 self._queue(entry)
             elif answer is not WriteStatus.RESERVED:
-                self.top.settle(entry)
+                self.front.mark_clean(entry)
             taken += entry.size
         while self._to_promote and taken < size_max and len(copies) < count_max:
             entry = self._to_promote.popleft()
             if entry.state is State.STORED:
-                for tier in self._sides:
-                    if tier not in self.lost_tiers:
-                        self._start(copies, entry, self.reached, tier, now)
+                for tier in self._cache_tiers:
+                    if tier not in self.offline_tiers:
+                        self._start(copies, entry, self.front_tier, tier, now)
                 taken += entry.size
         return copies
 
-    def stage(
+    def start_promotions(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], size_max: int, now: float
-    ) -> list[Copy]:
-        """Copies that bring blocks up to the reached tier, about `size_max` bytes, in that order.
+    ) -> list[TierTransfer]:
+        """Transfers that promote blocks to the front tier, about `size_max` bytes, in that order.
 
-        Ends early where the reached tier has no room. Blocks that are on their way already, or
-        nowhere, are passed over.
+        Ends early where the front tier has no space. Skips blocks that are in no slower tier, and
+        those that are being promoted already.
         """
-        copies: list[Copy] = []
+        copies: list[TierTransfer] = []
         taken = 0
         for digest in digests:
-            entry = self._only_elsewhere(namespace, part, digest)
+            entry = self._in_slower_tier(namespace, part, digest)
             if entry is None:
                 continue
             if taken >= size_max:
                 break
-            answer = self._start(copies, entry, entry.index.tier, self.reached, now)
+            answer = self._start(copies, entry, entry.index.tier, self.front_tier, now)
             if answer is WriteStatus.NO_SPACE:
                 break
             if answer is WriteStatus.RESERVED:
@@ -263,90 +276,90 @@ class Stack:
                 taken += entry.size
         return copies
 
-    def copied(self, copy: Copy, *, good: bool, now: float) -> None:
-        """The bytes are there (`good`), or will never be: both ends are let go."""
+    def transfer_done(self, copy: TierTransfer, *, good: bool, now: float) -> None:
+        """The bytes were moved (`good`) or not: seal or cancel the target, unpin the source."""
         source, target = self.stores[copy.source], self.stores[copy.target]
         entry = copy.entry
-        if self.lost_tiers.intersection((copy.source, copy.target)):
-            good = False  # what was in a lost tier has been given up already
+        if self.offline_tiers.intersection((copy.source, copy.target)):
+            good = False  # `take_offline` has given these blocks up already
         if good and entry.state is State.STORED:
-            target.seal(MOVER, copy.id, entry.checksum, now, a_copy=True)
-            if copy.target == self.reached:
-                self.journal.tell(entry, ReadStatus.HIT, self.reached)
-            elif copy.target == self.base:
-                self.top.settle(entry)
+            target.seal(MOVER, copy.id, entry.checksum, now, from_other_tier=True)
+            if copy.target == self.front_tier:
+                self.change_log.append(entry, ReadStatus.HIT, self.front_tier)
+            elif copy.target == self.backing_tier:
+                self.front.mark_clean(entry)
         else:
             target.cancel(MOVER, copy.id)
-            if copy.target == self.base != self.reached:
-                self._freed.append(copy.extent.offset)  # it may have been remembered already
-            if copy.target == self.base and entry.state is State.STORED and not entry.settled:
-                self._queue(entry)  # once more; after `retire` it is settled
+            if copy.target == self.backing_tier != self.front_tier:
+                self._erasable.append(copy.extent.offset)  # its record may be written already
+            if copy.target == self.backing_tier and entry.state is State.STORED and not entry.clean:
+                self._queue(entry)  # once more; after `take_offline` it is clean
         source.unpin(MOVER, copy.pin)
 
-    def spoilt(self, copy: Copy, reason: ReadStatus) -> None:
-        """What was read for a copy is wrong, or cannot be read: the source drops it."""
+    def transfer_failed(self, copy: TierTransfer, reason: ReadStatus) -> None:
+        """The source could not be read, or not with the right bytes: it drops the block."""
         index = copy.entry.index
         self.stores[copy.source].remove(index.namespace, [copy.entry.digest], reason, index.part)
 
-    def retire(self, tier: int) -> list[Entry]:
-        """A tier is out of service; what was in it is for `bury`, some at a time.
+    def take_offline(self, tier: int) -> list[Entry]:
+        """A tier is out of service; its blocks are for `report_lost`, some at a time.
 
-        When it was the base, the reached tier is the base from now on.
+        When it was the backing tier, the front tier is the backing tier from now on.
         """
-        self.lost_tiers.add(tier)
-        if tier == self.base:
-            self.base = self.reached
-            self.top.unsettled_first = False
-            for entry in self.top.inventory():
-                self.top.settle(entry)
-            self._to_copy.clear()
-            self._waiting_bytes = 0
+        self.offline_tiers.add(tier)
+        if tier == self.backing_tier:
+            self.backing_tier = self.front_tier
+            self.front.write_back = False
+            for entry in self.front.inventory():
+                self.front.mark_clean(entry)
+            self._writeback_queue.clear()
+            self._writeback_bytes = 0
         return self.stores[tier].inventory()
 
-    def bury(self, entries: Sequence[Entry]) -> None:
-        """Say of blocks of a lost tier that the pool has lost them, where that is so."""
+    def report_lost(self, entries: Sequence[Entry]) -> None:
+        """Announce those blocks of an offline tier that no other tier has."""
         for entry in entries:
             if entry.state is State.STORED and self._elsewhere(entry) is None:
-                self.journal.left(entry, ReadStatus.TIER_LOST, entry.index.tier)
+                self.change_log.append_departure(entry, ReadStatus.TIER_LOST, entry.index.tier)
 
     @property
-    def freed(self) -> int:
-        """How many offsets `take_freed` would return."""
-        return len(self._freed)
+    def erasable(self) -> int:
+        """How many offsets `take_erasable` would return."""
+        return len(self._erasable)
 
-    def take_freed(self) -> list[int]:
-        """Offsets in the base that hold nothing any more since the last call."""
-        freed, self._freed = self._freed, []
-        return freed
+    def take_erasable(self) -> list[int]:
+        """Offsets in the backing tier that were freed since the last call: erase their records."""
+        erasable, self._erasable = self._erasable, []
+        return erasable
 
     # --- starting -----------------------------------------------------------------------------
 
     def restore(self, records: Sequence[Record], now: float) -> Iterator[None]:
-        """What the base was found to hold, entered in steps; what cannot be is for `take_freed`.
+        """Add the blocks that the backing tier recovered, in steps that leave the loop to others.
 
-        Between two steps the books are whole but the blocks entered
-        so far cannot be evicted.
+        A record that does not fit is for `take_erasable`. Between two steps the store is
+        consistent, but the blocks added so far cannot be evicted yet (design: recovery).
         """
-        store = self.bottom
+        store = self.backing
         entries: list[Entry] = []
         for number, record in enumerate(sorted(records, key=lambda record: record.offset)):
             entry = store.restore(record)
             if entry is None:
-                self._freed.append(record.offset)
+                self._erasable.append(record.offset)
             else:
                 entries.append(entry)
             if number % 1024 == 1023:
                 yield
         entries.sort(key=lambda entry: entry.generation)
-        store.adopt(entries, now)
+        store.activate_restored(entries, now)
         yield
 
     # --- looking --------------------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
         """The sealed block in the tier where a reader would find it. Touches nothing (G9)."""
-        entry = self.top.peek(namespace, part, digest)
-        return entry or self._only_elsewhere(namespace, part, digest)
+        entry = self.front.peek(namespace, part, digest)
+        return entry or self._in_slower_tier(namespace, part, digest)
 
     def place(self, entry: Entry) -> int | None:
         """The tier where a reader would find the block of this entry now; None if none has it."""
@@ -356,48 +369,48 @@ class Stack:
 
     def inventory(self) -> list[Entry]:
         """One entry for every sealed block of any tier. Live: ask `place` before using one."""
-        base = self.bottom
-        entries = base.inventory()
-        for store in self._alive():
-            if store is not base:
+        backing = self.backing
+        entries = backing.inventory()
+        for store in self._online():
+            if store is not backing:
                 entries += [
                     entry
                     for entry in store.inventory()
-                    if base.peek(entry.index.namespace, entry.index.part, entry.digest) is None
+                    if backing.peek(entry.index.namespace, entry.index.part, entry.digest) is None
                 ]
         return entries
 
     def take_changes(self) -> list[Change]:
         """As `Store.take_changes`, of all tiers, in order."""
-        journal = self.journal
-        changes, journal.changes = journal.changes, []
+        change_log = self.change_log
+        changes, change_log.changes = change_log.changes, []
         return changes
 
     def departures(self) -> list[Change]:
         """As `Store.departures`, for blocks that no tier has."""
         return [
             change
-            for change in self.top.departures()
+            for change in self.front.departures()
             if len(self.stores) == 1
             or not any(
-                self._only_elsewhere(change.namespace, part, change.digest)
+                self._in_slower_tier(change.namespace, part, change.digest)
                 for part in range(change.namespace.parts)
             )
         ]
 
     @property
-    def has_room_below(self) -> bool:
-        """What is sealed in the reached tier can be copied down and make room there."""
-        return self.base != self.reached
+    def can_demote(self) -> bool:
+        """Sealed blocks of the front tier can be written back, which makes them evictable."""
+        return self.backing_tier != self.front_tier
 
     @property
     def stored(self) -> int:
-        """Sealed blocks, about: those that have yet to be copied may be counted twice or not."""
-        return self.bottom.stored + self.waiting
+        """Sealed blocks, about: a block in the queue for writing back may be counted twice."""
+        return self.backing.stored + self.waiting
 
     @property
     def evicted(self) -> int:
-        """Blocks that the pool has lost for want of room."""
+        """Blocks that were evicted from the last tier that had them."""
         return sum(store.evicted for store in self.stores)
 
     @property
@@ -405,45 +418,48 @@ class Stack:
         return sum(store.evicted_bytes for store in self.stores)
 
     @property
-    def is_pressed(self) -> bool:
-        """Much of the reached tier has yet to be copied down: writers will soon wait for it."""
-        top = self.top
-        return self._waiting_bytes * 4 > top.allocator.capacity
+    def is_under_pressure(self) -> bool:
+        """A quarter of the front tier is dirty: writers will soon wait for the backing tier."""
+        front = self.front
+        return self._writeback_bytes * 4 > front.allocator.capacity
 
     def check(self) -> None:
-        """Every invariant of the books. Raises InvariantViolated; O(blocks)."""
+        """Every invariant, and that each block is in a place of the table. O(blocks).
+
+        Raises InvariantViolated.
+        """
         for tier, store in enumerate(self.stores):
-            if tier not in self.lost_tiers:
+            if tier not in self.offline_tiers:
                 store.check()
-        waiting = set(map(id, self._to_copy))
-        moving = {id(entry) for entry in self.top.pinned_by(MOVER)}
-        for entry in self.top.inventory():
-            if not entry.settled and id(entry) not in waiting and id(entry) not in moving:
-                raise InvariantViolated(f"{entry!r} is never going to be copied: a leak")
+        waiting = set(map(id, self._writeback_queue))
+        moving = {id(entry) for entry in self.front.pinned_by(MOVER)}
+        for entry in self.front.inventory():
+            if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
+                raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _queue(self, entry: Entry) -> None:
-        """It is to be copied to the base, after all that came before it."""
-        self._to_copy.append(entry)
-        self._waiting_bytes += entry.size
+        """Write it back, after all blocks that came before it."""
+        self._writeback_queue.append(entry)
+        self._writeback_bytes += entry.size
 
-    def _alive(self) -> list[Store]:
-        return [store for tier, store in enumerate(self.stores) if tier not in self.lost_tiers]
+    def _online(self) -> list[Store]:
+        return [store for tier, store in enumerate(self.stores) if tier not in self.offline_tiers]
 
-    def _only_elsewhere(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
-        """The block, sealed in another tier, where the reached one does not have it sealed."""
-        if self.top.peek(namespace, part, digest) is not None:
+    def _in_slower_tier(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
+        """The block, sealed in another tier, where the front tier does not have it sealed."""
+        if self.front.peek(namespace, part, digest) is not None:
             return None
         for tier, store in enumerate(self.stores):
-            if tier != self.reached and tier not in self.lost_tiers:
+            if tier != self.front_tier and tier not in self.offline_tiers:
                 entry = store.peek(namespace, part, digest)
                 if entry is not None:
                     return entry
         return None
 
     def _elsewhere(self, entry: Entry) -> Entry | None:
-        """Another sealed copy of the same block, the reached tier's first."""
+        """Another sealed copy of the same block, the front tier's first."""
         index = entry.index
         found = self.peek(index.namespace, index.part, entry.digest)
         return found if found is not entry else None
@@ -451,9 +467,9 @@ class Stack:
     def _touch_others(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], now: float
     ) -> None:
-        """A use of a block is one for every tier that has it."""
+        """A use of a block counts in every tier that has it, or the others would evict it."""
         for tier, store in enumerate(self.stores):
-            if tier != self.reached and tier not in self.lost_tiers:
+            if tier != self.front_tier and tier not in self.offline_tiers:
                 blocks = store.blocks(namespace, part)
                 for digest in digests:
                     entry = blocks.get(digest)
@@ -461,7 +477,7 @@ class Stack:
                         store.policy.touch(entry, now)
 
     def _count_reads(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
-        blocks = self.top.blocks(namespace, part)
+        blocks = self.front.blocks(namespace, part)
         for digest in digests:
             entry = blocks[digest]
             entry.reads += 1
@@ -469,16 +485,16 @@ class Stack:
                 self._to_promote.append(entry)
 
     def _start(
-        self, copies: list[Copy], entry: Entry, source: int, target: int, now: float
+        self, copies: list[TierTransfer], entry: Entry, source: int, target: int, now: float
     ) -> WriteStatus:
-        """Hold both ends of a copy, if the target has room."""
+        """Pin the source and reserve the target, if it has space."""
         index = entry.index
         store = self.stores[target]
         session = entry.session
         session_hint = (
             SessionHint(session.name) if session is not None and not session.ended else None
         )
-        pin = self.stores[source].hold(MOVER, entry)  # first: making room must not evict it
+        pin = self.stores[source].pin_internal(MOVER, entry)  # first: the reservation may evict
         (answer,) = store.reserve(
             MOVER,
             ReserveRequest(
@@ -494,34 +510,40 @@ class Stack:
         if answer.extent is None:
             self.stores[source].unpin(MOVER, pin)
         else:
-            copies.append(Copy(source, target, entry, pin, answer.id, answer.extent))
+            copies.append(TierTransfer(source, target, entry, pin, answer.id, answer.extent))
         return answer.status
 
-    def _is_lost(self, entry: Entry, event: Event) -> bool:
-        """Asked by a store that a sealed block has just left: does no other tier have it?"""
+    def _on_leave(self, entry: Entry, event: Event) -> bool:
+        """A sealed block has just left a store: True when the pool has lost it.
+
+        Whatever the reason, the order of these four steps matters (design: demotion): a block that
+        the backing tier evicts leaves every tier, so that the pool never serves what its policy
+        has given up, and each departure is announced exactly once.
+        """
         tier, namespace, part = entry.index.tier, entry.index.namespace, entry.index.part
-        if tier == self.base:
-            self._freed.append(entry.offset)
-        if self._silent:
+        if tier == self.backing_tier:
+            self._erasable.append(entry.offset)
+        if self._evicting:
             return False
         others = [
             store
-            for store in self._alive()
-            if store.rank != tier and store.peek(namespace, part, entry.digest) is not None
+            for store in self._online()
+            if store.tier != tier and store.peek(namespace, part, entry.digest) is not None
         ]
-        if tier == self.base and event is Event.EVICT:
-            self._silent = True
+        if tier == self.backing_tier and event is Event.EVICT:
+            self._evicting = True  # their `_on_leave` must not announce
             for store in others:
                 store.remove(namespace, [entry.digest], ReadStatus.EVICTED, part)
-            self._silent = False
+            self._evicting = False
             return True
         found = self.peek(namespace, part, entry.digest)
         if found is None:
             return True
+        # A reader that was sent to this tier must be sent to the other one.
         place = found.index.tier
-        if tier == self.reached or (place != self.reached and tier < place):
-            self.journal.tell(found, ReadStatus.HIT, place)
-        if tier == self.base and place == self.reached:  # it was rotten there: copy it again
-            found.settled = False
+        if tier == self.front_tier or (place != self.front_tier and tier < place):
+            self.change_log.append(found, ReadStatus.HIT, place)
+        if tier == self.backing_tier and place == self.front_tier:
+            found.clean = False  # it was corrupt in the backing tier: write it back again
             self._queue(found)
         return False
