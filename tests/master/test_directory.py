@@ -266,6 +266,9 @@ def test_placement_prefers_host_then_room_then_the_parent() -> None:
     placed = directory.place(ONE, [key("x")], ROOT, 100, HOST)
     assert placed.servers == ("near", "full", "far")
     assert directory.place(ONE, [key("x")], ROOT, 100, "host-b").servers[0] == "far"
+    for parent in ("far", "full"):  # the writer's host, then free memory, count more
+        directory.stored(parent, ONE, 0, 0, [key(parent)])
+        assert directory.place(ONE, [key("x")], key(parent), 100, HOST).servers[0] == "near"
 
 
 def test_a_chain_stays_with_its_parent_unless_that_server_is_worn() -> None:
