@@ -95,7 +95,7 @@ async def through_the_tier(
 async def bandwidth(path: Path) -> list[Row]:
     """Reads and writes of two block sizes."""
     tier = Nvme(_CAPACITY, path=path, queue_depth=_QUEUE_DEPTH)
-    mode = tier.describe()["mode"]
+    mode = tier.mode
     mapped = memoryview(mmap.mmap(-1, _BATCH * (2 << 20)))
     mapped[:] = os.urandom(1 << 20) * (len(mapped) >> 20)
     chance = random.Random(1)
@@ -124,7 +124,7 @@ async def bandwidth(path: Path) -> list[Row]:
 async def large_pages(path: Path) -> list[Row]:
     """The same bare reads into a memfd as it comes, and into what `Dram` makes of one."""
     tier = Nvme(_CAPACITY, path=path, queue_depth=_QUEUE_DEPTH)
-    mode = str(tier.describe()["mode"])
+    mode = tier.mode
     size = _BATCH * (2 << 20)
     fd = os.memfd_create("plain")
     os.ftruncate(fd, size)
@@ -153,21 +153,24 @@ async def large_pages(path: Path) -> list[Row]:
     return [Row(what, f"{scattered:.2f} GB/s", limit, scattered / large, "report", None)]
 
 
-async def recovery(path: Path, grain: int = 4096) -> list[Row]:
+async def recovery(path: Path, alignment: int = 4096) -> list[Row]:
     """A million extents, as dense as they can be; and the longest time that others had to wait."""
-    tier = Nvme(_EXTENTS * grain, path=path)
+    tier = Nvme(_EXTENTS * alignment, path=path)
     namespace = Namespace("bench")
     started = time.perf_counter()
     for first in range(0, _EXTENTS, _RECORDS_AT_ONCE):
         numbers = range(first, min(first + _RECORDS_AT_ONCE, _EXTENTS))
         digest = os.urandom(32)
         await tier.persist(
-            [Record(namespace, 0, digest, digest, n * grain, grain, n, n + 1) for n in numbers]
+            [
+                Record(namespace, 0, digest, digest, n * alignment, alignment, n, n + 1)
+                for n in numbers
+            ]
         )
     remembered = _EXTENTS / (time.perf_counter() - started)
     tier.close()
     before = resident_bytes()
-    tier = Nvme(_EXTENTS * grain, path=path)
+    tier = Nvme(_EXTENTS * alignment, path=path)
     lags: list[float] = []
     watcher = asyncio.ensure_future(_watch(lags))
     started = time.perf_counter()

@@ -31,13 +31,19 @@ _MADV_COLLAPSE: Final = 25  # Linux 6.1
 #: Bytes touched by one call: a few milliseconds, the longest time that `close` waits.
 _PREFAULT_STEP: Final = 16 << 20
 _NICE: Final = 10
-_FILLERS_MAX: Final = 16
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
 class HugePageMapping:
-    """`size` bytes of a file, shared, from its beginning; `memory` is a view of all of them."""
+    """`size` bytes of a file, shared, from its beginning; `memory` is a view of all of them.
+
+    The address is a multiple of a huge page, whatever the size.
+    """
 
     def __init__(
         self,
@@ -49,7 +55,7 @@ class HugePageMapping:
         collapse: bool = False,
         inherit: bool = True,
     ) -> None:
-        """Map `fd` (-1: anonymous memory). The caller keeps owning the descriptor.
+        """Map `fd` (-1: private anonymous memory). The caller keeps owning the descriptor.
 
         `size` is any number of bytes above 0. With `prefault` a thread of low priority touches
         every page; where the mapping is `writable`, that allocates the pages which the file does
@@ -57,13 +63,21 @@ class HugePageMapping:
         forked child does not have the mapping. Raises OSError when the memory cannot be mapped.
         """
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map = _map_aligned(fd, size, access)
+        # `mmap` in Python takes no address: reserve more than is needed, and map the file over the
+        # part that is aligned. Closing the reservation unmaps both.
+        self._map = _reserve(size, access)
+        reserved = np.frombuffer(self._map, np.uint8).ctypes.data
+        offset = -reserved % HUGE_PAGE
+        #: Where `memory` begins; a multiple of `HUGE_PAGE`.
+        self.address: int = reserved + offset
+        if fd >= 0:
+            _map_over(self.address, fd, size, access)
         if not inherit:
             self._map.madvise(mmap.MADV_DONTFORK)
         if collapse:
             with contextlib.suppress(OSError):  # kernels without huge pages for memfds
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = memoryview(self._map)
+        self.memory = memoryview(self._map)[offset : offset + size]
         self._populate = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
         self._collapse = collapse
         self._stop = threading.Event()
@@ -71,11 +85,6 @@ class HugePageMapping:
         if prefault:
             self._thread = threading.Thread(target=self._touch_pages, name="prefault", daemon=True)
             self._thread.start()
-
-    @property
-    def address(self) -> int:
-        """Where the mapping begins, in this process's memory."""
-        return _address(self._map)
 
     def wait_until_touched(self) -> None:
         """Return when the thread has touched every page, or has given up. For tests and timings."""
@@ -94,34 +103,24 @@ class HugePageMapping:
         with contextlib.suppress(OSError):  # of this thread only: requests go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         size = len(self.memory)
-        start = self.address
         for offset in range(0, size, _PREFAULT_STEP):
-            step = min(_PREFAULT_STEP, size - offset)
+            start, step = self.address + offset, min(_PREFAULT_STEP, size - offset)
             # Through ctypes, which releases the GIL; the mmap module's own `madvise` does not.
-            if self._stop.is_set() or _libc.madvise(start + offset, step, self._populate):
+            if self._stop.is_set() or _libc.madvise(start, step, self._populate):
                 return
             if self._collapse and step >= HUGE_PAGE:  # may fail, and then the pages stay small
-                _libc.madvise(start + offset, step, _MADV_COLLAPSE)
+                _libc.madvise(start, step, _MADV_COLLAPSE)
 
 
-def _map_aligned(fd: int, size: int, access: int) -> mmap.mmap:
-    """Map at a multiple of a huge page, if the mapping can contain one.
-
-    `mmap` in Python takes no address. But kernels fill the address space downwards, each mapping
-    just below the last one: so a filler of the bytes that are too many comes first. A filler may
-    also land in a hole elsewhere. Then it stays there, so that the next one does not, and another
-    is tried. When none helps, the address is not aligned, which costs speed only.
-    """
-    with contextlib.ExitStack() as fillers:
-        for _ in range(_FILLERS_MAX):
-            mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
-            excess = _address(mapped) % HUGE_PAGE
-            if not excess or size < HUGE_PAGE:
-                return mapped
-            mapped.close()
-            fillers.enter_context(mmap.mmap(-1, excess))
-        return mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+def _reserve(size: int, access: int) -> mmap.mmap:
+    """Anonymous memory that contains `size` bytes from a multiple of a huge page on."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return mmap.mmap(-1, size + HUGE_PAGE, flags=flags, prot=access)
 
 
-def _address(mapped: mmap.mmap) -> int:
-    return int(np.frombuffer(mapped, np.uint8).ctypes.data)
+def _map_over(address: int, fd: int, size: int, access: int) -> None:
+    """Replace memory that is reserved by a shared mapping of the file."""
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, size, access, flags, fd, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

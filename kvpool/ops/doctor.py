@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+import aiofiles
 import msgspec
 
 from kvpool import registry
@@ -39,7 +40,7 @@ class Finding(NamedTuple):
 
 async def examine(settings: Config) -> list[Finding]:
     """Look at this machine, the masters, the servers, and one real block on each transport."""
-    findings = [_python(), _loop(), _kernel(), _huge_pages(), *_transports(settings.client)]
+    findings = [_python(), _loop(), _kernel(), await _huge_pages(), *_transports(settings.client)]
     findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
     findings += [await _master(settings, address) for address in settings.client.masters]
     findings += await _pool(settings)
@@ -74,11 +75,11 @@ def _kernel_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _huge_pages() -> Finding:
+async def _huge_pages() -> Finding:
     path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
     try:
-        with open(path) as file:
-            mode = file.read().partition("[")[2].partition("]")[0]
+        async with aiofiles.open(path) as file:
+            mode = (await file.read()).partition("[")[2].partition("]")[0]
     except OSError:
         mode = "unknown"
     if mode in ("always", "advise", "within_size"):

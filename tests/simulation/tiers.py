@@ -18,7 +18,7 @@ from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
-from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_places
+from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
 from tests.simulation.memory import SimTier
 from tests.simulation.oracles import WatchedStore
 from tests.simulation.truth import BlockPart, GroundTruth
@@ -81,8 +81,8 @@ class DiskMemory:
         found = set()
         for region in self._geometry.regions():
             stop = region.position + region.size
-            places = used_places(memoryview(self.platter.memory)[region.position : stop])
-            found |= {region.offset + random_start * self.alignment for random_start in places}
+            slots = used_slots(memoryview(self.platter.memory)[region.position : stop])
+            found |= {region.offset + slot * self.alignment for slot in slots}
         return found
 
 

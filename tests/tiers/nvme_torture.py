@@ -39,7 +39,7 @@ from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.platter import DISK_FAULTS, Platter
 from tests.simulation.sandbox import sandbox
 
-GRAIN: Final = 4096
+ALIGNMENT: Final = 4096
 NAMESPACES: Final = [
     Namespace("one"),
     Namespace("two/parts", parts=2),
@@ -73,8 +73,8 @@ class HistoryReport:
 class Books:
     """What a server would know, and what may be true on the platter. Outlives the processes."""
 
-    def __init__(self, grains: int) -> None:
-        self.free = set(range(grains))
+    def __init__(self, units: int) -> None:
+        self.free = set(range(units))
         self.live: dict[int, Record] = {}  # offset -> remembered, and somebody was told so
         self.possible: set[Record] = set()  # may be on the platter: neither told, nor excluded
         self.gone: set[Record] = set()  # forgotten, as somebody was told; or not found any more
@@ -83,24 +83,24 @@ class Books:
         self.generation = 0
         self.blind = False  # a life did not see all headers, and may have written over extents
 
-    def grains(self, offset: int, size: int) -> range:
-        return range(offset // GRAIN, -(-(offset + size) // GRAIN))
+    def units(self, offset: int, size: int) -> range:
+        return range(offset // ALIGNMENT, -(-(offset + size) // ALIGNMENT))
 
     def take(self, size: int, rng: random.Random) -> int | None:
         """The offset of free grains in a row."""
-        count = -(-size // GRAIN)
+        count = -(-size // ALIGNMENT)
         fits = [g for g in sorted(self.free) if self.free.issuperset(range(g, g + count))]
         if not fits:
             return None
-        offset = rng.choice(fits) * GRAIN
-        self.free -= set(self.grains(offset, size))
+        offset = rng.choice(fits) * ALIGNMENT
+        self.free -= set(self.units(offset, size))
         return offset
 
     def unpinned(self) -> list[Record]:
         return [record for offset, record in self.live.items() if not self.pins[offset]]
 
     def give(self, record: Record) -> None:
-        self.free |= set(self.grains(record.offset, record.size))
+        self.free |= set(self.units(record.offset, record.size))
 
 
 class History:
@@ -111,13 +111,13 @@ class History:
         self.report = HistoryReport(seed)
         self.trace = trace
         self.loop = SimLoop(random.Random(f"{seed}/threads"), 0.001)  # type: ignore[abstract]
-        self.capacity = GRAIN * rng.choice([48, 100, 300])
-        self.geometry = Geometry(self.capacity, GRAIN)
-        size = Nvme.disk_size(self.capacity, GRAIN)
+        self.capacity = ALIGNMENT * rng.choice([48, 100, 300])
+        self.geometry = Geometry(self.capacity, ALIGNMENT)
+        size = Nvme.disk_size(self.capacity, ALIGNMENT)
         drawn = random.Random(f"{seed}/disk")
-        self.head = pack_superblock(GRAIN)
+        self.head = pack_superblock(ALIGNMENT)
         self.platter = Platter(self.loop, size, drawn, name="nvme0", head=self.head)
-        self.books = Books(self.capacity // GRAIN)
+        self.books = Books(self.capacity // ALIGNMENT)
         silent = rng.random() < 0.5
         faults = [fault for fault in DISK_FAULTS if silent or not fault.silent]
         self.faults = [fault for fault in faults if rng.random() < 0.4]
@@ -126,7 +126,7 @@ class History:
         self.process: Process
         self.processes: list[Process] = []  # the dead ones too: their tasks must not be collected
 
-    def status_text(self, event: str) -> None:
+    def note(self, event: str) -> None:
         if self.trace:
             print(f"{self.loop.now:.6f} {event}")
 
@@ -141,12 +141,12 @@ class History:
                 incident = asyncio.ensure_future(self.break_things(ended))
             await asyncio.sleep(self.rng.choice([0.02, 0.3, 3.0]) * self.rng.random() * 3)
             self.process.kill()
-            self.status_text("kill")
+            self.note("kill")
             if self.faults:
                 await incident
             if self.power_cuts and self.rng.random() < 0.5:
                 self.platter.power_cut()
-                self.status_text("power cut")
+                self.note("power cut")
 
     async def break_things(self, ended: asyncio.Future[None]) -> None:
         """One fault after the other, also while it recovers; often one outlives the process."""
@@ -154,7 +154,7 @@ class History:
             await asyncio.sleep(self.rng.expovariate(1 / self.rng.choice([0.01, 0.2])))
             if not ended.done():
                 fault = self.rng.choice(self.faults)
-                self.status_text(f"fault {fault.name}")
+                self.note(f"fault {fault.name}")
                 self.report.counts[fault.name] += 1
                 fault.begin(self.platter)
                 await asyncio.sleep(self.rng.expovariate(1 / self.rng.choice([0.01, 0.5])))
@@ -174,12 +174,12 @@ class History:
                 found = await tier.recover()
                 break
             except KvpoolError as error:
-                self.status_text(f"recover raised {error!r}")
+                self.note(f"recover raised {error!r}")
                 excuse = faulty or self.is_faulty() or self.platter.unreadable
                 if isinstance(error, Unavailable) and excuse:
                     self.report.counts["recover met a disk that failed"] += 1
                     await asyncio.sleep(0.1)
-                elif self.is_hit(0, 2 * GRAIN):
+                elif self.is_hit(0, 2 * ALIGNMENT):
                     self.report.counts["the superblock was destroyed"] += 1
                     # Somebody removes the file, as the error says.
                     self.platter.memory[:] = self.head.ljust(self.platter.size, b"\0")
@@ -199,7 +199,7 @@ class History:
     def compare(self, found: list[Record], tier: Nvme) -> None:
         """What was found again, with what may and must be."""
         books = self.books
-        books.blind |= bool(tier.describe().get("dropped_unreadable"))
+        books.blind |= bool(tier.dropped["unreadable"])
         self.report.counts["recovered"] += len(found)
         taken: set[int] = set()
         for record in found:
@@ -211,10 +211,10 @@ class History:
                 ):
                     return self.loop.fail(f"found {record}, which was forgotten")
                 books.ghosts.add(record)
-            grains = set(books.grains(record.offset, record.size))
-            if taken & grains:
+            units = set(books.units(record.offset, record.size))
+            if taken & units:
                 return self.loop.fail(f"found {record}, which overlaps another")
-            taken |= grains
+            taken |= units
         for record in set(books.live.values()) - set(found):
             if not (self.is_header_hit(record) or self.is_hit(0, self.head_size) or books.blind):
                 return self.loop.fail(f"lost {record}, which was remembered")
@@ -225,7 +225,7 @@ class History:
         self.report.counts["ghosts"] += len(books.ghosts)
         books.live = {record.offset: record for record in found}
         books.pins.clear()
-        books.free = set(range(self.capacity // GRAIN)) - taken
+        books.free = set(range(self.capacity // ALIGNMENT)) - taken
 
     def is_header_hit(self, record: Record) -> bool:
         at = self.geometry.header(record.offset)
@@ -276,7 +276,8 @@ class History:
 
     def draw(self) -> Record | None:
         rng, books = self.rng, self.books
-        size = rng.choice([100, GRAIN, GRAIN, 5000, 2 * GRAIN, 8 * GRAIN, rng.randint(1, 70000)])
+        units = (ALIGNMENT, ALIGNMENT, 5000, 2 * ALIGNMENT, 8 * ALIGNMENT)
+        size = rng.choice([100, *units, rng.randint(1, 70000)])
         offset = books.take(size, rng)
         if offset is None:
             return None
@@ -303,13 +304,13 @@ class History:
                 if record not in written:
                     books.give(record)
         books.possible.update(written)
-        self.status_text(f"remember {[record.offset for record in written]}")
-        skipped = tier.describe()["not_remembered"]
+        self.note(f"remember {[record.offset for record in written]}")
+        skipped = tier.not_persisted
         await tier.persist(written)
-        if tier.describe()["not_remembered"] != skipped:  # the table is full: who knows which
+        if tier.not_persisted != skipped:  # the table is full: who knows which
             self.report.counts["no room for a namespace"] += 1
             return
-        self.status_text(f"remembered {[record.offset for record in written]}")
+        self.note(f"remembered {[record.offset for record in written]}")
         for record in written:
             books.possible.discard(record)
             books.live[record.offset] = record
@@ -329,10 +330,10 @@ class History:
         for record in records:
             del books.live[record.offset]
         books.possible.update(records)
-        self.status_text(f"forget {[record.offset for record in records]}")
+        self.note(f"forget {[record.offset for record in records]}")
         # When this fails their extents rest until the next life: nobody knows what is there.
         await tier.erase([record.offset for record in records])
-        self.status_text(f"forgotten {[record.offset for record in records]}")
+        self.note(f"forgotten {[record.offset for record in records]}")
         for record in records:
             books.possible.discard(record)
             books.gone.add(record)
@@ -355,15 +356,15 @@ class History:
 def small_format(rng: random.Random) -> Iterator[None]:
     """Groups so small that extents reach over them, and namespaces that must be reused."""
     before = nvme_format.GROUP_SIZE, nvme_format.NAMESPACES
-    nvme_format.GROUP_SIZE = GRAIN * rng.choice([8, 32])
+    nvme_format.GROUP_SIZE = ALIGNMENT * rng.choice([8, 32])
     nvme_format.NAMESPACES = nvme.NAMESPACES = rng.choice([3, 4, 10])
-    nvme_format._HEAD_SIZE = 2 * GRAIN + nvme_format.NAMESPACES * GRAIN
+    nvme_format._HEAD_SIZE = 2 * ALIGNMENT + nvme_format.NAMESPACES * ALIGNMENT
     try:
         yield
     finally:
         nvme_format.GROUP_SIZE, nvme_format.NAMESPACES = before
         nvme.NAMESPACES = before[1]
-        nvme_format._HEAD_SIZE = 2 * GRAIN + before[1] * GRAIN
+        nvme_format._HEAD_SIZE = 2 * ALIGNMENT + before[1] * ALIGNMENT
 
 
 def play(seed: int, *, trace: bool = False) -> HistoryReport:

@@ -45,7 +45,7 @@ def mapped(fd: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("size", [2 * MIB, 3 * MIB, 8 * MIB + 4096, 64 * MIB])
+@pytest.mark.parametrize("size", [1, 4096, 2 * MIB, 3 * MIB, 8 * MIB + 4096, 64 * MIB])
 def test_a_mapping_begins_at_a_multiple_of_a_huge_page(fd: int, size: int) -> None:
     os.ftruncate(fd, size)
     with mmap.mmap(-1, 12288):  # the kernel's next address is not aligned by itself

@@ -110,7 +110,9 @@ def path(tmp_path: Path) -> Path:
 )
 def test_a_file_of_somebody_else_is_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"{path}: is not empty and no file of an NVMe tier"):
+    with pytest.raises(
+        ConfigError, match=rf"{path}: is not empty and is not the file of an NVMe tier"
+    ):
         Nvme(CAPACITY, path=path)
     assert path.read_bytes() == content
 
@@ -120,7 +122,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         Nvme(CAPACITY, path=tmp_path)
     with pytest.raises(ConfigError, match="its directory does not exist"):
         Nvme(CAPACITY, path=tmp_path / "nowhere" / "tier")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         Nvme(CAPACITY, path="/dev/null")
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
@@ -212,7 +214,7 @@ async def test_a_damaged_superblock_is_mended(path: Path) -> None:
             assert await tier.recover() == [record(0)]
     with path.open("r+b") as file:
         os.pwrite(file.fileno(), bytes(2 * PAGE), 0)
-    with pytest.raises(ConfigError, match="no file of an NVMe tier"):
+    with pytest.raises(ConfigError, match="not the file of an NVMe tier"):
         Nvme(CAPACITY, path=path)
 
 
@@ -244,7 +246,7 @@ async def test_it_grows_and_shrinks_with_its_capacity(path: Path) -> None:
         assert await is_intact(tier, inside)
     with tier_at(path, GROUP_SIZE) as tier:
         assert await tier.recover() == [inside]
-        assert tier.describe()["dropped_beyond"] == 1
+        assert tier.dropped["beyond"] == 1
         assert os.stat(path).st_size == Nvme.disk_size(GROUP_SIZE)
     with tier_at(path, large) as tier:
         assert await tier.recover() == [inside]
@@ -293,23 +295,26 @@ def test_where_the_page_cache_cannot_be_passed_by_it_is_used(
 
     monkeypatch.setattr(os, "open", refuse)
     with tier_at(path) as tier:
-        assert tier.describe()["mode"] == "buffered"
+        assert tier.status_text == f"{path}, buffered"
         one = record(0, 12345)
         asyncio.run(write(tier, one))
         assert asyncio.run(is_intact(tier, one))
     monkeypatch.undo()
     with tier_at(path, direct=False) as tier:
-        assert tier.describe()["mode"] == "buffered"
+        assert tier.status_text == f"{path}, buffered"
         assert asyncio.run(tier.recover()) == [one]
 
 
-async def test_it_tells_how_it_is(path: Path) -> None:
+async def test_its_status_has_what_it_could_not_keep(path: Path) -> None:
     with tier_at(path) as tier:
         await write(tier, record(0), record(PAGE))
+        plain = tier.status_text
+        position = Geometry(tier.capacity, PAGE).header(0)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff", position)
     with tier_at(path) as tier:
-        await tier.recover()
-        told = tier.describe()
-    assert (told["path"], told["queue_depth"], told["recovered"]) == (str(path), 16, 2)
+        assert await tier.recover() == [record(PAGE)]
+        assert tier.status_text == f"{plain}, 1 damaged headers dropped"
 
 
 async def test_a_buffer_that_is_none_fails_its_own_call_only(path: Path) -> None:
@@ -379,7 +384,7 @@ async def test_headers_that_cannot_be_read_are_lost_and_the_others_found() -> No
     disk.reads_fail = range(bad, bad + 1)
     tier = Nvme(capacity, path="memory", disk=disk)
     assert await tier.recover() == [records[0], records[2]]
-    assert tier.describe()["dropped_unreadable"] == 1
+    assert tier.dropped["unreadable"] == 1
     disk.reads_fail = range(disk.size)
     with pytest.raises(Unavailable, match="EIO"):
         await Nvme(capacity, path="memory", disk=disk).recover()
@@ -541,17 +546,17 @@ async def test_more_namespaces_than_fit_are_served_and_not_remembered(path: Path
             record(n * PAGE, 100, n + 1, Namespace(f"model/{n}")) for n in range(NAMESPACES + 3)
         ]
         await tier.persist(records)
-        assert tier.describe()["not_remembered"] == 3
+        assert tier.not_persisted == 3
         await tier.erase([records[5].offset])
         await tier.persist(records[-1:])
         await tier.persist(records[-2:-1])
-        assert tier.describe()["not_remembered"] == 4
+        assert tier.not_persisted == 4
     wanted = {*records[:5], *records[6:NAMESPACES], records[-1]}
     with tier_at(path, capacity) as tier:
         assert set(await tier.recover()) == wanted
         await tier.persist([record(0, 100, 5000, Namespace("a new one"))])
         await tier.persist(records[-2:-1])
-        assert tier.describe()["not_remembered"] == 2
+        assert tier.not_persisted == 2
         await tier.erase([0, PAGE])
         await tier.persist(records[-2:-1])
     with tier_at(path, capacity) as tier:
@@ -567,10 +572,10 @@ async def test_a_namespace_that_is_being_replaced_is_not_referred_to() -> None:
     await tier.persist(records[:NAMESPACES])
     await tier.erase([0])
     await asyncio.gather(tier.persist(records[-1:]), tier.persist(records[:1]))
-    assert tier.describe()["not_remembered"] == 1
+    assert tier.not_persisted == 1
     tier = Nvme(capacity, path="memory", disk=disk)
     assert await tier.recover() == records[1:]
-    assert "dropped_unnamed" not in tier.describe()
+    assert not tier.dropped["unnamed"]
 
 
 async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
@@ -588,7 +593,7 @@ async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
     other_disk.bytes[name : name + PAGE] = page
     tier = Nvme(CAPACITY, path="memory", disk=other_disk)
     assert await tier.recover() == []
-    assert tier.describe()["dropped_unnamed"] == 1
+    assert tier.dropped["unnamed"] == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -610,9 +615,7 @@ async def test_flipped_bits_are_dropped_or_do_not_matter(seed: int) -> None:
         tier = Nvme(capacity, path="memory", disk=disk)
         found = set(await tier.recover())
         assert found <= records
-        told = tier.describe()
-        dropped = sum(int(told[name]) for name in told if name.startswith("dropped_"))
-        assert len(found) + dropped == len(records)
+        assert len(found) + tier.dropped.total() == len(records)
         again = Nvme(capacity, path="memory", disk=disk)
         assert set(await again.recover()) == found
         for one in found:
@@ -634,10 +637,10 @@ async def test_any_history_is_recovered_as_it_was(seed: int) -> None:
         for _ in range(20):
             batch: dict[int, Record] = {}
             for _ in range(chance.randint(1, 8)):
-                grains = chance.choice((1, 1, 2, 5, 33))
-                offset = chance.randrange(300 - grains) * PAGE
-                size = grains * PAGE - chance.choice((0, 0, 1, 4000))
-                end = offset + grains * PAGE
+                units = chance.choice((1, 1, 2, 5, 33))
+                offset = chance.randrange(300 - units) * PAGE
+                size = units * PAGE - chance.choice((0, 0, 1, 4000))
+                end = offset + units * PAGE
                 if any(r.offset < end and offset < r.offset + r.size for r in batch.values()):
                     continue
                 generation += 1

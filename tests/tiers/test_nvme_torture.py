@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool_tiers.nvme import tier as nvme
-from kvpool_tiers.nvme.format import Found
+from kvpool_tiers.nvme.format import ValidHeader
 from kvpool_tiers.nvme.tier import Nvme
 from tests.tiers.nvme_torture import play
 
@@ -39,7 +39,7 @@ async def remembers_later(self: Nvme, records: Any) -> None:
 
 def recalls_older(header: Any, *arguments: Any) -> Any:
     found = unpack_header(header, *arguments)
-    if isinstance(found, Found):
+    if isinstance(found, ValidHeader):
         older = found.record._replace(generation=found.record.generation - 1)
         return found._replace(record=older)
     return found

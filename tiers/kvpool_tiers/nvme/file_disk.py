@@ -1,15 +1,15 @@
-"""One file as a disk: positions, whole reads and writes, and nothing of what they mean.
+"""One file as a disk: reads and writes at positions, without any idea of what the bytes mean.
 
-`Disk` is the seam below the NVMe tier. What lies above it, the whole format, never sees a file, a
-thread or an OSError, so the same code runs over a simulated disk that tears, rots, fills and
-hangs. `FileDisk` is the real one: a preallocated file that belongs to one process, read and
-written past the page cache (O_DIRECT) where the file system allows it.
+`Disk` is the contract below the NVMe tier. The tier and its format never see a file, a thread or an
+OSError, so the same code runs over a simulated disk that tears, rots, fills and hangs. `FileDisk`
+is the real one: a preallocated file that belongs to one process, read and written past the page
+cache (O_DIRECT) where the file system allows it. (design: disks)
 
 Two descriptors share the file. Whole pages go through the direct one, straight from or to the
 caller's memory if that is aligned, else through a few aligned buffers. Anything smaller goes
-through the page cache, which is what makes writing 128 bytes cheap. The kernel keeps the two
-coherent as long as no page is written both ways at once; the tier above takes care of that. The
-file is never mapped: a disk that dies under a mapping kills the process (SIGBUS).
+through the page cache, which makes writing 128 bytes cheap. The kernel keeps the two coherent as
+long as no page is written both ways at once; the tier above takes care of that. The file is never
+mapped: a disk that dies under a mapping kills the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -25,38 +25,34 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import numpy as np
-from aiofiles.os import wrap
 
 from kvpool.errors import Closed, ConfigError, Unavailable
 
 #: The unit of direct I/O: memory, offset and size are multiples of it.
 PAGE: Final = 4096
-#: Small calls made together are one piece of work for a thread, up to so many bytes and calls:
-#: handing them over costs more than reading a small block.
-_SHARE_BYTES: Final = 256 << 10
-_SHARE_CALLS: Final = 16
-#: Large reads are several, which different threads take: then they end one after the other, instead
-#: of all at the same late moment, and devices are faster. Nobody waits for a write, and its pieces
-#: would only take the interpreter away from readers.
+#: Small calls made together are one batch for a thread, up to so many bytes and calls: submitting a
+#: call to a thread costs more than reading a small block.
+_BATCH_BYTES: Final = 256 << 10
+_BATCH_CALLS: Final = 16
+#: Large reads are split into pieces, which different threads take: so reads side by side end one
+#: after the other, instead of all at the same late moment, and devices are faster. Writes stay
+#: whole: no reader waits for them, and more pieces would take the GIL from readers more often.
 _PIECE_BYTES: Final = 512 << 10
-#: One per thread, made when a caller's memory is not aligned.
+#: One buffer per thread, made when a caller's memory is not aligned.
 _BOUNCE_BYTES: Final = 1 << 20
-
-T = TypeVar("T")
 
 
 class Disk(Protocol):
     """One file or device; positions are bytes. Any number of calls at once, never short.
 
     A call that has ended, cancelled or not, touches neither its buffer nor the medium any more. So
-    on a disk that is stuck a call does not end, not even by being cancelled. Calls at the same
-    time are in no order. After `close` calls raise Closed.
+    on a stuck disk a call does not end, not even when it is cancelled. Calls at the same time are
+    in no order. After `close` calls raise Closed.
     """
 
     @property
@@ -68,13 +64,13 @@ class Disk(Protocol):
         """`O_DIRECT` or `buffered`."""
 
     async def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`. Raises Unavailable, which says what the disk said (EIO)."""
+        """Fill `buffer`. Raises Unavailable with the name of the disk's error (EIO)."""
 
     async def write(self, offset: int, buffer: memoryview) -> None:
         """Store all of `buffer`. Raises Unavailable (ENOSPC, EIO): then any of it may be there."""
 
     def close(self) -> None:
-        """Take no more calls. Idempotent; never waits, not for a stuck disk either."""
+        """Take no more calls. Idempotent; never waits, not even for a stuck disk."""
 
 
 class FileDisk:
@@ -92,10 +88,10 @@ class FileDisk:
     ) -> None:
         """Open `path`, or make it: its directory must exist. It has `size` bytes from now on.
 
-        A new or empty file begins with `head`. What any other begins with (as many bytes, or all
-        it has) is shown to `accept`, which raises ConfigError if that is no file of ours: until
-        then nothing is changed. A larger file is cut, a smaller one grows. `queue_depth` is how
-        many threads read and write. Raises ConfigError, which names the path and what to do.
+        A new or empty file begins with `head`. Of any other, `accept` gets the first bytes (as
+        many, or all it has) and raises ConfigError if the file is not ours: until then nothing is
+        changed. A larger file is cut, a smaller one grows. `queue_depth` threads read and write.
+        Raises ConfigError, which names the path and what to do.
         """
         if queue_depth < 1:
             raise ConfigError(f"queue_depth is {queue_depth}, expected at least 1")
@@ -109,7 +105,7 @@ class FileDisk:
                 _claim(self._fd, self.path, head, accept)
                 _resize(self._fd, self.path, size)
             except ConfigError:
-                if empty:  # nothing was in it, and so it is no trace of a capacity too large
+                if empty:  # it was empty: leave no trace of a capacity that is too large
                     os.unlink(self.path)
                 raise
         except BaseException:
@@ -117,159 +113,155 @@ class FileDisk:
             raise
         self._direct = _open_direct(self._fd) if direct else -1
         self.mode = "O_DIRECT" if self._direct >= 0 else "buffered"
-        self._threads = _Threads(queue_depth)
+        self._threads = _DaemonThreads(queue_depth)
         self._queue_depth = queue_depth
-        self._work_in_thread = wrap(self._work)
-        self._bounces = threading.local()
-        self._waiting: list[_Job] = []
-        self._shares: set[_Share] = set()
-        self._crossings: set[asyncio.Future[None]] = set()
+        self._bounce_buffers = threading.local()
+        self._waiting: list[_IoRequest] = []
+        self._batches: set[_WorkBatch] = set()
         self._closed = False
-        self._guard = threading.Lock()  # of what follows
-        self._pieces: deque[tuple[_Share, int]] = deque()
-        self._working = 0  # threads that do so, or look for more
-        self._begun = 0  # shares that threads have begun and are not through with
+        self._guard = threading.Lock()  # guards what follows: the loop and all threads use it
+        self._pieces: deque[tuple[_WorkBatch, int]] = deque()
+        self._active_threads = 0  # threads that perform a piece, or look for the next
+        self._batches_begun = 0  # batches that threads have begun and not ended
 
     def __repr__(self) -> str:
         return f"<FileDisk {self.path}, {self.size} bytes, {self.mode}>"
 
     async def read(self, offset: int, buffer: memoryview) -> None:
-        await self._call(_Job(self._read, offset, buffer, _PIECE_BYTES))
+        await self._call(_IoRequest(self._read, offset, buffer, _PIECE_BYTES))
 
     async def write(self, offset: int, buffer: memoryview) -> None:
-        await self._call(_Job(self._write, offset, buffer, len(buffer)))
+        await self._call(_IoRequest(self._write, offset, buffer, len(buffer)))
 
     def close(self) -> None:
         """Calls that no thread has begun end with Closed; the others keep the file until they end.
 
-        The threads are daemons: one that a dead disk never gives back keeps nobody from exiting.
+        The threads are daemons: one that is stuck in a dead disk does not keep the process alive.
         """
         if self._closed:
             return
         self._closed = True
         waiting, self._waiting = self._waiting, []
-        for job in (*waiting, *(job for share in self._shares for job in share.jobs)):
-            if job.claim(_Owner.LOOP):
-                job.error = Closed("the disk is closed")
-                job.end()
+        waiting += [request for batch in self._batches for request in batch.requests]
+        for request in waiting:
+            if request.try_own(_Owner.LOOP):
+                request.error = Closed("the disk is closed")
+                request.finish()
         self._threads.close()
         with self._guard:
             self._close_files()
 
     # --- from the loop to a thread and back ----------------------------------------------
 
-    async def _call(self, job: _Job) -> None:
-        """One read or write. When it has ended, however, no thread looks at its buffer."""
+    async def _call(self, request: _IoRequest) -> None:
+        """One read or write. When it has ended, in whatever way, no thread touches its buffer."""
         if self._closed:
             raise Closed("the disk is closed")
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._dispatch)
-        self._waiting.append(job)
+        self._waiting.append(request)
         try:
-            await job.done
+            await request.done
         except asyncio.CancelledError:
-            if not job.claim(_Owner.LOOP):
-                await job.ended()
+            if not request.try_own(_Owner.LOOP):  # a thread has it, and may be in its buffer
+                await request.wait_finished()
             raise
         finally:
-            job.buffer = _NOTHING
-        if job.error is not None:
-            raise job.error
+            request.buffer = _NO_BYTES
+        if request.error is not None:
+            raise request.error
 
     def _dispatch(self) -> None:
-        """All calls of this turn of the loop: small ones together, large reads in pieces."""
+        """Submit all calls of this turn of the loop: small ones together, large reads in pieces."""
         waiting, self._waiting = self._waiting, []
-        shares: list[_Share] = []
-        jobs: list[_Job] = []
+        batches: list[_WorkBatch] = []
+        requests: list[_IoRequest] = []
         size = 0
-        for job in waiting:
-            if job.owner is not None:  # cancelled meanwhile
+        for request in waiting:
+            if request.owner is not None:  # cancelled meanwhile
                 continue
-            jobs.append(job)
-            size += len(job.buffer)
-            if size >= _SHARE_BYTES or len(jobs) >= _SHARE_CALLS:
-                shares.append(_Share(jobs))
-                jobs, size = [], 0
-        if jobs:
-            shares.append(_Share(jobs))
-        if shares:
-            self._shares.update(shares)
-            self._cross([(share, number) for share in shares for number in range(share.left)])
+            requests.append(request)
+            size += len(request.buffer)
+            if size >= _BATCH_BYTES or len(requests) >= _BATCH_CALLS:
+                batches.append(_WorkBatch(requests))
+                requests, size = [], 0
+        if requests:
+            batches.append(_WorkBatch(requests))
+        if batches:
+            self._batches.update(batches)
+            self._submit([(batch, n) for batch in batches for n in range(batch.pieces_left)])
 
-    def _cross(self, pieces: list[tuple[_Share, int]]) -> None:
-        """Threads that are at work take them when they are through; the others are woken."""
+    def _submit(self, pieces: list[tuple[_WorkBatch, int]]) -> None:
+        """Active threads take the pieces when they have done theirs; only idle ones are woken."""
         with self._guard:
             self._pieces.extend(pieces)
-            count = min(len(pieces), self._queue_depth - self._working)
-        if count > 0:
-            crossing = asyncio.ensure_future(self._work_in_thread(executor=self._threads))
-            self._crossings.add(crossing)
-            crossing.add_done_callback(self._crossings.discard)
-            for _ in range(count - 1):
-                self._threads.submit(self._work)
+            count = min(len(pieces), self._queue_depth - self._active_threads)
+        for _ in range(count):
+            self._threads.submit(self._work)
 
     def _work(self) -> None:
         """In a thread: one piece after the other, until there is none.
 
-        Who stops has seen that nothing is left, under the guard under which more would be added.
+        A thread that stops has seen, under the guard, that no piece is left; pieces are added under
+        the same guard, so none is left behind.
         """
         with self._guard:
-            self._working += 1
+            self._active_threads += 1
         while (piece := self._next()) is not None:
-            share, number = piece
-            for job in share.jobs:
-                if job.claim(_Owner.THREADS):
-                    self._perform(job, number)
-            self._through(share)
-            del share, job, piece  # while it waits for the next, it keeps nothing alive
+            batch, number = piece
+            for request in batch.requests:
+                if request.try_own(_Owner.THREADS):
+                    self._perform(request, number)
+            self._piece_done(batch)
+            del batch, request, piece  # a thread that waits must not keep a buffer alive
 
-    def _next(self) -> tuple[_Share, int] | None:
+    def _next(self) -> tuple[_WorkBatch, int] | None:
         with self._guard:
             if not self._pieces:
-                self._working -= 1
+                self._active_threads -= 1
                 return None
-            share, number = self._pieces.popleft()
-            self._begun += not number
-            return share, number
+            batch, number = self._pieces.popleft()
+            self._batches_begun += not number
+            return batch, number
 
-    def _through(self, share: _Share) -> None:
-        """One more piece is: when it was the last one, whoever waits hears of it."""
+    def _piece_done(self, batch: _WorkBatch) -> None:
+        """With the last piece of the batch, end its calls in their loop."""
         with self._guard:
-            share.left -= 1
-            if share.left:
+            batch.pieces_left -= 1
+            if batch.pieces_left:
                 return
-            self._begun -= 1
+            self._batches_begun -= 1
             self._close_files()
-        # Not left to a task that waits for this thread: when a loop shuts down, it cancels its
-        # tasks, and whoever waits for a buffer must still hear when we are through with it.
-        with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
-            share.loop.call_soon_threadsafe(self._finish, share)
+        # Through a callback, not a future that the loop waits for: a loop that shuts down cancels
+        # its tasks, and a cancelled call must still learn when its buffer is free.
+        with contextlib.suppress(RuntimeError):  # that loop is closed: no call waits
+            batch.loop.call_soon_threadsafe(self._end_batch, batch)
 
-    def _perform(self, job: _Job, number: int) -> None:
-        """One piece of this job, if it has so many, unless another one has failed."""
-        start = number * job.piece_size
-        if number >= job.pieces or job.error is not None:
+    def _perform(self, request: _IoRequest, number: int) -> None:
+        """Piece `number` of this call, if it has so many, unless another piece has failed."""
+        start = number * request.piece_size
+        if number >= request.pieces or request.error is not None:
             return
-        piece = job.buffer[start : start + job.piece_size]
+        piece = request.buffer[start : start + request.piece_size]
         try:
-            job.perform(job.offset + start, piece)
+            request.transfer(request.offset + start, piece)
         except OSError as error:
-            job.error = Unavailable(f"{self.path}: {_said(error)}")
-        except Exception as error:  # this buffer is none; the other calls can go on
-            job.error = error
+            request.error = Unavailable(f"{self.path}: {_error_text(error)}")
+        except Exception as error:  # the buffer is not usable; the batch's other calls go on
+            request.error = error
 
-    def _finish(self, share: _Share) -> None:
-        self._shares.discard(share)
-        for job in share.jobs:
-            job.end()
+    def _end_batch(self, batch: _WorkBatch) -> None:
+        self._batches.discard(batch)
+        for request in batch.requests:
+            request.finish()
 
     def _close_files(self) -> None:
-        """After `close`, when no thread is at work on them; under the guard.
+        """After `close`, when no thread uses the descriptors any more; under the guard.
 
-        Not before: a descriptor that is closed may be another file's a moment later. Once closed,
-        nobody uses them: `close` has claimed every call that no thread had begun.
+        Not before: the number of a closed descriptor may be another file's a moment later. After
+        that no thread uses them: `close` has ended every call that no thread had begun.
         """
-        if self._closed and not self._begun:
+        if self._closed and not self._batches_begun:
             for fd in (self._fd, self._direct):
                 if fd >= 0:
                     os.close(fd)
@@ -290,7 +282,7 @@ class FileDisk:
                     break
                 _copy(bounce[:got], buffer[count : count + got])
                 count += got
-        if count < size:  # somebody has cut it
+        if count < size:  # another process has truncated the file
             raise OSError(errno.EIO, f"the file ends at {offset + count}")
 
     def _write(self, offset: int, buffer: memoryview) -> None:
@@ -307,46 +299,53 @@ class FileDisk:
 
     def _bounce(self, size: int) -> memoryview:
         """This thread's own aligned memory: whole pages for `size` bytes, or as many as it has."""
-        memory: memoryview | None = getattr(self._bounces, "memory", None)
+        memory: memoryview | None = getattr(self._bounce_buffers, "memory", None)
         if memory is None:
-            memory = self._bounces.memory = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+            memory = self._bounce_buffers.memory = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
         return memory[: min(-(-size // PAGE) * PAGE, _BOUNCE_BYTES)]
 
 
-_NOTHING: Final = memoryview(b"")
+_NO_BYTES: Final = memoryview(b"")
 
 
 class _Owner(enum.Enum):
-    """Who has a job: threads, which perform it, or the loop, and then nobody does."""
+    """Who may end a call: threads, which perform it, or the loop, and then it is not performed."""
 
     THREADS = "threads"
     LOOP = "loop"
 
 
-class _Job:
-    """One call."""
+class _IoRequest:
+    """One read or write, and who owns it.
+
+    | owner   | set by                                    | ends with                          |
+    |---------|-------------------------------------------|------------------------------------|
+    | none    |                                           | an owner                           |
+    | THREADS | the first thread that takes a piece of it | `finish`, after its last piece     |
+    | LOOP    | its cancellation, or `close`, before that | at once; no thread touches it      |
+    """
 
     __slots__ = (
         "_claiming",
-        "_over",
+        "_finished",
         "buffer",
         "done",
         "error",
         "offset",
         "owner",
-        "perform",
         "piece_size",
         "pieces",
+        "transfer",
     )
 
     def __init__(
         self,
-        perform: Callable[[int, memoryview], None],
+        transfer: Callable[[int, memoryview], None],
         offset: int,
         buffer: memoryview,
         piece_size: int,
     ) -> None:
-        self.perform = perform
+        self.transfer = transfer
         self.piece_size = piece_size
         self.pieces = -(-len(buffer) // piece_size) if len(buffer) > piece_size else 1
         self.offset = offset
@@ -355,80 +354,75 @@ class _Job:
         self.error: Exception | None = None
         self.owner: _Owner | None = None
         self._claiming = threading.Lock()
-        self._over = False
+        self._finished = False
 
-    def claim(self, owner: _Owner) -> bool:
-        """True for the first who asks, from then on."""
+    def try_own(self, owner: _Owner) -> bool:
+        """Become the owner, if there is none. Whether `owner` is the owner now."""
         with self._claiming:
             if self.owner is None:
                 self.owner = owner
             return self.owner is owner
 
-    def end(self) -> None:
-        """In the loop, when no thread looks at the buffer any more."""
-        self._over = True
+    def finish(self) -> None:
+        """In the loop, when no thread touches the buffer any more."""
+        self._finished = True
         if not self.done.done():
             self.done.set_result(None)
 
-    async def ended(self) -> None:
-        """Wait for that, however often whoever waits is cancelled."""
-        while not self._over:
+    async def wait_finished(self) -> None:
+        """Wait for `finish`, however often the waiting task is cancelled."""
+        while not self._finished:
             self.done = self.done.get_loop().create_future()
             with contextlib.suppress(asyncio.CancelledError):
                 await self.done
 
 
-class _Share:
-    """Jobs that go to threads together: one piece of work, or several, where they are large."""
+class _WorkBatch:
+    """Calls that go to threads together; as many pieces as the largest of them has."""
 
-    __slots__ = ("jobs", "left", "loop")
+    __slots__ = ("loop", "pieces_left", "requests")
 
-    def __init__(self, jobs: list[_Job]) -> None:
+    def __init__(self, requests: list[_IoRequest]) -> None:
         self.loop = asyncio.get_running_loop()
-        self.jobs = jobs
-        self.left = max(job.pieces for job in jobs)  # pieces of work that are not through
+        self.requests = requests
+        self.pieces_left = max(request.pieces for request in requests)
 
 
-class _Threads(Executor):
-    """Daemon threads that do whatever was submitted, also if nobody waits for it any more.
+class _DaemonThreads:
+    """Up to `count` daemon threads, started as they are needed, that run what is submitted.
 
-    ThreadPoolExecutor joins its threads when the interpreter exits: with a stuck disk, never.
+    Not a ThreadPoolExecutor: that joins its threads when the interpreter exits, with a stuck disk
+    never.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._started = 0
-        self._queue: SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
-    def submit(self, task: Callable[[], T], /) -> Future[T]:  # type: ignore[override]
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self._queue.put((future, task))  # type: ignore[arg-type]
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run this in a thread. It must not raise."""
+        self._queue.put(work)
         if self._started < self._count:
             self._started += 1
-            threading.Thread(target=self._work, name="kvpool-disk", daemon=True).start()
-        return future
+            threading.Thread(target=self._run, name="kvpool-disk", daemon=True).start()
 
     def close(self) -> None:
         """End each thread when it has done what was submitted before."""
         for _ in range(self._started):
             self._queue.put(None)
 
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, task = item
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-            del item, future, task  # while it waits for the next, it keeps nothing alive
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # a thread that waits must not keep the disk alive
 
 
 # --- one system call after the other --------------------------------------------------------
 
 
 def _read(fd: int, offset: int, buffer: memoryview) -> int:
-    """Fill the buffer, as far as the file goes; how many bytes that were."""
+    """Fill the buffer, as far as the file goes. Returns the number of bytes read."""
     count = 0
     while count < len(buffer) and (step := os.preadv(fd, [buffer[count:]], offset + count)):
         count += step
@@ -454,7 +448,7 @@ def _is_aligned(buffer: memoryview) -> bool:
     return address % PAGE == 0
 
 
-def _said(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     """`EIO: Input/output error`."""
     return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror or error}"
 
@@ -463,23 +457,23 @@ def _said(error: OSError) -> str:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a regular file, which is made where there is none."""
+    """A descriptor of a regular file, which is created where there is none."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory, expected a file") from None
     except FileNotFoundError:
-        raise ConfigError(f"{path} cannot be made: its directory does not exist") from None
+        raise ConfigError(f"{path} cannot be created: its directory does not exist") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be opened for writing: {_said(error)}") from None
+        raise ConfigError(f"{path} cannot be opened for writing: {_error_text(error)}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ConfigError(f"{path} is no regular file: a tier needs a file of its own")
+        raise ConfigError(f"{path} is not a regular file: a tier needs a file of its own")
     return fd
 
 
 def _lock(fd: int, path: Path) -> None:
-    """For this open file alone; the kernel lets go of it when the process dies, however."""
+    """Lock this open file; the kernel unlocks it when the process ends, in whatever way."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ours, named = os.fstat(fd), os.stat(path)
@@ -488,13 +482,13 @@ def _lock(fd: int, path: Path) -> None:
             f"{path} is in use by {_owner(fd)}: each server needs a file of its own"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be locked: {_said(error)}") from None
+        raise ConfigError(f"{path} cannot be locked: {_error_text(error)}") from None
     if (ours.st_dev, ours.st_ino) != (named.st_dev, named.st_ino):
         raise ConfigError(f"{path} was replaced while it was opened")
 
 
 def _owner(fd: int) -> str:
-    """Who has the lock, as far as the kernel tells."""
+    """The process that has the lock, if the kernel shows it."""
     status = os.fstat(fd)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with contextlib.suppress(OSError), open("/proc/locks") as locks:
@@ -506,7 +500,7 @@ def _owner(fd: int) -> str:
 
 
 def _claim(fd: int, path: Path, head: bytes, accept: Callable[[bytes], object]) -> None:
-    """Mark an empty file as ours, on the disk, before it grows; look at any other."""
+    """Write our mark into an empty file, to the disk, before it grows; check any other file."""
     try:
         if os.fstat(fd).st_size:
             accept(os.pread(fd, len(head), 0))
@@ -516,13 +510,13 @@ def _claim(fd: int, path: Path, head: bytes, accept: Callable[[bytes], object]) 
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be used: {_said(error)}") from None
+        raise ConfigError(f"{path} cannot be used: {_error_text(error)}") from None
 
 
 def _resize(fd: int, path: Path, size: int) -> None:
-    """Exactly `size` bytes, all of them set aside: no other file can take them away later.
+    """Exactly `size` bytes, all of them allocated: no other file can take them later.
 
-    What the file system keeps for root stays free; nothing else is kept.
+    Raises ConfigError instead of using what the file system reserves for root.
     """
     before = os.fstat(fd).st_size
     try:
@@ -542,9 +536,9 @@ def _resize(fd: int, path: Path, size: int) -> None:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 os.ftruncate(fd, min(before, size))
                 raise
-            os.ftruncate(fd, size)  # such a file system may still be full one day: ENOSPC
+            os.ftruncate(fd, size)  # such a file system may still run full later: ENOSPC
     except OSError as error:
-        raise ConfigError(f"{path} cannot have {size} bytes: {_said(error)}") from None
+        raise ConfigError(f"{path} cannot have {size} bytes: {_error_text(error)}") from None
 
 
 def _open_direct(fd: int) -> int:

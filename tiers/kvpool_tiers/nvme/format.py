@@ -1,19 +1,20 @@
 """What an NVMe tier's file contains, byte for byte. Pure: bytes to values and back, no I/O.
 
     superblock, twice | namespaces, one page each | group | group | ...
-                              a group: headers, HEADER_SIZE for each grain | payload, GROUP_SIZE
+                              a group: headers, HEADER_SIZE for each unit | payload, GROUP_SIZE
 
-The payload is counted in *grains*, the tier's alignment. Each grain has a place for one header, and
-an extent is described by the header of its first grain. So a header is found from an offset by
-arithmetic, all of them by reading the headers in sequence, and the payload stays aligned. A place
-without a header is zero, as a new file is.
+The payload is counted in *allocation units* of `alignment` bytes. Each unit has a slot for one
+header, and an extent is described by the header of its first unit. So the header of an extent is
+found by arithmetic, all headers by reading the slots in sequence, and the payload stays aligned. An
+empty slot is zero, as in a new file.
 
-Groups make a file that grows or shrinks keep its contents where they are: nothing in it depends on
-its capacity. An extent may reach over the end of its group; then it lies in two pieces.
+Groups let a file grow or shrink while its contents stay where they are: no position depends on the
+capacity. An extent that reaches over the end of its group lies in two pieces.
+(design: nvme-format)
 
-Whatever is read here may be rotten. Every value carries a sum of its own, a header its offset and a
-hash of its namespace as well, so one that lies in a wrong place or refers to a namespace that was
-replaced is no header. Integers are little-endian.
+Nothing that is read here is trusted. Every value carries its own checksum, a header its offset and
+a hash of its namespace as well: one that lies in a wrong slot, or refers to a namespace that was
+replaced, is not valid. Integers are little-endian. (design: recovery)
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from kvpool.types import DIGEST_SIZE_MAX, Namespace, Record
 PAGE: Final = 4096
 VERSION: Final = 1
 HEADER_SIZE: Final = 128
-#: Payload bytes of one group, whose headers are read at once: 2 MiB with the smallest grain.
+#: Payload bytes of one group, whose headers are read at once: 2 MiB with the smallest alignment.
 GROUP_SIZE: Final = 64 << 20
-GRAIN_MIN: Final = PAGE
-GRAIN_MAX: Final = 1 << 20
-#: Namespaces that have extents at the same time. More are served, but not found after a restart.
+ALIGNMENT_MIN: Final = PAGE
+ALIGNMENT_MAX: Final = 1 << 20
+#: Namespaces that have extents at the same time. Blocks of further ones are served, but not found
+#: after a restart.
 NAMESPACES: Final = 1022
 
 SUPERBLOCK_SIZE: Final = 2 * PAGE
 _HEAD_SIZE: Final = SUPERBLOCK_SIZE + NAMESPACES * PAGE
 
-_SUPERBLOCK: Final = struct.Struct("<8sIIQQ")  # magic, version, header size, grain, group size
+_SUPERBLOCK: Final = struct.Struct("<8sIIQQ")  # magic, version, header size, alignment, group size
 _SUPERBLOCK_MAGIC: Final = b"\x93kvpool\n"  # not text: no editor and no copy in text mode keeps it
 _NAMESPACE: Final = struct.Struct("<8sHH")  # magic, parts, bytes of the name
 _NAMESPACE_MAGIC: Final = b"kvpnames"
@@ -54,7 +56,7 @@ _SUM: Final = struct.Struct("<Q")
 assert _HEADER.size + _SUM.size == HEADER_SIZE
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Bytes `start` to `stop` of an extent, and where they lie in the file."""
 
     position: int
@@ -62,8 +64,8 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Region(NamedTuple):
-    """The headers of one group: `size` bytes, the first for the grain at `offset`."""
+class HeaderRegion(NamedTuple):
+    """The headers of one group: `size` bytes, the first of the unit at `offset`."""
 
     position: int
     size: int
@@ -71,20 +73,20 @@ class Region(NamedTuple):
 
 
 class Geometry:
-    """Where things are in a file for `capacity` bytes of payload."""
+    """The positions of everything in a file for `capacity` bytes of payload; all in bytes."""
 
-    __slots__ = ("_group_size", "_headers_size", "capacity", "file_size", "grain")
+    __slots__ = ("_group_size", "_headers_size", "alignment", "capacity", "file_size")
 
-    def __init__(self, capacity: int, grain: int) -> None:
+    def __init__(self, capacity: int, alignment: int) -> None:
         self.capacity = capacity
-        self.grain = grain
-        self._headers_size = GROUP_SIZE // grain * HEADER_SIZE
+        self.alignment = alignment
+        self._headers_size = GROUP_SIZE // alignment * HEADER_SIZE
         self._group_size = self._headers_size + GROUP_SIZE
         groups = -(-capacity // GROUP_SIZE)
-        #: About 1/32 more than the capacity with the smallest grain.
+        #: About 1/32 more than the capacity with the smallest alignment.
         self.file_size = _HEAD_SIZE + groups * self._headers_size + capacity
 
-    def pieces(self, offset: int, size: int) -> list[Piece]:
+    def pieces(self, offset: int, size: int) -> list[FilePiece]:
         """The extent's bytes: one piece, or one for each group that it reaches into."""
         pieces = []
         start = 0
@@ -92,20 +94,20 @@ class Geometry:
             number, inside = divmod(offset + start, GROUP_SIZE)
             stop = min(size, start + GROUP_SIZE - inside)
             position = _HEAD_SIZE + number * self._group_size + self._headers_size + inside
-            pieces.append(Piece(position, start, stop))
+            pieces.append(FilePiece(position, start, stop))
             start = stop
         return pieces
 
     def header(self, offset: int) -> int:
         """The position of the header of an extent that starts at `offset`."""
         number, inside = divmod(offset, GROUP_SIZE)
-        return _HEAD_SIZE + number * self._group_size + inside // self.grain * HEADER_SIZE
+        return _HEAD_SIZE + number * self._group_size + inside // self.alignment * HEADER_SIZE
 
-    def regions(self) -> Iterator[Region]:
+    def regions(self) -> Iterator[HeaderRegion]:
         """All headers, in the order of their offsets."""
         for offset in range(0, self.capacity, GROUP_SIZE):
-            grains = min(GROUP_SIZE, self.capacity - offset) // self.grain
-            yield Region(self.header(offset), grains * HEADER_SIZE, offset)
+            units = min(GROUP_SIZE, self.capacity - offset) // self.alignment
+            yield HeaderRegion(self.header(offset), units * HEADER_SIZE, offset)
 
     @staticmethod
     def namespace(index: int) -> int:
@@ -116,35 +118,35 @@ class Geometry:
 # --- superblock --------------------------------------------------------------------------
 
 
-def pack_superblock(grain: int) -> bytes:
+def pack_superblock(alignment: int) -> bytes:
     """Both copies. They are written once, when the file is made, and never again."""
-    body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, HEADER_SIZE, grain, GROUP_SIZE)
+    body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, HEADER_SIZE, alignment, GROUP_SIZE)
     return _summed(body) * 2
 
 
-def check_superblock(head: bytes, grain: int) -> bool:
-    """False when a copy is damaged. Raises ConfigError unless the file is ours and fits `grain`.
+def check_superblock(head: bytes, alignment: int) -> bool:
+    """False when a copy is damaged. Raises ConfigError if the file is not ours, or not so aligned.
 
-    Our mark in one copy is enough: what a damaged file contains is believed piece by piece anyway.
+    Our mark in one copy is enough: everything else in the file is verified by itself anyway.
     """
     copies = [head[start : start + PAGE] for start in (0, PAGE)]
     ours = [copy for copy in copies if copy.startswith(_SUPERBLOCK_MAGIC)]
     if not ours:
         raise ConfigError(
-            "is not empty and no file of an NVMe tier, so it is left alone: "
+            "is not empty and is not the file of an NVMe tier, so it is not changed: "
             "name another, or remove it"
         )
     intact = [copy for copy in ours if _is_intact(copy)]
     for copy in intact:
-        _, version, header_size, written_grain, group_size = _SUPERBLOCK.unpack_from(copy)
+        _, version, header_size, written_alignment, group_size = _SUPERBLOCK.unpack_from(copy)
         if (version, header_size, group_size) != (VERSION, HEADER_SIZE, GROUP_SIZE):
             raise ConfigError(
                 f"was written by version {version} of the format, this is version {VERSION}: "
                 "remove it to start empty"
             )
-        if written_grain != grain:
+        if written_alignment != alignment:
             raise ConfigError(
-                f"was made with alignment {written_grain}, not {grain}: "
+                f"was made with alignment {written_alignment}, not {alignment}: "
                 "set that, or remove it to start empty"
             )
     return len(intact) == len(copies)
@@ -160,7 +162,7 @@ def pack_namespace(namespace: Namespace) -> bytes:
 
 
 def unpack_namespace(page: bytes) -> Namespace | None:
-    """None where there is none, or a damaged one."""
+    """None for a page without a namespace, or with a damaged one."""
     if not page.startswith(_NAMESPACE_MAGIC) or not _is_intact(page):
         return None
     _, parts, size = _NAMESPACE.unpack_from(page)
@@ -183,15 +185,15 @@ def _is_intact(page: bytes) -> bool:
 # --- headers -----------------------------------------------------------------------------
 
 
-def pack_header(record: Record, name: int, seed: int) -> bytes:
-    """The header of an extent whose namespace has the number `name`, and its part this `seed`."""
+def pack_header(record: Record, namespace_index: int, seed: int) -> bytes:
+    """The header of an extent whose namespace has this number, and its part this seed."""
     body = _HEADER.pack(
         _HEADER_MAGIC,
         record.digest,
         record.parent,
         len(record.digest),
         len(record.parent),
-        name,
+        namespace_index,
         record.part,
         record.offset,
         record.size,
@@ -202,109 +204,120 @@ def pack_header(record: Record, name: int, seed: int) -> bytes:
     return body + _SUM.pack(checksum(body, 0))
 
 
-class Named(NamedTuple):
+class NamespaceEntry(NamedTuple):
     """A namespace of the file, and the seed that headers of each of its parts carry."""
 
     namespace: Namespace
     seeds: tuple[int, ...]
 
     @classmethod
-    def of(cls, namespace: Namespace) -> Named:
+    def of(cls, namespace: Namespace) -> NamespaceEntry:
         return cls(namespace, tuple(namespace_seed(namespace, n) for n in range(namespace.parts)))
 
 
-class Found(NamedTuple):
-    """A header that verifies, and the number of its namespace."""
+class ValidHeader(NamedTuple):
+    """A header whose checksum, offset and namespace are right, and its namespace's number."""
 
     record: Record
-    name: int
+    namespace_index: int
 
 
-class Bad(NamedTuple):
-    """What is no header, though something is there: at which offset, and what is wrong."""
+class InvalidHeader(NamedTuple):
+    """A slot that is not empty but has no valid header: which offset, and what is wrong.
+
+    `damaged` (checksum), `misplaced` (another offset), `beyond` (the capacity), `unnamed` (the
+    namespace is missing), `overlapped` (a newer extent lies over it).
+    """
 
     offset: int
     reason: str
 
 
-def used_places(headers: memoryview) -> list[int]:
-    """The numbers of the places in a region that are not zero."""
+def used_slots(headers: memoryview) -> list[int]:
+    """The numbers of the slots in a region that are not empty."""
     rows = np.frombuffer(headers, np.uint64).reshape(-1, HEADER_SIZE // 8)
     used: list[int] = np.flatnonzero(rows.any(axis=1)).tolist()
     return used
 
 
 def unpack_header(
-    headers: memoryview, place: int, offset: int, capacity: int, names: Sequence[Named | None]
-) -> Found | Bad:
-    """The header at `place` of a region; it must describe the extent at `offset`."""
-    start = place * HEADER_SIZE
+    headers: memoryview,
+    slot: int,
+    offset: int,
+    capacity: int,
+    namespaces: Sequence[NamespaceEntry | None],
+) -> ValidHeader | InvalidHeader:
+    """The header in `slot` of a region, which must describe the extent at `offset`.
+
+    `namespaces[n]` is the namespace with number n. Never raises, whatever the slot contains.
+    """
+    start = slot * HEADER_SIZE
     end = start + _HEADER.size
     if _SUM.unpack_from(headers, end)[0] != checksum(headers[start:end], 0):
-        return Bad(offset, "damaged")
+        return InvalidHeader(offset, "damaged")
     values = _HEADER.unpack_from(headers, start)
     magic, digest, parent, digest_size, parent_size, index, part, claimed, *rest = values
     size, sum_, generation, seed = rest
     if magic != _HEADER_MAGIC or claimed != offset or max(digest_size, parent_size) > len(digest):
-        return Bad(offset, "misplaced")
+        return InvalidHeader(offset, "misplaced")
     if not 0 < size <= capacity - offset:
-        return Bad(offset, "beyond")
-    named = names[index] if index < len(names) else None
-    if named is None or part >= len(named.seeds) or named.seeds[part] != seed:
-        return Bad(offset, "unnamed")
-    namespace = named.namespace
+        return InvalidHeader(offset, "beyond")
+    entry = namespaces[index] if index < len(namespaces) else None
+    if entry is None or part >= len(entry.seeds) or entry.seeds[part] != seed:
+        return InvalidHeader(offset, "unnamed")
+    namespace = entry.namespace
     digest, parent = digest[:digest_size], parent[:parent_size]
-    return Found(
+    return ValidHeader(
         Record(namespace, part, digest, parent, offset, size, sum_, generation),
         index,
     )
 
 
-class Survivors:
-    """Of extents that come in the order of their offsets, those that no newer one lies over.
+class OverlapResolver:
+    """Drops extents that a newer one lies over; extents are added in the order of their offsets.
 
-    A newer one has overwritten an older one also where it was overwritten itself since, so all of
-    them are compared. `kept` is complete after `finish`.
+    A newer extent has overwritten an older one even if it was itself overwritten since, so all
+    that overlap are compared. `kept` and `superseded` are complete after `finish`.
     """
 
     def __init__(self) -> None:
         self.kept: list[Record] = []
-        self.beaten: list[Bad] = []
-        self._open: list[Record] = []  # reaching to where we are: nearly always one
-        self._losers: set[int] = set()  # their offsets
+        self.superseded: list[InvalidHeader] = []
+        self._open: list[Record] = []  # reach to the last offset added: nearly always one
+        self._superseded: set[int] = set()  # offsets of extents that have lost a comparison
 
     def add(self, record: Record) -> None:
-        """The next one."""
+        """The next extent."""
         still = []
         for other in self._open:
             if other.offset + other.size <= record.offset:
-                self._settle(other)
+                self._resolve(other)
             else:
                 older = other if other.generation < record.generation else record
-                self._losers.add(older.offset)
+                self._superseded.add(older.offset)
                 still.append(other)
         still.append(record)
         self._open = still
 
     def finish(self) -> None:
-        """There are no more."""
+        """There are no more extents."""
         for record in self._open:
-            self._settle(record)
+            self._resolve(record)
         self._open = []
 
-    def _settle(self, record: Record) -> None:
-        if record.offset in self._losers:
-            self._losers.discard(record.offset)
-            self.beaten.append(Bad(record.offset, "overlapped"))
+    def _resolve(self, record: Record) -> None:
+        if record.offset in self._superseded:
+            self._superseded.discard(record.offset)
+            self.superseded.append(InvalidHeader(record.offset, "overlapped"))
         else:
             self.kept.append(record)
 
 
 def is_storable(record: Record, geometry: Geometry) -> bool:
-    """Its fields fit into a header, and its extent into the file."""
+    """Whether its fields fit into a header, and its extent into the file."""
     return (
         0 <= record.offset < geometry.capacity
-        and record.offset % geometry.grain == 0
+        and record.offset % geometry.alignment == 0
         and 0 < record.size <= geometry.capacity - record.offset
         and 0 <= record.part < record.namespace.parts
         and len(record.digest) <= DIGEST_SIZE_MAX
