@@ -82,11 +82,13 @@ def normalize_buffers(buffers: Sequence[BufferLike], *, writable: bool) -> Buffe
             sizes.append(buffer.size)
             continue
         views = as_views(buffer, position)
-        # No generator for the one piece that most blocks are.
-        size = len(views[0]) if len(views) == 1 else sum(map(len, views))
+        if len(views) == 1:  # most blocks: without a generator
+            size, readonly = len(views[0]), views[0].readonly
+        else:
+            size, readonly = sum(map(len, views)), any(view.readonly for view in views)
         if size > BLOCK_SIZE_MAX:
             raise TooLarge(f"buffer {position} has {size} bytes, a block at most {BLOCK_SIZE_MAX}")
-        if writable and (views[0].readonly or any(view.readonly for view in views[1:])):
+        if writable and readonly:
             raise BadBuffer(f"buffer {position} is read-only: a block cannot be read into it")
         host.append(views)
         sizes.append(size)

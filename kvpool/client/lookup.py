@@ -1,4 +1,4 @@
-"""Where blocks are: what a client asks masters, and what it makes of their answers."""
+"""Where blocks are: requests to masters, and the checks of their answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvpool.types import (
 )
 from kvpool.wire import messages as wire
 
-#: Keys in one question to a master: an answer where every block lies elsewhere must fit, too.
+#: Keys in one request to a master: an answer where each block is elsewhere must fit, too.
 _FIND_KEYS: Final = 4096
 #: Pages of a list that a master may send.
 _PAGES_MAX: Final = 1000
 
 
 class Lookup:
-    """Questions to masters; any one that answers will do."""
+    """Requests to masters: the first that answers is believed."""
 
     def __init__(self, masters: Masters, servers: Servers) -> None:
         self._masters = masters
@@ -43,7 +43,7 @@ class Lookup:
         for first in range(0, len(chain), _FIND_KEYS):
             digests = chain[first : first + _FIND_KEYS]
             packed = b"".join(digests)
-            if len(packed) != size * len(digests):  # cheaper than looking at hundreds of keys
+            if len(packed) != size * len(digests):  # cheaper than a check of each key
                 check_digests(chain)
             try:
                 found = await self._find(namespace, packed, size, True, deadline)
@@ -145,9 +145,9 @@ class Lookup:
 
 
 def _runs(found: wire.FindReply, first: int, count: int) -> list[Run]:
-    """The runs of an answer, moved to their place in the whole chain.
+    """The runs of an answer, with positions in the whole chain.
 
-    Raises Unavailable for an answer that cannot be true, and so is none.
+    Raises Unavailable for an answer that contradicts itself: that master did not answer.
     """
     runs = []
     position = covered = 0
@@ -170,6 +170,6 @@ def _read_status(value: int) -> ReadStatus:
 
 
 def _miss(value: int) -> ReadStatus:
-    """The reason of a miss; a master that calls it a hit knows none."""
+    """The reason of a miss; a hit is no reason."""
     status = _read_status(value)
     return ReadStatus.NEVER_WRITTEN if status.hit else status

@@ -1,4 +1,4 @@
-"""How a client asks masters: any one that answers will do."""
+"""How a client asks masters: the first one that answers is enough."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Masters:
     async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
         """The first good answer. Raises MasterLost when no master answers in time.
 
-        What clients ask changes nothing that matters, so it may be asked twice: when the
-        preferred master is silent for `hedge_s`, all are asked at once (it may only be slow).
+        A request of a client may be sent twice, because it changes nothing that matters. So when
+        the preferred master sends nothing for `hedge_s`, all masters are asked at once, that one
+        included: it may only be slow (design: unresponsive-servers).
         """
         now = asyncio.get_running_loop().time()
         request = wire.encode(message)

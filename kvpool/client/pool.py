@@ -167,13 +167,13 @@ class Pool:
         return await self._lookup.explain(namespace, digests, self._begin(timeout))
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
-        """Every server a master knows of, the silent ones included. Raises MasterLost."""
+        """Every server that a master knows, the silent ones included. Raises MasterLost."""
         return await self._servers.refresh(self._begin(timeout))
 
     async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
-        """The namespaces that have blocks, by name, and how many each. Raises MasterLost.
+        """The namespaces that have blocks, by name, with their counts. Raises MasterLost.
 
-        Of a thousand pages at most: more are not looked at.
+        At most a thousand pages of a master's list are read.
         """
         return await self._lookup.namespaces(self._begin(timeout))
 
@@ -189,15 +189,17 @@ class Pool:
         match: Match | None = None,
         timeout: float | None = None,
     ) -> list[ReadResult]:
-        """Fill each buffer with its block, or say why not: one result per block.
+        """Fill each buffer with its block: one result per digest, a hit or the reason of the miss.
 
-        A buffer may be a list of several pieces of memory, which are filled one after the other.
-        It may lie on a CUDA device: the device then waits for what the calling thread has asked
-        of it on its current stream, and has the bytes when a hit is returned. With the `match`
-        that these digests (or a longer chain that begins with them) were found by, no master is
-        asked again. When it returns or raises, nobody writes to the buffers any more; buffers of
-        misses may have been written to, and their contents mean nothing. Raises Unavailable when
-        a device fails.
+        A buffer is writable memory of at least the block's size, or a list of pieces that are
+        filled one after the other. It may be on a CUDA device: the copies begin when the work that
+        is now on the calling thread's current stream is done, and a hit is returned when the
+        device has the bytes. With the `match` in which these digests, or a longer chain that
+        begins with them, were found, no master is asked. After the call returns or raises, no byte
+        is written to the buffers; those of misses may have been written to before.
+
+        Raises BadKey, BadBuffer or TooLarge for wrong arguments, and Unavailable when a device
+        fails.
         """
         deadline = self._begin(timeout)
         _check_part(namespace, part)
@@ -224,7 +226,7 @@ class Pool:
         match: Match | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[list[View]]:
-        """The pool's own memory, pinned inside the `with`: no copy at all.
+        """The pool's own memory, pinned inside the `with`: no copy (design: zero-copy-views).
 
         Where a server is not on this host, or its transport cannot show memory, the blocks are
         misses with the reason REFUSED: use `read`. The memory is read-only.
@@ -252,20 +254,25 @@ class Pool:
         resume_in: float | None = None,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
-        """Store blocks; one status per block.
+        """Store blocks: one status per digest.
 
         The digests are a chain: each block's parent is the one before it, and the first one's is
-        `parent` (ROOT at the start of a prompt), unless `parents` names them all. `copies` are
-        on servers of their own: with fewer servers, or no room on some, there are fewer, which
-        `counters["copies_missing"]` tells; a block with one copy is stored. A buffer may be a list
-        of several pieces of memory: the block is their concatenation. It may lie on a CUDA device:
-        what is stored is what the calling thread's current stream leaves there. With `visible`
-        the call returns when every living master can be asked for the blocks. The buffers are the
-        caller's again when it returns or raises.
+        `parent` (ROOT at the start of a prompt), unless `parents` names them all. Each of `copies`
+        is on another server. With fewer servers, or no space on some, there are fewer copies,
+        which `counters["copies_missing"]` counts; a block with one copy is stored.
 
-        With a `session`, the blocks are part of what that conversation says: when it ends, or
-        goes on from an earlier point, those that nobody else uses go first. `resume_in` says in
-        how many seconds its next prompt is expected, as `hint` does, but in time for this write.
+        A buffer is memory of exactly the block's size, or a list of pieces whose concatenation is
+        the block. It may be on a CUDA device: what is stored is what the work that is now on the
+        calling thread's current stream leaves there. With `visible` the call returns when every
+        living master can find the blocks. After the call returns or raises, the buffers are not
+        read any more.
+
+        With a `session` the blocks belong to that conversation: when it ends, or goes on from an
+        earlier point, its blocks that no other session uses are evicted first. `resume_in`: its
+        next prompt is expected in so many seconds, as in `hint`, but known before the blocks are.
+
+        Raises BadKey, BadBuffer, TooLarge or UsageError for wrong arguments, and Unavailable when
+        a device fails.
         """
         deadline = self._begin(timeout)
         _check_part(namespace, part)
@@ -278,8 +285,8 @@ class Pool:
         if parents is not None:
             _check_parents(parents, digests, size)
         else:
-            # Keys that passed their check can be each other's parents; only the first is new.
-            _check_parents([parent], digests[:1], size)
+            if parent != ROOT:  # keys that passed their check can be each other's parents
+                _check_parents([parent], digests[:1], size)
             parents = [parent, *digests[:-1]]
         source = normalize_buffers(buffers, writable=False)
         options = WriteOptions(namespace, part, visible, session_hint)
@@ -314,10 +321,10 @@ class Pool:
         return status
 
     async def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
-        """This conversation is over: of its blocks those that no other uses go first.
+        """This conversation is over: its blocks that no other session uses are evicted first.
 
-        Advice, as `hint` is: it travels over one master to every server within a heartbeat, and
-        never raises for what the pool cannot do.
+        Advice, as `hint` is: one master passes it to every server within a heartbeat. REFUSED
+        when no master takes it (design: session-hints).
         """
         check_session(session)
         return await self._hint(wire.Hint(session, None), timeout)
@@ -325,10 +332,11 @@ class Pool:
     async def hint(
         self, session: str, *, resume_in: float, timeout: float | None = None
     ) -> HintStatus:
-        """In `resume_in` seconds this conversation is expected to go on; until then it stays.
+        """This conversation is expected to go on in `resume_in` seconds; its blocks stay till then.
 
-        Of all that are expected the furthest goes first. One that does not come lapses. The
-        status is the master's; what the servers made of it is in their counters.
+        Among expected sessions, the one that is furthest away is evicted first. A hint expires
+        when the session does not come. The status is the master's answer; the servers count what
+        they did with it (design: session-hints).
         """
         check_session(session)
         check_resume_in(resume_in)
@@ -346,13 +354,13 @@ class Pool:
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[bool]:
-        """Forget blocks, every part and copy; True where the pool had one. Raises MasterLost."""
+        """Remove blocks, every part and copy; True where the pool had one. Raises MasterLost."""
         deadline = self._begin(timeout)
         check_digests(digests)
         removed = [False] * len(digests)
         for first in range(0, len(digests), BATCH_BLOCKS_MAX):
             batch = digests[first : first + BATCH_BLOCKS_MAX]
-            # Every living server, not only those in the map: the map may not know yet.
+            # All living servers: a master may not know yet of a block that was just written.
             servers = [m.server for m in await self._servers.refresh(deadline) if m.alive]
             answers = await gather_errors(
                 [

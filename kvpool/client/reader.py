@@ -158,6 +158,7 @@ class Reader:
         deadline: float,
     ) -> list[ReadResult]:
         """As `Pool.read`, except that a buffer that is too small is one of the results."""
+        # A caller who passes a match decides where to read; the cache is for the others.
         cached = self._locations.get(namespace, digests) if match is None else []
         if match is not None:
             source = LocationSource.MATCH
@@ -226,19 +227,24 @@ class Reader:
 
     async def _fetch_all(self, state: ReadState, positions: Sequence[int]) -> None:
         """Blocks for the host's memory as they come, those for a device through pinned memory."""
-        host = [i for i in positions if i not in state.device] if state.device else positions
-        await self._fetch(state, host)
-        device = [i for i in positions if i in state.device and state.candidates[i]]
-        if not device:
+        if not state.device:
+            await self._fetch(state, positions)
+            return
+        await self._fetch(state, [i for i in positions if i not in state.device])
+        # Pinned memory is for those that have a server; it is not even made for the others.
+        blocks = {
+            i: state.device[i] for i in positions if i in state.device and state.candidates[i]
+        }
+        if not blocks:
             return
 
         async def fetch_rows(rows: HostRows) -> Mapping[int, ReadResult]:
-            for position, row in rows.items():
+            for position, row in rows.items():  # rows of the host stand in for the device's
                 state.host[position] = row
             await self._fetch(state, rows)
             return {position: state.results[position] for position in rows}
 
-        blocks = {i: state.device[i] for i in device}
+        # A hit counts when the device has the bytes, so results are set again here.
         staged = await self._staging().read(blocks, fetch_rows, state.deadline)
         for position, result in staged.items():
             state.results[position] = result
@@ -246,11 +252,13 @@ class Reader:
     async def _fetch(self, state: ReadState, positions: Iterable[int]) -> None:
         """Attempt after attempt, until the blocks are read or have no candidate left."""
         attempts = state.next_attempts(positions)
-        while len(attempts) == 1:  # nearly always, and then without a task
+        # Nearly always all blocks are on one server: then no task, which costs a turn of the loop.
+        while len(attempts) == 1:
             await self._attempt(state, attempts[0])
             attempts = state.next_attempts(attempts[0].positions)
         if not attempts:
             return
+        # Groups do not wait for each other: a lost server delays its own blocks only.
         async with asyncio.TaskGroup() as group:
 
             async def follow(attempt: Attempt) -> None:
@@ -259,7 +267,7 @@ class Reader:
                 while attempts:
                     await self._attempt(state, attempts[0])
                     attempts = state.next_attempts(attempts[0].positions)
-                    for other in attempts[1:]:
+                    for other in attempts[1:]:  # its blocks have different replicas left
                         group.create_task(follow(other))
 
             for attempt in attempts:
@@ -270,7 +278,7 @@ class Reader:
 
         While it reads blocks from a slow tier it is asked again and again. Where another server
         has them, too, it must have a new one within `hedge_s` (design: promotion). Writes ask
-        again in the same shape: `Writer._write_to_server`.
+        again in the same shape: `Writer.write_to`.
         """
         server, waiting = attempt
         progress_at = self._loop.time()
@@ -284,7 +292,7 @@ class Reader:
                 self._locations.put(location, hits)
             still = [i for i in waiting if state.results[i].status is _NOT_YET]
             now = self._loop.time()
-            if len(still) < len(waiting):
+            if len(still) < len(waiting):  # the timer of a message sees only its own silence
                 progress_at = now
             waiting = still
             if waiting and hedged and now - progress_at >= self._config.hedge_s:
@@ -300,6 +308,7 @@ class Reader:
             ReadBlock(state.digests[i], state.host[i], size)
             for i, size in zip(positions, sizes, strict=True)
         ]
+        # A server that has the only copy is worth a longer wait (design: hedging).
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
             async with InactivityTimer(silence_s) as timer:
@@ -329,6 +338,7 @@ class Reader:
         if not missing or self._loop.time() >= state.deadline:
             return
         digests = [state.digests[i] for i in missing]
+        # Before the master is asked: what it answers is put in again by `_attempt`.
         self._locations.discard(digests)
         state.source, state.more_replicas = LocationSource.MASTER, False
         results, candidates = await self._lookup.locate(
