@@ -1,0 +1,138 @@
+"""The documents name what exists: files, functions, tests, sections and links."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [
+    *("kvpool", "transports", "tiers", "connector", "examples", "benchmarks"),
+    *("tests", "docs", "deploy", ".github"),
+]
+#: Documents whose file and function names must exist in the code.
+CHECKED = [
+    *("README.md", "CONTRIBUTING.md", "connector/README.md", "benchmarks/README.md"),
+    *(f"docs/{name}.md" for name in ("tour", "design", "guarantees", "policies", "benchmarks")),
+    *(f"docs/{name}.md" for name in ("deploy-ucx", "wire", "write-a-connector")),
+]
+PRODUCT = ("kvpool", "transports", "tiers", "connector")
+
+#: `path/file.py`, `path/file.py: Name` or `path/file.py: Name.method`, in backticks.
+NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+)(?:\(\))?)?`")
+TEST_NAME = re.compile(r"`(test_\w+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
+CITED = re.compile(r"\(design: ([a-z0-9, \n#-]+?)\)")
+CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+def documents() -> list[Path]:
+    return [
+        *ROOT.glob("*.md"),
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+    ]
+
+
+@functools.cache
+def python_files() -> list[Path]:
+    return [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+@functools.cache
+def definitions(path: Path) -> frozenset[str]:
+    """Every name that a file defines: functions, classes, constants, methods and attributes."""
+    return frozenset(defined("", ast.parse(path.read_text())))
+
+
+def defined(prefix: str, node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + child.name
+            yield from (f"{prefix}{name}" for name in attributes(child) if prefix)
+        elif isinstance(child, ast.ClassDef):
+            yield prefix + child.name
+            yield from defined(f"{prefix}{child.name}.", child)
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def attributes(function: ast.AST) -> Iterator[str]:
+    """What a method assigns to `self`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def candidates(name: str) -> list[Path]:
+    """The files that a document may mean by `pool.py` or `client/pool.py`."""
+    if (ROOT / name).is_file():
+        return [ROOT / name]
+    return [path for path in python_files() if path.as_posix().endswith(f"/{name}")]
+
+
+@pytest.mark.parametrize("document", CHECKED)
+def test_what_a_document_names_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    missing = []
+    for file, name in NAMED.findall(text):
+        found = candidates(file)
+        if not found:
+            missing.append(file)
+        elif name and not any(name in definitions(path) for path in found):
+            missing.append(f"{file}: {name}")
+    assert not missing, f"{document} names what does not exist: {', '.join(missing)}"
+
+
+def test_the_tests_that_documents_name_exist() -> None:
+    tests = {path: definitions(path) for path in python_files() if "tests" in path.parts}
+    known = {name.rpartition(".")[2] for names in tests.values() for name in names}
+    modules = {path.stem for path in tests}
+    for document in CHECKED:
+        named = set(TEST_NAME.findall((ROOT / document).read_text()))
+        assert named <= known | modules, f"{document}: {named - known - modules}"
+
+
+@functools.cache
+def anchors(document: Path) -> frozenset[str]:
+    """The anchors of a document: those written by hand and those that headings get."""
+    text = CODE.sub("", document.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return frozenset([*ANCHOR.findall(text), *map(slug, headings)])
+
+
+def slug(heading: str) -> str:
+    heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    dead = []
+    for document in documents():
+        for link in LINK.findall(CODE.sub("", document.read_text())):
+            path, _, anchor = link.partition("#")
+            if re.match(r"[a-z]+:", link):
+                continue
+            target = (document.parent / path).resolve() if path else document
+            if not target.exists() or (
+                anchor and target.suffix == ".md" and anchor not in anchors(target)
+            ):
+                dead.append(f"{document.relative_to(ROOT)}: {link}")
+    assert not dead, dead
+
+
+def test_sections_that_code_cites_exist() -> None:
+    design = ROOT / "docs/design.md"
+    names = ANCHOR.findall(design.read_text())
+    assert len(names) == len(set(names)), "an anchor stands twice"
+    for path in python_files():
+        if path.relative_to(ROOT).parts[0] in PRODUCT:
+            for cited in CITED.findall(path.read_text()):
+                for one in cited.replace("#", "").split(","):
+                    assert one.strip() in names, f"{path}: no section {one.strip()!r}"
