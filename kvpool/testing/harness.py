@@ -144,6 +144,16 @@ def blocks(name: str, count: int, size: int) -> dict[bytes, bytes]:
     return {key: content(key, size) for key in keys}
 
 
+def in_pieces(memory: bytes | bytearray, *sizes: int) -> tuple[memoryview, ...]:
+    """The same memory in pieces of these sizes; what is left over is the last one."""
+    view, start, pieces = memoryview(memory), 0, []
+    for size in sizes:
+        pieces.append(view[start : start + size])
+        start += size
+    pieces.append(view[start:])
+    return tuple(piece for piece in pieces if len(piece))
+
+
 def write_blocks(data: Mapping[bytes, bytes | bytearray]) -> list[WriteBlock]:
     """Blocks to be written, each without a parent."""
     return [WriteBlock(key, ROOT, (memoryview(value),), len(value)) for key, value in data.items()]
@@ -387,6 +397,31 @@ class Stage(Scene):
         """Write blocks, whatever comes of it."""
         writing = WriteOptions(namespace, part, True)
         return await channel.write(writing, write_blocks(data), deadline=self.within(within_s))
+
+    async def stored_in_pieces(
+        self, channel: Channel, data: Mapping[bytes, tuple[memoryview, ...]]
+    ) -> None:
+        """Write blocks that lie in pieces; every one must be STORED."""
+        blocks = [
+            WriteBlock(key, ROOT, pieces, sum(map(len, pieces))) for key, pieces in data.items()
+        ]
+        options = WriteOptions(NAMESPACE, 0, True)
+        statuses = await channel.write(options, blocks, deadline=self.within())
+        wanted = [WriteStatus.STORED] * len(data)
+        self.expect(statuses == wanted, "STORED for every block in pieces", told(statuses))
+
+    async def read_in_pieces(
+        self,
+        channel: Channel,
+        keys: Sequence[bytes],
+        memory: Sequence[tuple[memoryview, ...]],
+    ) -> list[ReadResult]:
+        """Read blocks into pieces of memory, whatever comes of it."""
+        blocks = [
+            ReadBlock(key, pieces, sum(map(len, pieces)))
+            for key, pieces in zip(keys, memory, strict=True)
+        ]
+        return await channel.read(ReadOptions(NAMESPACE, 0), blocks, deadline=self.within())
 
     async def stored(
         self,

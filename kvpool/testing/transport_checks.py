@@ -21,12 +21,14 @@ from kvpool.testing.harness import (
     blocks,
     content,
     digest,
+    in_pieces,
     told,
 )
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     ROOT,
     Namespace,
+    ReadResult,
     ReadStatus,
     SessionHint,
     WriteBlock,
@@ -173,6 +175,100 @@ async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
     stage.expect(stage.recorder.visible == [False], "visible=False", stage.recorder.visible)
     names = {peer.name for peer in stage.recorder.peers}
     stage.expect(names == {"the caller"}, "the client's name in the books", names)
+
+
+# --- pieces ----------------------------------------------------------------------------------
+
+
+@TransportCheck
+async def a_block_in_pieces_is_their_concatenation(stage: Stage) -> None:
+    """Written in pieces of odd sizes and read whole; written whole and read into other pieces."""
+    channel = await stage.connect()
+    cuts = {
+        9: (1, 7),
+        4097: (4095, 1),
+        65_537: (13, 17, 1, 32_768),
+        LARGE: tuple(range(1, 1000, 13)),
+        (2 << 20) + 1: (32 << 10,) * 63,
+        (3 << 20) + 5: (1, 2 << 20),
+    }
+    data = {digest(size): content(digest(size), size) for size in cuts}
+    pieces = {key: in_pieces(data[key], *cuts[len(data[key])]) for key in data}
+    await stage.stored_in_pieces(channel, pieces)
+    await stage.holds(channel, data)
+    buffers = [blank(len(value)) for value in data.values()]
+    memory = [
+        in_pieces(buffer, *reversed(sizes))
+        for buffer, sizes in zip(buffers, cuts.values(), strict=True)
+    ]
+    results = await stage.read_in_pieces(channel, list(data), memory)
+    wanted = [ReadResult(ReadStatus.HIT, len(value)) for value in data.values()]
+    stage.expect(results == wanted, "a HIT of the right size for every block", told(results))
+    stage.expect(buffers == list(data.values()), "the blocks' bytes, in the pieces' order")
+
+
+@TransportCheck
+async def pieces_may_meet_anywhere(stage: Stage) -> None:
+    """At every offset of a small block, so also inside of what a header's size is."""
+    channel = await stage.connect()
+    data = blocks("two pieces", 47, 48)
+    cut = {key: in_pieces(value, n) for n, (key, value) in enumerate(data.items(), start=1)}
+    await stage.stored_in_pieces(channel, cut)
+    buffers = [blank(48) for _ in data]
+    memory = [in_pieces(buffer, 48 - n) for n, buffer in enumerate(buffers, start=1)]
+    results = await stage.read_in_pieces(channel, list(data), memory)
+    stage.expect(all(r.status.hit for r in results), "a HIT for every block", told(results))
+    wrong = [n for n, value in enumerate(data.values(), start=1) if buffers[n - 1] != value]
+    stage.expect(not wrong, "the bytes that were written", f"wrong where cut after {wrong}")
+
+
+@TransportCheck
+async def a_small_block_leaves_the_other_pieces_alone(stage: Stage) -> None:
+    """It ends inside of a piece, at the end of one, or in the first one."""
+    channel = await stage.connect()
+    for size, cuts in ((100, (60, 60, 80)), (120, (60, 60, 80)), (30, (60, 60)), (LARGE, (9, 7))):
+        key = digest(f"smaller than its pieces/{size}")
+        value = content(key, size)
+        await stage.stored(channel, {key: value})
+        buffer = blank(size + 100)
+        (result,) = await stage.read_in_pieces(channel, [key], [in_pieces(buffer, *cuts)])
+        stage.expect(result == ReadResult(ReadStatus.HIT, size), f"{size} bytes", told(result))
+        rest = buffer == value + blank(100)
+        stage.expect(rest, "the block, and the bytes behind it untouched", f"wrong after {cuts}")
+
+
+@TransportCheck
+async def hits_and_misses_keep_their_own_pieces(stage: Stage) -> None:
+    """A hit behind a miss goes into its own pieces, and those of the miss are untouched."""
+    channel = await stage.connect()
+    data = {**blocks("here", 2, 5000), **blocks("large and here", 1, LARGE)}
+    first, second, large = data
+    await stage.stored(channel, data)
+    keys = [digest("never"), second, digest("not once"), large, first]
+    sizes = [5000, 5000, LARGE, LARGE, 5000]
+    buffers = [blank(size) for size in sizes]
+    memory = [in_pieces(buffer, 3, 1001) for buffer in buffers]
+    results = await stage.read_in_pieces(channel, keys, memory)
+    hits = [result.status.hit for result in results]
+    stage.expect(hits == [False, True, False, True, True], "three hits, two misses", told(results))
+    wanted = [blank(5000), data[second], blank(LARGE), data[large], data[first]]
+    stage.expect(buffers == wanted, "each block in its own pieces")
+
+
+@TransportCheck
+async def a_checksum_covers_all_pieces(stage: Stage) -> None:
+    """A bit that is flipped in any of them is CORRUPT."""
+    channel = await stage.connect()
+    for size in (48, LARGE):
+        data = blocks(f"rot in a piece/{size}", 3, size)
+        await stage.stored_in_pieces(channel, {k: in_pieces(v, 5, 11) for k, v in data.items()})
+        for key, where in zip(data, (0, 10, size - 1), strict=True):
+            stage.memory_of(key)[where] ^= 1
+        memory = [in_pieces(blank(size), 7, 20) for _ in data]
+        results = await stage.read_in_pieces(channel, list(data), memory)
+        statuses = [result.status for result in results]
+        wanted = [ReadStatus.CORRUPT] * 3
+        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", told(statuses))
 
 
 # --- one writer, no space --------------------------------------------------------------------

@@ -13,6 +13,7 @@ with atheris.instrument_imports(include=["kvpool"]):
 
 from tests.fuzz.driver import Record, fuzz
 from tests.wire.samples import SAMPLES
+from tests.wire.test_frame_reader import received
 
 CLUSTER = frames.cluster_id("default")
 
@@ -22,6 +23,7 @@ def target(data: bytes) -> None:
     try:
         if number == 0 and len(rest) >= frames.HEADER_SIZE:
             frames.decode_header(rest)
+            read_frames(rest)
         elif number == messages.PAYLOAD:
             frames.envelope_id(rest)
             frames.decode_envelope(rest, CLUSTER)
@@ -29,6 +31,15 @@ def target(data: bytes) -> None:
             decode(number, rest)
     except PeerError:
         pass
+
+
+def read_frames(data: bytes) -> None:
+    """Byte by byte and all at once, a frame reader finds the same."""
+    outcomes = [
+        received(chunks, 8) for chunks in ([data], [data[n : n + 1] for n in range(len(data))])
+    ]
+    whole, cut = [(outcome.frames, type(outcome.error)) for outcome in outcomes]
+    assert whole == cut
 
 
 def decode(number: int, body: bytes) -> None:

@@ -321,6 +321,66 @@ class Scribbled(Through):
             ]
 
 
+class Backwards(Through):
+    """Sends the last piece first."""
+
+    async def write(
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
+    ) -> list[WriteStatus]:
+        turned = [block._replace(pieces=block.pieces[::-1]) for block in blocks]
+        return await self.inner.write(writing, turned, deadline=deadline)
+
+
+class Headless(Through):
+    """Takes a first piece that is smaller than a header for one, and leaves it as it was."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        kept = [bytes(block.pieces[0]) for block in blocks]
+        results = await self.inner.read(reading, blocks, deadline=deadline)
+        for block, before in zip(blocks, kept, strict=True):
+            if len(before) < 16 and len(block.pieces) > 1:
+                block.pieces[0][:] = before
+        return results
+
+
+class Overflowing(Through):
+    """Fills what a block does not need of its pieces."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        results = await self.inner.read(reading, blocks, deadline=deadline)
+        for block, result in zip(blocks, results, strict=True):
+            if len(block.pieces) > 1 and result.size < block.size:
+                block.pieces[-1][-1] ^= 255
+        return results
+
+
+class Shifting(Through):
+    """Puts the hits of a batch into the first pieces, as if there had been no miss."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        results = await self.inner.read(reading, blocks, deadline=deadline)
+        if not results[0].status.hit and len(blocks) > 1 and len(blocks[0].pieces) > 1:
+            blocks[0].pieces[1][:] = blocks[1].pieces[1]
+        return results
+
+
+class Superficial(Through):
+    """Verifies blocks in one piece only."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        whole = all(len(block.pieces) == 1 for block in blocks)
+        options = reading._replace(verify=reading.verify and whole)
+        return await self.inner.read(options, blocks, deadline=deadline)
+
+
 class Raw(ThroughTransport):
     """Lets through what the operating system says."""
 
@@ -390,6 +450,11 @@ def forget_the_books(connection: Any) -> None:
 BROKEN: dict[str, Callable[[], ThroughTransport]] = {
     "results_are_in_the_callers_order": lambda: ThroughTransport(Unordered),
     "rotten_blocks_are_corrupt": lambda: ThroughTransport(Unverified),
+    "a_block_in_pieces_is_their_concatenation": lambda: ThroughTransport(Backwards),
+    "pieces_may_meet_anywhere": lambda: ThroughTransport(Headless),
+    "a_small_block_leaves_the_other_pieces_alone": lambda: ThroughTransport(Overflowing),
+    "hits_and_misses_keep_their_own_pieces": lambda: ThroughTransport(Shifting),
+    "a_checksum_covers_all_pieces": lambda: ThroughTransport(Superficial),
     "a_channel_never_caches": lambda: ThroughTransport(Caching),
     "a_transport_never_retries": lambda: ThroughTransport(Retrying),
     "a_silent_server_costs_a_deadline": lambda: ThroughTransport(Patient),

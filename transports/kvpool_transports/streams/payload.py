@@ -29,7 +29,8 @@ Pieces: TypeAlias = Sequence[memoryview]
 class PayloadReceiver:
     """Where a payload goes: into blocks, each hashed across its pieces if there are seeds.
 
-    `checksums` grows by one for each block that is full; `idle_timeout` is touched by every step.
+    No block is empty. `checksums` grows by one for each block that is full; `idle_timeout` is
+    touched by every step.
     """
 
     __slots__ = (

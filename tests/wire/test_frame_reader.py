@@ -1,0 +1,243 @@
+"""The frame reader gives the same frames however their bytes arrive, or raises PeerError."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvpool.errors import BadFrame, BadMessage, PeerError, VersionMismatch
+from kvpool.wire import frames, messages
+from kvpool.wire.frame_reader import READ_AHEAD, TRANSITIONS, Event, FrameReader, State
+from kvpool_transports.streams.payload import STEP, PayloadReceiver
+from tests.wire.samples import SAMPLES
+
+FUZZ = settings(max_examples=400, derandomize=True, deadline=None, database=None)
+PAYLOADS = ((), (1,), (15, 16, 17), (1, 5), (READ_AHEAD + 3,), (STEP + 1, 7))
+
+
+class Received:
+    """What came of some bytes: frames with their payloads, until the first error."""
+
+    def __init__(self, count: int) -> None:
+        self.reader = FrameReader()
+        self.frames: list[tuple[frames.Frame, bytes]] = []
+        self.error: PeerError | None = None
+        self._left = count
+        self._memory = bytearray()
+
+    def target(self, frame: frames.Frame) -> PayloadReceiver:
+        """One block in pieces of 10 bytes."""
+        if frame.payload_size > 1 << 22:
+            raise BadMessage("more than was asked for")
+        self._memory = bytearray(frame.payload_size)
+        view = memoryview(self._memory)
+        pieces = [view[start : start + 10] for start in range(0, len(view), 10)]
+        return PayloadReceiver([pieces] if pieces else [])
+
+    def ask(self) -> None:
+        """Take frames as long as they are complete."""
+        while self._left and self.error is None and self.reader.state is State.IDLE:
+            self._left -= 1
+            if self._step(lambda: self.reader.ask(self.target)):
+                self._take()
+
+    def feed(self, data: bytes) -> None:
+        """Bytes arrive, as many at a time as the reader has room for."""
+        left = memoryview(data)
+        while left and not self.reader.full:
+            room = self.reader.get_buffer()
+            count = min(len(room), len(left))
+            assert count
+            room[:count] = left[:count]
+            left = left[count:]
+            if self._step(lambda count=count: self.reader.received(count)):
+                self._take()
+                self.ask()
+
+    def _take(self) -> None:
+        frame = self.reader.take()
+        self.frames.append((frame, bytes(self._memory)))
+        self._memory = bytearray()
+
+    def _step(self, step: object) -> bool:
+        try:
+            return bool(step())  # type: ignore[operator]
+        except PeerError as error:
+            self.error = error
+            assert self.reader.state is State.CLOSED
+            return False
+
+
+def received(chunks: Iterable[bytes], count: int, *, ask_first: bool = True) -> Received:
+    """The outcome of chunks that arrive one after the other."""
+    outcome = Received(count)
+    if ask_first:
+        outcome.ask()
+    for chunk in chunks:
+        outcome.feed(chunk)
+    outcome.ask()
+    return outcome
+
+
+def encoded(message: messages.Message, payload: bytes = b"") -> bytes:
+    return frames.encode_frame(*messages.encode(message), len(payload)) + payload
+
+
+def expected(message: messages.Message, payload: bytes = b"") -> tuple[frames.Frame, bytes]:
+    return frames.Frame(*messages.encode(message), len(payload)), payload
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda m: type(m).__name__)
+def test_every_message_however_it_is_cut(sample: messages.Message) -> None:
+    """Byte by byte, and in two halves at every split, with a payload, before and after `ask`."""
+    payload = bytes(range(37))
+    data = encoded(sample, payload)
+    wanted = [expected(sample, payload)]
+    one_by_one = [data[n : n + 1] for n in range(len(data))]
+    for ask_first in (True, False):
+        assert received(one_by_one, 1, ask_first=ask_first).frames == wanted
+        for split in range(len(data) + 1):
+            halves = [data[:split], data[split:]]
+            assert received(halves, 1, ask_first=ask_first).frames == wanted
+
+
+@pytest.mark.parametrize("sizes", PAYLOADS, ids=str)
+def test_payloads_go_where_they_belong(sizes: Sequence[int]) -> None:
+    """Straight into the blocks, one after the other; what follows is the next frame's."""
+    blocks = [bytearray(size) for size in sizes]
+    payload = bytes(n * 7 % 251 for n in range(sum(sizes)))
+    head = frames.encode_frame(messages.PAYLOAD, b"", len(payload))
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),) for block in blocks]))
+    left = memoryview(head + payload + b"kv")
+    while left:
+        room = reader.get_buffer()
+        count = min(len(room), len(left))
+        room[:count] = left[:count]
+        left = left[count:]
+        complete = reader.received(count)
+        if complete:
+            break
+    assert reader.take().payload_size == len(payload)
+    assert b"".join(blocks) == payload
+    assert reader.begun is (len(left) == 0)
+
+
+def test_a_target_is_filled_without_a_copy() -> None:
+    """Once the head is there, the memory for the next bytes is the target itself."""
+    block = bytearray(100)
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
+    head = frames.encode_frame(messages.PAYLOAD, b"", len(block))
+    reader.get_buffer()[: len(head)] = head
+    assert not reader.received(len(head))
+    assert reader.state is State.PAYLOAD
+    assert reader.get_buffer().obj is block
+
+
+@FUZZ
+@given(
+    samples=st.lists(st.tuples(st.sampled_from(SAMPLES), st.binary(max_size=300)), max_size=4),
+    cuts=st.lists(st.floats(0, 1), max_size=6),
+    ask_first=st.booleans(),
+)
+def test_frames_in_a_row(
+    samples: list[tuple[messages.Message, bytes]], cuts: list[float], ask_first: bool
+) -> None:
+    data = b"".join(encoded(*sample) for sample in samples)
+    ends = [0, *sorted(int(cut * len(data)) for cut in cuts), len(data)]
+    chunks = [data[first:last] for first, last in pairwise(ends)]
+    outcome = received(chunks, len(samples), ask_first=ask_first)
+    assert outcome.error is None
+    assert outcome.frames == [expected(*sample) for sample in samples]
+
+
+@FUZZ
+@given(data=st.binary(max_size=200), cut=st.floats(0, 1), whole=st.booleans())
+@example(b"GET / HTTP/1.1\r\n\r\n", 0.5, False)
+def test_garbage_is_refused_alike_however_it_is_cut(data: bytes, cut: float, whole: bool) -> None:
+    if whole:
+        data = encoded(SAMPLES[1]) + data
+    split = int(cut * len(data))
+    at_once = received([data], 3)
+    cut_up = received([data[:split], *(data[n : n + 1] for n in range(split, len(data)))], 3)
+    assert at_once.frames == cut_up.frames
+    assert type(at_once.error) is type(cut_up.error)
+
+
+@pytest.mark.parametrize(
+    ("header", "error"),
+    [
+        (struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, 1 << 30, 0), BadFrame),
+        (struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, 0, 2**63), BadFrame),
+        (struct.pack("<2sBBIQ", b"kv", 99, 1, 0, 0), VersionMismatch),
+        (struct.pack("<2sBBIQ", b"kM", frames.PROTOCOL_VERSION, 1, 0, 0), BadFrame),
+        (struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 2, 0, 7), BadFrame),
+    ],
+    ids=["body too large", "payload too large", "version", "magic", "payload not expected"],
+)
+def test_a_bad_head_closes_the_reader(header: bytes, error: type[PeerError]) -> None:
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver(()))
+    reader.get_buffer()[: len(header)] = header
+    with pytest.raises(error):
+        reader.received(len(header))
+    assert reader.state is State.CLOSED
+    reader.get_buffer()[:4] = b"more"
+    assert not reader.received(4)
+
+
+def test_a_large_body_is_received_as_it_arrives() -> None:
+    """Memory grows with what has come, not with what a header claims."""
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver(()))
+    head = frames.encode_frame(2, bytes(frames.BODY_SIZE_MAX))[: frames.HEADER_SIZE]
+    reader.get_buffer()[: len(head)] = head
+    assert not reader.received(len(head))
+    assert len(reader.get_buffer()) < READ_AHEAD
+    missing, complete, seen = frames.BODY_SIZE_MAX, False, len(head)
+    while not complete:
+        count = min(missing, len(reader.get_buffer()))
+        assert count <= max(READ_AHEAD, seen)
+        missing, seen = missing - count, seen + count
+        complete = reader.received(count)
+    assert len(reader.take().body) == frames.BODY_SIZE_MAX
+    assert len(reader.get_buffer()) == READ_AHEAD
+
+
+def test_what_nobody_asks_for_waits() -> None:
+    reader = FrameReader()
+    for _ in range(READ_AHEAD):
+        reader.received(1)
+    assert reader.full
+    assert reader.state is State.IDLE
+    with pytest.raises(BadFrame):
+        reader.ask(lambda frame: PayloadReceiver(()))
+
+
+def test_nothing_is_written_into_a_target_that_was_given_up() -> None:
+    block = bytearray(100)
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
+    data = frames.encode_frame(messages.PAYLOAD, b"", len(block)) + b"x"
+    reader.get_buffer()[: len(data)] = data
+    reader.received(len(data))
+    reader.close()
+    room = reader.get_buffer()
+    assert room.obj is not block
+    room[:5] = b"later"
+    assert not reader.received(5)
+    assert block == b"x" + bytes(99)
+
+
+def test_every_state_can_be_closed_and_only_the_table_moves_it() -> None:
+    assert set(TRANSITIONS) == set(State)
+    for state, steps in TRANSITIONS.items():
+        assert steps[Event.CLOSE] is State.CLOSED, state
+    with pytest.raises(KeyError):
+        FrameReader().take()
