@@ -26,7 +26,7 @@ from kvpool import ReadStatus, WriteStatus, dev
 from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
 from kvpool.wire import messages as wire
-from kvpool.wire.frames import cluster_id, encode_envelope, encode_frame
+from kvpool.wire.frames import PROTOCOL_VERSION, cluster_id, encode_envelope, encode_frame
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import stream as streams
 from tests.conftest import CHAIN, NAMESPACE, eventually, key
@@ -43,10 +43,22 @@ FRAMES = {
     "zeros": (bytes(4096), "BadFrame"),
     "the other plane": (encode_envelope(44, cluster_id("default"), 1, b"\x80"), "BadFrame"),
     "another version": (b"kv" + bytes([99, 2]) + bytes(12), "VersionMismatch"),
-    "body 2**32 - 1": (struct.pack("<2sBBIQ", b"kv", 1, 2, 2**32 - 1, 0), "BadFrame"),
-    "body 2**31 - 1": (struct.pack("<2sBBIQ", b"kv", 1, 2, 2**31 - 1, 0), "BadFrame"),
-    "body over the limit": (struct.pack("<2sBBIQ", b"kv", 1, 2, (1 << 20) + 1, 0), "BadFrame"),
-    "payload 2**64 - 1": (struct.pack("<2sBBIQ", b"kv", 1, 6, 0, 2**64 - 1), "BadFrame"),
+    "body 2**32 - 1": (
+        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 2, 2**32 - 1, 0),
+        "BadFrame",
+    ),
+    "body 2**31 - 1": (
+        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 2, 2**31 - 1, 0),
+        "BadFrame",
+    ),
+    "body over the limit": (
+        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 2, (1 << 20) + 1, 0),
+        "BadFrame",
+    ),
+    "payload 2**64 - 1": (
+        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 6, 0, 2**64 - 1),
+        "BadFrame",
+    ),
     "a payload with hello": (frame(wire.Hello("default", "raw"), b"bytes"), "BadFrame"),
     "a payload with a request": (HELLO + frame(read(key("a")), b"bytes"), "BadFrame"),
     "a payload first": (payload(0), "BadMessage"),
@@ -510,7 +522,9 @@ async def large_bodies(running: dev.Dev) -> None:
         for _ in range(50):
             peer = await stack.enter_async_context(raw(running))
             await peer.send(
-                HELLO + frame(read(key("a"))) + struct.pack("<2sBBIQ", b"kv", 1, 9, 1 << 20, 0)
+                HELLO
+                + frame(read(key("a")))
+                + struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 9, 1 << 20, 0)
             )
 
 

@@ -103,9 +103,9 @@ def test_limits_and_versions_are_named() -> None:
     with pytest.raises(BadFrame, match="limit"):
         frames.encode_frame(1, bytes(frames.BODY_SIZE_MAX + 1))
     with pytest.raises(BadFrame, match="limit"):
-        frames.decode_header(struct.pack("<2sBBIQ", b"kv", 1, 1, 1 << 30, 0))
+        frames.decode_header(struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, 1 << 30, 0))
     with pytest.raises(BadFrame, match="limit"):
-        frames.decode_header(struct.pack("<2sBBIQ", b"kv", 1, 1, 0, 2**63))
+        frames.decode_header(struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, 0, 2**63))
     with pytest.raises(VersionMismatch, match="protocol 9"):
         frames.decode_header(struct.pack("<2sBBIQ", b"kv", 9, 1, 0, 0))
     with pytest.raises(VersionMismatch, match="another cluster"):

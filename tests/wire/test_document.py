@@ -1,0 +1,62 @@
+"""`docs/wire.md` lists every message with its number and its fields, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvpool.types import ServerStats, TierUsage
+from kvpool.wire import frames, messages
+
+TEXT = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+#: Structs inside of messages, which have lines of their own.
+NESTED: tuple[type[msgspec.Struct], ...] = (
+    messages.BlockChanges,
+    messages.MemberInfo,
+    ServerStats,
+    TierUsage,
+)
+
+
+def fields(type: type[msgspec.Struct]) -> str:
+    """As the table has them: behind a semicolon those that are left out when they are empty."""
+    found = msgspec.structs.fields(type)
+    needed = [f.name for f in found if f.required or not type.__struct_config__.omit_defaults]
+    others = [f.name for f in found if f.name not in needed]
+    listed = ", ".join(needed)
+    if others:
+        listed += ("; " if listed else "; ") + ", ".join(others)
+    return listed or "none"
+
+
+def test_every_message_stands_in_the_table_and_nothing_else() -> None:
+    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)`|\(payload\)) \| (.*) \|$", TEXT, re.MULTILINE)
+    listed = {(int(number), name): text for number, name, text in rows}
+    wanted = {(number, kind.__name__): fields(kind) for kind, number in messages.TYPES.items()}
+    wanted[messages.PAYLOAD, ""] = "no body; the blocks' bytes, one after the other"
+    assert listed == wanted
+    assert len(rows) == len(listed)
+
+
+@pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.__name__)
+def test_nested_structs_have_their_fields(kind: type[msgspec.Struct]) -> None:
+    (listed,) = re.findall(rf"^\| `{kind.__name__}` \| (.*) \|$", TEXT, re.MULTILINE)
+    assert listed == fields(kind)
+
+
+def test_the_version_and_the_limits_are_those_of_the_code() -> None:
+    assert f"Protocol version: {frames.PROTOCOL_VERSION}." in TEXT
+    assert f"{frames.HEADER_SIZE} bytes" in TEXT
+    assert f"at most {frames.BODY_SIZE_MAX >> 20} MiB" in TEXT
+    assert f"{messages.DIGESTS_MAX:,} digests" in TEXT
+
+
+def test_the_exchanges_name_no_message_that_is_none() -> None:
+    """In the two blocks of exchanges every capitalised word is a message."""
+    names = {kind.__name__ for kind in messages.TYPES}
+    exchanges = "".join(re.findall(r"```\n(.*?)```", TEXT, re.DOTALL))
+    words = set(re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)*\b", exchanges))
+    assert words - names == set()
