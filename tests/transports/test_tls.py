@@ -1,4 +1,4 @@
-"""A `Stream` works over a layer that encrypts: frames and payloads pass both ways, and no wait hangs."""
+"""A `Stream` works over TLS of asyncio: frames and payloads pass both ways, and no wait hangs."""
 
 from __future__ import annotations
 

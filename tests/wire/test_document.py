@@ -28,7 +28,7 @@ def fields(type: type[msgspec.Struct]) -> str:
     others = [f.name for f in found if f.name not in needed]
     listed = ", ".join(needed)
     if others:
-        listed += ("; " if listed else "; ") + ", ".join(others)
+        listed += "; " + ", ".join(others)
     return listed or "none"
 
 
