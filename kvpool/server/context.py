@@ -7,10 +7,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 
+from kvpool import logs
 from kvpool.protocols import Addressable, Tier
 from kvpool.server.announcer import Announcer
+from kvpool.server.state.entry import Entry
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
+
+log = logs.get("kvpool.server")
 
 
 class ServerContext:
@@ -32,7 +36,15 @@ class ServerContext:
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
         self.connections = 0
+        for one in store.stores:
+            one.on_rejected_victim = self._policy_is_wrong
         self._waiting_for_space: list[asyncio.Future[None]] = []
+
+    def _policy_is_wrong(self, victim: Entry) -> None:
+        """Count it, and log it once: such a policy may be wrong in every reservation."""
+        if not self.counters["rejected_victims"]:
+            log.error("policy chose a block that may not be evicted", block=victim.digest)
+        self.counters["rejected_victims"] += 1
 
     def publish(self) -> None:
         """Queue the store's changes for every master, and wake the mover."""

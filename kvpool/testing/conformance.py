@@ -2,6 +2,7 @@
 
     await check_transport(CarrierTransport)
     await check_tier(lambda capacity: FileTier(path, capacity))
+    check_policy(MyPolicy)
 
 or, with a test runner:
 
@@ -18,19 +19,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from kvpool.protocols import Tier, Transport
+from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import lifecycle_checks as ending_checks
-from kvpool.testing import tier_checks, transport_checks
+from kvpool.testing import policy_checks, tier_checks, transport_checks
 from kvpool.testing.harness import ConformanceError, NotDeclared, TransportCheck
+from kvpool.testing.policy_checks import PolicyCheck
 from kvpool.testing.tier_checks import TierCheck
 
 __all__ = [
+    "POLICY_CHECKS",
     "TIER_CHECKS",
     "TRANSPORT_CHECKS",
     "ConformanceError",
     "NotDeclared",
+    "check_policy",
     "check_tier",
     "check_transport",
 ]
@@ -47,6 +51,7 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
 #: Every check, by name. One about a capability that is not declared raises NotDeclared.
 TRANSPORT_CHECKS: Final = _defined(TransportCheck, transport_checks, ending_checks)
 TIER_CHECKS: Final = _defined(TierCheck, tier_checks)
+POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks)
 
 
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
@@ -71,3 +76,13 @@ async def check_tier(make: Callable[[int], Tier]) -> None:
     for check in TIER_CHECKS.values():
         with contextlib.suppress(NotDeclared):
             await check(make)
+
+
+def check_policy(make: Callable[[int], Policy[Any]]) -> None:
+    """Everything that `Policy` promises, alone and in a real store. Reads no clock.
+
+    `make` gets the capacity of a store in bytes. Raises ConformanceError at the first check that
+    fails.
+    """
+    for check in POLICY_CHECKS.values():
+        check(make)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReserveRequest
-from kvpool.protocols.policy import Policy
+from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density, LifetimeHistogram
 from kvpool.server.eviction.lease import Lease, ReuseHistogram
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
+from kvpool.testing import POLICY_CHECKS, ConformanceError, check_policy
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import keys
 
@@ -240,116 +242,104 @@ def test_density_remembers_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None
 # --- all ---------------------------------------------------------------------------------
 
 
-class History:
-    """Random calls of several owners on a store that is nearly always full."""
-
-    def __init__(self, policy: str, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.store = books(policy, 24)
-        self.now = 0.0
-        self.held: list[tuple[int, int]] = []  # (owner, id) of reservations
-        self.pins: list[tuple[int, int]] = []
-        self.digests = keys("history", 60)
-        self.sessions = [f"session {n}" for n in range(6)]
-
-    def step(self) -> None:
-        rng = self.rng
-        self.now += rng.choice([0.0, 0.001, 0.5, 5.0, 40.0])
-        rng.choice([self.reserve, self.reserve, self.pin, self.let_go, self.say, self.remove])()
-        self.store.check()
-
-    def reserve(self) -> None:
-        rng, owner = self.rng, self.rng.randint(1, 3)
-        namespace = rng.choice([ONE, TWO])
-        part = rng.randrange(namespace.parts)
-        first = rng.randrange(len(self.digests))
-        chain = self.digests[first : first + rng.randint(1, 8)]
-        branch = rng.choice([ROOT, self.digests[rng.randrange(first + 1) - 1]])
-        parent = branch if branch not in chain else ROOT
-        session_hint = rng.choice(
-            [None, SessionHint(rng.choice(self.sessions), rng.choice([None, 0.1, 8.0, 900.0]))]
-        )
-        sizes = [rng.choice([PAGE, 2 * PAGE])] * len(chain)
-        answers = self.store.reserve(
-            owner,
-            ReserveRequest(namespace, part, chain, [parent, *chain[:-1]], sizes, session_hint),
-            self.now,
-        )
-        self.held += [(owner, answer.id) for answer in answers if answer.extent is not None]
-
-    def let_go(self) -> None:
-        self.rng.shuffle(self.held)
-        while self.held and self.rng.random() < 0.8:
-            owner, id = self.held.pop()
-            if self.rng.random() < 0.8:
-                self.store.seal(owner, id, 7, self.now)
-            else:
-                self.store.cancel(owner, id)
-        self.rng.shuffle(self.pins)
-        while self.pins and self.rng.random() < 0.8:
-            self.store.unpin(*self.pins.pop())
-
-    def pin(self) -> None:
-        owner, namespace = self.rng.randint(1, 3), self.rng.choice([ONE, TWO])
-        first = self.rng.randrange(len(self.digests))
-        chain = self.digests[first : first + self.rng.randint(1, 5)]
-        part = self.rng.randrange(namespace.parts)
-        pins = self.store.pin(owner, namespace, part, chain, self.now)
-        self.pins += [(owner, pin.id) for pin in pins if pin.extent is not None]
-
-    def say(self) -> None:
-        session = self.rng.choice(self.sessions)
-        if self.rng.random() < 0.3:
-            self.store.end(session, self.now)
-        else:
-            resume_in = self.rng.choice([0.0, 1.0, 30.0, 1e6])
-            self.store.resume(session, resume_in, self.now, age_s=self.rng.choice([0.0, 2.0]))
-
-    def remove(self) -> None:
-        digests = self.rng.sample(self.digests, 3)
-        self.store.remove(self.rng.choice([ONE, TWO]), digests)
+SESSION_AWARE: dict[str, Callable[[int], Policy[Entry]]] = {
+    f"sessions/{name}": lambda capacity, make=make: SessionAwarePolicy(make(capacity), capacity)  # type: ignore[misc]
+    for name, make in POLICIES.items()
+}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(8))
-def test_random_histories(policy: str, seed: int) -> None:
-    """The books hold after every call, and when all let go, everything can be evicted."""
-    history = History(policy, seed)
-    for _ in range(400):
-        history.step()
-    for owner in (1, 2, 3):
-        history.store.drop_owner(owner)
-    history.store.check()
-    history.now += 10_000.0
-    fresh = keys("fresh", 24)
-    assert write(history.store, fresh, history.now) == [WriteStatus.RESERVED] * 24
-    assert history.store.stored == 24
+@pytest.mark.parametrize("make", (both := {**POLICIES, **SESSION_AWARE}).values(), ids=both)
+@pytest.mark.parametrize("check", POLICY_CHECKS.values(), ids=POLICY_CHECKS)
+def test_conformance(
+    check: Callable[[Callable[[int], Policy[Entry]]], None], make: Callable[[int], Policy[Entry]]
+) -> None:
+    check(make)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_parts_of_one_block_go_together(policy: str) -> None:
-    store = books(policy, 8)
-    for number in range(40):
-        for part in (0, 1):
-            (answer,) = store.reserve(
-                1,
-                ReserveRequest(TWO, part, keys(f"{number}", 1), [ROOT], [PAGE]),
-                float(number * 60),
-            )
-            if answer.status is WriteStatus.RESERVED:
-                store.seal(1, answer.id, 0, float(number * 60))
-            if number % 3 == 0 and part:
-                for pin in store.pin(1, TWO, 0, keys(f"{number}", 1), number * 60 + 20.0):
-                    if pin.extent is not None:
-                        store.unpin(1, pin.id)
-            store.check()
-        whole = [
-            digest
-            for n in range(number + 1)
-            for digest in keys(f"{n}", 1)
-            if store.peek(TWO, 0, digest) or store.peek(TWO, 1, digest)
-        ]
-        assert all(store.peek(TWO, 0, d) and store.peek(TWO, 1, d) for d in whole)
+def test_check_policy_runs_all() -> None:
+    check_policy(LRU)
+    with pytest.raises(ConformanceError, match="no_victim_that_may_not_go"):
+        check_policy(ForgetsToAsk)
+
+
+# --- wrong policies ------------------------------------------------------------------------
+
+
+class ForgetsToAsk(LRU[Entry]):
+    """The oldest block, whether it may go or not."""
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        return super().victim(newcomer, lambda _: True, now)
+
+
+class KeepsTheRemoved(LRU[Entry]):
+    """Blocks that have left are offered as victims."""
+
+    def remove(self, block: Entry) -> None:
+        pass
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        return super().victim(newcomer, lambda b: b.state is State.FREE or evictable(b), now)
+
+
+class NeverGives(LRU[Entry]):
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        return None
+
+
+class Insists(LRU[Entry]):
+    """The same block again and again, whatever it is told."""
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        return self._heap[0][1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "check"),
+    [
+        (ForgetsToAsk, "no_victim_that_may_not_go"),
+        (ForgetsToAsk, "random_histories_in_a_store"),
+        (KeepsTheRemoved, "a_removed_block_is_no_victim"),
+        (KeepsTheRemoved, "random_histories_in_a_store"),
+        (NeverGives, "every_candidate_is_a_victim_once"),
+        (NeverGives, "bypass_ends"),
+        (NeverGives, "random_histories_in_a_store"),
+        (Insists, "every_candidate_is_a_victim_once"),
+    ],
+)
+def test_the_kit_notices_a_wrong_policy(policy: Callable[[int], Policy[Entry]], check: str) -> None:
+    with pytest.raises(ConformanceError, match=check):
+        POLICY_CHECKS[check](policy)
+
+
+@pytest.mark.parametrize("policy", [ForgetsToAsk, Insists])
+def test_the_store_asks_again_before_it_evicts(policy: Callable[[int], Policy[Entry]]) -> None:
+    """A wrong policy hands no pinned extent to a writer (G4), and does not stop the store."""
+    store = Store(4 * PAGE, policy=policy(4 * PAGE))
+    rejected: list[Entry] = []
+    store.on_rejected_victim = rejected.append
+    chain = keys("chain", 4)
+    for now, digest in enumerate(chain):
+        write(store, [digest], float(now))
+    (pin,) = store.pin(2, ONE, 0, chain[:1], 4.0)
+    for other in store.pin(3, ONE, 0, chain[1:], 5.0):  # later uses: the pinned one is the oldest
+        store.unpin(3, other.id)
+    answers = write(store, keys("new", 1), 6.0)
+    assert rejected
+    assert {entry.digest for entry in rejected} == {chain[0]}
+    assert store.rejected_victims == len(rejected) <= 8
+    assert store.peek(ONE, 0, chain[0]) is not None
+    assert answers == [WriteStatus.NO_SPACE if policy is Insists else WriteStatus.RESERVED]
+    store.unpin(2, pin.id)
+    assert write(store, keys("newer", 1), 7.0) == [WriteStatus.RESERVED]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

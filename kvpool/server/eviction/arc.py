@@ -87,6 +87,8 @@ class ARC(Generic[B]):
             block = self._again.victim(newcomer, evictable, now)
         if block is None and not once_first:
             block = self._from_once(newcomer, evictable, now)
+            if block is None:  # all that stood there were used again, and have moved over
+                block = self._again.victim(newcomer, evictable, now)
         if block is not None and not isinstance(block, Decision):
             self._leaving = block.digest
         return block

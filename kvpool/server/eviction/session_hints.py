@@ -218,6 +218,16 @@ class SessionAwarePolicy:
             return far
         return found
 
+    def reject(self, entry: Entry) -> None:
+        """The store refuses a victim: it is no candidate any more, here or in the policy.
+
+        It has not left, so its session keeps it.
+        """
+        self._superseded.pop(entry, None)
+        if entry.session is not None:
+            entry.session.leaves.pop(entry, None)
+        self.policy.remove(entry)
+
     def victim_age(self, now: float) -> float:
         oldest = next(iter(self._superseded), None)
         return max(0.0, now - oldest.last_used / 1e6) if oldest else self.policy.victim_age(now)

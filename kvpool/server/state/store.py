@@ -12,6 +12,7 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from kvpool.errors import BadMessage, InvariantViolated
 from kvpool.protocols.policy import Decision, Policy
@@ -32,6 +33,9 @@ from kvpool.types import (
     Reservation,
     WriteStatus,
 )
+
+#: Victims that may not be evicted which a policy may choose for one block: then it is refused.
+_WRONG_VICTIMS_MAX: Final = 8
 
 
 class Store:
@@ -62,7 +66,11 @@ class Store:
     ) -> None:
         self.allocator = Allocator(capacity, alignment)
         budget = int(self.allocator.capacity * hint_budget)
-        self.policy = SessionAwarePolicy(policy or LRU(), budget)
+        self.policy = (
+            policy
+            if isinstance(policy, SessionAwarePolicy)
+            else SessionAwarePolicy(policy or LRU(), budget)
+        )
         self.change_log = ChangeLog(tombstones_max)
         #: Which tier of its server this is, counted from the top.
         self.tier = 0
@@ -75,6 +83,9 @@ class Store:
         self.evicted = 0
         self.evicted_bytes = 0
         self.bypassed = 0  # writes whose rest the policy refused
+        self.rejected_victims = 0  # that a wrong policy chose although they may not be evicted
+        #: Called with each of those.
+        self.on_rejected_victim: Callable[[Entry], None] | None = None
         self._indexes: dict[tuple[Namespace, int], Index] = {}
         self._owners: dict[int, Owner] = {}
         self._quarantine: dict[int, list[Entry]] = {}
@@ -500,16 +511,35 @@ class Store:
 
     def _make_room(self, newcomer: Entry, now: float) -> int | WriteStatus:
         """An offset for a block, evicting victims until it fits; or why there is none."""
+        wrong = 0
         while (offset := self.allocator.allocate(newcomer.size)) is None:
             victim = self.policy.victim(newcomer, self._evictable, now)
             if victim is None:
                 return WriteStatus.NO_SPACE
-            if victim is Decision.BYPASS:
+            if isinstance(victim, Decision):
                 self.bypassed += 1
                 return WriteStatus.BYPASSED
+            # A policy may be a plug-in. One that does not ask `evictable` must not hand a pinned
+            # extent to a writer: its mistakes cost hits, never bytes (G4).
+            if not self._evictable(victim):
+                self._reject(victim)
+                wrong += 1
+                if wrong == _WRONG_VICTIMS_MAX:
+                    return WriteStatus.NO_SPACE
+                continue
             for entry in self._parts(victim):
                 self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED)
         return offset
+
+    def _reject(self, victim: Entry) -> None:
+        """Take a victim that may not be evicted out of the candidates (design: eviction).
+
+        Whatever keeps it here offers it again when that ends: an unpin, a seal, a lost child.
+        """
+        self.rejected_victims += 1
+        self.policy.reject(victim)
+        if self.on_rejected_victim is not None:
+            self.on_rejected_victim(victim)
 
     def _parts(self, entry: Entry) -> list[Entry]:
         """The parts of the block that are on this server, this one included."""

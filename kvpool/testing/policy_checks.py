@@ -1,0 +1,376 @@
+"""What an eviction policy must do, one check for each promise of `kvpool.protocols.Policy`.
+
+The first checks call the policy directly; the last ones put it into a real store, whose `check`
+runs after every step. None of them reads a clock: time is an argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from kvpool.errors import InvariantViolated
+from kvpool.protocols import Decision, Policy, ReserveRequest
+from kvpool.server.state.entry import Entry, Index
+from kvpool.server.state.store import Store
+from kvpool.testing.harness import ConformanceError, digest
+from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
+
+PAGE: Final = 4096
+#: So long after the last use nothing is kept against a newcomer, not even what hints announce (G9).
+LONG_S: Final = 20_000.0
+#: Calls of `evictable` for each victim and each rejected candidate, at most, plus a constant.
+ASKED_MAX: Final = 8
+
+ONE: Final = Namespace("one")
+TWO: Final = Namespace("two", parts=2)
+
+MakePolicy: TypeAlias = Callable[[int], Policy[Any]]
+
+
+class Promise:
+    """One check in progress: what it expects."""
+
+    def __init__(self, check: str) -> None:
+        self.check = check
+
+    def expect(self, condition: bool, expected: str, happened: str) -> None:
+        """Raises ConformanceError unless the condition holds."""
+        if not condition:
+            raise ConformanceError(self.check, expected, happened)
+
+
+class PolicyCheck:
+    """One check of a policy. Its name is that of the function."""
+
+    def __init__(self, body: Callable[[Promise, MakePolicy], None]) -> None:
+        functools.update_wrapper(self, body)
+        self.name = getattr(body, "__name__", "")
+        self._body = body
+
+    def __call__(self, make: MakePolicy) -> None:
+        """See `check_policy` for `make`."""
+        try:
+            self._body(Promise(self.name), make)
+        except ConformanceError:
+            raise
+        except Exception as error:
+            happened = f"{type(error).__name__}: {error}"
+            raise ConformanceError(self.name, "no exception", happened) from error
+
+
+class Blocks:
+    """A policy and some blocks of one page: reserved, sealed and offered, as the store does it."""
+
+    def __init__(self, promise: Promise, make: MakePolicy, count: int) -> None:
+        self.promise = promise
+        self.policy = make(count * PAGE)
+        self.now = 0.0
+        self.asked = 0  # calls of `evictable`
+        self.pinned: set[Entry] = set()
+        self._index = Index(ONE, 0, 0)
+        self.here = [self.admitted(number) for number in range(count)]
+
+    def block(self, name: object) -> Entry:
+        """One that the policy has not seen."""
+        return Entry(self._index, digest((name,)), ROOT, 0, PAGE, 1)
+
+    def admitted(self, name: object) -> Entry:
+        """One that was reserved, sealed, and may be evicted."""
+        block = self.block(name)
+        self.now += 0.001
+        self.policy.touch(block, self.now)
+        self.policy.touch(block, self.now)
+        self.policy.add_candidate(block)
+        return block
+
+    def evictable(self, block: Entry) -> bool:
+        self.asked += 1
+        return block not in self.pinned
+
+    def victim(self, after_s: float = LONG_S) -> Entry | None:
+        """The next victim that much later, which is long enough for no BYPASS."""
+        answer = self.policy.victim(self.block("newcomer"), self.evictable, self.now + after_s)
+        self.promise.expect(
+            not isinstance(answer, Decision), f"no BYPASS after {LONG_S:g} s", str(answer)
+        )
+        return None if isinstance(answer, Decision) else answer
+
+    def drain(self) -> list[Entry]:
+        """All victims, each removed as the store does it."""
+        victims: list[Entry] = []
+        while (victim := self.victim()) is not None:
+            self.promise.expect(victim not in victims, "a victim once", f"{victim!r} again")
+            self.policy.remove(victim)
+            victims.append(victim)
+        return victims
+
+
+# --- the policy alone --------------------------------------------------------------------
+
+
+@PolicyCheck
+def every_candidate_is_a_victim_once(promise: Promise, make: MakePolicy) -> None:
+    """All candidates are evicted one after another, each once; then the answer is None."""
+    blocks = Blocks(promise, make, 50)
+    victims = blocks.drain()
+    missing = len(set(blocks.here) - set(victims))
+    promise.expect(not missing, "every candidate to be a victim", f"{missing} never were")
+    strange = len(set(victims) - set(blocks.here))
+    promise.expect(not strange, "candidates only", f"{strange} other blocks")
+
+
+@PolicyCheck
+def no_victim_that_may_not_go(promise: Promise, make: MakePolicy) -> None:
+    """`evictable` is asked about each victim: a block that it rejects is none (G4)."""
+    blocks = Blocks(promise, make, 50)
+    blocks.pinned = set(blocks.here[::3])
+    victims = blocks.drain()
+    bad = [victim for victim in victims if victim in blocks.pinned]
+    promise.expect(not bad, "no victim that `evictable` rejects", f"{len(bad)} of them")
+    promise.expect(len(victims) == 50 - len(blocks.pinned), "all others", f"{len(victims)} victims")
+
+
+@PolicyCheck
+def a_rejected_block_comes_back_when_it_is_offered(promise: Promise, make: MakePolicy) -> None:
+    """A rejected candidate is dropped, and is a candidate again after `add_candidate`."""
+    blocks = Blocks(promise, make, 10)
+    pinned = set(blocks.here[:4])
+    blocks.pinned = set(pinned)
+    blocks.drain()
+    blocks.pinned = set()
+    for block in pinned:
+        blocks.policy.add_candidate(block)
+    found = set(blocks.drain())
+    promise.expect(found == pinned, "the four blocks that were let go", f"{len(found)} blocks")
+
+
+@PolicyCheck
+def offering_twice_is_offering_once(promise: Promise, make: MakePolicy) -> None:
+    """A second `add_candidate` of a candidate changes nothing."""
+    blocks = Blocks(promise, make, 10)
+    for block in blocks.here:
+        blocks.policy.add_candidate(block)
+    victims = blocks.drain()
+    promise.expect(len(victims) == 10, "10 victims", f"{len(victims)}")
+
+
+@PolicyCheck
+def a_removed_block_is_no_victim(promise: Promise, make: MakePolicy) -> None:
+    """Also when the same key is written again: that is another block."""
+    blocks = Blocks(promise, make, 20)
+    removed = set(blocks.here[::2])
+    for block in removed:
+        blocks.policy.remove(block)
+    again = {blocks.admitted(number) for number in range(0, 20, 2)}
+    victims = set(blocks.drain())
+    bad = len(victims & removed)
+    promise.expect(not bad, "no victim that was removed before", f"{bad} of them")
+    promise.expect(again <= victims, "the blocks written again", f"{len(again - victims)} missing")
+
+
+@PolicyCheck
+def removing_is_always_allowed(promise: Promise, make: MakePolicy) -> None:
+    """A block that is no candidate, one twice, one that was never touched: nothing happens."""
+    blocks = Blocks(promise, make, 10)
+    victim = blocks.victim()
+    for block in (blocks.here[3], blocks.here[3], victim, blocks.block("unknown")):
+        if block is not None:
+            blocks.policy.remove(block)
+    left = set(blocks.here) - {blocks.here[3], victim}
+    promise.expect(set(blocks.drain()) == left, "the other blocks, as before", "others")
+
+
+@PolicyCheck
+def an_empty_policy_has_no_victim(promise: Promise, make: MakePolicy) -> None:
+    """None, not BYPASS and no exception; and the age of the next victim is 0."""
+    policy = make(PAGE)
+    blocks = Blocks(promise, make, 0)
+    answer = policy.victim(blocks.block("newcomer"), blocks.evictable, 1.0)
+    promise.expect(answer is None, "None", repr(answer))
+    promise.expect(policy.victim_age(1.0) == 0.0, "an age of 0", str(policy.victim_age(1.0)))
+
+
+@PolicyCheck
+def the_age_of_the_next_victim_changes_nothing(promise: Promise, make: MakePolicy) -> None:
+    """`victim_age` is a number of seconds, never negative, and takes nobody's turn."""
+    blocks, same = Blocks(promise, make, 10), Blocks(promise, make, 10)
+    for now in (0.0, 1.0, LONG_S):
+        age = blocks.policy.victim_age(now)
+        promise.expect(0.0 <= age <= LONG_S, "seconds, 0 or more", str(age))
+    order, expected = blocks.drain(), same.drain()
+    promise.expect(
+        [block.digest for block in order] == [block.digest for block in expected],
+        "the same order as without `victim_age`",
+        "another",
+    )
+
+
+@PolicyCheck
+def bypass_ends(promise: Promise, make: MakePolicy) -> None:
+    """Blocks that were used again and again keep newcomers out for a bounded time only (G9)."""
+    blocks = Blocks(promise, make, 10)
+    for _ in range(300):
+        blocks.now += 5.0
+        for block in blocks.here:
+            blocks.policy.touch(block, blocks.now)
+    victim = blocks.victim()
+    promise.expect(victim in blocks.here, "a victim in the end", repr(victim))
+
+
+@PolicyCheck
+def the_number_of_questions_is_bounded(promise: Promise, make: MakePolicy) -> None:
+    """`evictable` is called a few times for each victim, however many candidates there are."""
+    blocks = Blocks(promise, make, 4000)
+    blocks.asked = 0
+    for block in blocks.here[::2]:
+        blocks.policy.touch(block, blocks.now + 1.0)
+    promise.expect(not blocks.asked, "touch to ask nothing", f"{blocks.asked} calls of `evictable`")
+    for _ in range(500):
+        victim = blocks.victim()
+        if victim is not None:
+            blocks.policy.remove(victim)
+    limit = 500 * ASKED_MAX
+    promise.expect(blocks.asked <= limit, f"at most {limit} calls", f"{blocks.asked} calls")
+    blocks.pinned, blocks.asked = set(blocks.here), 0
+    promise.expect(blocks.victim() is None, "None: nothing may go", "a victim")
+    promise.expect(blocks.victim() is None, "None: nothing may go", "a victim")
+    limit = len(blocks.here) * 2 + ASKED_MAX
+    promise.expect(
+        blocks.asked <= limit, "each rejected candidate to be asked about once", f"{blocks.asked}"
+    )
+
+
+# --- in a real store ---------------------------------------------------------------------
+
+
+class History:
+    """Random calls of three owners on a store that is nearly always full."""
+
+    def __init__(self, promise: Promise, make: MakePolicy, seed: int) -> None:
+        self.promise = promise
+        self.rng = random.Random(seed)
+        self.store = Store(24 * PAGE, policy=make(24 * PAGE))
+        self.now = 0.0
+        self.held: list[tuple[int, int]] = []  # (owner, id) of reservations
+        self.pins: list[tuple[int, int]] = []
+        self.digests = [digest(("history", number)) for number in range(60)]
+        self.sessions = [f"session {n}" for n in range(6)]
+
+    def step(self) -> None:
+        """One random call; then every invariant of the store must hold."""
+        rng = self.rng
+        self.now += rng.choice([0.0, 0.001, 0.5, 5.0, 40.0])
+        calls = [self._reserve, self._reserve, self._pin, self._let_go, self._hint, self._remove]
+        rng.choice(calls)()
+        try:
+            self.store.check()
+        except InvariantViolated as error:
+            raise ConformanceError(self.promise.check, "a consistent store", str(error)) from error
+        wrong = self.store.rejected_victims
+        self.promise.expect(not wrong, "victims that may be evicted", f"{wrong} that may not")
+
+    def end(self) -> None:
+        """When all let go, and much later, all that is there can be evicted."""
+        for owner in (1, 2, 3):
+            self.store.drop_owner(owner)
+        self.now += LONG_S
+        fresh = [digest(("fresh", number)) for number in range(24)]
+        statuses = write(self.store, fresh, self.now)
+        self.promise.expect(
+            statuses == [WriteStatus.RESERVED] * 24 and self.store.stored == 24,
+            "space for 24 new blocks, for nothing is used any more",
+            f"{self.store.stored} of 24",
+        )
+
+    def _reserve(self) -> None:
+        rng, owner = self.rng, self.rng.randint(1, 3)
+        namespace = rng.choice([ONE, TWO])
+        part = rng.randrange(namespace.parts)
+        first = rng.randrange(len(self.digests))
+        chain = self.digests[first : first + rng.randint(1, 8)]
+        branch = rng.choice([ROOT, self.digests[rng.randrange(first + 1) - 1]])
+        parent = branch if branch not in chain else ROOT
+        hint = SessionHint(rng.choice(self.sessions), rng.choice([None, 0.1, 8.0, 900.0]))
+        sizes = [rng.choice([PAGE, 2 * PAGE])] * len(chain)
+        parents = [parent, *chain[:-1]]
+        request = ReserveRequest(namespace, part, chain, parents, sizes, rng.choice([None, hint]))
+        answers = self.store.reserve(owner, request, self.now)
+        self.held += [(owner, answer.id) for answer in answers if answer.extent is not None]
+
+    def _let_go(self) -> None:
+        self.rng.shuffle(self.held)
+        while self.held and self.rng.random() < 0.8:
+            owner, id = self.held.pop()
+            if self.rng.random() < 0.8:
+                self.store.seal(owner, id, 7, self.now)
+            else:
+                self.store.cancel(owner, id)
+        self.rng.shuffle(self.pins)
+        while self.pins and self.rng.random() < 0.8:
+            self.store.unpin(*self.pins.pop())
+
+    def _pin(self) -> None:
+        owner, namespace = self.rng.randint(1, 3), self.rng.choice([ONE, TWO])
+        first = self.rng.randrange(len(self.digests))
+        chain = self.digests[first : first + self.rng.randint(1, 5)]
+        part = self.rng.randrange(namespace.parts)
+        pins = self.store.pin(owner, namespace, part, chain, self.now)
+        self.pins += [(owner, pin.id) for pin in pins if pin.extent is not None]
+
+    def _hint(self) -> None:
+        session = self.rng.choice(self.sessions)
+        if self.rng.random() < 0.3:
+            self.store.end(session, self.now)
+        else:
+            resume_in = self.rng.choice([0.0, 1.0, 30.0, 1e6])
+            self.store.resume(session, resume_in, self.now, age_s=self.rng.choice([0.0, 2.0]))
+
+    def _remove(self) -> None:
+        digests = self.rng.sample(self.digests, 3)
+        self.store.remove(self.rng.choice([ONE, TWO]), digests)
+
+
+def write(
+    store: Store, chain: Sequence[bytes], now: float, namespace: Namespace = ONE, part: int = 0
+) -> list[WriteStatus]:
+    """Reserve a chain of blocks of one page and seal what was reserved."""
+    parents = [ROOT, *chain[:-1]]
+    request = ReserveRequest(namespace, part, chain, parents, [PAGE] * len(chain))
+    answers = store.reserve(1, request, now)
+    for answer in answers:
+        if answer.status is WriteStatus.RESERVED:
+            store.seal(1, answer.id, 0, now)
+    return [answer.status for answer in answers]
+
+
+@PolicyCheck
+def random_histories_in_a_store(promise: Promise, make: MakePolicy) -> None:
+    """The store is consistent after every call; when all let go, everything can be evicted."""
+    for seed in range(6):
+        history = History(promise, make, seed)
+        for _ in range(300):
+            history.step()
+        history.end()
+
+
+@PolicyCheck
+def parts_of_one_block_leave_together(promise: Promise, make: MakePolicy) -> None:
+    """Two ranks write one block each in a small store: no rank's part stays behind."""
+    store = Store(8 * PAGE, policy=make(8 * PAGE))
+    written = [digest(("parts", number)) for number in range(40)]
+    for number, one in enumerate(written):
+        now = number * 60.0
+        for part in (0, 1):
+            write(store, [one], now, TWO, part)
+        if number % 3 == 0:
+            for pin in store.pin(1, TWO, 0, [one], now + 20.0):
+                if pin.status is ReadStatus.HIT:
+                    store.unpin(1, pin.id)
+        store.check()
+        here = [[store.peek(TWO, part, d) is not None for part in (0, 1)] for d in written]
+        torn = sum(parts[0] is not parts[1] for parts in here)
+        promise.expect(not torn, "both parts or none", f"{torn} blocks with one")
+    promise.expect(store.stored > 0, "some blocks in the end", "none")
