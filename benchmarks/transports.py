@@ -43,6 +43,11 @@ class Way(NamedTuple):
     scheme: str
     lanes: str = ""
 
+    @property
+    def settings(self) -> str:
+        """What is written behind the transport's name."""
+        return f"?tls={self.lanes}" if self.lanes else ""
+
 
 WAYS = (
     Way("shm", "shm"),
@@ -117,7 +122,7 @@ class Lane:
 
 async def client(master: str, way: Way) -> Pool:
     config = ClientConfig(
-        masters=[master], transports=[way.scheme], ucx_tls=way.lanes, timeout_s=60, attempt_s=10
+        masters=[master], transports=[way.scheme + way.settings], timeout_s=60, attempt_s=10
     )
     return await kvpool.connect(config=config)
 
@@ -129,12 +134,11 @@ async def lane(way: Way, stack: AsyncExitStack) -> tuple[Lane, str]:
         process_of("kvpool", "master", "--bind", "127.0.0.1:0", *quiet)
     )
     address = (await master.line()).removeprefix("master at ")
-    place = "shm://" if way.scheme == "shm" else f"{way.scheme}://127.0.0.1:0"
+    place = "shm://" if way.scheme == "shm" else f"{way.scheme}://127.0.0.1:0{way.settings}"
     server = await stack.enter_async_context(
         process_of(
             *("kvpool", "server", "--masters", address, "--listen", place, *quiet),
             *("--capacity", str(2 * _BATCH * _SIZE)),
-            environment={"KVPOOL_SERVER_UCX_TLS": way.lanes},
         )
     )
     await server.line()

@@ -2,18 +2,19 @@
 
 A value comes from, last one wins: the default here, a YAML file, the environment (`KVPOOL_`, then
 the section and name: KVPOOL_SERVER_CAPACITY=4GiB), the command line. Sizes are written `64GiB`,
-durations `250ms`. What is not understood is an error that names the value and what was expected;
-nothing is guessed and nothing is ignored.
+durations `250ms`. An unknown setting or a wrong value is an error that names it and what is
+expected; no setting is ignored.
 """
 
 from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +25,8 @@ from kvpool.units import parse_bool, parse_duration, parse_size
 
 Size = Annotated[int, Meta(ge=0, le=2**60, extra={"unit": "size"})]
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"unit": "seconds"})]
+#: As one text, these are split only where a new `scheme://` begins: settings may have commas.
+Addresses = Annotated[list[str], Meta(extra={"separator": r",(?=\s*[\w.+-]+://)"})]
 
 DEFAULT_MASTER: Final = "127.0.0.1:7450"
 _SECRET_SIZE_MIN: Final = 16
@@ -35,85 +38,79 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MasterConfig(_Section, frozen=True):
-    #: Where servers and clients reach this master; port 0 takes a free one.
+    #: Address for servers and clients; port 0 takes a free one.
     bind: str = DEFAULT_MASTER
-    #: A server is silent after this long without a heartbeat. Three heartbeats: one may be lost.
+    #: A server is lost after this long without a heartbeat. Three heartbeats: one may get lost.
     timeout_s: Seconds = 3.0
-    #: A silent server is remembered this long: when it comes back, it is simply back.
+    #: A lost server keeps its record this long: if it comes back, its blocks are valid at once.
     forget_s: Seconds = 600.0
-    #: Metrics, health and readiness over HTTP, at host:port, usually 127.0.0.1:7452. Empty:
-    #: nowhere, because several masters may share a host.
+    #: Address for metrics, health and readiness over HTTP, usually 127.0.0.1:7452. Empty: off,
+    #: because several masters may share a host.
     http: str = ""
-    #: Listen beyond loopback though nobody is asked for a secret.
+    #: Listen beyond loopback although access needs no secret.
     insecure: bool = False
 
 
 class ServerConfig(_Section, frozen=True):
     #: Unique in the cluster; empty: the host's name and some random digits.
     id: str = ""
-    #: Every master; all are told everything.
+    #: All masters; the server announces its blocks to each of them.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
-    #: Memory for blocks. Taken once, never exceeded. Short for one tier, dram.
+    #: Memory for blocks, allocated once. The same as one tier, dram.
     capacity: Size = 1 << 30
     #: Several tiers instead, the fastest first: dram:8GiB, nvme:/path/to/file:100GiB. The last
     #: one's capacity is the server's; those above make it fast.
     tiers: list[str] = msgspec.field(default_factory=list)
-    #: One address for each transport; port 0 takes a free one.
-    listen: list[str] = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:0", "shm://"])
-    #: How often masters hear from this server.
+    #: One address for each transport; port 0 takes a free one. Settings of a transport follow a
+    #: question mark: ucx://10.0.0.1:7461?tls=rc,self&rails=2.
+    listen: Addresses = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:0", "shm://"])
+    #: Interval of heartbeats to the masters.
     heartbeat_s: Seconds = 1.0
     #: Extents start at multiples of this: a page, so that they can be mapped and sent directly.
     alignment: Size = 4096
-    #: Which block goes next when memory is full: lru, arc, lease, density, or one that you wrote.
+    #: Eviction policy: lru, arc, lease, density, or an installed one.
     policy: str = "lru"
-    #: Connections at once; beyond it new ones are refused.
+    #: Connections at the same time; more are refused with Overloaded.
     connections_max: int = 1024
-    #: A block goes up to a tier above the one that clients reach when it was read so often.
+    #: A block is promoted above the tier that clients reach after so many reads.
     promote_after: int = 1
-    #: Touch all memory in the background at start: the first write to a page is slow.
+    #: Touch all memory in the background at start, because the first write to a page is slow.
     prefault: bool = True
-    #: What UCX may use, as in UCX_TLS and UCX_NET_DEVICES, which hold where these are empty, and
-    #: how many network cards one block may take at once (0: what UCX_MAX_RNDV_RAILS says, or 2).
-    ucx_tls: str = ""
-    ucx_devices: str = ""
-    ucx_rails: Annotated[int, Meta(ge=0, le=16)] = 0
-    #: Metrics, health and readiness over HTTP, at host:port; empty: nowhere.
+    #: Address for metrics, health and readiness over HTTP; empty: off.
     http: str = ""
-    #: Listen beyond loopback though nobody is asked for a secret.
+    #: Listen beyond loopback although access needs no secret.
     insecure: bool = False
 
 
 class ClientConfig(_Section, frozen=True):
-    #: Any that answers is good.
+    #: Any of them is enough.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
-    #: Transports that may be used, best first; those that are not installed are left out.
+    #: Transports that may be used, best first; those that are not installed are left out. Settings
+    #: follow a question mark, as in server.listen: ucx?tls=rc,self. In a comma-separated text (an
+    #: environment variable) a comma inside a setting is written %2C: ucx?tls=rc%2Cself,tcp.
     transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "ucx", "tcp"])
     #: Of several transports that lead to another host take the fastest, as measured on calls that
     #: are made anyway; otherwise the order of `transports` holds.
     measure: bool = True
-    #: For a call that names no deadline.
+    #: Timeout of a call that gives none.
     timeout_s: Seconds = 5.0
-    #: A server or master that has been silent for this long is given up; the call ends in a miss.
+    #: A call to a server or master ends after this long without a byte from it: a miss.
     attempt_s: Seconds = 1.0
-    #: After this long without a word from it, another replica, or another master, is asked.
-    #: Well above what a healthy server takes for its first word, or healthy ones are left, too.
+    #: After this long without a byte, the client asks another replica or another master. Choose
+    #: it well above the time in which a healthy server sends its first byte.
     hedge_s: Seconds = 0.1
     #: Check the checksum of every block that is read.
     verify: bool = True
-    #: Pinned memory through which blocks go from and to CUDA devices; none is taken before the
-    #: first of them. A block must fit, several rounds of 16 MiB should.
+    #: Pinned memory through which blocks move from and to CUDA devices; allocated for the first
+    #: of them. One block must fit, several rounds of 16 MiB should.
     device_staging: Size = 128 << 20
-    #: The same as of a server.
-    ucx_tls: str = ""
-    ucx_devices: str = ""
-    ucx_rails: Annotated[int, Meta(ge=0, le=16)] = 0
 
 
 class Config(_Section, frozen=True):
     #: Masters, servers and clients of different clusters refuse each other.
     cluster: str = "default"
-    #: A file with the cluster's secret, at least 16 bytes, for all of them. Empty: there is none,
-    #: and whoever reaches the pool may use it.
+    #: File with the cluster's shared secret, at least 16 bytes. Empty: no secret, and every
+    #: process that can reach the pool may use it.
     secret_file: str = ""
     master: MasterConfig = MasterConfig()
     server: ServerConfig = ServerConfig()
@@ -126,9 +123,9 @@ def cluster_of(config: Config) -> Cluster:
 
 
 def read_secret(path: str) -> bytes:
-    """What is in the file, without white space around it; nothing for no path.
+    """The content of the file without white space around it; empty if there is no path.
 
-    Raises ConfigError, which never says what was in it.
+    Raises ConfigError, which never contains the secret.
     """
     if not path:
         return b""
@@ -152,7 +149,7 @@ def load(
 ) -> Config:
     """The configuration from a file, the environment and flags (`{"server.capacity": "1GiB"}`).
 
-    Raises ConfigError for whatever is unknown or makes no sense.
+    Raises ConfigError for an unknown setting or a value that is not valid.
     """
     raw: dict[str, Any] = _read(Path(path)) if path is not None else {}
     for name, value in (environment or {}).items():
@@ -167,7 +164,7 @@ def load(
 
 
 class TierSpec(NamedTuple):
-    """One tier as it is written: `name:place:size?setting=value&...`; not every one has a place."""
+    """One tier as it is written: `name:place:size?setting=value&...`; a place is optional."""
 
     name: str
     place: str
@@ -175,14 +172,36 @@ class TierSpec(NamedTuple):
     settings: dict[str, str]
 
 
-def transport_settings(section: ServerConfig | ClientConfig) -> dict[str, dict[str, str]]:
-    """What a transport is told, by scheme; only what was said."""
-    ucx = {
-        "TLS": section.ucx_tls,
-        "NET_DEVICES": section.ucx_devices,
-        "MAX_RNDV_RAILS": str(section.ucx_rails or ""),
-    }
-    return {"ucx": {name: value for name, value in ucx.items() if value}}
+class TransportSpec(NamedTuple):
+    """One transport as it is written: `scheme?setting=value&...` or `scheme://host:port?...`."""
+
+    scheme: str
+    #: With the scheme and without settings; empty if there is no `://`.
+    address: str
+    settings: dict[str, str]
+
+
+def parse_transport(text: str) -> TransportSpec:
+    """`tcp`, `ucx?tls=rc,self`, `ucx://10.0.0.1:7461?rails=2`. Raises ConfigError."""
+    place, _, query = text.partition("?")
+    scheme, separator, _ = place.partition("://")
+    if not scheme:
+        raise ConfigError(f"transport {text!r}: expected a name, such as tcp or ucx?tls=tcp")
+    settings = _parse_settings(query, f"transport {text!r}")
+    return TransportSpec(scheme, place if separator else "", settings)
+
+
+def _parse_settings(query: str, what: str) -> dict[str, str]:
+    """`setting=value&setting=value`, with %XX for special characters."""
+    settings: dict[str, str] = {}
+    for setting in query.split("&") if query else ():
+        name, separator, value = setting.partition("=")
+        if not name or not separator:
+            raise ConfigError(f"{what}: {setting!r}: expected setting=value")
+        if name in settings:
+            raise ConfigError(f"{what}: setting {name!r} is given twice")
+        settings[name] = unquote(value)
+    return settings
 
 
 def parse_tier(text: str) -> TierSpec:
@@ -200,18 +219,13 @@ def parse_tier(text: str) -> TierSpec:
     except ConfigError as error:
         raise ConfigError(f"tier {text!r}: {error}") from None
     if capacity < 1:
-        raise ConfigError(f"tier {text!r}: a tier of {capacity} bytes holds nothing")
-    settings = {}
-    for setting in query.split("&") if query else ():
-        key, found, value = setting.partition("=")
-        if not key or not found or key in settings:
-            raise ConfigError(f"tier {text!r}: {setting!r}: expected setting=value, each once")
-        settings[key] = value
+        raise ConfigError(f"tier {text!r}: expected a size of at least 1 byte")
+    settings = _parse_settings(query, f"tier {text!r}")
     return TierSpec(name, place, capacity, settings)
 
 
 def check_bind(address: str, insecure: bool) -> None:
-    """Refuse to listen beyond loopback where nobody proves who he is, unless told to."""
+    """Refuse to listen beyond loopback without a secret, unless `insecure`. Raises ConfigError."""
     try:
         parts = urlsplit(address if "://" in address else f"tcp://{address}")
         host = parts.hostname or ""
@@ -227,9 +241,9 @@ def check_bind(address: str, insecure: bool) -> None:
         loopback = False
     if not loopback and not insecure:
         raise ConfigError(
-            f"address {address} is reachable from other machines, and nobody would be asked for a "
-            "secret: give the cluster one (--secret-file; UCX does not ask for it), bind to "
-            "127.0.0.1, or say --insecure if the network is trusted"
+            f"address {address} is reachable from other machines, but access needs no secret: give "
+            "the cluster a secret (--secret-file; ucx does not check it), listen on 127.0.0.1, or "
+            "pass --insecure if the network is trusted"
         )
 
 
@@ -269,6 +283,7 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
     values: dict[str, Any] = {}
     for name, value in raw.items():
         if name not in hints:
+            _check_moved(prefix, str(name))
             known = [f"{prefix}{field}" for field in hints]
             close = difflib.get_close_matches(f"{prefix}{name}", known, 1, 0.4)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
@@ -278,6 +293,20 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
         return msgspec.convert(values, section, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {error}") from None
+
+
+def _check_moved(prefix: str, name: str) -> None:
+    """Raises ConfigError for a setting of UCX that is a setting of the transport now."""
+    setting = {"ucx_tls": "tls", "ucx_devices": "net_devices", "ucx_rails": "rails"}.get(name)
+    if setting is not None and prefix in ("server.", "client."):
+        example = {
+            "server.": f"server.listen: ucx://10.0.0.1:7461?{setting}=...",
+            "client.": f"client.transports: ucx?{setting}=...",
+        }
+        raise ConfigError(
+            f"setting {prefix + name!r} is a setting of the transport now: write it into "
+            f"{example[prefix]}"
+        )
 
 
 def _value(value: Any, hint: Any, name: str) -> Any:
@@ -294,8 +323,9 @@ def _value(value: Any, hint: Any, name: str) -> Any:
             return parse_duration(value)
     except ConfigError as error:
         raise ConfigError(f"setting {name!r}: {error}") from None
-    if isinstance(value, str) and str(hint).startswith("list["):
-        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, str) and "list[" in str(hint):
+        separator = (meta.extra or {}).get("separator", ",") if meta is not None else ","
+        return [part.strip() for part in re.split(separator, value) if part.strip()]
     if isinstance(value, str) and hint is bool:
         return parse_bool(value, name)
     return value
@@ -304,6 +334,8 @@ def _value(value: Any, hint: Any, name: str) -> Any:
 def _check(config: Config) -> None:
     for tier in config.server.tiers:
         parse_tier(tier)
+    for transport in (*config.server.listen, *config.client.transports):
+        parse_transport(transport)
     if config.server.capacity < config.server.alignment:
         raise ConfigError(
             f"setting 'server.capacity' is {config.server.capacity} bytes, "

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvpool import registry
 from kvpool.client.pool import Pool
-from kvpool.config import ClientConfig, MasterConfig, ServerConfig
+from kvpool.config import ClientConfig, MasterConfig, ServerConfig, parse_transport
 from kvpool.master.service import Master
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Transport
@@ -46,7 +46,11 @@ class Dev:
         """A client of this pool, over inproc unless `config` says otherwise."""
         config = config or ClientConfig(masters=[self.address])
         network = ZmqNetwork()
-        chosen = {s: t for s in config.transports if (t := self._transports.get(s)) is not None}
+        chosen = {
+            scheme: self._transports[scheme]
+            for scheme, _, _ in map(parse_transport, config.transports)
+            if scheme in self._transports
+        }
         pool = Pool(
             config, cluster=Cluster(), network=network, transports=chosen, owns_network=True
         )
@@ -75,8 +79,7 @@ async def serve(
         network = ZmqNetwork()
         stack.callback(network.close)
         chosen = dict(transports or {})
-        schemes = [address.partition("://")[0] for address in listen]
-        if missing := [scheme for scheme in schemes if scheme not in chosen]:
+        if missing := [text for text in listen if parse_transport(text).scheme not in chosen]:
             chosen |= registry.transports(missing, strict=True)
         master = Master(MasterConfig(bind=bind), network)
         await master.start()

@@ -1,8 +1,8 @@
 """From a name to an implementation, by entry points.
 
 A third party adds a transport, a tier or a policy by declaring it in its own `pyproject.toml`;
-nothing here changes. Only declared entry points are ever loaded: a name from the wire or a file is
-looked up among them, never imported.
+nothing here changes. Only declared entry points are loaded: a name from a message or a file is
+looked up among them, never imported. (design: plug-ins)
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpool import logs
-from kvpool.config import ServerConfig, TierSpec, parse_tier
+from kvpool.config import ServerConfig, TierSpec, TransportSpec, parse_tier, parse_transport
 from kvpool.errors import ConfigError
 from kvpool.protocols import Tier, Transport
 from kvpool.protocols.policy import Policy
-from kvpool.units import parse_bool, parse_size
+from kvpool.units import parse_bool, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 TRANSPORTS = "kvpool.transports"
 TIERS = "kvpool.tiers"
 POLICIES = "kvpool.policies"
+
+Setting = bool | int | float | str
 
 log = logs.get("kvpool.registry")
 
@@ -35,45 +37,56 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
-def transport(scheme: str, settings: Mapping[str, str] | None = None) -> Transport:
-    """A new transport of this scheme. Raises ConfigError when there is none or it cannot load.
+def transport(spec: str) -> Transport:
+    """A new transport from `scheme`, `scheme?setting=value` or an address with settings.
 
-    Its constructor takes nothing, or `settings` when there are any for its scheme.
+    Raises ConfigError when it is not installed, cannot be loaded, or has no such setting.
+    `settings_of` explains the settings.
     """
+    scheme, _, settings = parse_transport(spec)
     make = _load(TRANSPORTS, scheme, "transport")
-    made: Transport = make(settings) if settings else make()
+    made: Transport = make(**settings_of(make, settings, f"transport {scheme!r}"))
     return made
 
 
-def transports(
-    schemes: Iterable[str],
-    *,
-    strict: bool = False,
-    settings: Mapping[str, Mapping[str, str]] | None = None,
-) -> dict[str, Transport]:
-    """Those of `schemes` that are installed, in that order; at least one must be.
+def transports(specs: Iterable[str], *, strict: bool = False) -> dict[str, Transport]:
+    """The installed transports among `specs`, by scheme, in that order; at least one must be.
 
-    One that is declared may still lack what it stands on, an extra. It is left out, too: a client
-    has others, and `kvpool doctor` says what is missing. With `strict` that is a ConfigError.
-    `settings` are by scheme.
+    A transport that is installed may lack a package that it needs. It is left out, because a client
+    has others, and `kvpool doctor` shows what is missing. With `strict` that is a ConfigError. A
+    wrong setting is always a ConfigError.
     """
     known = installed(TRANSPORTS)
-    wanted = list(schemes)
+    wanted: dict[str, TransportSpec] = {}
+    for spec in map(parse_transport, specs):
+        first = wanted.setdefault(spec.scheme, spec)
+        if spec.settings != first.settings:
+            raise ConfigError(f"transport {spec.scheme!r} is given twice with different settings")
     found: dict[str, Transport] = {}
     missing = []
-    for scheme in wanted:
-        if scheme in known:
-            try:
-                found[scheme] = transport(scheme, (settings or {}).get(scheme))
-            except ConfigError as error:
-                if strict:
-                    raise
-                missing.append(str(error))
-                log.debug("transport left out", scheme=scheme, why=str(error))
+    for scheme, spec in wanted.items():
+        if scheme not in known:
+            continue
+        try:
+            make = _load(TRANSPORTS, scheme, "transport")
+        except ConfigError as error:
+            if strict:
+                raise
+            missing.append(str(error))
+            continue
+        values = settings_of(make, spec.settings, f"transport {scheme!r}")
+        try:
+            found[scheme] = make(**values)
+        except ConfigError as error:
+            if strict:
+                raise
+            missing.append(str(error))
+            report = log.warning if values else log.debug
+            report("transport left out", scheme=scheme, why=str(error))
     if not found:
         raise ConfigError(
             "; ".join(missing)
-            or f"none of the transports {wanted} is installed: have {sorted(known)}"
+            or f"none of the transports {list(wanted)} is installed; installed: {sorted(known)}"
         )
     return found
 
@@ -85,15 +98,15 @@ def tiers(config: ServerConfig) -> list[Tier]:
     ]
     makers = [_load(TIERS, spec.name, "tier") for spec in specs]
     if any(getattr(make, "survives_restart", False) for make in makers[:-1]):
-        raise ConfigError("a tier that survives restarts holds the pool: put it last")
+        raise ConfigError("a tier that survives restarts holds all blocks: put it last")
     if not any(hasattr(make, "view") for make in makers):
         raise ConfigError(
-            f"tiers {', '.join(spec.name for spec in specs)}: clients can reach none of them; "
+            f"tiers {', '.join(spec.name for spec in specs)}: clients cannot reach any of them; "
             "put dram first, such as dram:1GiB"
         )
     opened: list[Tier] = []
     try:
-        for spec in specs:  # one by one, so that those opened are known
+        for spec in specs:  # one at a time, so that those already open can be closed
             opened += [tier(spec, prefault=config.prefault)]
     except BaseException:
         for one in opened:
@@ -106,28 +119,17 @@ def tier(spec: TierSpec, *, prefault: bool = True) -> Tier:
     """Open one tier. Raises ConfigError.
 
     Its constructor takes the capacity in bytes, then, if it has one, its place as text, and
-    settings by name, whose defaults say what kind of value each is. One called `prefault` is set
-    from the server's configuration.
+    settings as `settings_of` explains. A setting called `prefault` is set from the server's
+    configuration.
     """
     make = _load(TIERS, spec.name, "tier")
     parameters = inspect.signature(make).parameters
-    settings = {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-        and isinstance(parameter.default, bool | int | float | str)
-    }
-    values: dict[str, bool | int | float | str] = {}
-    if "prefault" in settings:
-        values["prefault"] = prefault
-    for name, text in spec.settings.items():
-        if name not in settings:
-            known = ", ".join(settings) or "none"
-            raise ConfigError(f"tier {spec.name!r} has no setting {name!r}; it has: {known}")
-        values[name] = _converted(text, settings[name], f"{spec.name} {name}")
+    values = settings_of(make, spec.settings, f"tier {spec.name!r}")
+    if "prefault" in parameters:
+        values.setdefault("prefault", prefault)
     places = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     if spec.place and not places:
-        raise ConfigError(f"tier {spec.name!r} lies nowhere in particular: got {spec.place!r}")
+        raise ConfigError(f"tier {spec.name!r} takes no path, got {spec.place!r}")
     if not spec.place and places and places[0].default is places[0].empty:
         raise ConfigError(
             f"tier {spec.name!r} needs a {places[0].name}: {spec.name}:<{places[0].name}>:<size>"
@@ -136,21 +138,52 @@ def tier(spec: TierSpec, *, prefault: bool = True) -> Tier:
     return made
 
 
-def _converted(text: str, like: bool | int | float | str, name: str) -> bool | int | float | str:
-    """`text` as a value of the type of `like`; whole numbers may be sizes."""
-    if isinstance(like, bool):
-        return parse_bool(text, name)
-    if isinstance(like, int):
+def settings_of(
+    make: Callable[..., Any], settings: Mapping[str, str], what: str
+) -> dict[str, Setting]:
+    """Settings from text to what the constructor `make` of a transport or tier takes.
+
+    Its keyword-only parameters with a default are its settings, and the default gives the type:
+
+    | default | text |
+    |---|---|
+    | bool  | `yes`, `no`, `true`, `false`, `1`, `0` |
+    | int   | a number or a size: `32`, `16MiB` |
+    | float | a number; a duration if the name ends in `_s`: `0.9`, `250ms` |
+    | str   | the text itself |
+
+    Raises ConfigError for an unknown setting and for a value of another type.
+    """
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and isinstance(parameter.default, Setting)
+    }
+    values: dict[str, Setting] = {}
+    for name, text in settings.items():
+        if name not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise ConfigError(f"{what} has no setting {name!r}; its settings: {known}")
         try:
-            return parse_size(text)
+            values[name] = _from_text(text, defaults[name], name)
         except ConfigError as error:
-            raise ConfigError(f"setting {name!r}: {error}") from None
-    if isinstance(like, float):
-        try:
-            return float(text)
+            raise ConfigError(f"{what}: {error}") from None
         except ValueError:
-            raise ConfigError(f"setting {name!r}: {text!r} is no number") from None
-    return text
+            raise ConfigError(f"{what}: setting {name!r} is {text!r}, expected a number") from None
+    return values
+
+
+def _from_text(text: str, default: Setting, name: str) -> Setting:
+    if isinstance(default, bool):
+        return parse_bool(text, name)
+    try:
+        if isinstance(default, int):
+            return parse_size(text)
+        if isinstance(default, float) and name.endswith("_s"):
+            return parse_duration(text)
+    except ConfigError as error:
+        raise ConfigError(f"setting {name!r}: {error}") from None
+    return float(text) if isinstance(default, float) else text
 
 
 def policy(name: str, capacity: int) -> Policy[Any]:
@@ -162,7 +195,7 @@ def policy(name: str, capacity: int) -> Policy[Any]:
 def _load(group: str, name: str, what: str) -> Callable[..., Any]:
     known = installed(group)
     if name not in known:
-        raise ConfigError(f"no {what} {name!r} is installed: have {sorted(known)}")
+        raise ConfigError(f"no {what} {name!r} is installed; installed: {sorted(known)}")
     try:
         loaded: Callable[..., Any] = known[name].load()
     except ImportError as error:

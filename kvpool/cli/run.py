@@ -25,7 +25,7 @@ from kvpool.cli.shared import (
     settings_of,
     stderr,
 )
-from kvpool.config import Config, MasterConfig, ServerConfig, cluster_of, transport_settings
+from kvpool.config import Config, MasterConfig, ServerConfig, cluster_of
 from kvpool.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -171,8 +171,7 @@ async def _serve(settings: Config) -> None:
     network = ZmqNetwork(cluster_of(settings))
     running: BlockServer | None = None
     try:
-        schemes = [address.partition("://")[0] for address in wanted.listen]
-        transports = registry.transports(schemes, strict=True, settings=transport_settings(wanted))
+        transports = registry.transports(wanted.listen, strict=True)
         tiers = registry.tiers(wanted)
         running = BlockServer(
             wanted,

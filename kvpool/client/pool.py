@@ -24,7 +24,7 @@ from kvpool.client.masters import Masters
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.writer import Writer
-from kvpool.config import ClientConfig, transport_settings
+from kvpool.config import ClientConfig
 from kvpool.errors import (
     BadBuffer,
     BadKey,
@@ -82,8 +82,7 @@ async def connect(
     cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
     if config is None:
         config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
-    settings = transport_settings(config)
-    transports = registry.transports(config.transports, settings=settings)
+    transports = registry.transports(config.transports)
     network = ZmqNetwork(cluster)
     try:
         pool = Pool(

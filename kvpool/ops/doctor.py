@@ -18,7 +18,7 @@ import msgspec
 from kvpool import registry
 from kvpool.client.device_staging import ROUND
 from kvpool.client.pool import Pool
-from kvpool.config import ClientConfig, Config, cluster_of, transport_settings
+from kvpool.config import ClientConfig, Config, cluster_of, parse_transport
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.net.diagnose import diagnose_unreachable
@@ -92,14 +92,15 @@ async def _huge_pages() -> Finding:
 def _transports(config: ClientConfig) -> list[Finding]:
     findings = []
     known = registry.installed(registry.TRANSPORTS)
-    for scheme in config.transports:
+    for spec in config.transports:
+        scheme = parse_transport(spec).scheme
         if scheme not in known:
             findings.append(
                 Finding(f"transport {scheme}", "warn", "not installed", "see README, extras")
             )
             continue
         try:
-            made = registry.transport(scheme, transport_settings(config).get(scheme))
+            made = registry.transport(spec)
             status_text = (
                 made.status_text if isinstance(made, SupportsStatusText) else known[scheme].value
             )
@@ -190,11 +191,12 @@ async def _pool(settings: Config) -> list[Finding]:
                 )
             )
             continue
+        specs = {parse_transport(spec).scheme: spec for spec in settings.client.transports}
         schemes = [address.partition("://")[0] for address in member.addresses]
         findings += [
-            await _trial(settings, member, scheme)
+            await _trial(settings, member, scheme, specs[scheme])
             for scheme in schemes
-            if scheme in settings.client.transports and scheme != "inproc"
+            if scheme in specs and scheme != "inproc"
         ]
     return findings
 
@@ -249,9 +251,9 @@ def compared(namespaces: list[tuple[Namespace, int]]) -> list[Finding]:
     return findings[:_APART_MAX]
 
 
-async def _trial(settings: Config, member: Member, scheme: str) -> Finding:
+async def _trial(settings: Config, member: Member, scheme: str, spec: str) -> Finding:
     check = f"server {member.server} over {scheme}"
-    config = _asking(settings.client, settings.client.masters, [scheme])
+    config = _asking(settings.client, settings.client.masters, [spec])
     namespace = Namespace(f"kvpool-doctor/{secrets.token_hex(4)}")
     key, data = secrets.token_bytes(32), secrets.token_bytes(_TRIAL_SIZE)
     back = bytearray(_TRIAL_SIZE)
@@ -283,6 +285,6 @@ def _client(cluster: Cluster, config: ClientConfig) -> Pool:
         config,
         cluster=cluster,
         network=ZmqNetwork(cluster),
-        transports=registry.transports(config.transports, settings=transport_settings(config)),
+        transports=registry.transports(config.transports),
         owns_network=True,
     )

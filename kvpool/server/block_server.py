@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from kvpool import logs
-from kvpool.config import ServerConfig, check_bind
+from kvpool.config import ServerConfig, check_bind, parse_transport
 from kvpool.errors import ConfigError, Overloaded, Unavailable
 from kvpool.protocols import (
     Addressable,
@@ -108,7 +108,8 @@ class BlockServer:
         open.
         """
         config, context = self._config, self._context
-        for address in config.listen:
+        addresses = [parse_transport(text).address or text for text in config.listen]
+        for address in addresses:
             check_scheme(address, self._transports)
             transport = self._transports[address.partition("://")[0]]
             if not transport.same_host:
@@ -117,7 +118,7 @@ class BlockServer:
         try:
             await context.mover.recover()
             context.mover.start()
-            for address in config.listen:
+            for address in addresses:
                 scheme, _, rest = address.partition("://")
                 listener = await self._transports[scheme].listen(address if rest else "", self)
                 self._listeners.append(listener)

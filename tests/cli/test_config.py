@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from kvpool.config import load
+from kvpool import registry
+from kvpool.config import load, parse_transport
 from kvpool.errors import ConfigError
 from kvpool.units import parse_duration, parse_size
 
@@ -118,3 +121,114 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert load(environment={"KVPOOL_CONFIG": "it names the file"}) == load()
     with pytest.raises(ConfigError, match="unknown setting 'nonsense'"):
         load(environment={"KVPOOL_NONSENSE": "1"})
+
+
+# --- settings of transports -------------------------------------------------------------------
+
+
+class Pigeon:
+    """A transport of another package. Its constructor says which settings there are."""
+
+    scheme = "pigeon"
+
+    def __init__(
+        self,
+        *,
+        birds: int = 2,
+        armoured: bool = False,
+        load: int = 1 << 20,
+        rest_s: float = 1.5,
+        losses: float = 0.1,
+        home: str = "",
+    ) -> None:
+        self.settings = (birds, armoured, load, rest_s, losses, home)
+
+
+@pytest.fixture
+def pigeon(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = registry.installed
+
+    def with_pigeon(group: str) -> dict[str, EntryPoint]:
+        entry = EntryPoint("pigeon", f"{__name__}:Pigeon", registry.TRANSPORTS)
+        return installed(group) | ({"pigeon": entry} if group == registry.TRANSPORTS else {})
+
+    monkeypatch.setattr(registry, "installed", with_pigeon)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("pigeon", (2, False, 1 << 20, 1.5, 0.1, "")),
+        ("pigeon?birds=7&armoured=yes", (7, True, 1 << 20, 1.5, 0.1, "")),
+        ("pigeon?load=16MiB&rest_s=250ms", (2, False, 16 << 20, 0.25, 0.1, "")),
+        ("pigeon?losses=0.5&home=a,b%2C%26c", (2, False, 1 << 20, 1.5, 0.5, "a,b,&c")),
+        ("pigeon://loft:1?birds=3", (3, False, 1 << 20, 1.5, 0.1, "")),
+    ],
+)
+def test_a_third_party_transport_has_settings(
+    pigeon: None, spec: str, expected: tuple[object, ...]
+) -> None:
+    for made in (registry.transport(spec), *registry.transports([spec, "tcp"]).values()):
+        if isinstance(made, Pigeon):
+            assert made.settings == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("pigeon?wings=2", "'pigeon' has no setting 'wings'; its settings: birds, armoured"),
+        ("pigeon?birds=many", "'pigeon': setting 'birds': size 'many': expected"),
+        ("pigeon?armoured=perhaps", "'pigeon': setting 'armoured'.*neither true nor false"),
+        ("pigeon?load=1GB", "did you mean 1GiB"),
+        ("pigeon?rest_s=soon", "'pigeon': setting 'rest_s': duration 'soon'"),
+        ("pigeon?losses=few", "'pigeon': setting 'losses' is 'few', expected a number"),
+        ("pigeon?birds=1&birds=2", "setting 'birds' is given twice"),
+        ("pigeon?birds", "'birds': expected setting=value"),
+        ("?birds=1", "expected a name"),
+        ("tcp?birds=1", "'tcp' has no setting 'birds'; its settings: none"),
+    ],
+)
+def test_a_wrong_setting_is_never_ignored(pigeon: None, spec: str, says: str) -> None:
+    """Also where others would do: a transport that is not there is left out, a mistake is not."""
+    for strict in (False, True):
+        with pytest.raises(ConfigError, match=says):
+            registry.transports(["inproc", spec], strict=strict)
+
+
+def test_a_transport_has_one_set_of_settings(pigeon: None) -> None:
+    with pytest.raises(ConfigError, match="'pigeon' is given twice with different settings"):
+        registry.transports(["pigeon://a:1", "pigeon://a:2?birds=1"])
+    assert list(registry.transports(["pigeon://a:1", "pigeon://a:2"])) == ["pigeon"]
+
+
+def test_settings_come_from_files_the_environment_and_flags(tmp_path: Path) -> None:
+    file = tmp_path / "kvpool.yaml"
+    file.write_text('client: {transports: ["ucx?tls=rc,self&rails=2", tcp]}')
+    spec = ("ucx", "", {"tls": "rc,self", "rails": "2"})
+    assert parse_transport(load(file).client.transports[0]) == spec
+    environment = {
+        "KVPOOL_CLIENT_TRANSPORTS": "ucx?tls=rc%2Cself&rails=2, tcp",
+        "KVPOOL_SERVER_LISTEN": "shm://, ucx://h:1?tls=rc,self&rails=2,tcp://h:2",
+    }
+    found = load(environment=environment)
+    assert [parse_transport(text) for text in found.client.transports] == [spec, ("tcp", "", {})]
+    assert [parse_transport(text) for text in found.server.listen] == [
+        ("shm", "shm://", {}),
+        ("ucx", "ucx://h:1", spec[2]),
+        ("tcp", "tcp://h:2", {}),
+    ]
+    found = load(flags={"client.transports": ["ucx?tls=rc,self&rails=2"]})
+    assert parse_transport(found.client.transports[0]) == spec
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("KVPOOL_SERVER_UCX_TLS", "server.listen: ucx://10.0.0.1:7461?tls="),
+        ("KVPOOL_SERVER_UCX_RAILS", "server.listen: ucx://10.0.0.1:7461?rails="),
+        ("KVPOOL_CLIENT_UCX_DEVICES", "client.transports: ucx?net_devices="),
+    ],
+)
+def test_a_setting_that_has_moved_names_its_new_form(old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(new)):
+        load(environment={old: "1"})

@@ -18,7 +18,7 @@ from kvpool import config, registry
 from kvpool.cli import run as commands
 from kvpool.cli import shared
 from kvpool.cli.app import app
-from kvpool.config import Config, check_bind
+from kvpool.config import Config, check_bind, parse_transport
 from kvpool.units import parse_size
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def check(found: Config) -> None:
     for page in filter(None, (found.master.http, found.server.http)):
         check_bind(page, asked)
     transports = registry.installed(registry.TRANSPORTS)
-    for address in found.server.listen:
+    for address in (parse_transport(text).address for text in found.server.listen):
         scheme, _, rest = address.partition("://")
         assert scheme in transports, address
         if rest:
@@ -72,8 +72,15 @@ def port(address: str) -> int:
 
 def ports(found: Config) -> dict[str, int]:
     """Of a server, by scheme."""
-    listen = (address.partition("://") for address in found.server.listen)
+    addresses = (parse_transport(text).address for text in found.server.listen)
+    listen = (address.partition("://") for address in addresses)
     return {scheme: port(rest) for scheme, _, rest in listen if rest}
+
+
+def ucx_settings(specs: list[str]) -> dict[str, str]:
+    """Of the transport ucx among these."""
+    (spec,) = (one for one in map(parse_transport, specs) if one.scheme == "ucx")
+    return spec.settings
 
 
 # --- systemd -------------------------------------------------------------------------------
@@ -176,12 +183,10 @@ HOST = {
     "KVPOOL_ADDRESS": "10.0.0.1",
     "KVPOOL_MASTERS": "10.0.0.1:7450,10.0.0.2:7450",
     "KVPOOL_CAPACITY": "64GiB",
-    "KVPOOL_LISTEN": "shm://,ucx://10.0.0.1:7461,tcp://10.0.0.1:7460",
+    "KVPOOL_LISTEN": "shm://,ucx://10.0.0.1:7461?tls=rc,self,tcp://10.0.0.1:7460",
     "KVPOOL_SECRET": "/etc/kvpool/secret",
     "KVPOOL_SECRET_FILE": "/run/secrets/kvpool",
     "KVPOOL_INSECURE": "yes",
-    "KVPOOL_UCX_TLS": "rc,self",
-    "KVPOOL_UCX_DEVICES": "mlx5_0:1,mlx5_1:1",
 }
 
 
@@ -201,7 +206,7 @@ def test_compose_runs_what_kvpool_understands(
     if name == "server":
         assert ports(found) == {"tcp": 7460, "ucx": 7461}
         assert service["ulimits"]["memlock"] == -1
-        assert found.server.ucx_tls == environment.get("KVPOOL_UCX_TLS", "")
+        assert ucx_settings(found.server.listen) == ({"tls": "rc,self"} if environment else {})
         assert f"'http://{found.server.http}/ready'" in service["healthcheck"]["test"][-1]
     else:
         assert f"'http://{found.master.http}/health'" in service["healthcheck"]["test"][-1]
@@ -326,7 +331,8 @@ def test_servers_have_the_memory_and_devices_they_ask_for(
     assert daemons["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert pod["hostNetwork"]
     assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"
-    assert found.server.ucx_tls == found.client.ucx_tls
+    same = ucx_settings(found.server.listen)
+    assert same == ucx_settings(found.client.transports) == {"tls": "rc,self", "rails": "2"}
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "DaemonSet"])

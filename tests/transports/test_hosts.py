@@ -217,7 +217,7 @@ async def test_a_cut_link_ends_calls_by_their_deadline(link: Link, transport: st
 async def test_a_lane_that_leads_nowhere_is_another_path(link: Link) -> None:
     """The words of ucx arrive, its bytes could not: tcp takes the same call."""
     pytest.importorskip("ucxx", reason="needs ucxx: pip install kvpool[ucx]")
-    async with client_of(link, "ucx,tcp", KVPOOL_SERVER_UCX_DEVICES="lo") as client:
+    async with client_of(link, "ucx,tcp", UCX_NET_DEVICES="lo") as client:
         await client.write("left", "far", 4)
         heard = await client.read("far", 4, timeout=5)
         assert (heard["hits"], heard["wrong"]) == (4, 0), heard

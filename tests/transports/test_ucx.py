@@ -109,12 +109,12 @@ def test_whoever_receives_is_active() -> None:
 async def test_lanes_that_ucx_has_not_are_a_config_error(installed: None) -> None:
     async with dev.serve("16MiB", listen=("tcp://127.0.0.1:0",)) as pool:
         with pytest.raises(ConfigError, match="UCX_TLS"):
-            await UcxTransport({"TLS": "nonsense"}).listen("", pool.servers[0])
+            await UcxTransport(tls="nonsense").listen("", pool.servers[0])
 
 
 async def test_no_common_lane_is_another_path(installed: None) -> None:
     """The server shares memory only, the client has tcp only: the next transport takes the call."""
-    transports = {"ucx": UcxTransport({"TLS": "posix,self"}), "tcp": TcpTransport()}
+    transports = {"ucx": UcxTransport(tls="posix,self"), "tcp": TcpTransport()}
     listen = ["ucx://127.0.0.1:0", "tcp://127.0.0.1:0"]
     async with dev.serve("64MiB", listen=tuple(listen), transports=transports) as running:
         config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"], measure=False)
@@ -122,7 +122,7 @@ async def test_no_common_lane_is_another_path(installed: None) -> None:
             config,
             cluster=Cluster(),
             network=ZmqNetwork(),
-            transports={"ucx": UcxTransport({"TLS": "tcp,self"}), "tcp": TcpTransport()},
+            transports={"ucx": UcxTransport(tls="tcp,self"), "tcp": TcpTransport()},
             owns_network=True,
         )
         async with client as pool:
@@ -429,12 +429,12 @@ async def test_lanes_without_a_rendezvous_are_refused(
     installed: None, lanes: str, whose: str
 ) -> None:
     """UCX falls back to sending at once where a receiver cannot read: that could not be stopped."""
-    wrong = {"TLS": lanes, "RNDV_SCHEME": "get_zcopy"}
-    settings = {"client": {"TLS": lanes}, "server": {"TLS": lanes}, whose: wrong}
-    transports = {"ucx": UcxTransport(settings["server"])}
+    wrong = {"tls": lanes, "rndv_scheme": "get_zcopy"}
+    settings = {"client": {"tls": lanes}, "server": {"tls": lanes}, whose: wrong}
+    transports = {"ucx": UcxTransport(**settings["server"])}
     async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",), transports=transports) as running:
         with pytest.raises(LinkBroken):
-            await UcxTransport(settings["client"]).connect(
+            await UcxTransport(**settings["client"]).connect(
                 running.servers[0].addresses[0],
                 cluster=Cluster(),
                 client="test",
@@ -487,9 +487,16 @@ def test_settings_win_over_the_environment_and_that_over_defaults(
 
 
 def test_the_doctor_says_what_ucx_may_use(installed: None) -> None:
-    settings = {"TLS": "tcp,self", "NET_DEVICES": "lo", "MAX_RNDV_RAILS": "3"}
-    status_text = UcxTransport(settings).status_text
+    status_text = UcxTransport(tls="tcp,self", net_devices="lo", rails=3).status_text
     assert "lanes tcp,self, devices lo, up to 3 rails, rendezvous am" in status_text
+
+
+def test_settings_are_written_behind_the_name(installed: None) -> None:
+    made = registry.transport("ucx?tls=tcp%2Cself&net_devices=lo&rails=3")
+    assert isinstance(made, UcxTransport)
+    assert made._settings == {"TLS": "tcp,self", "NET_DEVICES": "lo", "MAX_RNDV_RAILS": "3"}
+    with pytest.raises(ConfigError, match="rails is 17, expected 0 to 16"):
+        registry.transport("ucx?rails=17")
 
 
 def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +509,7 @@ def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.M
         ("rc", True, False),
     ):
         monkeypatch.setattr(ucx, "_has_verbs", lambda verbs=verbs: verbs)
-        assert UcxTransport({"TLS": lanes}).needs_measurement is needs_measurement
+        assert UcxTransport(tls=lanes).needs_measurement is needs_measurement
 
 
 @pytest.mark.parametrize("doing", ["read", "write"])

@@ -74,21 +74,38 @@ _ADDRESS_SIZE_MAX: Final = 16 << 10
 _FABRICS: Final = ("rc", "dc", "ud", "ib", "srd", "all")
 _READING: Final = frozenset({"rc", "dc"})
 
+#: UCX's own limit of `UCX_MAX_RNDV_RAILS`.
+_RAILS_MAX = 16
+
 
 class UcxTransport:
     """`ucx://host:port`; the port is that of the words. Lanes are chosen by UCX's own `UCX_TLS`.
 
-    Raises ConfigError when ucxx is not installed.
+    Settings: `tls` and `net_devices` as in UCX_TLS and UCX_NET_DEVICES, `rails` as in
+    UCX_MAX_RNDV_RAILS (how many network cards one block may use at once), `rndv_scheme` as in
+    UCX_RNDV_SCHEME. If one is empty or 0, UCX's environment variable counts, then our default.
+
+    Raises ConfigError when ucxx is not installed, or for a setting out of range.
     """
 
     scheme = "ucx"
     same_host = False
     authenticated = False
 
-    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, tls: str = "", net_devices: str = "", rails: int = 0, rndv_scheme: str = ""
+    ) -> None:
         if importlib.util.find_spec("ucxx") is None:
             raise ConfigError(HINT)
-        self._settings = settings or {}
+        if not 0 <= rails <= _RAILS_MAX:
+            raise ConfigError(f"transport 'ucx': rails is {rails}, expected 0 to {_RAILS_MAX}")
+        named = {
+            "TLS": tls,
+            "NET_DEVICES": net_devices,
+            "MAX_RNDV_RAILS": str(rails or ""),
+            "RNDV_SCHEME": rndv_scheme,
+        }
+        self._settings = {name: value for name, value in named.items() if value}
         self._contexts: dict[bool, UCXContext] = {}
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
