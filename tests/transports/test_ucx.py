@@ -209,7 +209,7 @@ async def test_a_client_that_may_choose_reads_right(running: Running) -> None:
             assert all(result.status.hit for result in results)
             assert got == values(chain, SIZE)
         assert pool.counters["failed_ucx"] == pool.counters["failed_tcp"] == 0
-        (known,) = pool._servers._servers.values()
+        (known,) = pool._servers._records.values()
         assert {path.scheme for path in known.channels} == {"ucx", "tcp"}
 
 
@@ -524,7 +524,7 @@ async def test_a_call_ends_when_ucx_has_let_go(
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         async with running.pool(config) as pool:
             chain = await stored(pool, "let go", 8)
-            (known,) = pool._servers._servers.values()
+            (known,) = pool._servers._records.values()
             (channel,) = known.channels.values()
             assert isinstance(channel, UcxChannel)
             worker = channel._workers.current()
