@@ -206,7 +206,11 @@ class Pool:
             tasks.append(self._loop.create_task(call))
             tasks[0].add_done_callback(lambda task: _hand_over(task, ended))
 
-        self._loop.call_soon_threadsafe(start)
+        try:
+            self._loop.call_soon_threadsafe(start)
+        except RuntimeError:  # another thread has closed the pool, and the loop, since the check
+            call.close()
+            raise Closed("the pool is closed") from None
         try:
             return ended.result((self._timeout_s if timeout is None else timeout) + _GRACE_S)
         except concurrent.futures.TimeoutError as error:
@@ -217,7 +221,9 @@ class Pool:
         except concurrent.futures.CancelledError:
             raise Closed("the pool was closed during this call") from None
         except BaseException:
-            self._cancel(tasks, ended)
+            # An error of the call itself: there is nothing to cancel, and the loop may be closed.
+            if not ended.done():
+                self._cancel(tasks, ended)
             raise
 
     def _cancel(self, tasks: list[asyncio.Task[T]], ended: concurrent.futures.Future[T]) -> None:

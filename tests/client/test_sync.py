@@ -87,6 +87,26 @@ def test_closing_ends_the_calls_of_other_threads(address: str) -> None:
     assert ended.is_set()
 
 
+def test_an_error_of_a_call_needs_no_loop(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may close the pool, and its loop, before this one handles the error."""
+
+    async def fail() -> None:
+        raise Closed("the pool is closed")
+
+    with kvpool.sync.connect(address) as pool:
+        monkeypatch.setattr(pool, "_cancel", lambda *_: pytest.fail("nothing is to be cancelled"))
+        with pytest.raises(Closed):
+            pool._run(fail(), None)
+
+
+def test_a_call_after_the_loop_has_ended_is_closed(address: str) -> None:
+    pool = kvpool.sync.connect(address)
+    pool.close()
+    pool._closed = False  # as another thread may have read it just before
+    with pytest.raises(Closed):
+        pool.members()
+
+
 def test_a_forked_child_is_told(address: str) -> None:
     with kvpool.sync.connect(address) as pool:
         child = os.fork()
