@@ -9,7 +9,7 @@ from kvpool import Namespace, dev
 
 
 async def main() -> None:
-    # Everything that must be equal for bytes to be interchangeable goes into the name.
+    # The name must differ whenever the bytes of two blocks are not interchangeable.
     model = Namespace("llama-3-8b/bf16/block16/tp1")
     chain = [hashlib.sha256(f"prefix {n}".encode()).digest() for n in range(8)]
     blocks = [bytes([n]) * 131_072 for n in range(8)]

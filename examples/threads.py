@@ -1,4 +1,4 @@
-"""The pool from threads: `kvpool.sync` has the same calls, without await."""
+"""The pool in threads: `kvpool.sync` has the same calls without `await`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m examples.tiny_model OUT [qwen3 | gemma3 | deepseek_v2]
 
-Its answers mean nothing, but depend on every token before them: whoever reads a wrong KV cache gets
+Its answers have no meaning, but each token depends on all tokens before it: a wrong KV cache gives
 other tokens. `gemma3` has sliding windows (two KV cache groups), `deepseek_v2` has MLA.
 """
 
@@ -36,7 +36,7 @@ _TEMPLATE = (
 def make(
     target: Path, kind: str = "qwen3", *, seed: int = 0, layers: int = 4, hidden: int = 128
 ) -> Path:
-    """Write the model to a directory, unless it is there already; the directory."""
+    """Write the model to a directory, unless it exists; returns the directory."""
     if (target / "config.json").exists():
         return target
     target.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def make(
                 num_experts_per_tok=2,
                 first_k_dense_replace=layers,
                 moe_intermediate_size=64,
-                # vLLM does not tie this one's: without weights of its own it would say nothing.
+                # vLLM ties no embeddings here, so the output layer needs weights of its own.
                 **{**common, "num_key_value_heads": heads, "tie_word_embeddings": False},
             )
         )
@@ -95,15 +95,13 @@ def make(
 
 
 def _tokenizer(target: Path) -> None:
-    chance = random.Random(0)
-    words = [
-        "".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 8))) for _ in range(800)
-    ]
+    rng = random.Random(0)
+    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 8))) for _ in range(800)]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
-        (" ".join(chance.choices(words, k=60)) for _ in range(400)),
+        (" ".join(rng.choices(words, k=60)) for _ in range(400)),
         trainers.BpeTrainer(
             vocab_size=VOCABULARY - 8,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

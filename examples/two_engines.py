@@ -1,6 +1,6 @@
-"""Two engine instances behind one pool: what the first computed, the second reads.
+"""Two engine instances with one pool: the second reads what the first has computed.
 
-Start a pool with `kvpool dev` and pass its address, or let the example make one of its own.
+Start a pool with `kvpool dev` and pass its address, or let the example start one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOKENS = 16  # in a block
 
 
 def keys(prompt: list[int]) -> list[bytes]:
-    """One key per full block of tokens; each hashes the one before, as engines do."""
+    """One key per full block of tokens; each includes the hash of the one before, as in engines."""
     chain, parent = [], b""
     for first in range(0, len(prompt) - TOKENS + 1, TOKENS):
         tokens = str(prompt[first : first + TOKENS]).encode()

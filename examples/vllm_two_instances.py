@@ -47,7 +47,7 @@ class Turn(NamedTuple):
     pool: int
     first_token_s: float
     answer: tuple[int, ...]
-    why: str  # what the connector decided, and why the pool had no more
+    why: str  # the connector's decision, and why the pool had no more blocks
 
 
 class Instance:
@@ -60,7 +60,7 @@ class Instance:
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)),
-            # float32: in bf16 a tiny model says other things when sums are made in another order.
+            # float32: in bf16 a tiny model gives other tokens when sums are made in another order.
             *("--dtype", "float32", "--max-model-len", "8192", "--enforce-eager"),
             *("--block-size", "32", "--kv-cache-memory-bytes", str(256 << 20)),
             *("--max-num-seqs", "8", "--enable-prompt-tokens-details"),
@@ -78,7 +78,7 @@ class Instance:
         )
 
     def ready(self) -> None:
-        """Wait until it serves."""
+        """Wait until it answers requests."""
         until = time.monotonic() + _START_S
         while time.monotonic() < until:
             if self._process.poll() is not None:
@@ -90,7 +90,7 @@ class Instance:
         raise SystemExit(f"{self.name} did not start:\n{self._log.read_text()[-3000:]}")
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Turn:
-        """Have it continue a prompt, greedily."""
+        """Continue a prompt with greedy decoding."""
         before, whys = self._hits(), self._whys()
         body = {
             "model": "tiny",
@@ -150,7 +150,7 @@ class Instance:
         self._process.wait()
 
     def _whys(self) -> dict[str, float]:
-        """How often the connector decided what, and found no more for which reason."""
+        """Counts of the connector's decisions, and of the reasons of misses."""
         found: dict[str, float] = {}
         for label, value in _WHY.findall(self._get("/metrics")[1]):
             name = label.replace("_", " ")
@@ -185,7 +185,7 @@ def pool(capacity: str = "512MiB") -> Iterator[str]:
 
 
 def transfer(master: str, **settings: Any) -> dict[str, Any]:
-    """The engine's side of the pool: what an operator writes into --kv-transfer-config."""
+    """The engine's settings: the value of --kv-transfer-config."""
     return {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",
@@ -195,17 +195,17 @@ def transfer(master: str, **settings: Any) -> dict[str, Any]:
 
 
 def conversation(instances: Sequence[Instance]) -> list[Turn]:
-    """Each turn goes to the next instance, with everything that was said before."""
-    chance = random.Random(7)
+    """Each turn goes to the next instance, with the whole conversation so far."""
+    rng = random.Random(7)
     history: list[int] = []
     turns = []
     for number in range(TURNS):
         said = TURN_TOKENS if history else FIRST_TOKENS
-        history += [chance.randrange(10, 1000) for _ in range(said)]
+        history += [rng.randrange(10, 1000) for _ in range(said)]
         turn = instances[number % len(instances)].answer(history, ANSWER_TOKENS)
         history += turn.answer
         turns.append(turn)
-        time.sleep(0.3)  # somebody reads, and types
+        time.sleep(0.3)  # the user reads and types
     return turns
 
 
@@ -236,7 +236,7 @@ def main() -> None:
         model = tiny_model.make(logs / "model", layers=8, hidden=256)
         print("two vllm serve with one pool; starting takes a minute or two ...", flush=True)
         with pool() as master:
-            # All of this may share two cores: a lookup that waits for its turn is no miss yet.
+            # All processes may share two cores, so a slow lookup must not count as a miss.
             shared = played(model, logs, transfer(master, lookup_timeout_s=0.5))
         print("the same without a pool ...", flush=True)
         alone = played(model, logs, None)

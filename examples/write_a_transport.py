@@ -33,14 +33,14 @@ from kvpool_transports.streams import (
 
 
 class UnixTransport:
-    """`unix:///path`. Whoever may write to that file may use the pool: the umask decides."""
+    """`unix:///path`. Who may write to the file may use the pool: the umask decides."""
 
     scheme = "unix"
     same_host = True
     authenticated = True
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
-        """Serve at `address`; empty: at a new one."""
+        """Serve at `address`; if it is empty, at a new one."""
         listener = _UnixListener(store)
         await listener.start(address)
         return listener
@@ -51,7 +51,7 @@ class UnixTransport:
         path = _path(address)
 
         async def dial(deadline: float) -> Stream:
-            """One more stream, greeted. Whatever goes wrong leaves none behind."""
+            """Open a stream and make the handshake. After any error no stream is left open."""
             loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):  # no OSError may reach a caller
                 async with asyncio.timeout_at(deadline):
@@ -60,14 +60,16 @@ class UnixTransport:
                 await handshake(
                     stream, cluster=cluster, client=client, server="", deadline=deadline
                 )
-            except BaseException:  # cancelled, too: a stream that is half greeted is of no use
+            except (
+                BaseException
+            ):  # cancelled, too: a stream without a complete handshake is useless
                 stream.abort()
                 raise
             return stream
 
         streams = StreamPool(dial)
         async with streams.stream(deadline):
-            pass  # the server is there and speaks our protocol; the stream stays for the first call
+            pass  # the server answers with our protocol; the stream is kept for the first call
         return StreamChannel(address, streams)
 
 
@@ -86,7 +88,7 @@ class _UnixListener:
     async def start(self, address: str) -> None:
         loop = asyncio.get_running_loop()
         path = _path(address) if address else f"{tempfile.gettempdir()}/kvpool-{token_hex(8)}.sock"
-        # Our own `bind`, because asyncio's removes a socket that is in the way, even a living one.
+        # Not asyncio's `bind`: it removes an existing socket, even one that a server uses.
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.bind(path)

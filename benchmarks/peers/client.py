@@ -1,4 +1,4 @@
-"""What a client process knows, and how it times, marks and compares."""
+"""The state of a client process: how it times calls, marks blocks and compares bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.peers.contract import Blocks, Client, Key, Memory
 from benchmarks.peers.processes import cpu_s
 
-#: A stamp in every so many bytes tells the rounds apart.
+#: One stamp in every so many bytes makes the bytes of each round different.
 _STAMP = 4096
 
 
@@ -25,17 +25,17 @@ class Timed(NamedTuple):
 
 
 class Bench:
-    """What a client process knows between two commands."""
+    """The state of a client process between two commands."""
 
     def __init__(self, client: Client, memory: Memory, pids: list[int]) -> None:
         self.client = client
         self.memory = memory
         self.pids = [os.getpid(), *pids]
-        self.replay: Any = None  # the trace that it plays
+        self.replay: Any = None  # the trace that the client plays
         self._next = int.from_bytes(os.urandom(4), "little") << 24
 
     def keys(self, count: int) -> list[Key]:
-        """Keys that nobody has used."""
+        """New keys."""
         self._next += count
         return [self.client.key(number) for number in range(self._next - count, self._next)]
 
@@ -59,7 +59,7 @@ def stamp(blocks: Blocks, number: int) -> None:
 
 
 def wrong_bytes(source: Blocks, target: Blocks) -> int:
-    """Bytes that are not what was written; every one is compared."""
+    """The number of bytes that differ from what was written; all bytes are compared."""
     wrong = 0
     for sent, got in zip(source.rows, target.rows, strict=True):
         if not np.array_equal(sent, got):

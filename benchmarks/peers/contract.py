@@ -14,22 +14,22 @@ import numpy.typing as npt
 from benchmarks.peers.processes import Process
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-#: As a system wants its keys: 32 raw bytes, or the same as hexadecimal digits.
+#: The form of keys: 32 raw bytes, or the same as hexadecimal digits.
 Key: TypeAlias = str | bytes
 
 
 class Missing(Exception):
-    """A system cannot run here: says what is missing and how to get it."""
+    """A system cannot run here. The message says what is missing and how to get it."""
 
 
 class Failed(Exception):
-    """A process of the benchmark did not do what it was asked to."""
+    """A process of the benchmark failed or did not answer in time."""
 
 
 class Blocks:
     """Blocks of equal size in the memory that a client has registered, prepared for every API.
 
-    Addresses and views are made here and not in what is timed.
+    Addresses and views are made here, outside of the timed calls.
     """
 
     def __init__(self, rows: Bytes) -> None:
@@ -53,7 +53,7 @@ class Blocks:
 
 
 class Memory:
-    """Two equal regions that all clients map: what is written, and what is read into.
+    """Two equal regions that all clients map: the source of writes and the target of reads.
 
     Only one client at a time uses a place in them, so all systems work with the same pages.
     """
@@ -97,7 +97,7 @@ class Client(Protocol):
     """
 
     def key(self, number: int) -> Key:
-        """How this system spells key `number`."""
+        """Key number `number` in the form that this system wants."""
 
     async def open(self, memory: Memory) -> Memory:
         """Connect; the memory to work with, which is `memory` unless the system wants its own."""
@@ -105,16 +105,16 @@ class Client(Protocol):
     async def write(
         self, keys: Sequence[Key], blocks: Blocks, copies: int = 1, after: Key | None = None
     ) -> list[bool]:
-        """True where the block is stored. `after`: the block of the prompt that comes before."""
+        """True for each block that is stored. `after`: the block before the first of them."""
 
     async def read(self, keys: Sequence[Key], blocks: Blocks) -> list[bool]:
-        """True where the system says that the block is in its buffer now."""
+        """True for each block that the system reports as read into its buffer."""
 
     async def match(self, keys: Sequence[Key]) -> int:
-        """How many of the keys, from the first on, are there without a gap."""
+        """How many keys, counted from the first without a gap, are in the system."""
 
     async def load(self, keys: Sequence[Key], blocks: Blocks) -> int:
-        """`match`, and `read` what is there: how many came, from the first on, without a gap."""
+        """`match`, then `read` the blocks found; returns how many came, counted without a gap."""
 
     async def replace(self, key: Key, blocks: Blocks) -> bool:
         """Give an existing key other bytes, the way this system does that."""
@@ -137,7 +137,7 @@ class System(Protocol):
         """Start a process that was killed, as its operator would."""
 
     async def used(self) -> int:
-        """Bytes of block memory that its own books say are taken."""
+        """Bytes of block memory that the system reports as used."""
 
     def about(self) -> dict[str, Any]:
         """Version and settings, for the report."""
@@ -146,7 +146,7 @@ class System(Protocol):
         """What a client process needs to know."""
 
     async def close(self) -> None:
-        """Let go of what it holds in this process; its processes end with the rig."""
+        """Release what it holds in this process; its server processes end with the rig."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,5 +156,5 @@ class Shape:
     capacity: int
     stores: int = 1
     replicas: int = 1
-    #: System by system, what is to be different: `{"mooncake": {"lease_ms": "500"}}`.
+    #: Settings that differ from the defaults, by system: `{"mooncake": {"lease_ms": "500"}}`.
     tuning: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -25,7 +25,7 @@ _TWO = Shape(1024 * _MIB, stores=2, replicas=2)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long each failure is watched, in seconds."""
+    """How long each failure is observed, in seconds."""
 
     watch_s: float = 16.0
     freeze_s: float = 10.0
@@ -93,7 +93,7 @@ async def owner_frozen(trial: Trial, patience: Patience) -> dict[str, Any]:
 
 
 async def master_restarted(trial: Trial, patience: Patience) -> dict[str, Any]:
-    """The master is killed and started again; the stores live on. How many keys are there then?"""
+    """The master is killed and started again while the stores run on: how many keys are found?"""
     await trial.begin()
     client = await trial.client()
     await client.do("fill", first=0, count=_BLOCKS, size=_BLOCK)
@@ -138,19 +138,19 @@ async def overwritten(trial: Trial, patience: Patience) -> dict[str, Any]:
 
 
 async def writer_killed(trial: Trial, patience: Patience) -> dict[str, Any]:
-    """Clients are killed in mid-write. Is there space afterwards that belongs to nothing?"""
+    """Clients are killed during writes: is there space afterwards that no block uses?"""
     await trial.begin()
-    chance = random.Random(1)
+    rng = random.Random(1)
     client = await trial.client()
     before = await trial.system.used()
     await client.do("fill", first=0, count=_BLOCKS, size=_BLOCK)
-    await asyncio.sleep(1.5)  # until books that are told of once a second say so
+    await asyncio.sleep(1.5)  # servers report their use once a second
     each = (await trial.system.used() - before) / _BLOCKS
     visible = _BLOCKS
     for number in range(1, patience.kills + 1):
         writer = await trial.client()
         writer.ask("write_for_ever", first=number * 10_000, size=_BLOCK, count=16)
-        await asyncio.sleep(chance.uniform(0.05, 0.15))
+        await asyncio.sleep(rng.uniform(0.05, 0.15))
         await writer.process.kill()
     await asyncio.sleep(patience.leak_s)
     for number in range(1, patience.kills + 1):

@@ -19,7 +19,7 @@ from benchmarks.peers.pool_mooncake import MooncakeSystem
 from benchmarks.peers.pool_redis import RedisSystem
 from benchmarks.peers.processes import Process, Rig
 
-#: kvpool-tcp is kvpool with clients that are not told of shared memory. mooncake has a client in
+#: kvpool-tcp is kvpool with clients that do not use shared memory. mooncake has a client in
 #: the engine's process, as its vLLM connector has; mooncake-shm goes through the store of its host.
 CONTENDERS = ("kvpool", "kvpool-tcp", "mooncake", "mooncake-shm", "redis")
 _VARIANTS = {"kvpool-tcp": pool_kvpool.over_tcp, "mooncake-shm": pool_mooncake.on_host}
@@ -48,7 +48,7 @@ class Worker:
         self.process = process
 
     def ask(self, do: str, **arguments: Any) -> None:
-        """Send a command; `answer` waits for what came of it."""
+        """Send a command; `answer` waits for its result."""
         self.process.tell(json.dumps({"do": do, **arguments}))
 
     async def answer(self) -> dict[str, Any]:
@@ -93,10 +93,11 @@ class Field:
     async def contenders(
         self, names: Sequence[str], shape: Shape, clients: int = 1, *, apart: bool = False
     ) -> AsyncIterator[list[Contender]]:
-        """Those that can run here, started; stopped at the end. `missing`: why the others not.
+        """Start the systems that can run here, and stop them at the end. `missing` gets the reasons
+        why the others cannot run.
 
-        `apart`: two kinds of clients of one system, too, get a pool each, which fills with what
-        they themselves wrote.
+            `apart`: two kinds of clients of one system, too, get a pool each, which fills with what
+            they themselves wrote.
         """
         async with AsyncExitStack() as stack:
             rig = Rig(self.rig.cores, stack)

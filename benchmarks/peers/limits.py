@@ -54,7 +54,7 @@ async def raw_socket(rig: Rig, size: int = _SIZE) -> float:
 
 
 async def raw_disk(directory: Path, size: int = _SIZE) -> tuple[float, float] | None:
-    """GB/s of writes and reads past the page cache; None where the file system cannot."""
+    """GB/s of direct writes and reads; None where the file system has no O_DIRECT."""
 
     def measure() -> tuple[float, float] | None:
         path = directory / "raw"

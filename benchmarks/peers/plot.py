@@ -1,4 +1,4 @@
-"""The result as a picture. matplotlib is an extra: without it there is none."""
+"""The result as a chart. matplotlib is an extra; without it no chart is made."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def draw(found: Results, path: Path) -> bool:
 
 
 def _bars(axis: Any, whats: Whats, figure: str, factor: float, explained: set[str]) -> None:
-    """Groups of bars: a group for what was done, a bar for each system."""
+    """Groups of bars: one group for each task, one bar for each system."""
     found = {name for systems in whats.values() for name in systems}
     names = [name for name in _COLOURS if name in found]
     width = 0.8 / max(1, len(names))

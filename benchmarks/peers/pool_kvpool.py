@@ -19,7 +19,7 @@ _TIMEOUT_S = 60.0
 
 
 def digest(number: int) -> bytes:
-    """32 bytes that are spread like the hashes of an engine."""
+    """32 bytes that are distributed like the hashes of an engine."""
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
 
 
@@ -94,7 +94,7 @@ class KvpoolSystem:
 
 
 def over_tcp(about: dict[str, Any]) -> dict[str, Any]:
-    """The same pool for a client that is not told of shared memory."""
+    """The same pool for a client that does not use shared memory."""
     return {**about, "transports": ["tcp"]}
 
 

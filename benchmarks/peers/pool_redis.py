@@ -20,7 +20,7 @@ _PIECE = 64 << 20
 #: Read from the socket at once; the library's default is 64 KiB.
 _SOCKET_READ = 1 << 20
 _TIMEOUT_S = 60.0
-#: With a replica to turn to there is no reason to wait long for the first server.
+#: With a replica, there is no reason to wait long for the first server.
 _HEDGE_S = 0.25
 
 
@@ -45,7 +45,7 @@ class RedisSystem:
             await self.restart(f"store-{number}")
 
     async def restart(self, role: str) -> None:
-        """There is no master: what knows where blocks are is the store itself."""
+        """Redis has no master: the client computes the server of a key."""
         number = 0 if role == "master" else int(role.removeprefix("store-"))
         role = f"store-{number}"
         flags = {
@@ -120,7 +120,7 @@ class RedisSystem:
         return str(self._rig.directory / f"redis-{number}.sock")
 
     def _info(self, number: int, section: str) -> str:
-        """`INFO section`, spoken plainly; empty while nobody answers."""
+        """`INFO section` over a plain socket; empty while no server answers."""
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(1.0)
@@ -132,16 +132,16 @@ class RedisSystem:
 
 
 def _words(value: str) -> list[str]:
-    """redis-server wants the words of a setting apart, and an empty one as an empty word."""
+    """redis-server wants each word of a setting as one argument, and an empty value as ""."""
     return value.split() or [""]
 
 
 class RedisClient:
     """Whole batches with MSET and MGET; keys are spread over the servers by the client.
 
-    Values are sent from where they lie (the library's own packer for hiredis would copy them), and
-    replies are copied to where they belong: MGET cannot read into given memory. With replicas, what
-    the first server does not give is asked of the second one.
+    Values are sent without a copy (the library's own packer for hiredis would copy them). Replies
+    are copied into the buffers, because MGET cannot read into given memory. With replicas, the
+    client asks the second server for blocks that the first one does not return.
     """
 
     def __init__(self, about: dict[str, Any]) -> None:

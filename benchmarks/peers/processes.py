@@ -1,4 +1,4 @@
-"""Child processes that are pinned alike and never outlive this one."""
+"""Child processes that are pinned to the same cores and never outlive this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Process:
-    """A child that is spoken to in lines, or only watched."""
+    """A child process, with or without lines on its stdin and stdout."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process = process
@@ -39,12 +39,12 @@ class Process:
             self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """`kill -9`, and wait until it is gone."""
+        """`kill -9`, and wait until it has ended."""
         self.signal(signal.SIGKILL)
         await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, and -9 for those that do not listen. Frozen ones are woken first."""
+        """SIGTERM, then SIGKILL if it does not end. Frozen processes get SIGCONT first."""
         self.signal(signal.SIGCONT)
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
@@ -84,7 +84,7 @@ class Process:
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU clock of another process: clock_getcpuclockid(3), which Python has not got."""
+    """The CPU clock of another process: clock_getcpuclockid(3), which Python lacks."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
@@ -94,7 +94,7 @@ def cpu_s(pid: int) -> float:
 class Rig:
     """The cores, the processes on them, and a directory for what they write down.
 
-    Every process, of every system, is pinned to the same cores: none has more machine than another.
+    Every process of every system is pinned to the same cores, so no system has more CPU.
     """
 
     def __init__(self, cores: Sequence[int], stack: AsyncExitStack) -> None:
@@ -142,7 +142,7 @@ def _pinned(cores: Sequence[int], parent: int) -> Callable[[], None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     with contextlib.ExitStack() as stack:
         return [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
@@ -153,7 +153,7 @@ def free_ports(count: int) -> list[int]:
 async def until(
     true: Callable[[], Awaitable[bool]], seconds: float, every: float = 0.05
 ) -> float | None:
-    """Seconds until `true` was; None when it was not in time."""
+    """Seconds until `true` returned true; None if it did not in time."""
     started = time.monotonic()
     while time.monotonic() - started < seconds:
         if await true():

@@ -1,4 +1,4 @@
-"""What came of it: one JSON file that the parts are joined in, and tables of it."""
+"""The results: one JSON file for all parts, and tables."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _SHOWN = {
     "visible": (100.0, "{:.0f} %"),
     "leaked": (1 / (1 << 20), "{:,.1f} MiB"),
 }
-#: Said once for a row, not as a figure.
+#: Printed once for a row, not as a figure.
 _QUIET = ("rounds",)
 
 
 class Results:
-    """All rows so far. A part that is measured again replaces what it said before."""
+    """All rows so far. A part that is measured again replaces its older rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class Results:
         abouts: dict[str, dict[str, Any]],
         missing: dict[str, str],
     ) -> None:
-        """Take rows in, with the run that they are of, and write the file."""
+        """Add rows, together with the run that they belong to, and write the file."""
         known = self.runs.setdefault(run["at"], {**run, "systems": {}})
         known["systems"] |= abouts
         new = {_place(asdict(row)) for row in rows}
@@ -134,7 +134,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def show(found: Results, console: Console) -> None:
-    """A table for each part, the targets, the limits, who is missing."""
+    """A table for each part, the targets, the limits, and the missing systems."""
     for part, whats in found.parts().items():
         console.print(_table(part, whats))
     met = targets.judge(found.parts())

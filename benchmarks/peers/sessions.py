@@ -59,7 +59,7 @@ def _replayed(found: dict[str, Any]) -> dict[str, Any]:
 
 
 async def pressure(contenders: Sequence[Contender], capacity: int) -> list[Row]:
-    """Write half as much again as there is room for, and ask for every block all the time."""
+    """Write 150 % of the capacity, and look up every block all the time."""
     rows = []
     chains = capacity * 3 // 2 // (_PRESSURE_BLOCK * _PROMPT)
     for contender in contenders:
@@ -96,7 +96,7 @@ async def memory(contenders: Sequence[Contender], count: int) -> list[Row]:
 
 
 async def _settled(processes: Iterable[Process]) -> int:
-    """Their memory, when it grows no more: a server touches its segment in the background."""
+    """Their memory when it stops growing; a server touches its segment in the background."""
     last = 0
     for _ in range(_SETTLED_S_MAX):
         now = sum(sum(process.memory().values()) for process in processes)

@@ -1,4 +1,4 @@
-"""What kvpool has to reach beside Mooncake, as ratios of medians of one run."""
+"""The targets of kvpool beside Mooncake, as ratios of medians of one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZES = ("128 KiB", "1 MiB", "2 MiB", "4 MiB", "16 MiB")
 
 
 class Verdict(NamedTuple):
-    """One target and what came of it."""
+    """One target and its result."""
 
     what: str
     target: str

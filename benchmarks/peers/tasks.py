@@ -1,4 +1,4 @@
-"""What clients do, one command each: the bytes are made and compared outside of what is timed."""
+"""The commands of clients. Bytes are made and compared outside of the timed calls."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def singles(bench: Bench, size: int, count: int, number: int) -> dict[str,
 
 
 async def match(bench: Bench, count: int, size: int, times: int) -> dict[str, Any]:
-    """Write `count` blocks, ask `times` times how long the prefix is that is there."""
+    """Write `count` blocks, then match them `times` times."""
     source, _ = bench.memory.blocks(size, count)
     keys = bench.keys(count)
     for first in range(0, count, 256):
@@ -91,7 +91,7 @@ async def match(bench: Bench, count: int, size: int, times: int) -> dict[str, An
 async def fill(
     bench: Bench, first: int, count: int, size: int, copies: int = 1, batch: int = 64
 ) -> dict[str, Any]:
-    """Write keys `first` and on; whoever reads them finds the same bytes in the source region."""
+    """Write keys from `first` on; readers compare them with the same source region."""
     source, _ = bench.memory.blocks(size, count)
     stamp(source, first)
     refused = 0
@@ -121,7 +121,7 @@ async def visible(bench: Bench, first: int, count: int) -> dict[str, Any]:
 
 
 async def pressure(bench: Bench, size: int, chains: int, length: int) -> dict[str, Any]:
-    """Write prompts of `length` blocks, and after each ask for all prompts written so far."""
+    """Write prompts of `length` blocks, and after each one look up all prompts so far."""
     source, target = bench.memory.blocks(size, length)
     written: list[list[Key]] = []
     refused, seconds = 0, []
@@ -154,7 +154,7 @@ async def pressure(bench: Bench, size: int, chains: int, length: int) -> dict[st
 
 
 class _Replay:
-    """An agentic trace, played turn by turn: ask, read what is there, write the rest."""
+    """An agentic trace, played turn by turn: match, read the blocks found, write the others."""
 
     def __init__(self, sessions: int, concurrent: int, size: int) -> None:
         self.requests = workload.codex(sessions, concurrent)

@@ -72,7 +72,7 @@ def _steady(samples: Samples) -> bool:
 
 
 def _check(contender: Contender, answer: dict[str, Any]) -> None:
-    """Every byte was compared; what did not come is told apart from what came wrong."""
+    """Every byte was compared; missing blocks and wrong blocks are counted apart."""
     if answer["wrong_bytes"] or answer["missed"] or answer["refused"]:
         raise Failed(
             f"{contender.name}: {answer['wrong_bytes']} bytes came back wrong, "
@@ -180,7 +180,7 @@ async def singles(
 
 
 async def match(contenders: Sequence[Contender], count: int, effort: Effort) -> list[Row]:
-    """How long it takes to hear that `count` blocks are there."""
+    """The time of one match of `count` blocks."""
     calls: dict[str, list[float]] = {contender.name: [] for contender in contenders}
 
     async def one(contender: Contender, number: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A client process: `python -m benchmarks.peers.worker`, told what to do in lines of JSON.
+"""A client process: `python -m benchmarks.peers.worker` reads commands as lines of JSON.
 
 Each answer is one line, too. All systems run this same file.
 """
@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
 
 
 async def serve(about: dict[str, Any]) -> None:
-    """Do what is asked for, one command at a time, until stdin ends."""
+    """Run one command after the other until stdin ends."""
     memory = Memory(about["memory_fd"])
     client = _CLIENTS[about["system"]](about)
     bench = Bench(client, await client.open(memory), about["pids"])

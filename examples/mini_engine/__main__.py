@@ -45,8 +45,8 @@ def play(pool: subprocess.Popen[str], length: int) -> bool:
         there.close()
         engines.append(here)
     a, b, c = engines
-    chance = random.Random(7)
-    texts = [chance.choices(range(4096), k=n) for n in (length, length, 32, 32, 32, 32)]
+    rng = random.Random(7)
+    texts = [rng.choices(range(4096), k=n) for n in (length, length, 32, 32, 32, 32)]
     questions, other = [texts[0] + end for end in texts[2:]], [texts[1] + texts[2]]
     table = Table("engine", "is asked", "cached", "pool", "computed", "TTFT", "says")
     truth: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""What the targets have in common: libFuzzer's set-up, and mutations that know what a message is.
+"""Common to all targets: libFuzzer's set-up, and mutations of whole messages.
 
-libFuzzer changes bytes, and a changed length or type byte is refused at once. So half of the time
-one *field* of one message is changed, or a message is left out, doubled or moved, and what is
-behind the decoders gets its share.
+libFuzzer changes bytes, but a changed length or type byte is refused at once. So half of the
+mutations change one *field* of a message, or leave out, duplicate or move a message. In this way
+the code behind the decoders is fuzzed, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fuzz(
 
 
 def changed(parts: list[Record], rng: random.Random) -> list[Record]:
-    """The same messages, but for one step."""
+    """The same messages with one change."""
     at, other = rng.randrange(len(parts)), rng.randrange(len(parts))
     number, body = parts[at]
     step = rng.random()
@@ -89,5 +89,5 @@ def with_another_field(body: bytes, rng: random.Random) -> bytes:
         fields[name] = rng.choice([[], old[:1], old[1:], old * 2, old[::-1]])
     try:
         return msgspec.msgpack.encode(fields)
-    except OverflowError:  # it was 2**64 - 1 already
+    except OverflowError:  # the number was 2**64 - 1 already
         return body

@@ -1,6 +1,6 @@
-"""Whatever servers and clients send, in any order: an answer or a KvpoolError, and a whole map.
+"""Any messages in any order: the master answers or raises KvpoolError; its directory is valid.
 
-An input is a list of records, each a type byte, a length and a body. Type 0 lets seconds pass.
+An input is a list of records, each a type byte, a length and a body. Type 0 moves the clock.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def target(data: bytes) -> None:
 
 
 def ask(master: Master, message: bytes) -> None:
-    """What the link does with each message that arrives."""
+    """Handle one message as the control plane does."""
     try:
         envelope = frames.decode_envelope(message, CLUSTER)
         type, body = master.handle(envelope.type, envelope.body)
@@ -65,7 +65,7 @@ def ask(master: Master, message: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """Each request by itself; and the lives of two servers that share blocks."""
+    """Each request by itself, and the messages of two servers that share blocks."""
     requests = [messages.encode(sample) for sample in SAMPLES if messages.TYPES[type(sample)] > 31]
     here, gone = (messages.BlockChanges(**KEYS, part=0, tier=0, status=status) for status in (0, 2))
     life: list[Record] = []

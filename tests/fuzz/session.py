@@ -1,6 +1,6 @@
-"""Whatever a client sends: its link ends, nothing else, and nothing of it stays in the books.
+"""Any bytes of a client: at most its own link ends, and no pin or reservation of it remains.
 
-An input is what arrives on one connection. Its length decides whether over tcp or over shm.
+An input is what arrives on one connection. An even length means tcp, an odd one shm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIGEST = {**KEYS, "digests": bytes(range(32))}
 
 
 class Loud(logging.Handler):
-    """A session logs what it did not expect as an error; here that is a finding."""
+    """A session logs unexpected exceptions as errors; here each of them is a finding."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR and record.exc_info:
@@ -34,8 +34,8 @@ def target(data: bytes) -> None:
 async def one_client(data: bytes) -> None:
     server = offline.server()
     await offline.converse(server, [data], mapped=bool(len(data) % 2))
-    books = server.store.pins, server.store.reservations, server.store.quarantined
-    assert books == (0, 0, 0), books
+    held = server.store.pins, server.store.reservations, server.store.quarantined
+    assert held == (0, 0, 0), held
     server.store.check()
     await server.close()
 
@@ -56,7 +56,7 @@ def seeds() -> list[bytes]:
 
 
 def split(data: bytes) -> list[Record]:
-    """Frames; the blocks' bytes stand for the body of theirs."""
+    """Split into frames; for a payload frame the block's bytes take the place of the body."""
     parts = []
     while len(data) >= frames.HEADER_SIZE:
         body_size = int.from_bytes(data[4:8], "little") + int.from_bytes(data[8:16], "little")

@@ -1,6 +1,6 @@
 """Any bytes are a message, or a PeerError: headers, envelopes, every decoder, packed digests.
 
-The first byte of an input says who gets the rest.
+The first byte of an input selects the decoder of the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device that copies as late as CUDA may, on a machine that has none.
 
-On the device `cpu` every copy is done at once, so a wait that is missing would never show. Here a
-copy happens when a mark behind it is waited for, by the thread that started it.
+On the device `cpu` every copy is done at once, so a missing wait would never be noticed. Here a
+copy happens only when the thread that started it waits for an event recorded after the copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _threads = threading.local()
 
 
 def stream() -> list[Callable[[], object]]:
-    """What this thread has started, and not waited for."""
+    """The copies that this thread has started and not waited for."""
     if not hasattr(_threads, "started"):
         _threads.started = []
     started: list[Callable[[], object]] = _threads.started
@@ -28,7 +28,7 @@ def stream() -> list[Callable[[], object]]:
 
 
 class LateTensor(torch.Tensor):  # type: ignore[misc,name-defined,unused-ignore]
-    """Copies to and from it wait on the stream of the thread."""
+    """Copies from and to it are queued on the stream of the thread."""
 
     @classmethod
     def __torch_function__(
@@ -42,8 +42,8 @@ class LateTensor(torch.Tensor):  # type: ignore[misc,name-defined,unused-ignore]
         return args[0]
 
 
-class LateMark:
-    """Waiting for it does what was started before it was recorded, and not more."""
+class LateEvent:
+    """An event: `synchronize` makes the copies that were started before `record`, and no others."""
 
     def __init__(self) -> None:
         self._behind = 0
@@ -59,7 +59,7 @@ class LateMark:
 
 
 class Gate:
-    """A mark that is not passed before it is opened."""
+    """An event whose `synchronize` returns only when `open` returns true."""
 
     def __init__(self) -> None:
         self.waiting = False
@@ -75,7 +75,7 @@ class Gate:
 
 
 def copy_streams(copier: DeviceCopier) -> list[CopyStream]:
-    """All of them, which must be idle."""
+    """All copy streams of a copier, which must be idle."""
     found = [copier._streams.get_nowait() for _ in range(copier._streams.qsize())]
     for copy_stream in found:
         copier._streams.put(copy_stream)
@@ -86,7 +86,7 @@ def make_late(copier: DeviceCopier) -> None:
     for copy_stream in copy_streams(copier):
         for half in copy_stream.halves:
             half.tensor = half.tensor.as_subclass(LateTensor)
-            half.event = LateMark()
+            half.event = LateEvent()
 
 
 def _nothing() -> None:

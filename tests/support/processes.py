@@ -1,4 +1,4 @@
-"""What tests over real processes share."""
+"""Helpers for tests over real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import NAMESPACE, keys, value
 
 
 async def fill(pool: Pool, server: str, count: int, size: int = 1 << 20) -> list[bytes]:
-    """Blocks on one server, each the child of the one before."""
+    """Write `count` blocks to one server; returns their keys."""
     chain = keys(f"on {server}", count)
     for digest in chain:
         status = await pool.write_to(server, NAMESPACE, digest, value(digest, size))
@@ -24,7 +24,7 @@ async def fill(pool: Pool, server: str, count: int, size: int = 1 << 20) -> list
 
 
 async def member(pool: Pool, name: str) -> dict[str, int]:
-    """What a server reports of itself."""
+    """The counters that masters have of a server."""
     (found,) = [m for m in await pool.members() if m.server == name]
     return {
         **found.stats.counters,
@@ -35,7 +35,7 @@ async def member(pool: Pool, name: str) -> dict[str, int]:
 
 
 async def until(pool: Pool, name: str, field: str, expected: int, within_s: float) -> None:
-    """Wait until a server reports this."""
+    """Wait until a counter of a server has the expected value."""
     loop = asyncio.get_running_loop()
     end = loop.time() + within_s
     while (await member(pool, name))[field] != expected:
@@ -45,7 +45,7 @@ async def until(pool: Pool, name: str, field: str, expected: int, within_s: floa
 
 @asynccontextmanager
 async def script(source: str, *arguments: str) -> AsyncIterator[Child]:
-    """A Python program in a process of its own, killed at the end."""
+    """Run a Python program in a process of its own, which is killed at the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

@@ -1,4 +1,4 @@
-"""Peers that say whatever a test wants: raw sockets, and requests by hand."""
+"""Peers that send any bytes: raw sockets, and requests made by hand."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.conftest import CHAIN, NAMESPACE
 
 
 class Raw:
-    """A socket to a block server that says whatever a test wants."""
+    """A socket to a block server, for any bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._loop = asyncio.get_running_loop()
 
     async def send(self, data: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # it may have closed the link already
+        with contextlib.suppress(ConnectionError):  # the server may have closed the link already
             await self._loop.sock_sendall(self.socket, data)
 
     async def ask(self, message: wire.Message, answer: type[wire.M]) -> wire.M:
-        """One exchange that is as it should be."""
+        """One correct exchange."""
         await self.send(frame(message))
         header = await self._exactly(HEADER_SIZE)
         number, body_size, payload_size = decode_header(header)
@@ -35,7 +35,7 @@ class Raw:
         return wire.decode_answer(answer, number, body)
 
     async def refusal(self) -> str:
-        """The name of the error that came before the server closed the link."""
+        """The name of the error that the server sent before it closed the link."""
         got = b""
         async with asyncio.timeout(5):
             with contextlib.suppress(ConnectionResetError):
@@ -59,7 +59,7 @@ class Raw:
 
 @contextlib.asynccontextmanager
 async def raw(running: dev.Dev, scheme: str = "tcp") -> AsyncIterator[Raw]:
-    """A connection over which nothing was said yet."""
+    """A new connection, before the handshake."""
     (server,) = running.servers
     address = next(a for a in server.addresses if a.startswith(scheme)).partition("://")[2]
     loop = asyncio.get_running_loop()
@@ -99,6 +99,6 @@ async def ask(link: Link, message: wire.Message, answer: type[wire.M]) -> wire.M
     return wire.decode_answer(answer, *await link.request(*wire.encode(message), deadline=deadline))
 
 
-#: A server that is none, and what it may say that it has.
+#: The registration of a server that does not exist, and blocks that it may announce.
 REGISTER = wire.Register("liar", 7, "host", ["tcp://127.0.0.1:1"], ["dram"], 1 << 20)
 KEYS = {"namespace": NAMESPACE.name, "parts": 1, "digest_size": 32, "digests": b"".join(CHAIN)}

@@ -1,4 +1,4 @@
-"""A client in a process of its own, which is told in JSON what to do.
+"""A client in a process of its own, which reads its commands as lines of JSON.
 
 python -m tests.support.remote_client MASTER SCHEMES
 """
