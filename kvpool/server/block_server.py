@@ -53,16 +53,16 @@ class BlockServer:
         stores: Sequence[Store] = (),
         policy: Policy[Entry] | None = None,
         host: Host | None = None,
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._config = config
         self.host = host or this_host()
         self._network = network
         self._transports = transports
-        self._chance = chance or random.SystemRandom()
+        self._rng = rng or random.SystemRandom()
         self.cluster = cluster
-        self.server = config.id or f"{self.host.name}-{self._chance.getrandbits(24):06x}"
-        self.epoch = self._chance.getrandbits(63)
+        self.server = config.id or f"{self.host.name}-{self._rng.getrandbits(24):06x}"
+        self.epoch = self._rng.getrandbits(63)
         self.tiers = list(tiers)
         store = TieredStore(
             stores or _stores(tiers, config.alignment, policy),

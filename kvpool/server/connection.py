@@ -50,7 +50,7 @@ class ServerConnection:
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
-        patience = now + (deadline - now) / 2
+        wait_until = now + (deadline - now) / 2
         answers = self._store.reserve(self._id, request, now)
         while True:
             self._context.publish()
@@ -60,9 +60,9 @@ class ServerConnection:
                 for position in full:
                     answers[position] = Reservation(WriteStatus.NOT_YET)
                 break
-            if not full or self._loop.time() >= patience:
+            if not full or self._loop.time() >= wait_until:
                 break
-            await self._context.wait_for_space(patience)
+            await self._context.wait_for_space(wait_until)
             if not self._open:  # closed meanwhile: nothing would free what is reserved now
                 break
             retried = self._store.reserve(self._id, request.subset(full), self._loop.time())
@@ -74,7 +74,7 @@ class ServerConnection:
         if any(answer.status is WriteStatus.ALREADY_STORED for answer in answers):
             # It may be so new that no master has heard of it: then its writer still waits, and
             # so must we, or we would acknowledge what cannot be found.
-            await self._context.wait_until_announced(patience)
+            await self._context.wait_until_announced(wait_until)
         return answers
 
     async def seal(

@@ -273,8 +273,10 @@ async def an_abort_stops_its_copies(stage: Stage) -> None:
         expect_ended(stage, outcomes, "from a write whose channel was aborted")
         await stage.nothing_held("after an abort")
         await asyncio.sleep(0.01)
-        spoilt = stage.recorder.overwritten()
-        stage.expect(not spoilt, "no write into memory that was given back", f"{spoilt} were made")
+        altered = stage.recorder.overwritten()
+        stage.expect(
+            not altered, "no write into memory that was given back", f"{altered} were made"
+        )
 
 
 @TransportCheck

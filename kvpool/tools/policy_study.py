@@ -109,8 +109,8 @@ def noisy(sigma: float, seed: int) -> Foresight:
     def foresee(request: Request) -> float | None:
         if request.resumes_s is None:
             return None
-        chance = random.Random(f"{seed}/{request.session}/{request.time_s}")
-        return request.resumes_s * math.exp(chance.gauss(0, sigma))
+        rng = random.Random(f"{seed}/{request.session}/{request.time_s}")
+        return request.resumes_s * math.exp(rng.gauss(0, sigma))
 
     return foresee
 

@@ -176,7 +176,7 @@ BUGS: Sequence[Bug] = (
         "already-stored-before-announced",
         "G5",
         _CONNECTION,
-        "await self._context.wait_until_announced(patience)",
+        "await self._context.wait_until_announced(wait_until)",
         "pass",
     ),
     # --- connections

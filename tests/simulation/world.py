@@ -252,7 +252,7 @@ class World:
             tiers=tiers,
             stores=stores,
             host=self.host_of(node.process),
-            chance=self.rng[f"server/{life}"],
+            rng=self.rng[f"server/{life}"],
         )
         truth.life_began(life)
         base = stores[-1]
