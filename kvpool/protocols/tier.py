@@ -1,4 +1,33 @@
-"""What a tier must do: memory with addresses, and what some tiers can do besides."""
+"""What a tier must do: memory with addresses, and what some tiers can do besides.
+
+`kvpool.testing.TIER_CHECKS` tests an implementation. The smallest tier keeps its bytes in a
+bytearray::
+
+    class Heap:
+        name, alignment, survives_restart = "heap", 4096, False
+
+        def __init__(self, capacity: int) -> None:
+            self.capacity = max(capacity - capacity % self.alignment, self.alignment)
+            self._memory: bytearray | None = bytearray(self.capacity)
+
+        def view(self, offset: int, size: int) -> memoryview:  # makes it Addressable
+            if self._memory is None:
+                raise Closed("the tier is closed")
+            if not 0 <= offset <= offset + size <= self.capacity:
+                raise UsageError(f"{size} bytes at {offset}: there are {self.capacity}")
+            return memoryview(self._memory)[offset : offset + size]
+
+        async def read_into(self, offset: int, buffer: memoryview) -> None:
+            buffer[:] = self.view(offset, len(buffer))
+
+        async def write_from(self, offset: int, buffer: memoryview) -> None:
+            self.view(offset, len(buffer))[:] = buffer
+
+        def close(self) -> None:
+            self._memory = None
+
+(design: tiers)
+"""
 
 from __future__ import annotations
 
@@ -9,52 +38,62 @@ from kvpool.types import Record
 
 
 class Tier(Protocol):
-    """Memory with addresses. It moves bytes and never allocates.
+    """Memory with addresses. It moves bytes; the server decides what lies where.
 
-    Offsets are multiples of `alignment`, sizes are any; the bytes between the end of a write and
-    the next multiple may change. Any number of calls at once. A call that has ended, cancelled or
-    not, touches neither its buffer nor the memory any more. Outside of 0 to `capacity` it raises
-    UsageError, after `close` Closed.
+    All offsets and sizes are bytes. Offsets are multiples of `alignment`, sizes are any; the bytes
+    between the end of a write and the next multiple may change. Any number of calls run at
+    once. A call that has ended, cancelled or not, touches neither its buffer nor the memory any
+    more. Every call raises UsageError for bytes outside of 0 to `capacity`, and Closed after
+    `close`.
     """
 
     @property
     def name(self) -> str:
-        """The name of its entry point: `dram`."""
+        """The name of its entry point in `kvpool.tiers`: `dram`."""
 
     @property
     def capacity(self) -> int:
-        """Fixed; a multiple of `alignment`, and no more than was asked for (or one extent)."""
+        """Bytes; fixed. A multiple of `alignment`: the size that was asked for, rounded down, but
+        at least one `alignment`."""
 
     @property
     def alignment(self) -> int:
-        """A power of two."""
+        """Bytes; a power of two. 4096 for memory and disks, as a rule."""
 
     @property
     def survives_restart(self) -> bool:
-        """The bytes are there again when the same storage is opened again."""
+        """Whether the bytes are there again when the same storage is opened again."""
 
     async def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`. Raises Corrupt or Unavailable when the medium fails."""
+        """Fill all of `buffer` from `offset`. It is one contiguous, writable row of bytes.
+
+        Raises Corrupt or Unavailable when the medium fails; then any bytes of `buffer` may have
+        changed.
+        """
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
-        """Store `buffer` at `offset`. Raises Unavailable when the medium fails."""
+        """Store all of `buffer`, one contiguous row of bytes, at `offset`.
+
+        Raises Unavailable when the medium fails; then any of the bytes may be stored.
+        """
 
     def close(self) -> None:
-        """Give the memory back. Idempotent. Views that are still held keep it alive."""
+        """Free the memory. Idempotent. Views that are still held keep it alive."""
 
 
 @runtime_checkable
 class Addressable(Protocol):
-    """A tier whose memory can be looked at in place."""
+    """A tier whose memory this process can use in place, without a copy."""
 
     def view(self, offset: int, size: int) -> memoryview:
-        """`size` bytes at `offset`, no copy, writable."""
+        """`size` bytes at `offset`, writable. Raises UsageError and Closed, as above."""
 
 
 class DeviceMemory(Protocol):
-    """Bytes that lie on a device, as array libraries exchange them without a copy: DLPack.
+    """Bytes on a device, as array libraries exchange them without a copy: DLPack.
 
-    A `torch.Tensor`, a `cupy.ndarray`. One in CUDA memory offers `__cuda_array_interface__`, too.
+    A `torch.Tensor`, a `cupy.ndarray`. One in CUDA memory has `__cuda_array_interface__` as well.
+    Source: https://dmlc.github.io/dlpack/latest/python_spec.html
     """
 
     def __dlpack__(self, *, stream: int | None = None) -> object: ...
@@ -64,66 +103,71 @@ class DeviceMemory(Protocol):
 
 @runtime_checkable
 class DeviceAddressable(Protocol):
-    """A tier whose memory lies on a device, for transports that move bytes from and to there."""
+    """A tier whose memory is on a device, for transports that move bytes from and to a device."""
 
     def device_view(self, offset: int, size: int) -> DeviceMemory:
-        """`size` bytes at `offset` as one row of bytes, no copy, writable.
+        """`size` bytes at `offset`: one dimension of bytes, no copy, writable.
 
-        What `write_from` has stored is there for work on any of the device's streams. Who writes
-        into it waits for the device before he says so.
+        What `write_from` has stored is visible to work on any of the device's streams. A transport
+        that writes into it waits for the device before it reports the bytes as written. Raises
+        UsageError and Closed, as above. (design: device-memory)
         """
 
 
 @runtime_checkable
 class SupportsStatusText(Protocol):
-    """A tier or transport with something to say that an operator wants to know."""
+    """A tier or transport that has something to show to an operator."""
 
     @property
     def status_text(self) -> str:
-        """A few words: where a tier lies and how it is accessed (`kvpool status`), or what a
-        transport finds on this machine (`kvpool doctor`; raises ConfigError when it is no use)."""
+        """A few words. A tier (`kvpool status`): where its bytes are and how they are accessed, as
+        in `/mnt/pool, O_DIRECT`. A transport (`kvpool doctor`): what it finds on this machine;
+        raises ConfigError when it cannot be used here."""
 
 
 @runtime_checkable
 class Mappable(Protocol):
-    """A tier that other processes on this host can map."""
+    """A tier that other processes on this host can map. (design: shared-memory)"""
 
     @property
     def fd(self) -> int:
-        """A sealed memfd of `capacity` bytes; the tier keeps owning it."""
+        """A memfd of `capacity` bytes, sealed against resizing. The tier keeps owning it."""
 
 
 @runtime_checkable
 class PersistentTier(Protocol):
-    """A tier whose bytes survive its process, and what they mean, too.
+    """A tier that keeps its bytes and their records when its process ends.
 
-    It stores what it is told and draws no conclusions: whether two records are one block, whether
-    a parent is there, and what may be thrown out is up to the server. Calls for different extents
-    may run at once. For one extent the order is: write its bytes, `persist` it, and `erase` it
-    before its bytes are written over. A record that outlived its bytes for lack of that `erase`
-    does no harm but a miss: whoever reads an extent compares the checksum (G1).
+    It stores records and draws no conclusions: whether two records are one block, whether a parent
+    is there, and what is evicted is up to the server. Calls for different extents may run at once.
+    For one extent the order is: write its bytes, `persist` it, and `erase` it before its bytes are
+    overwritten. A record that outlived its bytes, because that `erase` is missing, costs a miss and
+    no more: whoever reads an extent compares the checksum (G1). (design: recovery)
     """
 
     async def persist(self, records: Sequence[Record]) -> None:
-        """Found again by `recover` after kill -9, once it has returned; in any order until then.
+        """Once it has returned, `recover` finds these records, also after kill -9.
 
-        Called when the bytes have been written. Raises Unavailable when the medium fails: then any
-        of `records` may be found again or not. UsageError for an extent that it cannot hold, and
-        then none is. A tier may have room for only so many namespaces: what it cannot remember
-        for that reason it counts, and says nothing.
+        Called when the bytes have been written. Until it returns, any of `records` may be found.
+        Raises Unavailable when the medium fails: then any of them may be found later. Raises
+        UsageError for an extent that it cannot hold: then none is. A tier may have room for a
+        limited number of namespaces: a record that does not fit for that reason is left out without
+        an error, and counted by the tier.
         """
 
     async def erase(self, offsets: Sequence[int]) -> None:
-        """Not found again: the extents that start there. Where none does, nothing happens.
+        """`recover` does not find the extents that start at these offsets any more.
 
-        Raises Unavailable when the medium fails: then any of them may still be found.
+        An offset where no extent starts is ignored. Raises Unavailable when the medium fails: then
+        any of them may still be found.
         """
 
     async def recover(self) -> Sequence[Record]:
-        """What was remembered and still verifies, no two overlapping; the rest is dropped.
+        """The records that were persisted and still verify, no two overlapping.
 
-        Called once, before anything is written. Whatever the medium contains, it never raises for
-        that, and never returns a record that was not remembered so. Where extents overlap, the
-        highest generation wins; what was dropped does not come back later. Raises Unavailable when
-        the medium fails as a whole, ConfigError when it is none of this tier's.
+        Called once, before anything is written. Whatever the medium contains, it raises nothing for
+        that, and never returns a record that was not persisted in this form. Of extents that
+        overlap, the one with the highest generation is returned. A record that is dropped does not
+        come back later. Raises Unavailable when the medium fails as a whole, ConfigError when its
+        contents are not this tier's.
         """
