@@ -25,6 +25,7 @@ from kvpool.server.state.extent_state import Event, State, after
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
+    Extent,
     HintStatus,
     Namespace,
     Pin,
@@ -198,6 +199,8 @@ class Store:
         blocks = index.blocks if index is not None else {}
         pins = self._owner(owner).pins
         answers: list[Pin] = []
+        used: list[Entry] = []
+        id = self._next_id
         for position, digest in enumerate(digests):
             entry = blocks.get(digest)
             if entry is None:
@@ -211,10 +214,16 @@ class Store:
                 answers.append(Pin(ReadStatus.BUFFER_TOO_SMALL))
             else:
                 entry.pins += 1
-                self.policy.touch(entry, now)
-                id = self._new_id()
+                id += 1
                 pins[id] = entry
-                answers.append(Pin(ReadStatus.HIT, id, entry.extent, entry.checksum))
+                used.append(entry)
+                # No call per block in this loop: it is the path of every read.
+                extent = Extent(entry.offset, entry.size, entry.generation)
+                answers.append(Pin(ReadStatus.HIT, id, extent, entry.checksum))
+        self._next_id = id
+        touch = self.policy.touch
+        for entry in used:
+            touch(entry, now)
         return answers
 
     def unpin(self, owner: int, id: int) -> None:
