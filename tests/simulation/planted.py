@@ -154,9 +154,8 @@ BUGS: Sequence[Bug] = (
         "two-writers-of-one-block",
         "G2",
         _STORE,
-        "if known is not None:\n                answers.append(self._already_here",
-        "if known is not None and known.checksum:\n"
-        "                answers.append(self._already_here",
+        "if known is not None:\n                self._link_all",
+        "if known is not None and known.checksum:\n                self._link_all",
     ),
     Bug(
         "extents-swapped",

@@ -119,30 +119,37 @@ class Store:
         granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
+        # Granted, and not yet linked. A batch is linked at once, and always before the policy is
+        # asked for a victim or touches another block: so its order is that of single calls.
+        fresh: dict[bytes, Entry] = {}
         for digest, parent, size in zip(digests, parents, sizes, strict=True):
-            known = index.blocks.get(digest)
+            known = index.blocks.get(digest) or fresh.get(digest)
             if known is not None:
+                self._link_all(fresh, now)
                 answers.append(self._already_here(known, session, now))
             elif size > self.allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
             elif refusal is not None:
                 answers.append(refusal)
             else:
-                entry = Entry(index, digest, parent, 0, size, self._new_id())
+                self._next_id = id = self._next_id + 1
+                entry = Entry(index, digest, parent, 0, size, id)
                 entry.session = session
-                offset = self._make_room(entry, now)
-                if isinstance(offset, WriteStatus):
-                    refusal = Reservation(offset)
-                    answers.append(refusal)
-                    continue
-                if not index.blocks:  # evictions may have emptied it, and so dropped it
-                    self._indexes[namespace, part] = index
+                offset = self.allocator.allocate(size)
+                if offset is None:
+                    self._link_all(fresh, now)
+                    made = self._make_room(entry, now)
+                    if isinstance(made, WriteStatus):
+                        refusal = Reservation(made)
+                        answers.append(refusal)
+                        continue
+                    offset = made
+                    self._indexes[namespace, part] = index  # evictions may have emptied it
                 entry.offset = offset
-                self.policy.touch(entry, now)
-                self._link(entry)
+                fresh[digest] = reservations[id] = entry
                 granted.append(entry)
-                reservations[entry.generation] = entry
-                answers.append(Reservation(WriteStatus.RESERVED, entry.generation, entry.extent))
+                answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
+        self._link_all(fresh, now)
         self._drop_if_empty(index)
         if session is not None and granted:
             self.policy.chain_extended(session, granted[0], granted[-1])
@@ -519,9 +526,9 @@ class Store:
         return Reservation(WriteStatus.ALREADY_STORED)
 
     def _make_room(self, newcomer: Entry, now: float) -> int | WriteStatus:
-        """An offset for a block, evicting victims until it fits; or why there is none."""
+        """Evict victims until a block fits that has not: its offset, or why there is none."""
         wrong = 0
-        while (offset := self.allocator.allocate(newcomer.size)) is None:
+        while True:
             victim = self.policy.victim(newcomer, self._evictable, now)
             if victim is None:
                 return WriteStatus.NO_SPACE
@@ -538,7 +545,9 @@ class Store:
                 continue
             for entry in self._parts(victim):
                 self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED)
-        return offset
+            offset = self.allocator.allocate(newcomer.size)
+            if offset is not None:
+                return offset
 
     def _reject(self, victim: Entry) -> None:
         """Take a victim that may not be evicted out of the candidates (design: eviction).
@@ -610,6 +619,15 @@ class Store:
         else:
             self.allocator.release(entry.offset)
 
+    def _link_all(self, fresh: dict[bytes, Entry], now: float) -> None:
+        """Enter new blocks, each used once; then `fresh` is empty."""
+        touch = self.policy.touch
+        for entry in fresh.values():
+            touch(entry, now)
+        for entry in fresh.values():
+            self._link(entry)
+        fresh.clear()
+
     def _link(self, entry: Entry) -> None:
         """Enter the index and count as a child, also of a parent that is not here (yet).
 
@@ -618,7 +636,8 @@ class Store:
         """
         index = entry.index
         index.blocks[entry.digest] = entry
-        self.policy.block_added(entry)
+        if entry.session is not None:
+            self.policy.block_added(entry)
         if index.orphans:
             entry.children = index.orphans.pop(entry.digest, 0)
         if entry.parent != ROOT:
