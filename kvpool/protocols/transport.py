@@ -93,8 +93,8 @@ class Connection(Protocol):
     ) -> list[bool]:
         """A reader saw a wrong checksum: look again here, and drop what is rotten."""
 
-    def view(self, extent: Extent) -> memoryview:
-        """The memory of an extent that this connection has reserved or pinned."""
+    def views(self, extents: Sequence[Extent]) -> list[memoryview]:
+        """The memory of extents that this connection has reserved or pinned."""
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         """Drop all pins and reservations. Idempotent.

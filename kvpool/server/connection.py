@@ -151,9 +151,8 @@ class ServerConnection:
             for position, pin in enumerate(pins):
                 if pin.extent is not None:
                     seed = block_seed(half, digests[position])
-                    rotten[position] = pin.checksum != await _checksum_of(
-                        self.view(pin.extent), seed
-                    )
+                    (data,) = self.views([pin.extent])
+                    rotten[position] = pin.checksum != await _checksum_of(data, seed)
         finally:
             self.unpin(pins)
         bad = [digest for digest, is_bad in zip(digests, rotten, strict=True) if is_bad]
@@ -166,8 +165,9 @@ class ServerConnection:
             await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return rotten
 
-    def view(self, extent: Extent) -> memoryview:
-        return self._context.memory.view(extent.offset, extent.size)
+    def views(self, extents: Sequence[Extent]) -> list[memoryview]:
+        view = self._context.memory.view
+        return list(map(view, [e.offset for e in extents], [e.size for e in extents]))
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         if not self._open:

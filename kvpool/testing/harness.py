@@ -304,12 +304,12 @@ class _Watched:
         await self._recorder.answering.wait()
         return dropped
 
-    def view(self, extent: Extent) -> memoryview:
-        reserved = [extent for extent, _ in self._unsealed.values()]
-        pinned = [extent for *_, extent in self._pinned.values()]
-        if extent not in reserved and extent not in pinned:
+    def views(self, extents: Sequence[Extent]) -> list[memoryview]:
+        held = {extent for extent, _ in self._unsealed.values()}
+        held.update(extent for *_, extent in self._pinned.values())
+        if not held.issuperset(extents):
             self._recorder.faults.append("memory was looked at that the connection does not hold")
-        return self._inner.view(extent)
+        return self._inner.views(extents)
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         quarantined = self._inner.close(writer_may_be_alive=writer_may_be_alive)

@@ -184,12 +184,13 @@ BUGS: Sequence[Bug] = (
         "G4",
         _STREAMS,
         """\
-            if self._write_paused:
-                await self._flush(deadline)
-                since_yield = 0
-            elif since_yield""",
+                if self._write_paused:
+                    await self._flush(deadline)
+        return checksums
+""",
         """\
-            if since_yield""",
+        return checksums
+""",
     ),
     Bug(
         "half-sent-stream-is-reused",

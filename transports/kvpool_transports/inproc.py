@@ -164,10 +164,10 @@ class _InprocChannel:
             seeds = block_seeds(
                 options.namespace, options.part, [blocks[i].digest for i in granted]
             )
+            targets = connection.views([r.extent for r in reservations if r.extent is not None])
             jobs = [
-                CopyJob(blocks[i].pieces, (connection.view(extent),), seed, hash_source=True)
-                for i, seed in zip(granted, seeds, strict=True)
-                if (extent := reservations[i].extent) is not None
+                CopyJob(blocks[i].pieces, (target,), seed, hash_source=True)
+                for i, target, seed in zip(granted, targets, seeds, strict=True)
             ]
             checksums = await self._copies.run(jobs, deadline=deadline)
             ids = [reservations[i].id for i in granted]
@@ -193,7 +193,7 @@ class _InprocChannel:
             if options.verify:
                 half = block_seeds(options.namespace, options.part, [digests[i] for i in hits])
                 seeds = list(half)
-            sources = [connection.view(e) for i in hits if (e := pins[i].extent) is not None]
+            sources = connection.views([pin.extent for pin in pins if pin.extent is not None])
             jobs = [
                 CopyJob((source,), blocks[i].pieces, seed)
                 for i, source, seed in zip(hits, sources, seeds, strict=True)
@@ -213,8 +213,10 @@ class _InprocChannel:
             async with self._until(deadline):
                 buffer_sizes = [1 << 62] * len(digests)
                 pins = await connection.pin(options.namespace, options.part, digests, buffer_sizes)
+                extents = [pin.extent for pin in pins if pin.extent is not None]
+                memory = iter(connection.views(extents))
                 views = [
-                    View(pin.status, connection.view(pin.extent).toreadonly())
+                    View(pin.status, next(memory).toreadonly())
                     if pin.extent is not None
                     else View(pin.status)
                     for pin in pins

@@ -155,33 +155,36 @@ def cut(pieces: Pieces, size: int) -> Iterator[Pieces]:
 
 def writes(
     head: bytes, blocks: Sequence[Pieces], seeds: Sequence[int] | None, checksums: list[int]
-) -> Iterator[list[bytes | memoryview]]:
-    """What is handed to the kernel at once, hashed just before: at most SEND_STEP and a little.
+) -> Iterator[list[list[bytes | memoryview]]]:
+    """The frame in portions of about SEND_STEP, hashed just before; each is some writes in a row.
 
-    Large pieces leave alone and uncopied; small ones together, the head with the first of them.
-    A block's checksum is appended to `checksums` when its last byte has been hashed.
+    Large pieces are written alone and uncopied; small ones together, the head with the first of
+    them. A block's checksum is appended to `checksums` when its last byte has been hashed.
     """
-    together: list[bytes | memoryview] = [head]
-    held = len(head)
+    together: list[bytes | memoryview] = [head]  # the write that still grows
+    portion, held, size = [together], len(head), len(head)
     for number, pieces in enumerate(blocks):
         hasher = xxhash.xxh3_64(seed=seeds[number]) if seeds else None
         for piece in pieces:
             for start in range(0, len(piece), SEND_STEP):
                 part = piece[start : start + SEND_STEP]
+                if size + len(part) > SEND_STEP and size:
+                    yield portion
+                    together = []
+                    portion, held, size = [together], 0, 0
                 if hasher is not None:
                     hasher.update(part)
+                size += len(part)
                 if len(part) >= SMALL_PIECE:
-                    if together:
-                        yield together
-                    yield [part]
-                    together, held = [], 0
-                    continue
-                together.append(part)
-                held += len(part)
-                if held >= STEP:
-                    yield together
-                    together, held = [], 0
+                    together = []
+                    portion += [[part], together]
+                    held = 0
+                else:
+                    together.append(part)
+                    held += len(part)
+                    if held >= STEP:
+                        together, held = [], 0
+                        portion.append(together)
         if hasher is not None:
             checksums.append(hasher.intdigest())
-    if together:
-        yield together
+    yield portion

@@ -271,7 +271,8 @@ class StreamSession:
     async def _take_payload(
         self, granted: list[Reservation], connection: Connection, deadline: float
     ) -> None:
-        blocks = [(connection.view(r.extent),) for r in granted if r.extent is not None]
+        views = connection.views([r.extent for r in granted if r.extent is not None])
+        blocks = [(view,) for view in views]
 
         def target(frame: Frame) -> PayloadReceiver:
             if frame.type != PAYLOAD:
@@ -304,10 +305,11 @@ class StreamSession:
 
     async def _send_payload(self, pins: list[Pin], connection: Connection) -> None:
         hits = [pin for pin in pins if pin.extent is not None]
-        payload = [(connection.view(pin.extent),) for pin in hits if pin.extent is not None]
+        views = connection.views([pin.extent for pin in hits if pin.extent is not None])
+        payload = [(view,) for view in views]
         answer = Data(
             bytes([pin.status for pin in pins]),
-            [len(view) for (view,) in payload],
+            [len(view) for view in views],
             [pin.checksum for pin in hits],
         )
         try:

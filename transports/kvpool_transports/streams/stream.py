@@ -20,10 +20,10 @@ from contextlib import asynccontextmanager
 from typing import Final, cast
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
-from kvpool.wire.frame_reader import ChooseTarget, FrameReader
+from kvpool.wire.frame_reader import ChooseTarget, FrameReader, ReaderState
 from kvpool.wire.frames import Frame, encode_frame
 from kvpool.wire.messages import PAYLOAD, M, Message, decode_answer, encode
-from kvpool_transports.streams.payload import SEND_STEP, Pieces, no_payload, writes
+from kvpool_transports.streams.payload import Pieces, no_payload, writes
 
 #: Seconds that a request may take to arrive, from its first byte.
 FRAME_S: Final = 30.0
@@ -111,20 +111,19 @@ class Stream(asyncio.BufferedProtocol):
         self._deferred_message = None
         size = sum([len(piece) for pieces in payload for piece in pieces])
         checksums: list[int] = []
-        since_yield = 0
+        first = True
         for portion in writes(encode_frame(type, body, size), payload, seeds, checksums):
-            transport = self._writable()  # it may have been lost since the last one
-            if len(portion) == 1:
-                transport.write(portion[0])
-            else:
-                transport.writelines(portion)
-            since_yield += sum(map(len, portion))
-            if self._write_paused:
-                await self._flush(deadline)
-                since_yield = 0
-            elif since_yield >= SEND_STEP:  # a fast peer must not keep the loop to itself
-                await asyncio.sleep(0)
-                since_yield = 0
+            if not first:
+                await asyncio.sleep(0)  # a fast peer must not keep the loop to itself
+            first = False
+            for together in portion:
+                transport = self._writable()  # it may have been lost since the last write
+                if len(together) == 1:
+                    transport.write(together[0])
+                elif together:
+                    transport.writelines(together)
+                if self._write_paused:
+                    await self._flush(deadline)
         return checksums
 
     def send_now(self, message: Message) -> None:
@@ -242,6 +241,9 @@ class Stream(asyncio.BufferedProtocol):
         except KvpoolError as error:
             self._fail_frame(error)
             return
+        timed = not self._no_deadline or self._frame_timer is not None
+        if timed and self._reader.state is ReaderState.PAYLOAD:
+            return  # the hot path: nothing else changes before the last byte
         self._received(complete)
         if self._reader.full and self._transport is not None and not self.lost:
             # Requests that are not asked for yet: let the peer wait.
