@@ -116,7 +116,8 @@ def top(
 
 def explain(
     keys: Annotated[
-        list[str], typer.Argument(help="Keys of blocks in hex, e.g. 9f86d081884c7d65.")
+        list[str],
+        typer.Argument(help="Keys of blocks in hex, e.g. 9f86d081884c7d659a2feaa0c55ad015."),
     ],
     namespace: Annotated[str, typer.Option(help="Namespace of the blocks, e.g. llama-3.")],
     parts: Annotated[
@@ -135,9 +136,7 @@ def explain(
         try:
             digests = [bytes.fromhex(key) for key in keys]
         except ValueError:
-            raise ConfigError(
-                f"keys {keys}: expected hex digits, such as 9f86d081884c7d65"
-            ) from None
+            raise ConfigError(f"keys {keys}: expected hex digits") from None
         check_digests(digests)
         wanted = Namespace(namespace, parts)
         async with await open_pool(settings) as pool:

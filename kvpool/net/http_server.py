@@ -1,7 +1,7 @@
-"""A page for machines: what probes and scrapers ask, over HTTP.
+"""A small HTTP server for probes and scrapers: metrics, health, readiness.
 
-One request a connection, GET or HEAD, a bounded head, a deadline. It is served by the loop that it
-tells of: an answer says that the loop turns. The pages say how things are and take no orders.
+One request per connection, GET or HEAD, a bounded head, a deadline. It runs on the loop that it
+reports on, so an answer shows that the loop is not blocked. It only reads state. (design: metrics)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpool.errors import ConfigError
 _HEAD_MAX: Final = 8 << 10
 #: From the connection to the last byte of the answer.
 _REQUEST_S: Final = 5.0
-#: Connections at once; more are closed unheard.
+#: Connections at the same time; more are closed without an answer.
 _CONNECTIONS_MAX: Final = 32
 
 log = logs.get("kvpool.http")
@@ -107,7 +107,7 @@ class Pages:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, EOFError, asyncio.LimitOverrunError):
-            pass  # whoever asks like that gets no answer, and nobody else notices
+            pass  # not a request, or too slow: no answer
         finally:
             writer.transport.abort()
 
@@ -133,7 +133,8 @@ class Pages:
     def _page(self, path: str) -> Page:
         make = self._pages.get(path)
         if make is None:
-            return _sentence(HTTPStatus.NOT_FOUND, f"there are {', '.join(sorted(self._pages))}")
+            available = ", ".join(sorted(self._pages))
+            return _sentence(HTTPStatus.NOT_FOUND, f"not found; available pages: {available}")
         try:
             return make()
         except Exception:

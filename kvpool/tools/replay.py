@@ -367,7 +367,7 @@ class _Engine:
 
     async def _ask(self, message: Any) -> dict[str, Any]:
         with contextlib.suppress(RuntimeError):  # uvloop: the pipe is closed; `line` says why
-            self._process.tell(json.dumps(message))
+            self._process.write_line(json.dumps(message))
         answer: dict[str, Any] = json.loads(await self._process.line())
         return answer
 

@@ -19,13 +19,13 @@ _START_S = 20.0
 
 
 class Child:
-    """A process that is spoken to in lines."""
+    """A child process that reads and writes lines."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    def tell(self, line: str) -> None:
-        """Send a line to its stdin."""
+    def write_line(self, line: str) -> None:
+        """Write a line to its stdin."""
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
 
@@ -53,7 +53,9 @@ class Child:
         line = await self._process.stdout.readline()
         if not line:
             code = await self._process.wait()
-            raise ServerLost(f"a process ended with code {code}: see its errors above")
+            raise ServerLost(
+                f"a child process ended with code {code}: its error messages are above"
+            )
         return line.decode().strip()
 
 

@@ -49,7 +49,7 @@ class ClientNode(Node):
     def storm(self, size: int) -> None:
         """Make the client write `size` bytes of new blocks as fast as it can."""
         if self.process is not None:
-            self.process.tell(f"storm {size}")
+            self.process.write_line(f"storm {size}")
 
     async def finish(self, within_s: float) -> list[str]:
         """Let the client end its calls and close its pool; returns the files that it left open.
@@ -58,7 +58,7 @@ class ClientNode(Node):
         """
         assert self.process is not None
         assert self._reading is not None
-        self.process.tell("stop")
+        self.process.write_line("stop")
         try:
             files = await asyncio.wait_for(self._reading, within_s)
         except TimeoutError:

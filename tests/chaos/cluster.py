@@ -47,7 +47,7 @@ class Node:
         assert self.process is None, f"{self.name} is running"
         self.process = await self._stack.enter_async_context(process_of(*self._command))
         if self.setup:
-            self.process.tell(self.setup)
+            self.process.write_line(self.setup)
         try:
             self.first_line = await asyncio.wait_for(self.process.line(), UP_S)
         except TimeoutError:

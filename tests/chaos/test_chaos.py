@@ -324,7 +324,7 @@ async def test_a_full_pool_that_is_probed_by_others_goes_on(cluster: ProcessClus
             statuses = await pool.write(NAMESPACE, chain, values(chain, 1 << 18))
             assert set(statuses) == {WriteStatus.STORED}, number
         for prober in probers:
-            prober.tell("stop")
+            prober.write_line("stop")
             assert int(await prober.line()) > 0
 
 

@@ -113,7 +113,7 @@ class Client:
         self._child = child
 
     def tell(self, **order: Any) -> None:
-        self._child.tell(json.dumps(order))
+        self._child.write_line(json.dumps(order))
 
     async def hear(self) -> dict[str, Any]:
         heard: dict[str, Any] = json.loads(await asyncio.wait_for(self._child.line(), 60))

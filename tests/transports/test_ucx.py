@@ -681,7 +681,7 @@ async def test_a_killed_client_leaves_nothing(running: Running, doing: str, afte
                 order |= {"server": "one", "name": "half"}
             else:
                 order |= {"name": "there", "timeout": 10}
-            client.tell(json.dumps(order))
+            client.write_line(json.dumps(order))
             await asyncio.sleep(after_s)
             client.signal(signal.SIGKILL)
             await client.ended()
