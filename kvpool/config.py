@@ -38,71 +38,81 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MasterConfig(_Section, frozen=True):
-    #: Address for servers and clients; port 0 takes a free one.
+    #: Host and port for servers and clients. With port 0 the system chooses a free port.
     bind: str = DEFAULT_MASTER
-    #: A server is lost after this long without a heartbeat. Three heartbeats: one may get lost.
+    #: Time without a heartbeat after which a server counts as lost. The default is three heartbeat
+    #: intervals, so that one lost heartbeat does not matter.
     timeout_s: Seconds = 3.0
-    #: A lost server keeps its record this long: if it comes back, its blocks are valid at once.
+    #: Time for which the master keeps the record of a lost server. If the server comes back before,
+    #: its blocks are found again at once.
     forget_s: Seconds = 600.0
-    #: Address for metrics, health and readiness over HTTP, usually 127.0.0.1:7452. Empty: off,
-    #: because several masters may share a host.
+    #: Host and port for metrics, health and readiness over HTTP, usually 127.0.0.1:7452. Empty, the
+    #: default: no HTTP server, because several masters may share a host.
     http: str = ""
     #: Listen beyond loopback although access needs no secret.
     insecure: bool = False
 
 
 class ServerConfig(_Section, frozen=True):
-    #: Unique in the cluster; empty: the host's name and some random digits.
+    #: Name of this server, unique in the cluster. Empty: the host's name and random digits.
     id: str = ""
-    #: All masters; the server announces its blocks to each of them.
+    #: Host and port of every master. The server announces its blocks to each of them, so that
+    #: clients may ask any.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
-    #: Memory for blocks, allocated once. The same as one tier, dram.
+    #: Memory for blocks in bytes, allocated once at start. The same as the single tier `dram` with
+    #: this size.
     capacity: Size = 1 << 30
-    #: Several tiers instead, the fastest first: dram:8GiB, nvme:/path/to/file:100GiB. The last
-    #: one's capacity is the server's; those above make it fast.
+    #: Tiers instead of `capacity`, the fastest first: dram:8GiB, nvme:/path/to/file:100GiB. The
+    #: last tier holds every block, so its size is the server's capacity; the tiers above hold
+    #: copies of blocks that are in use.
     tiers: list[str] = msgspec.field(default_factory=list)
-    #: One address for each transport; port 0 takes a free one. Settings of a transport follow a
-    #: question mark: ucx://10.0.0.1:7461?tls=rc,self&rails=2.
+    #: One address for each transport. With port 0 the system chooses a free port. Settings of a
+    #: transport follow a question mark: ucx://10.0.0.1:7461?tls=rc,self&rails=2.
     listen: Addresses = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:0", "shm://"])
-    #: Interval of heartbeats to the masters.
+    #: Interval of heartbeats to the masters. Keep it at most a third of `master.timeout_s`.
     heartbeat_s: Seconds = 1.0
-    #: Extents start at multiples of this: a page, so that they can be mapped and sent directly.
+    #: Each block starts at a multiple of this many bytes. A page (4096) lets clients map blocks and
+    #: disks write them without a copy.
     alignment: Size = 4096
     #: Eviction policy: lru, arc, lease, density, or an installed one.
     policy: str = "lru"
-    #: Connections at the same time; more are refused with Overloaded.
+    #: Client connections at the same time. The server refuses more with Overloaded, so that its
+    #: memory for connections is bounded.
     connections_max: int = 1024
-    #: A block is promoted above the tier that clients reach after so many reads.
+    #: Number of reads after which a block is promoted to a tier above the one that clients read
+    #: from (design: promotion).
     promote_after: int = 1
     #: Touch all memory in the background at start, because the first write to a page is slow.
     prefault: bool = True
-    #: Address for metrics, health and readiness over HTTP; empty: off.
+    #: Host and port for metrics, health and readiness over HTTP. Empty: no HTTP server.
     http: str = ""
     #: Listen beyond loopback although access needs no secret.
     insecure: bool = False
 
 
 class ClientConfig(_Section, frozen=True):
-    #: Any of them is enough.
+    #: Host and port of the masters. One that answers is enough: each knows all blocks.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
-    #: Transports that may be used, best first; those that are not installed are left out. Settings
-    #: follow a question mark, as in server.listen: ucx?tls=rc,self. In a comma-separated text (an
+    #: Transports to use, best first. Those that are not installed are left out. Settings follow a
+    #: question mark, as in server.listen: ucx?tls=rc,self. In a comma-separated text (in an
     #: environment variable) a comma inside a setting is written %2C: ucx?tls=rc%2Cself,tcp.
     transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "ucx", "tcp"])
-    #: Of several transports that lead to another host take the fastest, as measured on calls that
-    #: are made anyway; otherwise the order of `transports` holds.
+    #: If several transports lead to another host, use the one that was fastest on the calls made so
+    #: far. If false, the order of `transports` decides (design: path-selection).
     measure: bool = True
-    #: Timeout of a call that gives none.
+    #: Timeout of a call without a `timeout` argument.
     timeout_s: Seconds = 5.0
-    #: A call to a server or master ends after this long without a byte from it: a miss.
+    #: Time without a byte from a server or master after which the client ends its call to it. A
+    #: block that no other server has is then a miss.
     attempt_s: Seconds = 1.0
-    #: After this long without a byte, the client asks another replica or another master. Choose
-    #: it well above the time in which a healthy server sends its first byte.
+    #: Time without a byte after which the client asks another replica or another master. Choose it
+    #: well above the time in which a healthy server sends its first byte (design: hedging).
     hedge_s: Seconds = 0.1
-    #: Check the checksum of every block that is read.
+    #: Check the checksum of every block that is read. If false, damaged bytes are not noticed.
     verify: bool = True
-    #: Pinned memory through which blocks move from and to CUDA devices; allocated for the first
-    #: of them. One block must fit, several rounds of 16 MiB should.
+    #: Bytes of pinned memory through which blocks move from and to CUDA devices; allocated with the
+    #: first such block. One block must fit. Room for several steps of 16 MiB lets copies and
+    #: transfers overlap (design: device-memory).
     device_staging: Size = 128 << 20
 
 
@@ -164,7 +174,7 @@ def load(
 
 
 class TierSpec(NamedTuple):
-    """One tier as it is written: `name:place:size?setting=value&...`; a place is optional."""
+    """One tier as users write it: `name:place:size?setting=value&...`; the place is optional."""
 
     name: str
     place: str
@@ -173,7 +183,7 @@ class TierSpec(NamedTuple):
 
 
 class TransportSpec(NamedTuple):
-    """One transport as it is written: `scheme?setting=value&...` or `scheme://host:port?...`."""
+    """One transport as users write it: `scheme?setting=value&...` or `scheme://host:port?...`."""
 
     scheme: str
     #: With the scheme and without settings; empty if there is no `://`.

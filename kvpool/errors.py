@@ -1,19 +1,24 @@
 """The closed set of errors.
 
-Whose fault it was decides what the caller does next: a `UsageError` is ours to fix, a
-`PeerError` closes that link, `Unavailable` means ask another replica or take a miss,
-`Refused` is the pool's answer, `Corrupt` is never handed out as data.
+The class decides what a caller does next:
 
-Every edge (sockets, zmq, files) maps what it catches to one of these; no OSError escapes.
-The split between *you* and *they* is h11's (LocalProtocolError, RemoteProtocolError).
+- `UsageError`: the call is wrong; fix the calling program.
+- `PeerError`: the peer broke the protocol; the connection to it is closed.
+- `Unavailable`: ask another replica, or take a miss.
+- `Refused`: the pool understood the request and declined it.
+- `Corrupt`: bytes failed their checksum; they are never returned as data.
+
+Code that uses sockets, zmq or files maps each exception there to one of these; no OSError leaves
+kvpool. The split between local and remote errors follows h11 (LocalProtocolError,
+RemoteProtocolError).
 """
 
 
 class KvpoolError(Exception):
-    """Root of everything kvpool raises on purpose."""
+    """Base class of every error that kvpool raises on purpose."""
 
 
-# --- the caller's fault, never retried ---------------------------------------------
+# --- errors of the caller, never retried --------------------------------------------
 
 
 class UsageError(KvpoolError, ValueError):
@@ -37,22 +42,22 @@ class Closed(UsageError):
 
 
 class ConfigError(UsageError):
-    """A setting is unknown or its value makes no sense; the text names both."""
+    """A setting is unknown or its value is not valid; the text names the setting and the value."""
 
 
-# --- they broke the protocol; the link is aborted ------------------------------------
+# --- errors of the peer; the connection is aborted ------------------------------------
 
 
 class PeerError(KvpoolError):
-    """The peer sent something the protocol does not allow. The link is dead."""
+    """The peer sent something that the protocol does not allow. The connection is closed."""
 
 
 class BadFrame(PeerError):
-    """Framing is wrong: magic, length, or bytes that belong to no frame."""
+    """A frame is wrong: its magic, its length, or bytes that belong to no frame."""
 
 
 class BadMessage(PeerError):
-    """The frame is well formed but its message is not, or does not fit the state."""
+    """The frame is valid, but its message is not, or the message is not allowed at this point."""
 
 
 class VersionMismatch(PeerError):
@@ -63,11 +68,11 @@ class Unauthenticated(PeerError):
     """The peer did not prove that it knows the cluster's secret."""
 
 
-# --- try another replica, else a miss -----------------------------------------------
+# --- no answer: another replica, else a miss ----------------------------------------
 
 
 class Unavailable(KvpoolError, ConnectionError):
-    """The other side could not be asked or did not answer."""
+    """The other process could not be reached or did not answer."""
 
 
 class LinkBroken(Unavailable):
@@ -86,15 +91,15 @@ class MasterLost(Unavailable):
     """No master answers."""
 
 
-# --- the pool said no ---------------------------------------------------------------
+# --- the pool declined --------------------------------------------------------------
 
 
 class Refused(KvpoolError):
-    """The pool understood and declined."""
+    """The pool understood the request and declined it."""
 
 
 class Overloaded(Refused):
-    """A bound on pending work was reached."""
+    """A limit on pending work or on connections was reached."""
 
 
 # --- never returned, never ignored --------------------------------------------------

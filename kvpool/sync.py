@@ -36,7 +36,7 @@ from kvpool.types import (
 
 T = TypeVar("T")
 
-#: A call ends by its own deadline; only a loop that hangs needs this long more.
+#: Seconds after a call's own deadline until the pool's loop counts as stuck.
 _GRACE_S = 5.0
 
 
@@ -48,7 +48,12 @@ def connect(
 
 
 class Pool:
-    """The methods of `kvpool.Pool`, for threads. See there for what each guarantees."""
+    """The methods of `kvpool.Pool`, for threads. See there for what each guarantees.
+
+    `timeout` is seconds (default: `ClientConfig.timeout_s`). Every method raises Closed after
+    `close`, after a fork, and in the pool's own thread, and DeadlineExceeded if that thread does
+    not answer in time.
+    """
 
     def __init__(
         self, *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
@@ -80,6 +85,10 @@ class Pool:
     def match(
         self, namespace: Namespace, chain: Sequence[bytes], *, timeout: float | None = None
     ) -> Match:
+        """The longest prefix of `chain` that the pool holds, and why it ends there.
+
+        Raises BadKey. See `kvpool.Pool.match`.
+        """
         return self._run(self._pool.match(namespace, chain, timeout=timeout), timeout)
 
     def read(
@@ -92,6 +101,10 @@ class Pool:
         match: Match | None = None,
         timeout: float | None = None,
     ) -> list[ReadResult]:
+        """Fill each buffer with its block: one result per digest; sizes are bytes.
+
+        Raises BadKey, BadBuffer, TooLarge or Unavailable. See `kvpool.Pool.read`.
+        """
         buffers = with_device_blocks(buffers)  # here: a current stream belongs to its thread
         return self._run(
             self._pool.read(namespace, digests, buffers, part=part, match=match, timeout=timeout),
@@ -113,6 +126,10 @@ class Pool:
         resume_in: float | None = None,
         timeout: float | None = None,
     ) -> list[WriteStatus]:
+        """Store blocks: one status per digest; `resume_in` is seconds.
+
+        Raises BadKey, BadBuffer, TooLarge, UsageError or Unavailable. See `kvpool.Pool.write`.
+        """
         buffers = with_device_blocks(buffers)  # here, as for `read`
         return self._run(
             self._pool.write(
@@ -132,9 +149,14 @@ class Pool:
         )
 
     def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
+        """Hint that a conversation is over. Raises UsageError. See `kvpool.Pool.end`."""
         return self._run(self._pool.end(session, timeout=timeout), timeout)
 
     def hint(self, session: str, *, resume_in: float, timeout: float | None = None) -> HintStatus:
+        """Hint that a conversation goes on in `resume_in` seconds.
+
+        Raises UsageError. See `kvpool.Pool.hint`.
+        """
         hint = self._pool.hint(session, resume_in=resume_in, timeout=timeout)
         return self._run(hint, timeout)
 
@@ -148,6 +170,10 @@ class Pool:
         match: Match | None = None,
         timeout: float | None = None,
     ) -> Iterator[list[View]]:
+        """Read-only views of the pool's own memory, valid inside the `with`.
+
+        Raises BadKey. See `kvpool.Pool.read_view`.
+        """
         view = self._pool.read_view(namespace, digests, part=part, match=match, timeout=timeout)
         shown = self._run(view.__aenter__(), timeout)
         try:
@@ -158,21 +184,37 @@ class Pool:
     def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[bool]:
+        """Remove blocks, every part and copy; True where the pool had one.
+
+        Raises BadKey or MasterLost. See `kvpool.Pool.remove`.
+        """
         return self._run(self._pool.remove(namespace, digests, timeout=timeout), timeout)
 
     def explain(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[Explanation]:
+        """Where each block is, or why it is not there.
+
+        Raises BadKey or MasterLost. See `kvpool.Pool.explain`.
+        """
         return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
 
     def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        """The namespaces that have blocks, with their numbers of blocks.
+
+        Raises MasterLost. See `kvpool.Pool.namespaces`.
+        """
         return self._run(self._pool.namespaces(timeout=timeout), timeout)
 
     def members(self, *, timeout: float | None = None) -> list[Member]:
+        """Every server that a master knows, with its statistics (bytes, counts, seconds).
+
+        Raises MasterLost. See `kvpool.Pool.members`.
+        """
         return self._run(self._pool.members(timeout=timeout), timeout)
 
     def close(self) -> None:
-        """End every call that is running, then the thread. Idempotent."""
+        """End every running call, with Closed or as a miss, then the thread. Idempotent."""
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
@@ -242,7 +284,7 @@ class Pool:
 
 
 def _hand_over(task: asyncio.Task[T], ended: concurrent.futures.Future[T]) -> None:
-    """What came of a task, to the thread that waits for it."""
+    """Pass the outcome of a task to the thread that waits for it."""
     if task.cancelled():
         ended.cancel()
         ended.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-"""The vocabulary: the values that every room of the house passes around.
+"""The values that all packages exchange: keys, statuses, results, statistics.
 
 All are immutable. Sizes, offsets and capacities are bytes; `deadline` and `now` are seconds
 of the running event loop's clock. A *digest* is the 16 to 32 bytes an engine computed for a
@@ -29,7 +29,7 @@ class DeviceBuffer(Protocol):
 
 
 #: The memory of one block: one buffer, or several whose concatenation is the block. An engine
-#: that keeps each layer apart passes the pieces as they lie, and nobody puts them together first.
+#: that keeps each layer in its own memory passes the pieces; no call joins them by a copy.
 Memory: TypeAlias = "Buffer | DeviceBuffer | Sequence[Buffer | DeviceBuffer]"
 
 #: The parent of a chain's first block.
@@ -43,7 +43,7 @@ BATCH_BLOCKS_MAX: Final = 1024
 COPIES_MAX: Final = 16
 #: Characters of a session's name.
 SESSION_NAME_MAX: Final = 128
-#: One block. Far above any engine's; it bounds what a length from the wire may claim.
+#: Bytes of one block. Far above any engine's blocks; it bounds the lengths that a peer may send.
 BLOCK_SIZE_MAX: Final = 1 << 32
 
 # What a number or a text from a peer may be: decoding refuses anything else.
@@ -75,7 +75,7 @@ class Namespace:
 
 
 class BlockKey(NamedTuple):
-    """What names one part of one block."""
+    """The key of one part of one block."""
 
     namespace: Namespace
     digest: bytes
@@ -87,12 +87,12 @@ class BlockKey(NamedTuple):
 
 
 class ReadStatus(enum.IntEnum):
-    """What became of one block of a match or read: `HIT`, or the reason of the miss."""
+    """The outcome of one block of a match or read: `HIT`, or the reason of the miss."""
 
     HIT = 0
     #: No record of this key: never written, or so long ago that the record has aged out.
     NEVER_WRITTEN = 1
-    #: Thrown out to make room.
+    #: Evicted to make room for other blocks.
     EVICTED = 2
     #: Removed by a caller.
     REMOVED = 3
@@ -100,73 +100,78 @@ class ReadStatus(enum.IntEnum):
     SERVER_LOST = 4
     #: Its bytes failed their checksum; that copy is dropped.
     CORRUPT = 5
-    #: The deadline came first.
+    #: The deadline passed before the block was found or read.
     DEADLINE = 6
     #: A writer has reserved it and not sealed it yet.
     BEING_WRITTEN = 7
     #: Some parts are present, not all.
     PART_MISSING = 8
-    #: No master answered, so nobody could say where it is.
+    #: No master answered, so the client could not look up where the block is.
     NO_MASTER = 9
     #: The server refused for load: too many pending requests.
     REFUSED = 10
     #: The caller's buffer is smaller than the block. The client raises `BadBuffer` for it.
     BUFFER_TOO_SMALL = 11
-    #: The server has it, and is bringing it from a slow tier: ask again. Never a final answer.
+    #: The server is copying the block up from a slow tier: ask again. Never a final answer.
     NOT_YET = 12
     #: It could not be read from the tier that it lay in, or that tier is out of service.
     TIER_LOST = 13
 
     @property
     def hit(self) -> bool:
+        """True for HIT alone: the block's bytes are in the caller's buffer."""
         return self is ReadStatus.HIT
 
     @property
     def label(self) -> str:
+        """The name in lower-case words for tables and logs: `never written`."""
         return self.name.lower().replace("_", " ")
 
 
 class WriteStatus(enum.IntEnum):
-    """What became of one block of a write."""
+    """The outcome of one block of a write."""
 
     #: Sealed, checksummed, visible.
     STORED = 0
     #: The pool has it; this write moved no bytes.
     ALREADY_STORED = 1
-    #: Another writer has it reserved and will seal or drop it.
+    #: Another writer has reserved the block and will seal or cancel it.
     IN_PROGRESS = 2
-    #: No room could be made by the deadline.
+    #: The server could not free enough space by the deadline.
     NO_SPACE = 3
     #: Space is reserved; the bytes have not arrived. Never a final answer.
     RESERVED = 4
-    #: The deadline came first; the block is not stored.
+    #: The deadline passed before the block was sealed; the block is not stored.
     DEADLINE = 5
-    #: The server went away in mid-write; the block is not stored.
+    #: The connection to the server broke during the write; the block is not stored.
     SERVER_LOST = 6
-    #: No master answered, so nobody could say where to put it.
+    #: No master answered, so no server could be chosen for the block.
     NO_MASTER = 7
     #: Larger than the server's whole segment.
     TOO_LARGE = 8
-    #: The server is full of blocks that its policy thinks more of; it did not wait, nor need you.
+    #: The server's policy ranks every block that it stores above this one, and refused it at once.
+    #: Waiting would not help (design: eviction).
     BYPASSED = 9
-    #: There will be room as soon as what this write has reserved is sealed and moved on to another
-    #: tier: ask again for this block then. Never a final answer.
+    #: Space becomes free when blocks that this write has reserved are sealed and demoted to another
+    #: tier: ask again for this block then. Never a final answer (design: demotion).
     NOT_YET = 10
 
     @property
     def present(self) -> bool:
-        """The pool holds the block now, whoever wrote it."""
+        """True when the pool holds the block now, from this write or from an earlier one."""
         return self in (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
 
     @property
     def label(self) -> str:
+        """The name in lower-case words for tables and logs: `already stored`."""
         return self.name.lower().replace("_", " ")
 
 
 class Cluster(NamedTuple):
-    """Which cluster a process belongs to; others are refused.
+    """The cluster that a process belongs to. Processes of other clusters are refused.
 
-    With a secret, only who knows it gets through (`kvpool.wire.auth`). It is never printed.
+    With a secret, each peer must prove that it knows the secret (design: authentication). The
+    secret is never printed.
     """
 
     name: str = "default"
@@ -177,7 +182,7 @@ class Cluster(NamedTuple):
 
 
 class HintStatus(enum.IntEnum):
-    """What became of a hint. It is advice: nothing that a caller gets depends on it."""
+    """The outcome of a hint. A hint is advice: it changes the order of evictions and no result."""
 
     #: It is followed.
     ACCEPTED = 0
@@ -190,10 +195,11 @@ class HintStatus(enum.IntEnum):
 
 
 class SessionHint(NamedTuple):
-    """Who writes: a session, and perhaps in how many seconds its next prompt is expected.
+    """The session of a write and, if known, the seconds until its next prompt (`resume_in`).
 
-    A session is one conversation. Two that go on side by side from one history are two sessions:
-    of one that branches, the branch that is left behind goes first.
+    A session is one conversation. Two conversations that continue the same history in parallel are
+    two sessions: if one session branches, its older branch is evicted first
+    (design: session-hints).
     """
 
     session: str
@@ -208,7 +214,8 @@ class ReadResult(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A piece of one segment. `generation` grows with each reuse, so a stale one is seen."""
+    """A range of one segment, in bytes. `generation` grows with each reuse of the range, so a stale
+    extent is recognized."""
 
     offset: int
     size: int
@@ -216,10 +223,11 @@ class Extent(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a durable tier remembers of one sealed extent: all that a restarted server must know.
+    """What a persistent tier stores about one sealed extent: all that a restarted server needs.
 
     `size` bytes at `offset` are one part of a block and have this `checksum`, which covers the key
-    as well. Of two records that claim one byte, the one of the higher `generation` is right.
+    as well. If two records overlap, the one with the higher `generation` is valid
+    (design: recovery).
     """
 
     namespace: Namespace
@@ -233,7 +241,10 @@ class Record(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """The server's answer for one block of a write; the extent is yours until seal or cancel."""
+    """The server's answer for one block of a write.
+
+    The extent belongs to the writing connection until it is sealed or cancelled.
+    """
 
     status: WriteStatus
     id: int = 0
@@ -241,7 +252,7 @@ class Reservation(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """The server's answer for one block of a read; the extent stays until unpinned."""
+    """The server's answer for one block of a read: the extent is not reused before `unpin`."""
 
     status: ReadStatus
     id: int = 0
@@ -258,7 +269,7 @@ class Replica(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive blocks `first` to `last` (both included) that lie in the same places."""
+    """Consecutive blocks `first` to `last` (both included) that have the same replicas."""
 
     first: int
     last: int
@@ -276,7 +287,7 @@ class Match(NamedTuple):
     stopped: ReadStatus
 
     def of(self, first: int, last: int) -> Match:
-        """The same for `chain[first:last]` alone: for a reader that has the beginning already."""
+        """The match for `chain[first:last]`, for a reader that already has the blocks before."""
         runs = tuple(
             Run(max(run.first, first) - first, min(run.last, last - 1) - first, run.replicas)
             for run in self.runs
@@ -294,11 +305,12 @@ class Figure(NamedTuple):
 
 
 class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One tier of a server: how full it is, and what goes in and out.
+    """One tier of a server: how full it is, and how much is read and written.
 
-    Sizes in bytes; `read_s` and `write_s` are the seconds in which any of that moved, rates are
-    bytes (`write_block_rate`: blocks) per second lately; Prometheus computes its own. `hits` are
-    reads that it served; `status_text` says how it is accessed.
+    Sizes are bytes. `read_s` and `write_s` are the seconds in which at least one transfer ran.
+    Rates are bytes (`write_block_rate`: blocks) per second over the last seconds; they are no
+    metrics, because Prometheus computes rates itself. `hits` counts blocks read directly from this
+    tier; `status_text` describes how the tier is accessed.
     """
 
     name: Name
@@ -345,7 +357,11 @@ class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Member(NamedTuple):
-    """A block server as a master sees it. Sizes in bytes, ages in seconds."""
+    """A block server as a master sees it.
+
+    `capacity` is bytes; `heard_s` is the seconds since the master received its last message.
+    `epoch` changes with each start of the server.
+    """
 
     server: str
     epoch: int
@@ -359,7 +375,7 @@ class Member(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Where one block is, or why it is not."""
+    """Where one block is, or why the pool does not have it; `text` is for people."""
 
     key: BlockKey
     status: ReadStatus
@@ -368,7 +384,7 @@ class Explanation(NamedTuple):
 
 
 class WriteBlock(NamedTuple):
-    """One block on its way into the pool: the concatenation of its pieces, `size` bytes in all.
+    """One block to be written: the concatenation of its pieces, `size` bytes in all.
 
     Each piece is contiguous bytes (format `B`), and not empty.
     """
@@ -391,7 +407,7 @@ class ReadBlock(NamedTuple):
 
 
 def check_session(session: str) -> None:
-    """Raises UsageError for what is no name of a session."""
+    """Raises UsageError unless `session` is 1 to SESSION_NAME_MAX printable characters."""
     if not 1 <= len(session) <= SESSION_NAME_MAX or not session.isprintable():
         raise UsageError(
             f"session {session[:40]!r}: expected 1 to {SESSION_NAME_MAX} printable characters"
@@ -399,13 +415,13 @@ def check_session(session: str) -> None:
 
 
 def check_resume_in(resume_in: float) -> None:
-    """Raises UsageError for what is no time to wait."""
+    """Raises UsageError unless `resume_in` is 0 to 1e9 seconds."""
     if not 0 <= resume_in <= 1e9:
         raise UsageError(f"resume_in is {resume_in}, expected seconds, 0 or more")
 
 
 def check_digest_size(digests: Sequence[bytes]) -> int:
-    """The length of the first of `digests`. Raises BadKey when it is none that a key can have."""
+    """The length of the first digest, in bytes. Raises BadKey unless it is 16 to 32."""
     if not digests:
         raise BadKey("empty batch: expected at least one key")
     size = len(digests[0])
@@ -418,7 +434,10 @@ def check_digest_size(digests: Sequence[bytes]) -> int:
 
 
 def check_digests(digests: Sequence[bytes]) -> int:
-    """The one length that all `digests` have. Raises BadKey for anything else, or for a double."""
+    """The common length of all `digests`, in bytes.
+
+    Raises BadKey for lengths that differ or are not 16 to 32, and for a digest that occurs twice.
+    """
     size = check_digest_size(digests)
     if len(set(map(len, digests))) != 1:
         index = next(i for i, digest in enumerate(digests) if len(digest) != size)

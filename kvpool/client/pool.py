@@ -1,8 +1,8 @@
 """The client: what a program calls. It asks masters where blocks are, and servers for the blocks.
 
-Here calls are checked and get their deadline; `lookup.py` asks masters, `reader.py` and
-`writer.py` move blocks. A miss is a result, never an exception; exceptions are for calls that
-are wrong in themselves.
+This module checks the arguments of a call and computes its deadline; `lookup.py` asks masters,
+`reader.py` and `writer.py` move blocks. A miss is a result, never an exception; exceptions are for
+wrong arguments.
 """
 
 from __future__ import annotations
@@ -103,9 +103,25 @@ async def connect(
 
 
 class Pool:
-    """The pool, as one client sees it. Belongs to the event loop that made it.
+    """One client of a pool. It belongs to the event loop that made it.
 
-    Every call takes `timeout` in seconds (default: `ClientConfig.timeout_s`) and ends by then.
+    Every call takes `timeout` in seconds (default: `ClientConfig.timeout_s`) and ends by then. It
+    raises Closed after `close`, in another thread or loop, and after a fork. The digests of one
+    call have 16 to 32 bytes each, all the same length; each occurs once.
+
+    `counters` counts since the pool was opened:
+
+    | name | unit | counts |
+    |---|---|---|
+    | `read_hit`, `read_evicted`, ... | blocks | results of reads, by `ReadStatus` |
+    | `read_bytes` | bytes | payload of hits |
+    | `corrupt` | blocks | read with a wrong checksum, and reported to the server |
+    | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
+    | `copies_missing` | copies | asked for with `copies`, not made |
+    | `hedged` | requests | sent to another replica because the first sent nothing |
+    | `chosen_SCHEME`, `failed_SCHEME` | calls | made over a transport; that failed there |
+    | `staged_read_bytes`, `staged_write_bytes` | bytes | copied to and from CUDA devices |
+    | `hint_accepted`, ... | hints | answers of masters, by `HintStatus` |
     """
 
     def __init__(
@@ -154,25 +170,27 @@ class Pool:
     ) -> Match:
         """The longest prefix of `chain` that the pool holds, and why it ends there.
 
-        It reserves nothing and touches nothing. Without any master the answer is an empty match
-        with the reason NO_MASTER.
+        A lookup is no use of a block: it pins nothing and does not change the order of evictions.
+        If no master answers, the match is empty and `stopped` is NO_MASTER. An empty `chain` gives
+        an empty match. Raises BadKey unless each digest has 16 to 32 bytes, all the same length.
         """
         return await self._lookup.match(namespace, chain, self._begin(timeout))
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[Explanation]:
-        """Where each block is, or why it is not, in words. Raises MasterLost."""
+        """Where each block is, or why it is not there. Raises BadKey, and MasterLost when no
+        master answers."""
         return await self._lookup.explain(namespace, digests, self._begin(timeout))
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
-        """Every server that a master knows, the silent ones included. Raises MasterLost."""
+        """Every server that a master knows, lost ones included. Raises MasterLost."""
         return await self._servers.refresh(self._begin(timeout))
 
     async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
-        """The namespaces that have blocks, by name, with their counts. Raises MasterLost.
+        """The namespaces that have blocks, by name, with their numbers of blocks.
 
-        At most a thousand pages of a master's list are read.
+        Reads at most a thousand pages of a master's list. Raises MasterLost.
         """
         return await self._lookup.namespaces(self._begin(timeout))
 
@@ -227,8 +245,9 @@ class Pool:
     ) -> AsyncIterator[list[View]]:
         """The pool's own memory, pinned inside the `with`: no copy (design: zero-copy-views).
 
-        Where a server is not on this host, or its transport cannot show memory, the blocks are
-        misses with the reason REFUSED: use `read`. The memory is read-only.
+        The views are read-only: one per digest. Blocks of a server on another host, or behind a
+        transport without views, are misses with the status REFUSED: use `read` for them. Raises
+        BadKey for wrong arguments.
         """
         deadline = self._begin(timeout)
         _check_part(namespace, part)
@@ -270,8 +289,9 @@ class Pool:
         earlier point, its blocks that no other session uses are evicted first. `resume_in`: its
         next prompt is expected in so many seconds, as in `hint`, but known before the blocks are.
 
-        Raises BadKey, BadBuffer, TooLarge or UsageError for wrong arguments, and Unavailable when
-        a device fails.
+        Raises BadKey for wrong digests, parents or `part`; BadBuffer for a buffer that is not
+        contiguous or is empty; TooLarge for a block above 4 GiB or larger than any server's memory;
+        UsageError for wrong `copies`, `session` or `resume_in`; Unavailable when a device fails.
         """
         deadline = self._begin(timeout)
         _check_part(namespace, part)
@@ -307,9 +327,9 @@ class Pool:
         *,
         timeout: float | None = None,
     ) -> WriteStatus:
-        """Store one block on a server of your choice: for trials and tools.
+        """Store one block on the server with the id `server`: for measurements and tools.
 
-        Raises ServerLost when that server cannot be reached.
+        Raises BadKey, BadBuffer, and ServerLost when that server cannot be reached.
         """
         deadline = self._begin(timeout)
         check_digests([digest])
@@ -323,7 +343,7 @@ class Pool:
         """This conversation is over: its blocks that no other session uses are evicted first.
 
         Advice, as `hint` is: one master passes it to every server within a heartbeat. REFUSED
-        when no master takes it (design: session-hints).
+        when no master accepts it. Raises UsageError (design: session-hints).
         """
         check_session(session)
         return await self._hint(wire.Hint(session, None), timeout)
@@ -331,11 +351,12 @@ class Pool:
     async def hint(
         self, session: str, *, resume_in: float, timeout: float | None = None
     ) -> HintStatus:
-        """This conversation is expected to go on in `resume_in` seconds; its blocks stay till then.
+        """This conversation is expected to go on in `resume_in` seconds.
 
-        Among expected sessions, the one that is furthest away is evicted first. A hint expires
-        when the session does not come. The status is the master's answer; the servers count what
-        they did with it (design: session-hints).
+        Until then servers prefer to evict other blocks; among expected sessions, the one with the
+        latest time is evicted first. A hint expires when the session does not go on. The status is
+        the master's answer; each server counts how it applied the hint. Raises UsageError
+        (design: session-hints).
         """
         check_session(session)
         check_resume_in(resume_in)
@@ -353,7 +374,10 @@ class Pool:
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[bool]:
-        """Remove blocks, every part and copy; True where the pool had one. Raises MasterLost."""
+        """Remove blocks, every part and copy; True where the pool had one.
+
+        Raises BadKey, and MasterLost when no master answers.
+        """
         deadline = self._begin(timeout)
         check_digests(digests)
         removed = [False] * len(digests)
@@ -376,7 +400,7 @@ class Pool:
         return removed
 
     async def close(self) -> None:
-        """End every call that is running, then every connection. Idempotent."""
+        """End every running call, then every connection. Idempotent."""
         if not self._closed:
             self._closed = True
             await self._servers.close()
@@ -399,7 +423,10 @@ class Pool:
         return self._device_staging
 
     def _begin(self, timeout: float | None) -> float:
-        """The deadline of a call that starts now. Raises Closed in the wrong place."""
+        """The deadline of a call that starts now.
+
+        Raises Closed after `close` or a fork, and in another thread or loop.
+        """
         if self._closed:
             raise Closed("the pool is closed")
         if os.getpid() != self._pid:

@@ -1,8 +1,8 @@
 """What a plug-in implements: transports, tiers, eviction policies; and the control network.
 
 Small `Protocol`s, no base classes: an implementation inherits nothing. Times are seconds of the
-running loop's clock; a `deadline` is a point on it. Whatever fails raises one of `kvpool.errors`,
-never an OSError. `kvpool.testing` checks an implementation against every sentence.
+running loop's clock; a `deadline` is a point on it. Every error is one of `kvpool.errors`, never an
+OSError. `kvpool.testing` checks an implementation against these contracts (design: plug-ins).
 
     A transport never retries.   A channel never caches.   A tier never allocates.
 """

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from kvpool.protocols.transport import Listener
 
-#: Answers one request: (type, body) to (type, body). Synchronous, so a master's state is never
-#: seen half changed. A KvpoolError becomes an `Error` message to that peer alone.
+#: Answers one request: (type, body) to (type, body). Synchronous, so no other request can run
+#: while a master's state is half changed. A KvpoolError becomes an `Error` message to that peer.
 Handler = Callable[[int, bytes], tuple[int, bytes]]
 
 
@@ -16,27 +16,35 @@ class Link(Protocol):
     """Requests to one master. Any number at once, each with its own deadline."""
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """The master's `host:port`, as it was passed to `Network.connect`."""
 
     async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
-        """The answer. Raises DeadlineExceeded, Overloaded or Closed."""
+        """Send one message and return the answer: its type and body.
+
+        Raises DeadlineExceeded when no answer arrives by `deadline`, Overloaded when too many
+        requests are pending, Closed after `close`.
+        """
 
     def close(self) -> None:
-        """Fail what is pending. Idempotent."""
+        """End every pending request with Closed. Idempotent."""
 
 
 class Network(Protocol):
-    """How control messages travel; zmq in production, a simulated one in tests."""
+    """Connections for control messages: zmq in production, simulated in tests
+    (design: control-plane)."""
 
     @property
     def authenticated(self) -> bool:
-        """Whether only who knows the cluster's secret gets through."""
+        """True when a peer must prove that it knows the cluster's secret."""
 
     def connect(self, address: str) -> Link:
-        """A link that connects, and reconnects, by itself."""
+        """A link to the master at `address` (`host:port`). It connects, and reconnects, by itself;
+        an address that does not answer is no error here."""
 
     async def serve(self, address: str, handler: Handler) -> Listener:
-        """Answer requests at `address`. Raises ConfigError when it is taken."""
+        """Answer requests at `address` with `handler`. Raises ConfigError when the address is in
+        use."""
 
     def close(self) -> None:
         """Close every link."""

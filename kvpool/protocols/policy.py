@@ -1,11 +1,12 @@
-"""What an eviction policy must do: choose which block goes next.
+"""What an eviction policy must do: choose the block that is evicted next.
 
-The store decides what *may* go: leaves only (tails before heads, so what is left of a chain is
-always a usable prefix), nothing pinned, nothing reserved. A policy decides the order among those.
-It never scans: the store offers a block when it becomes evictable and says when it is used.
+The store decides which blocks *may* be evicted: leaves only (tails before heads, so the rest of a
+chain is always a usable prefix), and no pinned or reserved block. A policy decides the order among
+those. It never scans: the store calls `add_candidate` when a block becomes evictable and `touch`
+when a block is used (design: eviction).
 
-A policy is made with the capacity of its store in bytes, and found by its name among the entry
-points of `kvpool.policies`.
+A policy is constructed with the capacity of its store in bytes, and found by its name among the
+entry points of `kvpool.policies`.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from typing import Protocol, TypeVar
 
 
 class Evictable(Protocol):
-    """What a policy sees of a block, and the fields that it keeps there; those belong to it."""
+    """What a policy sees of a block. The last three fields belong to the policy: no other code
+    writes them."""
 
     digest: bytes  # read only
-    size: int  # read only
+    size: int  # bytes, read only
 
-    last_used: int  # when it was last used, in microseconds, made unique
-    is_candidate: bool  # it stands in the policy's queue
-    policy_data: int  # whatever the policy ranks it by; 0 for a newcomer
+    last_used: int  # the time of the last use in microseconds, made unique
+    is_candidate: bool  # the block is in the policy's queue
+    policy_data: int  # a number by which the policy ranks the block; 0 for a new block
 
 
 B = TypeVar("B", bound=Evictable)
 
 
 class Decision(enum.Enum):
-    """What a policy may answer instead of a victim."""
+    """What a policy may return instead of a victim."""
 
-    #: All that may go is worth more than the newcomer: it is refused, and waiting is of no use.
+    #: Every evictable block ranks above the new one: the write is refused, and waiting is useless.
     BYPASS = enum.auto()
 
 
@@ -40,29 +42,31 @@ class Policy(Protocol[B]):
     """An order of eviction. Every call is O(log n) at most, amortised."""
 
     def touch(self, block: B, now: float) -> None:
-        """It was reserved, sealed or read. Probing for existence is no use and never comes here.
+        """The block was reserved, sealed or read. A lookup is not a use and does not call this.
 
-        So a newcomer's first two touches are one use of it.
+        A new block is touched twice, when it is reserved and when it is sealed: count both as one
+        use.
         """
 
     def add_candidate(self, block: B) -> None:
-        """It may be evicted from now on. Offering twice is offering once."""
+        """The block may be evicted from now on. Idempotent."""
 
     def remove(self, block: B) -> None:
-        """It leaves the store, as a victim or otherwise."""
+        """The block leaves the store, as a victim or for another reason."""
 
     def victim(
         self, newcomer: B, evictable: Callable[[B], bool], now: float
     ) -> B | Decision | None:
-        """The next to go for a newcomer that has no room, taken from the queue.
+        """The block to evict for `newcomer`, which has no space; it leaves the policy's queue.
 
-        None when nothing may go: room comes when a reader or writer lets go of some. BYPASS only
-        as long as what is there was used lately or is announced, and for a bounded time: a full
-        pool never freezes on old data (G9). The newcomer has not been touched yet.
+        None when no block may be evicted: space becomes free when a reader or writer releases a
+        block. BYPASS only while the stored blocks were used recently or their session has a resume
+        hint, and only for a bounded time: a full pool must not keep old blocks for ever (G9).
+        `newcomer` has not been touched yet.
 
-        A block that `evictable` rejects is dropped from the queue: whatever made it
-        unevictable offers it again when that ends.
+        A block for which `evictable` returns False leaves the queue too. The store adds it again
+        when the pin or reservation that protects it ends.
         """
 
     def victim_age(self, now: float) -> float:
-        """Seconds since the next victim was used; 0 when there is none."""
+        """Seconds since the last use of the block that is next; 0 when there is none."""

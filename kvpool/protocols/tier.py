@@ -38,13 +38,13 @@ from kvpool.types import Record
 
 
 class Tier(Protocol):
-    """Memory with addresses. It moves bytes; the server decides what lies where.
+    """Memory with addresses. A tier moves bytes; the server decides which block is stored where.
 
     All offsets and sizes are bytes. Offsets are multiples of `alignment`, sizes are any; the bytes
     between the end of a write and the next multiple may change. Any number of calls run at
-    once. A call that has ended, cancelled or not, touches neither its buffer nor the memory any
-    more. Every call raises UsageError for bytes outside of 0 to `capacity`, and Closed after
-    `close`.
+    once. After a call has returned, failed or been cancelled, it touches neither its buffer nor the
+    tier's memory. Every call raises UsageError for bytes outside of 0 to `capacity`, and Closed
+    after `close`.
     """
 
     @property
@@ -53,32 +53,32 @@ class Tier(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Bytes; fixed. A multiple of `alignment`: the size that was asked for, rounded down, but
-        at least one `alignment`."""
+        """Bytes; fixed. A multiple of `alignment`: the size passed to the constructor, rounded
+        down, but at least one `alignment`."""
 
     @property
     def alignment(self) -> int:
-        """Bytes; a power of two. 4096 for memory and disks, as a rule."""
+        """Bytes; a power of two, usually 4096 for memory and disks."""
 
     @property
     def survives_restart(self) -> bool:
-        """Whether the bytes are there again when the same storage is opened again."""
+        """True when the bytes are still there after the same storage is closed and opened again."""
 
     async def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` from `offset`. It is one contiguous, writable row of bytes.
+        """Fill all of `buffer`, which is contiguous, writable bytes, from `offset`.
 
         Raises Corrupt or Unavailable when the medium fails; then any bytes of `buffer` may have
         changed.
         """
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
-        """Store all of `buffer`, one contiguous row of bytes, at `offset`.
+        """Store all of `buffer`, which is contiguous bytes, at `offset`.
 
         Raises Unavailable when the medium fails; then any of the bytes may be stored.
         """
 
     def close(self) -> None:
-        """Free the memory. Idempotent. Views that are still held keep it alive."""
+        """Free the memory. Idempotent. Views that are still in use keep the memory mapped."""
 
 
 @runtime_checkable
@@ -138,36 +138,36 @@ class Mappable(Protocol):
 class PersistentTier(Protocol):
     """A tier that keeps its bytes and their records when its process ends.
 
-    It stores records and draws no conclusions: whether two records are one block, whether a parent
-    is there, and what is evicted is up to the server. Calls for different extents may run at once.
-    For one extent the order is: write its bytes, `persist` it, and `erase` it before its bytes are
-    overwritten. A record that outlived its bytes, because that `erase` is missing, costs a miss and
-    no more: whoever reads an extent compares the checksum (G1). (design: recovery)
+    It only stores records. The server decides whether two records are one block, whether a parent
+    exists, and what is evicted. Calls for different extents may run at once. For one extent the
+    order is: write its bytes, `persist` it, and `erase` it before its bytes are overwritten. If
+    that `erase` is missing, a record of overwritten bytes remains. It costs one miss, because each
+    read compares the checksum (G1). (design: recovery)
     """
 
     async def persist(self, records: Sequence[Record]) -> None:
-        """Once it has returned, `recover` finds these records, also after kill -9.
+        """Store `records`: after the call has returned, `recover` finds them, also after kill -9.
 
-        Called when the bytes have been written. Until it returns, any of `records` may be found.
-        Raises Unavailable when the medium fails: then any of them may be found later. Raises
-        UsageError for an extent that it cannot hold: then none is. A tier may have room for a
-        limited number of namespaces: a record that does not fit for that reason is left out without
-        an error, and counted by the tier.
+        Called when the bytes have been written. Until it returns, `recover` may find any subset of
+        `records`; the same after Unavailable, which it raises when the medium fails. Raises
+        UsageError for an extent that does not fit; then none of the records is stored. A tier may
+        have room for a limited number of namespaces: it leaves out a record of another namespace
+        without an error, and counts it.
         """
 
     async def erase(self, offsets: Sequence[int]) -> None:
-        """`recover` does not find the extents that start at these offsets any more.
+        """Delete the records of the extents that start at these offsets.
 
         An offset where no extent starts is ignored. Raises Unavailable when the medium fails: then
-        any of them may still be found.
+        `recover` may still find any of them.
         """
 
     async def recover(self) -> Sequence[Record]:
         """The records that were persisted and still verify, no two overlapping.
 
-        Called once, before anything is written. Whatever the medium contains, it raises nothing for
-        that, and never returns a record that was not persisted in this form. Of extents that
-        overlap, the one with the highest generation is returned. A record that is dropped does not
-        come back later. Raises Unavailable when the medium fails as a whole, ConfigError when its
-        contents are not this tier's.
+        Called once, before anything is written. Damaged contents raise no error: a record that does
+        not verify is dropped, and does not come back later. Every record returned was persisted in
+        this form. Of extents that overlap, the one with the highest generation is returned. Raises
+        Unavailable when the medium fails as a whole, and ConfigError when its contents are not this
+        tier's.
         """

@@ -1,4 +1,4 @@
-"""What a transport must do, the server's half and the client's half."""
+"""What a transport must do: the server's half and the client's half (design: who-owns-what)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from kvpool.types import (
 
 
 class Peer(NamedTuple):
-    """Who is at the other end, for the server's books and logs."""
+    """The client of one connection, as the server's logs show it."""
 
     name: str
     transport: str = ""
 
 
 class ReserveRequest(NamedTuple):
-    """What a connection asks room for: the blocks of one write. The three lists run parallel.
+    """The blocks of one write, for which a connection reserves space. The three lists run parallel.
 
-    `parents` are the digests before them in their chains (ROOT for the first), `sizes` bytes. A
+    `parents` are the digests before them in their chains (ROOT for the first), `sizes` are bytes. A
     `session_hint` names the session whose chain the blocks are part of.
     """
 
@@ -46,7 +46,7 @@ class ReserveRequest(NamedTuple):
     session_hint: SessionHint | None = None
 
     def subset(self, positions: Sequence[int]) -> ReserveRequest:
-        """The same for some of the blocks."""
+        """The request for the blocks at `positions` alone."""
         return self._replace(
             digests=[self.digests[i] for i in positions],
             parents=[self.parents[i] for i in positions],
@@ -55,43 +55,47 @@ class ReserveRequest(NamedTuple):
 
 
 class Connection(Protocol):
-    """One client connection in the server's books. Its pins and reservations die with it."""
+    """The server's record of one client connection. Its pins and reservations end with it
+    (design: pins)."""
 
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
-        """Room for each block; waits for space until `deadline`, then says NO_SPACE.
+        """Reserve an extent for each block; one answer each, in their order.
 
-        BYPASSED, without waiting, where the server keeps what it has instead. A status other
-        than RESERVED asks for no bytes.
+        Waits for space until `deadline`, then answers NO_SPACE. Answers BYPASSED at once where the
+        policy prefers the stored blocks. Only RESERVED comes with an extent to write to.
         """
 
     async def seal(
         self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
     ) -> list[WriteStatus]:
-        """The bytes are in place: the blocks become visible, and with `visible` the masters know.
+        """Make reserved blocks readable after their bytes were written.
 
-        Every other reservation of this connection is given back. Raises BadMessage for an id
-        that is not reserved here.
+        With `visible` the call returns when every living master can find the blocks, or at
+        `deadline`. Every other reservation of this connection is cancelled. Raises BadMessage for
+        an id that this connection has not reserved.
         """
 
     async def pin(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
     ) -> list[Pin]:
-        """Hold the blocks that are here; the extent of a hit is safe to read until `unpin`.
+        """Pin the blocks that are stored; the extent of a hit is not reused before `unpin`.
 
-        NOT_YET where a block is on its way from a slow tier: ask again for that one. It waits for
-        some of them, but only for a moment, and only where there is no hit.
+        NOT_YET where a block is being promoted from a slow tier: ask for that block again. If there
+        is no hit at all, the call waits a moment for some of those blocks (design: promotion).
         """
 
     def unpin(self, pins: Sequence[Pin]) -> None:
-        """Let go of the hits among `pins`."""
+        """Release the hits among `pins`."""
 
     async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
-        """Forget blocks, every part; True where one was. The masters have been told."""
+        """Remove blocks, every part; True where the server had one. Waits a moment until the
+        masters have received the removal."""
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
-        """A reader saw a wrong checksum: look again here, and drop what is rotten."""
+        """A reader found a wrong checksum: verify the stored bytes, and remove the blocks that are
+        corrupt. True where one was removed (design: checksums)."""
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         """The memory of extents that this connection has reserved or pinned."""
@@ -99,12 +103,14 @@ class Connection(Protocol):
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         """Drop all pins and reservations. Idempotent.
 
-        With `writer_may_be_alive` the reserved extents are not reused before `writer_exited`; True
-        when there are any, so when that must be said.
+        With `writer_may_be_alive` the reserved extents are quarantined until `writer_exited`. True
+        when there are such extents, so that the caller must call `writer_exited` later
+        (design: quarantine).
         """
 
     def writer_exited(self) -> None:
-        """The client that might still write has stopped, or its process has ended."""
+        """The client writes no more, because it stopped or its process ended: end the
+        quarantine."""
 
 
 class BlockStore(Protocol):
@@ -112,7 +118,8 @@ class BlockStore(Protocol):
 
     @property
     def cluster(self) -> Cluster:
-        """Only clients of the same cluster are served, who know its secret if it has one."""
+        """The server's cluster. A transport refuses clients of other clusters and, if the cluster
+        has a secret, clients that do not prove that they know it (design: authentication)."""
 
     @property
     def server(self) -> str:
@@ -120,10 +127,10 @@ class BlockStore(Protocol):
 
     @property
     def tier(self) -> Tier:
-        """The memory that extents lie in."""
+        """The memory that contains the extents."""
 
     def connect(self, peer: Peer) -> Connection:
-        """Open the books for one client connection. Raises Overloaded at the limit."""
+        """Record one more client connection. Raises Overloaded at the limit of connections."""
 
 
 class Listener(Protocol):
@@ -131,13 +138,13 @@ class Listener(Protocol):
 
     @property
     def address(self) -> str:
-        """`scheme://...`, as a client must dial it."""
+        """`scheme://...`, the address to which a client connects."""
 
     async def close(self) -> None:
         """Stop accepting and end every connection. Idempotent.
 
-        Calls in progress end with Unavailable; when it returns, no connection is open in the
-        books, nothing looks at the tier any more, and the address is free.
+        Calls in progress end with Unavailable. When it returns, every `Connection` is closed, no
+        task uses the tier's memory, and the address is free.
         """
 
 
@@ -154,19 +161,21 @@ class WriteOptions(NamedTuple):
 
 
 class IdleTimeout(Protocol):
-    """Ends a read when the server has been silent for too long; a slow one is not a lost one."""
+    """Ends a read after a time without a byte from the server; a slow answer does not end it
+    (design: hedging)."""
 
     def touch(self) -> None:
-        """Something of the answer has come: wait as long again."""
+        """A part of the answer arrived: start the time again."""
 
     def disarm(self) -> None:
-        """Nothing more is expected of the server: what is left to do is local."""
+        """The answer is complete: the rest of the read is local work and may take longer."""
 
 
 class ReadOptions(NamedTuple):
     """What is common to the blocks of one read. `verify` checks every checksum.
 
-    A channel tells `idle_timeout` whatever it hears; without one only the deadline counts.
+    A channel calls `idle_timeout.touch` for each part of an answer that arrives; without an
+    `idle_timeout` only the deadline ends a read.
     """
 
     namespace: Namespace
@@ -176,14 +185,14 @@ class ReadOptions(NamedTuple):
 
 
 class Channel(Protocol):
-    """A client's path to one server. Any number of calls at once.
+    """A client's connection to one server. Any number of calls at once.
 
-    A cancelled or failed call leaves nothing behind: no pin, no reservation, and no byte is
-    written into or read from the caller's buffers after it has ended. The server lets go as soon
-    as it hears of it, also while it is still at work on that call.
+    A cancelled or failed call leaves no pin and no reservation, and after it has ended no byte is
+    written into or read from the caller's buffers. The server releases them as soon as it notices
+    the end of the call, also while it still works on it.
 
     Every call ends by its deadline (DeadlineExceeded), and with Unavailable when either side
-    closes. A refusal of the server (PeerError, Refused) is raised as what it is.
+    closes. An error that the server sends (PeerError, Refused) is raised unchanged.
     """
 
     async def write(
@@ -191,47 +200,48 @@ class Channel(Protocol):
     ) -> list[WriteStatus]:
         """Store blocks, at most BATCH_BLOCKS_MAX; one status each, in their order.
 
-        A block is the concatenation of its pieces, and has one checksum over all of them. They are
-        never joined on the loop's thread: that would stall every other call of the process.
+        A block is the concatenation of its pieces, with one checksum over all of them. A transport
+        never joins the pieces on the loop's thread: that would stall every other call.
         """
 
     async def read(
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
-        """Fill the memory of the blocks that are there; CORRUPT where a checksum is wrong.
+        """Fill the memory of the blocks that the server has; one result each, in their order.
 
-        A block fills its pieces one after the other; what it does not need of them is untouched.
-        One result each, in their order. The memory of a miss is untouched, except after CORRUPT.
-        NOT_YET is no miss: the server is bringing the block from a slow tier, and wants to be
-        asked again.
+        A block fills its pieces one after the other; the rest of them is untouched. CORRUPT where a
+        checksum is wrong. The memory of other misses is untouched. NOT_YET is no miss: the server
+        is promoting the block from a slow tier; ask for it again.
         """
 
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        """Forget blocks; True where the server had one."""
+        """Remove blocks, every part; True where the server had one."""
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
-        """Tell the server of wrong checksums; True where it agreed and dropped the block."""
+        """Report wrong checksums; True where the server verified it and removed the block."""
 
     async def close(self) -> None:
-        """`abort`, and give back all it holds. Idempotent; waits for its own copies only."""
+        """`abort`, then free its memory and threads. Idempotent; waits only for its own copies."""
 
     def abort(self) -> None:
-        """End it now: synchronous, idempotent, the only reaction to a half-sent frame.
+        """Close the connection at once: synchronous, idempotent. A half-sent frame leaves no other
+        choice.
 
-        Running calls and all later ones end with Unavailable. Before the server hears of it, every
-        copy into or out of the pool's memory has stopped: the server may reuse that at once.
+        Running and later calls end with Unavailable. Every copy into or out of the pool's memory
+        stops before the server can notice the end, because the server then reuses that memory at
+        once (design: quarantine).
         """
 
 
 class View(NamedTuple):
-    """A block in place: the pool's own memory, read-only.
+    """A block in the pool's own memory, read-only (design: zero-copy-views).
 
-    Valid inside the `with`, as long as neither side has closed: then the pins are gone, and the
-    memory may become another block's.
+    Valid inside the `with`, until either side closes: that ends the pins, and the memory may then
+    be used for another block.
     """
 
     status: ReadStatus
@@ -240,62 +250,67 @@ class View(NamedTuple):
 
 @runtime_checkable
 class SupportsZeroCopyView(Protocol):
-    """A channel that can show pinned memory itself, without any copy (shm, inproc)."""
+    """A channel that can return views of pinned memory, without a copy (shm, inproc)."""
 
     def read_view(
         self, options: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AbstractAsyncContextManager[list[View]]:
-        """Pin blocks and look at them; they are unpinned on exit.
+        """Pin blocks and return views of them; they are unpinned on exit.
 
-        The deadline is for getting them; looking has none.
+        `deadline` bounds the pinning; the views may be used for longer.
         """
 
 
 class Transport(Protocol):
-    """One per scheme. Interchangeable: the pool never asks which one it has."""
+    """A way to move blocks between processes, one for each scheme.
+
+    Transports are interchangeable: the pool never tests which one it has.
+    """
 
     @property
     def scheme(self) -> str:
-        """`tcp`, `shm`, `inproc`, `ucx`."""
+        """The name of its entry point in `kvpool.transports`, which begins its addresses: `tcp`."""
 
     @property
     def same_host(self) -> bool:
-        """True when it reaches servers on the caller's host only."""
+        """True when it can reach only servers on the caller's host."""
 
     @property
     def authenticated(self) -> bool:
-        """True when nobody reaches anything of a server who does not know its cluster's secret."""
+        """True when a client must prove that it knows the cluster's secret before a server answers
+        any request."""
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
-        """Serve `store` at `address` (empty: a free one).
+        """Serve `store` at `address`; if that is empty, at a free address.
 
-        Raises ConfigError when it is taken or no address of this scheme.
+        Raises ConfigError when the address is in use or is no address of this scheme.
         """
 
     async def connect(
         self, address: str, *, cluster: Cluster, client: str, deadline: float
     ) -> Channel:
-        """Dial a server.
+        """Connect to the server at `address`; `client` names the caller in the server's logs.
 
-        Raises Unavailable, by the deadline; PeerError when it belongs to another cluster and
-        Overloaded at its limit (these two perhaps only in the first call); ConfigError when
-        `address` is no address of this scheme.
+        Raises Unavailable by `deadline`; ConfigError when `address` is no address of this scheme;
+        PeerError when the server belongs to another cluster, and Overloaded at its limit of
+        connections (the last two may be raised by the first call on the channel instead).
         """
 
 
 @runtime_checkable
 class SupportsReachability(Protocol):
-    """A transport that can tell, without dialling, that nobody is ever going to answer there."""
+    """A transport that can tell from an address alone that connecting is useless."""
 
     def can_reach(self, address: str) -> bool:
-        """False: do not even try."""
+        """False when no connection to `address` can ever succeed from this process."""
 
 
 @runtime_checkable
 class NeedsMeasurement(Protocol):
-    """A transport that is not worth being tried first on every machine."""
+    """A transport that should be used only after it was measured to be faster
+    (design: path-selection)."""
 
     @property
     def needs_measurement(self) -> bool:
-        """True: nothing here says that it is faster than others, so they come first until it has
-        been measured."""
+        """True when nothing on this machine shows that the transport is faster than others: the
+        client uses the others first, until it has measured this one."""
