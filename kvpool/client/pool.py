@@ -107,7 +107,7 @@ class Pool:
 
     Every call takes `timeout` in seconds (default: `ClientConfig.timeout_s`) and ends by then. It
     raises Closed after `close`, in another thread or loop, and after a fork. The digests of one
-    call have 16 to 32 bytes each, all the same length; each occurs once.
+    call have 16 to 32 bytes each, all the same length.
 
     `counters` counts since the pool was opened:
 
@@ -118,9 +118,10 @@ class Pool:
     | `corrupt` | blocks | read with a wrong checksum, and reported to the server |
     | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
     | `copies_missing` | copies | asked for with `copies`, not made |
-    | `hedged` | requests | sent to another replica because the first sent nothing |
-    | `chosen_SCHEME`, `failed_SCHEME` | calls | made over a transport; that failed there |
-    | `staged_read_bytes`, `staged_write_bytes` | bytes | copied to and from CUDA devices |
+    | `hedged` | delays | of a server that sent nothing for `hedge_s` |
+    | `chosen_SCHEME` | changes | to a transport that was measured to be faster |
+    | `failed_SCHEME` | failures | of a transport, which comes last for a while |
+    | `staged_read_bytes`, `staged_write_bytes` | bytes | copied to; from CUDA devices |
     | `hint_accepted`, ... | hints | answers of masters, by `HintStatus` |
     """
 
@@ -171,8 +172,8 @@ class Pool:
         """The longest prefix of `chain` that the pool holds, and why it ends there.
 
         A lookup is no use of a block: it pins nothing and does not change the order of evictions.
-        If no master answers, the match is empty and `stopped` is NO_MASTER. An empty `chain` gives
-        an empty match. Raises BadKey unless each digest has 16 to 32 bytes, all the same length.
+        If no master answers, `stopped` is NO_MASTER. Raises BadKey for an empty `chain` and for
+        digests that are not 16 to 32 bytes or differ in length.
         """
         return await self._lookup.match(namespace, chain, self._begin(timeout))
 
@@ -215,8 +216,10 @@ class Pool:
         begins with them, were found, no master is asked. After the call returns or raises, no byte
         is written to the buffers; those of misses may have been written to before.
 
-        Raises BadKey, BadBuffer or TooLarge for wrong arguments, and Unavailable when a device
-        fails.
+        Raises BadKey for digests that are not 16 to 32 bytes, differ in length or occur twice, and
+        for a `part` that the namespace does not have; BadBuffer for a buffer that is read-only, not
+        contiguous, empty, or smaller than its block, or if there is not one buffer per digest;
+        TooLarge for a buffer above 4 GiB; Unavailable when a device fails.
         """
         deadline = self._begin(timeout)
         _check_part(namespace, part)
