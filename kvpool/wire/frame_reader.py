@@ -2,7 +2,7 @@
 
 The owner of a connection asks for one frame at a time. Header and body collect in the reader's own
 buffer. As soon as they are complete, the owner is asked where the payload goes, and from then on
-`get_buffer` returns that memory itself, so payload bytes are never copied (but for those that came
+`memory` is that memory itself, so payload bytes are never copied (but for those that came
 in one piece with their header). What arrives before a frame is asked for stays in the buffer, at
 most READ_AHEAD bytes of it. (The shape, a table of states that only `_move` follows, is h11's.)
 """
@@ -10,38 +10,46 @@ most READ_AHEAD bytes of it. (The shape, a table of states that only `_move` fol
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
+import xxhash
+
 from kvpool.errors import BadFrame, KvpoolError
+from kvpool.protocols import IdleTimeout
 from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header
 from kvpool.wire.messages import TYPES, Error
 
 #: Received ahead of the frame that is asked for; what is more waits in the kernel.
 READ_AHEAD: Final = 64 << 10
 
+#: Received at most this much at once: it is then hashed while it is in the cache.
+STEP: Final = 256 << 10
+
 _ERROR: Final = TYPES[Error]
+
+#: The memory of one block: its pieces, one after the other.
+Pieces: TypeAlias = Sequence[memoryview]
 
 
 class PayloadTarget(Protocol):
     """Where the bytes of one payload go."""
 
-    @property
-    def missing(self) -> int:
-        """Bytes that have not arrived yet."""
-
-    def next(self) -> memoryview:
-        """The memory for the next bytes; not empty while some are missing."""
+    #: Bytes that have not arrived yet.
+    missing: int
+    #: The memory for the next bytes; not empty while some are missing.
+    memory: memoryview
 
     def received(self, count: int) -> None:
-        """The first `count` bytes of `next` have arrived."""
+        """The first `count` bytes of `memory` have arrived."""
 
 
 #: Gets a frame (header and body), returns where its payload goes. May raise a KvpoolError.
 ChooseTarget: TypeAlias = Callable[[Frame], PayloadTarget]
 
 
-class ReaderState(enum.Enum):
+# IntEnum, because the members of an Enum are hashed in Python, and each frame looks up four.
+class ReaderState(enum.IntEnum):
     """Where a reader is in its stream."""
 
     #: Nobody has asked for the next frame.
@@ -56,7 +64,7 @@ class ReaderState(enum.Enum):
     CLOSED = enum.auto()
 
 
-class ReaderEvent(enum.Enum):
+class ReaderEvent(enum.IntEnum):
     """What moves a reader from one state to another."""
 
     ASK = enum.auto()
@@ -92,8 +100,12 @@ class FrameReader:
 
     def __init__(self) -> None:
         self.state = ReaderState.IDLE
+        #: There is no room for more before a frame is asked for: stop receiving.
+        self.full = False
         self._buffer = memoryview(bytearray(READ_AHEAD))
         self._filled = 0
+        #: Where the next bytes go.
+        self.memory = self._buffer
         self._choose: ChooseTarget | None = None
         self._target: PayloadTarget | None = None
         self._frame: Frame | None = None
@@ -105,11 +117,6 @@ class FrameReader:
     def begun(self) -> bool:
         """Some of a frame has arrived, and not all of it."""
         return self._filled > 0 or self.state is ReaderState.PAYLOAD
-
-    @property
-    def full(self) -> bool:
-        """There is no room for more before a frame is asked for: stop receiving."""
-        return self._filled == len(self._buffer) and self.state is not ReaderState.PAYLOAD
 
     # --- for the owner ---------------------------------------------------------------------
 
@@ -134,28 +141,25 @@ class FrameReader:
         """
         self._move(ReaderEvent.CLOSE)
         self._choose = self._target = self._frame = None
-        self._filled = 0
+        self._hold(0)
 
     # --- for whoever receives the bytes ------------------------------------------------------
 
-    def get_buffer(self) -> memoryview:
-        """Where the next bytes go."""
-        if self._target is not None and self.state is ReaderState.PAYLOAD:
-            return self._target.next()
-        return self._buffer[self._filled :]
-
     def received(self, count: int) -> bool:
-        """`count` bytes have arrived in what `get_buffer` returned; True when a frame is complete.
+        """The first `count` bytes of `memory` have arrived; True when a frame is complete.
 
         Raises PeerError for what is no frame, or what `choose` raises; then the reader is closed.
         """
         target = self._target
         if target is not None and self.state is ReaderState.PAYLOAD:
             target.received(count)
-            return not target.missing and self._complete()
+            if target.missing:
+                self.memory = target.memory
+                return False
+            return self._complete()
         if self.state is ReaderState.CLOSED:
             return False
-        self._filled += count
+        self._hold(self._filled + count)
         return self.state is ReaderState.HEAD and self._parse()
 
     # --- inside ------------------------------------------------------------------------------
@@ -182,6 +186,7 @@ class FrameReader:
         self._drop(head_size + self._deliver(head_size))
         if target.missing:
             self._move(ReaderEvent.HEAD_COMPLETE)
+            self.memory = target.memory
             return False
         return self._complete()
 
@@ -191,7 +196,7 @@ class FrameReader:
         assert frame is not None
         assert target is not None
         while frame.payload_size and position < self._filled and target.missing:
-            memory = target.next()
+            memory = target.memory
             count = min(len(memory), self._filled - position)
             memory[:count] = self._buffer[position : position + count]
             target.received(count)
@@ -204,7 +209,13 @@ class FrameReader:
         if len(self._buffer) > READ_AHEAD:
             self._buffer = memoryview(bytearray(READ_AHEAD))
         self._buffer[: len(rest)] = rest
-        self._filled = len(rest)
+        self._hold(len(rest))
+
+    def _hold(self, filled: int) -> None:
+        """So many bytes are in the buffer; the next ones come behind them."""
+        self._filled = filled
+        self.full = filled == len(self._buffer)
+        self.memory = self._buffer[filled:]
 
     def _grow(self, head_size: int) -> None:
         """For one body: twice what has arrived, not what its header claims (design: frame-reader).
@@ -214,10 +225,104 @@ class FrameReader:
         larger = memoryview(bytearray(min(head_size, 2 * self._filled)))
         larger[: self._filled] = self._buffer[: self._filled]
         self._buffer = larger
+        self._hold(self._filled)
 
     def _complete(self) -> bool:
         self._move(ReaderEvent.FRAME_COMPLETE)
+        self._hold(self._filled)
         return True
 
     def _move(self, event: ReaderEvent) -> None:
         self.state = TRANSITIONS[self.state][event]
+
+
+class PayloadReceiver:
+    """Where a payload goes: into blocks, each hashed across its pieces if there are seeds.
+
+    No block is empty. `checksums` grows by one for each block that is full; `idle_timeout` is
+    touched by every step.
+    """
+
+    __slots__ = (
+        "_at",
+        "_hasher",
+        "_idle_timeout",
+        "_left",
+        "_number",
+        "_piece",
+        "_pieces",
+        "_seeds",
+        "blocks",
+        "checksums",
+        "memory",
+        "missing",
+    )
+
+    def __init__(
+        self,
+        blocks: Sequence[Pieces],
+        seeds: Sequence[int] | None = None,
+        idle_timeout: IdleTimeout | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self._seeds = seeds
+        self._idle_timeout = idle_timeout
+        self._number = -1  # of the block that is being filled
+        self._left = 0  # bytes that it still needs
+        self._pieces: Iterator[memoryview] = iter(())
+        self._piece = memoryview(b"")
+        self._at = 0  # in that piece
+        #: Where the next bytes go; empty when none are missing.
+        self.memory = self._piece
+        self._hasher: xxhash.xxh3_64 | None = None
+        self.missing = sum([len(piece) for pieces in blocks for piece in pieces])
+        self.checksums: list[int] = []
+        if self.missing:
+            self._next_block()
+            self.memory = self._piece[:STEP]
+
+    def received(self, count: int) -> None:
+        """The first `count` bytes of `memory` have arrived."""
+        first = self._at
+        self._at += count
+        self._left -= count
+        self.missing -= count
+        if self._hasher is not None:
+            self._hasher.update(self._piece[first : self._at])
+        if not self._left:
+            if self._hasher is not None:
+                self.checksums.append(self._hasher.intdigest())
+            if self.missing:
+                self._next_block()
+        elif self._at == len(self._piece):
+            self._next_piece()
+        self.memory = self._piece[self._at : self._at + STEP]
+        if self._idle_timeout is not None:
+            self._idle_timeout.touch()
+
+    def filled(self, count: int) -> None:
+        """The next `count` bytes are in place, however they came there."""
+        while count:
+            step = min(count, len(self.memory))
+            self.received(step)
+            count -= step
+
+    def _next_block(self) -> None:
+        self._number += 1
+        pieces = self.blocks[self._number]
+        self._left = sum(map(len, pieces))
+        self._pieces = iter(pieces)
+        if self._seeds is not None:
+            self._hasher = xxhash.xxh3_64(seed=self._seeds[self._number])
+        self._next_piece()
+
+    def _next_piece(self) -> None:
+        self._at = 0
+        self._piece = next(self._pieces)
+        while not self._piece:
+            self._piece = next(self._pieces)
+
+
+def no_payload(frame: Frame) -> PayloadReceiver:
+    """The target of an exchange that expects none."""
+    return PayloadReceiver(())

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.wire.frame_reader import PayloadReceiver
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import TYPES, Hello, Welcome
 from kvpool_transports.streams import Stream
-from kvpool_transports.streams.payload import PayloadReceiver
 
 SIZES = (1, 17, 65_535, 1 << 20, (3 << 20) + 1)
 

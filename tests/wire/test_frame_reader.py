@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from kvpool.errors import BadFrame, BadMessage, PeerError, VersionMismatch
 from kvpool.wire import frames, messages
-from kvpool.wire.frame_reader import READ_AHEAD, TRANSITIONS, Event, FrameReader, State
-from kvpool_transports.streams.payload import STEP, PayloadReceiver
+from kvpool.wire.frame_reader import (
+    READ_AHEAD,
+    STEP,
+    TRANSITIONS,
+    FrameReader,
+    PayloadReceiver,
+    ReaderEvent,
+    ReaderState,
+)
 from tests.wire.samples import SAMPLES
 
 FUZZ = settings(max_examples=400, derandomize=True, deadline=None, database=None)
@@ -41,7 +48,7 @@ class Received:
 
     def ask(self) -> None:
         """Take frames as long as they are complete."""
-        while self._left and self.error is None and self.reader.state is State.IDLE:
+        while self._left and self.error is None and self.reader.state is ReaderState.IDLE:
             self._left -= 1
             if self._step(lambda: self.reader.ask(self.target)):
                 self._take()
@@ -50,7 +57,7 @@ class Received:
         """Bytes arrive, as many at a time as the reader has room for."""
         left = memoryview(data)
         while left and not self.reader.full:
-            room = self.reader.get_buffer()
+            room = self.reader.memory
             count = min(len(room), len(left))
             assert count
             room[:count] = left[:count]
@@ -69,7 +76,7 @@ class Received:
             return bool(step())  # type: ignore[operator]
         except PeerError as error:
             self.error = error
-            assert self.reader.state is State.CLOSED
+            assert self.reader.state is ReaderState.CLOSED
             return False
 
 
@@ -116,7 +123,7 @@ def test_payloads_go_where_they_belong(sizes: Sequence[int]) -> None:
     reader.ask(lambda frame: PayloadReceiver([(memoryview(block),) for block in blocks]))
     left = memoryview(head + payload + b"kv")
     while left:
-        room = reader.get_buffer()
+        room = reader.memory
         count = min(len(room), len(left))
         room[:count] = left[:count]
         left = left[count:]
@@ -134,10 +141,10 @@ def test_a_target_is_filled_without_a_copy() -> None:
     reader = FrameReader()
     reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
     head = frames.encode_frame(messages.PAYLOAD, b"", len(block))
-    reader.get_buffer()[: len(head)] = head
+    reader.memory[: len(head)] = head
     assert not reader.received(len(head))
-    assert reader.state is State.PAYLOAD
-    assert reader.get_buffer().obj is block
+    assert reader.state is ReaderState.PAYLOAD
+    assert reader.memory.obj is block
 
 
 @FUZZ
@@ -184,11 +191,11 @@ def test_garbage_is_refused_alike_however_it_is_cut(data: bytes, cut: float, who
 def test_a_bad_head_closes_the_reader(header: bytes, error: type[PeerError]) -> None:
     reader = FrameReader()
     reader.ask(lambda frame: PayloadReceiver(()))
-    reader.get_buffer()[: len(header)] = header
+    reader.memory[: len(header)] = header
     with pytest.raises(error):
         reader.received(len(header))
-    assert reader.state is State.CLOSED
-    reader.get_buffer()[:4] = b"more"
+    assert reader.state is ReaderState.CLOSED
+    reader.memory[:4] = b"more"
     assert not reader.received(4)
 
 
@@ -197,17 +204,17 @@ def test_a_large_body_is_received_as_it_arrives() -> None:
     reader = FrameReader()
     reader.ask(lambda frame: PayloadReceiver(()))
     head = frames.encode_frame(2, bytes(frames.BODY_SIZE_MAX))[: frames.HEADER_SIZE]
-    reader.get_buffer()[: len(head)] = head
+    reader.memory[: len(head)] = head
     assert not reader.received(len(head))
-    assert len(reader.get_buffer()) < READ_AHEAD
+    assert len(reader.memory) < READ_AHEAD
     missing, complete, seen = frames.BODY_SIZE_MAX, False, len(head)
     while not complete:
-        count = min(missing, len(reader.get_buffer()))
+        count = min(missing, len(reader.memory))
         assert count <= max(READ_AHEAD, seen)
         missing, seen = missing - count, seen + count
         complete = reader.received(count)
     assert len(reader.take().body) == frames.BODY_SIZE_MAX
-    assert len(reader.get_buffer()) == READ_AHEAD
+    assert len(reader.memory) == READ_AHEAD
 
 
 def test_what_nobody_asks_for_waits() -> None:
@@ -215,7 +222,7 @@ def test_what_nobody_asks_for_waits() -> None:
     for _ in range(READ_AHEAD):
         reader.received(1)
     assert reader.full
-    assert reader.state is State.IDLE
+    assert reader.state is ReaderState.IDLE
     with pytest.raises(BadFrame):
         reader.ask(lambda frame: PayloadReceiver(()))
 
@@ -225,10 +232,10 @@ def test_nothing_is_written_into_a_target_that_was_given_up() -> None:
     reader = FrameReader()
     reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
     data = frames.encode_frame(messages.PAYLOAD, b"", len(block)) + b"x"
-    reader.get_buffer()[: len(data)] = data
+    reader.memory[: len(data)] = data
     reader.received(len(data))
     reader.close()
-    room = reader.get_buffer()
+    room = reader.memory
     assert room.obj is not block
     room[:5] = b"later"
     assert not reader.received(5)
@@ -236,8 +243,8 @@ def test_nothing_is_written_into_a_target_that_was_given_up() -> None:
 
 
 def test_every_state_can_be_closed_and_only_the_table_moves_it() -> None:
-    assert set(TRANSITIONS) == set(State)
+    assert set(TRANSITIONS) == set(ReaderState)
     for state, steps in TRANSITIONS.items():
-        assert steps[Event.CLOSE] is State.CLOSED, state
+        assert steps[ReaderEvent.CLOSE] is ReaderState.CLOSED, state
     with pytest.raises(KeyError):
         FrameReader().take()

@@ -40,13 +40,19 @@ from kvpool import logs
 from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
 from kvpool.protocols import BlockStore, Channel, Connection, Listener
 from kvpool.types import Cluster
-from kvpool.wire.frame_reader import ChooseTarget, PayloadTarget
+from kvpool.wire.frame_reader import (
+    ChooseTarget,
+    PayloadReceiver,
+    PayloadTarget,
+    Pieces,
+    no_payload,
+)
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message, Welcome, decode_answer
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.channel import StreamChannel
-from kvpool_transports.streams.payload import PayloadReceiver, Pieces, cut, no_payload
+from kvpool_transports.streams.payload import cut
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
 from kvpool_transports.streams.stream import Stream
@@ -377,7 +383,8 @@ class UcxStream(Stream):
         return frame
 
     async def _fetch(self, payload: PayloadReceiver, deadline: float | None) -> None:
-        segments = payload.segments(_piece_size(payload.missing))
+        size = _piece_size(payload.missing)
+        segments = [segment for pieces in payload.blocks for segment in cut(pieces, size)]
         # UCX fills contiguous memory only: what lies in several pieces is scattered afterwards.
         buffers = deque(
             segment[0] if len(segment) == 1 else _scratch(segment) for segment in segments

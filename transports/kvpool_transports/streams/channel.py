@@ -12,10 +12,11 @@ from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, WriteOptions
 from kvpool.types import Namespace, ReadBlock, ReadResult, ReadStatus, WriteBlock, WriteStatus
+from kvpool.wire.frame_reader import PayloadReceiver
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import Data, decode_answer
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.payload import PayloadReceiver, first_bytes
+from kvpool_transports.streams.payload import first_bytes
 from kvpool_transports.streams.pool import StreamPool
 
 

@@ -1,124 +1,23 @@
-"""The payload of a frame: blocks one after the other, each in pieces of memory as its owner has it.
+"""The payload of a frame on its way out: blocks in pieces of memory, as their owner has them.
 
-Received, the bytes go straight into the pieces; sent, they leave straight from them. Either way a
-block has one checksum over all of its pieces, and is hashed in steps while it is in the cache.
+The bytes leave straight from the pieces. A block has one checksum over all of its pieces, and is
+hashed in steps while it is in the cache. The way in is `kvpool.wire.frame_reader.PayloadReceiver`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import xxhash
 
-from kvpool.protocols import IdleTimeout
-from kvpool.wire.frames import Frame
+from kvpool.wire.frame_reader import STEP, Pieces
 
-#: Received at most this much at once: the piece is then hashed while it is in the cache.
-STEP: Final = 256 << 10
 #: Sent at most this much at once, so that hashing a large block never stalls the loop.
 SEND_STEP: Final = 1 << 20
 #: Pieces smaller than this leave together with their neighbours. Up to here, joining them (which
 #: is what asyncio does before Python 3.12) costs less than a system call for each.
 SMALL_PIECE: Final = 64 << 10
-
-#: The memory of one block: its pieces, one after the other.
-Pieces: TypeAlias = Sequence[memoryview]
-
-
-class PayloadReceiver:
-    """Where a payload goes: into blocks, each hashed across its pieces if there are seeds.
-
-    No block is empty. `checksums` grows by one for each block that is full; `idle_timeout` is
-    touched by every step.
-    """
-
-    __slots__ = (
-        "_at",
-        "_blocks",
-        "_hasher",
-        "_idle_timeout",
-        "_left",
-        "_number",
-        "_piece",
-        "_pieces",
-        "_seeds",
-        "checksums",
-        "missing",
-    )
-
-    def __init__(
-        self,
-        blocks: Sequence[Pieces],
-        seeds: Sequence[int] | None = None,
-        idle_timeout: IdleTimeout | None = None,
-    ) -> None:
-        self._blocks = blocks
-        self._seeds = seeds
-        self._idle_timeout = idle_timeout
-        self._number = -1  # of the block that is being filled
-        self._left = 0  # bytes that it still needs
-        self._pieces: Iterator[memoryview] = iter(())
-        self._piece = memoryview(b"")
-        self._at = 0  # in that piece
-        self._hasher: xxhash.xxh3_64 | None = None
-        self.missing = sum([len(piece) for pieces in blocks for piece in pieces])
-        self.checksums: list[int] = []
-        if self.missing:
-            self._next_block()
-
-    def next(self) -> memoryview:
-        """Where the next bytes go."""
-        return self._piece[self._at : self._at + STEP]
-
-    def received(self, count: int) -> None:
-        """`count` bytes have arrived in what `next` returned."""
-        if self._idle_timeout is not None:
-            self._idle_timeout.touch()
-        first = self._at
-        self._at += count
-        self._left -= count
-        self.missing -= count
-        if self._hasher is not None:
-            self._hasher.update(self._piece[first : self._at])
-        if not self._left:
-            if self._hasher is not None:
-                self.checksums.append(self._hasher.intdigest())
-            if self.missing:
-                self._next_block()
-        elif self._at == len(self._piece):
-            self._next_piece()
-
-    def segments(self, size: int) -> list[Pieces]:
-        """All that is missing, in order, cut at `size` bytes and at the ends of blocks."""
-        return [segment for pieces in self._blocks for segment in cut(pieces, size)]
-
-    def filled(self, count: int) -> None:
-        """The next `count` bytes are in place, however they came there."""
-        while count:
-            step = min(count, len(self.next()))
-            self.received(step)
-            count -= step
-
-    def _next_block(self) -> None:
-        self._number += 1
-        pieces = self._blocks[self._number]
-        self._left = sum(map(len, pieces))
-        self._pieces = iter(pieces)
-        if self._seeds is not None:
-            self._hasher = xxhash.xxh3_64(seed=self._seeds[self._number])
-        self._next_piece()
-
-    def _next_piece(self) -> None:
-        self._at = 0
-        self._piece = next(self._pieces)
-        while not self._piece:
-            self._piece = next(self._pieces)
-
-
-def no_payload(frame: Frame) -> PayloadReceiver:
-    """The target of an exchange that expects none."""
-    return PayloadReceiver(())
 
 
 def first_bytes(pieces: Pieces, size: int) -> Pieces:

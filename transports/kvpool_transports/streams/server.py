@@ -22,6 +22,7 @@ from kvpool.errors import (
 from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
 from kvpool.wire import auth
+from kvpool.wire.frame_reader import PayloadReceiver
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
@@ -48,7 +49,6 @@ from kvpool.wire.messages import (
     unpack_batch,
     unpack_parents,
 )
-from kvpool_transports.streams.payload import PayloadReceiver
 from kvpool_transports.streams.stream import Stream
 
 #: A client has this long to say hello.

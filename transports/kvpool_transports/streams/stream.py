@@ -20,10 +20,10 @@ from contextlib import asynccontextmanager
 from typing import Final, cast
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
-from kvpool.wire.frame_reader import ChooseTarget, FrameReader, ReaderState
+from kvpool.wire.frame_reader import ChooseTarget, FrameReader, Pieces, ReaderState, no_payload
 from kvpool.wire.frames import Frame, encode_frame
 from kvpool.wire.messages import PAYLOAD, M, Message, decode_answer, encode
-from kvpool_transports.streams.payload import Pieces, no_payload, writes
+from kvpool_transports.streams.payload import writes
 
 #: Seconds that a request may take to arrive, from its first byte.
 FRAME_S: Final = 30.0
@@ -109,15 +109,20 @@ class Stream(asyncio.BufferedProtocol):
         """
         type, body = encode(message) if message is not None else (PAYLOAD, b"")
         self._deferred_message = None
-        size = sum([len(piece) for pieces in payload for piece in pieces])
         checksums: list[int] = []
+        if not payload:
+            self._writable().write(encode_frame(type, body))
+            if self._write_paused:
+                await self._flush(deadline)
+            return checksums
+        size = sum([len(piece) for pieces in payload for piece in pieces])
         first = True
         for portion in writes(encode_frame(type, body, size), payload, seeds, checksums):
             if not first:
                 await asyncio.sleep(0)  # a fast peer must not keep the loop to itself
             first = False
             for together in portion:
-                transport = self._writable()  # it may have been lost since the last write
+                transport = self._writable()  # the connection may be lost since the last write
                 if len(together) == 1:
                     transport.write(together[0])
                 elif together:
@@ -233,7 +238,7 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.get_buffer()
+        return self._reader.memory
 
     def buffer_updated(self, count: int) -> None:
         try:
