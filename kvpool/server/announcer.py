@@ -123,7 +123,7 @@ class Announcer:
         self._enqueued += len(changes)
         self._pending.extend(changes)
         # A reader that is sent to a block that has left loses a round trip: do not wait for more.
-        if not all(change.status.hit for change in changes):
+        if any(change.status is not ReadStatus.HIT for change in changes):
             self._urgent.set()
         if len(self._pending) > _PENDING_MAX:
             self._unregister()

@@ -255,22 +255,6 @@ async def hits_and_misses_keep_their_own_pieces(stage: Stage) -> None:
     stage.expect(buffers == wanted, "each block in its own pieces")
 
 
-@TransportCheck
-async def a_checksum_covers_all_pieces(stage: Stage) -> None:
-    """A bit that is flipped in any of them is CORRUPT."""
-    channel = await stage.connect()
-    for size in (48, LARGE):
-        data = blocks(f"rot in a piece/{size}", 3, size)
-        await stage.stored_in_pieces(channel, {k: in_pieces(v, 5, 11) for k, v in data.items()})
-        for key, where in zip(data, (0, 10, size - 1), strict=True):
-            stage.memory_of(key)[where] ^= 1
-        memory = [in_pieces(blank(size), 7, 20) for _ in data]
-        results = await stage.read_in_pieces(channel, list(data), memory)
-        statuses = [result.status for result in results]
-        wanted = [ReadStatus.CORRUPT] * 3
-        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", told(statuses))
-
-
 # --- one writer, no space --------------------------------------------------------------------
 
 
@@ -389,6 +373,22 @@ async def bytes_of_another_key_are_corrupt(stage: Stage) -> None:
     stage.expect(
         [r.status for r in results] == [ReadStatus.CORRUPT] * 2, "CORRUPT, twice", told(results)
     )
+
+
+@TransportCheck
+async def a_checksum_covers_all_pieces(stage: Stage) -> None:
+    """A bit that is flipped in any of them is CORRUPT."""
+    channel = await stage.connect()
+    for size in (48, LARGE):
+        data = blocks(f"rot in a piece/{size}", 3, size)
+        await stage.stored_in_pieces(channel, {k: in_pieces(v, 5, 11) for k, v in data.items()})
+        for key, where in zip(data, (0, 10, size - 1), strict=True):
+            stage.memory_of(key)[where] ^= 1
+        memory = [in_pieces(blank(size), 7, 20) for _ in data]
+        results = await stage.read_in_pieces(channel, list(data), memory)
+        statuses = [result.status for result in results]
+        wanted = [ReadStatus.CORRUPT] * 3
+        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", told(statuses))
 
 
 @TransportCheck

@@ -102,6 +102,8 @@ class FrameReader:
         self.state = ReaderState.IDLE
         #: There is no room for more before a frame is asked for: stop receiving.
         self.full = False
+        #: Some of a frame has arrived, and not all of it.
+        self.begun = False
         self._buffer = memoryview(bytearray(READ_AHEAD))
         self._filled = 0
         #: Where the next bytes go.
@@ -112,11 +114,6 @@ class FrameReader:
 
     def __repr__(self) -> str:
         return f"<FrameReader {self.state.name.lower()}, {self._filled} bytes>"
-
-    @property
-    def begun(self) -> bool:
-        """Some of a frame has arrived, and not all of it."""
-        return self._filled > 0 or self.state is ReaderState.PAYLOAD
 
     # --- for the owner ---------------------------------------------------------------------
 
@@ -186,6 +183,7 @@ class FrameReader:
         self._drop(head_size + self._deliver(head_size))
         if target.missing:
             self._move(ReaderEvent.HEAD_COMPLETE)
+            self.begun = True
             self.memory = target.memory
             return False
         return self._complete()
@@ -214,6 +212,7 @@ class FrameReader:
     def _hold(self, filled: int) -> None:
         """So many bytes are in the buffer; the next ones come behind them."""
         self._filled = filled
+        self.begun = filled > 0
         self.full = filled == len(self._buffer)
         self.memory = self._buffer[filled:]
 

@@ -297,12 +297,12 @@ async def test_a_server_that_was_killed_comes_back_warm(file: Path) -> None:
         ("dram:", "expected name:size"),
         (":1GiB", "expected name:size"),
         ("dram:lots", "expected bytes or a number with unit"),
-        ("dram:0", "holds nothing"),
+        ("dram:0", "at least 1 byte"),
         ("dram:1MiB?x", "expected setting=value"),
-        ("dram:1MiB?prefault=no&prefault=no", "each once"),
-        ("dram:1MiB?size=3", "has no setting 'size'; it has: prefault"),
+        ("dram:1MiB?prefault=no&prefault=no", "is given twice"),
+        ("dram:1MiB?size=3", "has no setting 'size'; its settings: prefault"),
         ("dram:1MiB?prefault=perhaps", "neither true nor false"),
-        ("dram:somewhere:1MiB", "lies nowhere in particular"),
+        ("dram:somewhere:1MiB", "takes no path, got 'somewhere'"),
         ("nvme:1MiB", "needs a path: nvme:<path>:<size>"),
         ("nvme:/tmp:1MiB", "is a directory"),
         ("tape:1MiB", "no tier 'tape' is installed"),
@@ -324,7 +324,7 @@ def test_settings_of_a_tier_are_its_own(file: Path) -> None:
 @pytest.mark.parametrize(
     ("tiers", "expected"),
     [
-        (["nvme:{file}:1MiB"], "clients can reach none of them"),
+        (["nvme:{file}:1MiB"], "clients cannot reach any of them"),
         (["nvme:{file}:1MiB", "dram:1MiB"], "put it last"),
     ],
 )

@@ -119,7 +119,7 @@ def server(capacity: int = 64 << 10) -> BlockServer:
         network=NoNetwork(),
         transports={},
         tiers=[Dram(capacity, prefault=False)],
-        chance=random.Random(1),
+        rng=random.Random(1),
     )
 
 

@@ -107,15 +107,16 @@ class Stream(asyncio.BufferedProtocol):
         It returns when the kernel has all of it: the memory is the caller's again, and pins on it
         may be released (design: pins). With `seeds`, each block is hashed as it leaves.
         """
+        transport = self._writable()
+        size = sum([len(piece) for pieces in payload for piece in pieces])
         type, body = encode(message) if message is not None else (PAYLOAD, b"")
         self._deferred_message = None
         checksums: list[int] = []
         if not payload:
-            self._writable().write(encode_frame(type, body))
+            transport.write(encode_frame(type, body))
             if self._write_paused:
                 await self._flush(deadline)
             return checksums
-        size = sum([len(piece) for pieces in payload for piece in pieces])
         first = True
         for portion in writes(encode_frame(type, body, size), payload, seeds, checksums):
             if not first:
