@@ -1,7 +1,7 @@
-"""What became of blocks that are gone, for as long as the record lasts.
+"""Why blocks are gone: the reasons of the last departures.
 
-A miss without a reason is the support case nobody can close, so the last `limit` departures are
-remembered. The bound is what keeps a scan of a million dead keys from filling memory.
+A miss without a reason cannot be explained to the user who asks. So the last `limit` departures are
+recorded. The limit bounds the memory when millions of blocks leave (design: tombstones).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvpool.types import Namespace, ReadStatus
 
 
 class Tombstones:
-    """The last departures: (namespace, digest) to the status a reader sees now."""
+    """The last departures: from (namespace, digest) to the status that a reader gets."""
 
     def __init__(self, limit: int = 65_536) -> None:
         self.limit = limit
@@ -24,12 +24,12 @@ class Tombstones:
         return len(self._reasons)
 
     def __iter__(self) -> Iterator[tuple[Namespace, bytes, ReadStatus]]:
-        """Every departure that is remembered, oldest first."""
+        """Every recorded departure, oldest first."""
         for (namespace, digest), status in self._reasons.items():
             yield namespace, digest, status
 
     def left(self, namespace: Namespace, digest: bytes, reason: ReadStatus) -> None:
-        """Remember that a block left. Forgets the oldest departure at the limit."""
+        """Record that a block left. At the limit the oldest record is dropped."""
         self._reasons.pop((namespace, digest), None)
         self._reasons[namespace, digest] = reason
         if len(self._reasons) > self.limit:
@@ -37,10 +37,10 @@ class Tombstones:
             self.forgotten += 1
 
     def came_back(self, namespace: Namespace, digest: bytes) -> None:
-        """The block is here again; its old departure says nothing any more."""
+        """The block is stored again: drop the record of its departure."""
         if self._reasons:
             self._reasons.pop((namespace, digest), None)
 
     def reason(self, namespace: Namespace, digest: bytes) -> ReadStatus:
-        """Why it is gone; NEVER_WRITTEN also stands for a departure that has aged out."""
+        """Why the block is gone. NEVER_WRITTEN also when its record was dropped at the limit."""
         return self._reasons.get((namespace, digest), ReadStatus.NEVER_WRITTEN)

@@ -146,16 +146,16 @@ class ServerConnection:
     ) -> list[bool]:
         pins = self._pin(namespace, part, digests, [1 << 62] * len(digests))
         half = namespace_seed(namespace, part)
-        rotten = [False] * len(digests)
+        corrupt = [False] * len(digests)
         try:
             for position, pin in enumerate(pins):
                 if pin.extent is not None:
                     seed = block_seed(half, digests[position])
                     (data,) = self.views([pin.extent])
-                    rotten[position] = pin.checksum != await _checksum_of(data, seed)
+                    corrupt[position] = pin.checksum != await _checksum_of(data, seed)
         finally:
             self.unpin(pins)
-        bad = [digest for digest, is_bad in zip(digests, rotten, strict=True) if is_bad]
+        bad = [digest for digest, is_bad in zip(digests, corrupt, strict=True) if is_bad]
         if bad:
             log.error("blocks are corrupt", server=self._context.server, blocks=len(bad))
             self._context.counters["corrupt_blocks"] += len(bad)
@@ -163,7 +163,7 @@ class ServerConnection:
             self._store.front.remove(namespace, bad, ReadStatus.CORRUPT, part)
             self._context.on_change()
             await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
-        return rotten
+        return corrupt
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         view = self._context.memory.view

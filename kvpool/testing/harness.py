@@ -64,7 +64,7 @@ _GARBAGE: Final = 0xDB
 
 
 class ConformanceError(AssertionError):
-    """A check failed. `check` is its name; the text says what was expected and what happened."""
+    """A check failed: `check` is its name; the text has what was expected and what happened."""
 
     def __init__(self, check: str, expected: str, happened: str) -> None:
         super().__init__(f"{check}: expected {expected}; {happened}")
@@ -76,7 +76,7 @@ class NotDeclared(Exception):
 
 
 class Scene:
-    """One check in progress: how it says what it expects."""
+    """One check in progress: it compares what happens with what the contract promises."""
 
     def __init__(self, check: str) -> None:
         self.check = check
@@ -102,7 +102,7 @@ class Scene:
     ) -> BaseException:
         """The error that the call ends with, which must be of this kind."""
         (outcome,) = await asyncio.gather(call, return_exceptions=True)
-        self.expect(isinstance(outcome, kind), f"{kind.__name__} from {during}", told(outcome))
+        self.expect(isinstance(outcome, kind), f"{kind.__name__} from {during}", describe(outcome))
         assert isinstance(outcome, BaseException)
         return outcome
 
@@ -116,8 +116,8 @@ class Scene:
         return outcomes
 
 
-def told(outcome: object) -> str:
-    """What a call ended with, in words."""
+def describe(outcome: object) -> str:
+    """The outcome of a call as text: its result or its error."""
     if isinstance(outcome, BaseException):
         return f"got {type(outcome).__name__}: {outcome}"
     return f"got {str(outcome)[:200]}"
@@ -408,7 +408,7 @@ class Stage(Scene):
         options = WriteOptions(NAMESPACE, 0, True)
         statuses = await channel.write(options, blocks, deadline=self.within())
         wanted = [WriteStatus.STORED] * len(data)
-        self.expect(statuses == wanted, "STORED for every block in pieces", told(statuses))
+        self.expect(statuses == wanted, "STORED for every block in pieces", describe(statuses))
 
     async def read_in_pieces(
         self,
@@ -434,7 +434,7 @@ class Stage(Scene):
         """Write blocks; every one must be STORED."""
         statuses = await self.write(channel, data, namespace=namespace, part=part)
         wanted = [WriteStatus.STORED] * len(data)
-        self.expect(statuses == wanted, "STORED for every block written", told(statuses))
+        self.expect(statuses == wanted, "STORED for every block written", describe(statuses))
 
     async def read(
         self,
@@ -465,7 +465,7 @@ class Stage(Scene):
         buffers = [bytearray(len(value)) for value in data.values()]
         results = await self.read(channel, list(data), buffers, namespace=namespace, part=part)
         wanted = [ReadResult(ReadStatus.HIT, len(value)) for value in data.values()]
-        self.expect(results == wanted, "a HIT of the right size for every block", told(results))
+        self.expect(results == wanted, "a HIT of the right size for every block", describe(results))
         wrong = [
             len(value)
             for value, buffer in zip(data.values(), buffers, strict=True)
@@ -557,7 +557,7 @@ async def staged(check: str, make: Callable[[], Transport], address: str) -> Asy
 
 @asynccontextmanager
 async def named(check: str) -> AsyncIterator[None]:
-    """Whatever goes wrong inside is this check's failure, and so is what nobody caught."""
+    """Any error inside fails this check, and so does an exception of a task that no code caught."""
     loop = asyncio.get_running_loop()
     before = asyncio.all_tasks()
     uncaught: list[str] = []
@@ -579,7 +579,7 @@ async def named(check: str) -> AsyncIterator[None]:
         raise
     except Exception as error:
         late = limit.expired()
-        happened = f"it went on for {LIMIT_S:g} s" if late else told(error)
+        happened = f"it went on for {LIMIT_S:g} s" if late else describe(error)
         raise ConformanceError(check, "a check that ends without an error", happened) from error
     finally:
         loop.set_exception_handler(handler)

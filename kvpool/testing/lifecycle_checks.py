@@ -32,8 +32,8 @@ from kvpool.testing.harness import (
     TransportCheck,
     blank,
     blocks,
+    describe,
     digest,
-    told,
 )
 from kvpool.types import Cluster, ReadStatus
 
@@ -78,7 +78,7 @@ async def a_silent_server_costs_a_deadline(stage: Stage) -> None:
     started = stage.within(0)
     calls = [asyncio.ensure_future(c) for c in every_call(stage, channel, "late", 0.15)]
     for outcome in await stage.promptly(calls, "by its deadline"):
-        stage.expect(isinstance(outcome, DeadlineExceeded), "DeadlineExceeded", told(outcome))
+        stage.expect(isinstance(outcome, DeadlineExceeded), "DeadlineExceeded", describe(outcome))
     took = stage.within(0) - started
     stage.expect(took > 0.1, "the server to be given its time", f"they took {took:.3f} s of 0.15")
     await stage.nothing_held("once a call's deadline is over, though the server still works on it")
@@ -88,7 +88,7 @@ async def a_silent_server_costs_a_deadline(stage: Stage) -> None:
 
 @TransportCheck
 async def nobody_there_is_unavailable(stage: Stage) -> None:
-    """Dialling where nobody listens any more ends with Unavailable, by its deadline."""
+    """Connecting to an address where no server listens ends with Unavailable, by its deadline."""
     listener = await stage.listen()
     await listener.close()
     started = stage.within(0)
@@ -113,7 +113,7 @@ async def a_cancelled_read_leaves_nothing(stage: Stage) -> None:
         buffers = [blank(LARGE) for _ in data]
         ended, outcome = await cut_off(stage.read(channel, list(data), buffers), after)
         fine = isinstance(outcome, asyncio.CancelledError | list)
-        stage.expect(fine, "CancelledError or a result from a cancelled read", told(outcome))
+        stage.expect(fine, "CancelledError or a result from a cancelled read", describe(outcome))
         for buffer in buffers:
             buffer[:] = blank(LARGE)
         await stage.nothing_held("after a read was cancelled")
@@ -134,7 +134,7 @@ async def a_cancelled_write_leaves_nothing(stage: Stage) -> None:
         sources = {key: bytearray(value) for key, value in data.items()}
         ended, outcome = await cut_off(stage.write(channel, sources), after)
         fine = isinstance(outcome, asyncio.CancelledError | list)
-        stage.expect(fine, "CancelledError or a result from a cancelled write", told(outcome))
+        stage.expect(fine, "CancelledError or a result from a cancelled write", describe(outcome))
         for source in sources.values():
             source[:] = blank(LARGE)  # the memory is the caller's again
         await stage.nothing_held("after a write was cancelled")
@@ -159,7 +159,7 @@ async def the_server_sees_that_a_caller_gave_up(stage: Stage) -> None:
         call.cancel()
     for outcome in await stage.promptly(calls, "when it is cancelled"):
         cancelled = isinstance(outcome, asyncio.CancelledError)
-        stage.expect(cancelled, "CancelledError", told(outcome))
+        stage.expect(cancelled, "CancelledError", describe(outcome))
     await stage.nothing_held("after the caller has left, though the server still works on it")
     stage.recorder.answering.set()
     await stage.stored(channel, blocks("given up", 2, 1000))
@@ -171,7 +171,7 @@ async def a_cancelled_connect_leaves_nothing(stage: Stage) -> None:
     for after in STEPS:
         ended, outcome = await cut_off(stage.connect(), after)
         fine = ended or isinstance(outcome, asyncio.CancelledError)
-        stage.expect(fine, "CancelledError from a cancelled connect", told(outcome))
+        stage.expect(fine, "CancelledError from a cancelled connect", describe(outcome))
         if ended:
             break
         await stage.eventually(
@@ -198,7 +198,7 @@ def expect_ended(stage: Stage, outcomes: Sequence[object], when: str) -> None:
     """Each has its result, or Unavailable."""
     for outcome in outcomes:
         fine = isinstance(outcome, list | Unavailable)
-        stage.expect(fine, f"a result or Unavailable {when}", told(outcome))
+        stage.expect(fine, f"a result or Unavailable {when}", describe(outcome))
 
 
 async def expect_unavailable(stage: Stage, channel: Channel, when: str) -> None:
@@ -207,7 +207,7 @@ async def expect_unavailable(stage: Stage, channel: Channel, when: str) -> None:
     calls = [*every_call(stage, channel, "too late", 1.0), reading]
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         expected = f"Unavailable from a call {when}"
-        stage.expect(isinstance(outcome, Unavailable), expected, told(outcome))
+        stage.expect(isinstance(outcome, Unavailable), expected, describe(outcome))
     if isinstance(channel, SupportsZeroCopyView):
         looking = look(stage, channel, [digest(1)]).__aenter__()
         await stage.raises(Unavailable, looking, f"`read_view` {when}")
@@ -230,7 +230,7 @@ async def a_closed_listener_ends_its_calls(stage: Stage) -> None:
 
 @TransportCheck
 async def a_closed_listener_ends_calls_it_has_not_answered(stage: Stage) -> None:
-    """Nobody waits for a server that has closed, not even until the deadline."""
+    """Calls end at once when the server closes; they do not wait until their deadline."""
     listener = await stage.listen()
     channel = await stage.connect(listener.address)
     stage.recorder.answering.clear()
@@ -240,7 +240,7 @@ async def a_closed_listener_ends_calls_it_has_not_answered(stage: Stage) -> None
     )
     await listener.close()
     for outcome in await stage.promptly(calls, "when the server has closed"):
-        stage.expect(isinstance(outcome, Unavailable), "Unavailable", told(outcome))
+        stage.expect(isinstance(outcome, Unavailable), "Unavailable", describe(outcome))
 
 
 @TransportCheck
@@ -260,7 +260,8 @@ async def abort_ends_running_calls(stage: Stage) -> None:
 
 @TransportCheck
 async def an_abort_stops_its_copies(stage: Stage) -> None:
-    """Once the server has heard of it, nothing writes into what was reserved: that is reused."""
+    """When the server notices the end of a write, nothing writes into the reserved extents any
+    more: the server reuses them."""
     for after in (0, 5, 20, 40, 70):
         channel = await stage.connect()
         data = blocks(f"half written {after}", 1, 12 << 20)
@@ -304,7 +305,7 @@ async def abort_ends_calls_that_wait(stage: Stage) -> None:
     )
     channel.abort()
     for outcome in await stage.promptly(calls, "when its channel is aborted"):
-        stage.expect(isinstance(outcome, Unavailable), "Unavailable", told(outcome))
+        stage.expect(isinstance(outcome, Unavailable), "Unavailable", describe(outcome))
     await stage.nothing_held("after an abort, though the server still works on it")
 
 
@@ -386,7 +387,7 @@ async def nothing_stays_when_both_sides_close(stage: Stage) -> None:
 async def a_listener_says_where_it_is(stage: Stage) -> None:
     """Its address has the transport's scheme, and a client can dial it; two have two."""
     scheme = stage.transport.scheme
-    stage.expect(stage.address.startswith(f"{scheme}://"), f"{scheme}://…", told(stage.address))
+    stage.expect(stage.address.startswith(f"{scheme}://"), f"{scheme}://…", describe(stage.address))
     other = await stage.listen()
     stage.expect(other.address != stage.address, "a free address where none is given")
     for address in (stage.address, other.address):
@@ -427,7 +428,7 @@ async def connect_and_call(stage: Stage, cluster: Cluster = CLUSTER) -> None:
 
 @TransportCheck
 async def another_cluster_is_a_peer_error(stage: Stage) -> None:
-    """A client of another cluster gets nothing, and is told."""
+    """A client of another cluster gets nothing but an error that names the reason."""
     elsewhere = Cluster("elsewhere")
     await stage.raises(PeerError, connect_and_call(stage, elsewhere), "another cluster")
     stage.expect(not stage.store.stored, "nothing to be written by another cluster")
@@ -435,7 +436,7 @@ async def another_cluster_is_a_peer_error(stage: Stage) -> None:
 
 @TransportCheck
 async def who_lacks_the_secret_is_refused(stage: Stage) -> None:
-    """A client with another secret or none gets nothing, and is told. Who knows it is served.
+    """A client with another secret or none gets only an error; one with the secret is served.
 
     Nor does a client that has a secret trust a server that has none.
     """
@@ -450,7 +451,7 @@ async def who_lacks_the_secret_is_refused(stage: Stage) -> None:
 
 
 @TransportCheck
-async def a_refused_client_is_told(stage: Stage) -> None:
+async def a_refused_client_gets_an_error(stage: Stage) -> None:
     """At the limit of connections the client hears Overloaded; later it is served."""
     stage.recorder.refuse_clients = Overloaded("1024 clients are connected, the limit")
     await stage.raises(Overloaded, connect_and_call(stage), "a server at its limit")
@@ -494,7 +495,7 @@ async def a_view_is_pinned_and_read_only(stage: Stage) -> None:
             stage.expect(shows(view, value), "the block's bytes")
             stage.expect(view.data is not None and view.data.readonly, "read-only memory")
         stage.expect(
-            views[4] == View(ReadStatus.NEVER_WRITTEN), "a miss with its reason", told(views[4])
+            views[4] == View(ReadStatus.NEVER_WRITTEN), "a miss with its reason", describe(views[4])
         )
         await channel.remove(NAMESPACE, list(data), deadline=stage.within())
         await stage.stored(channel, blocks("filler", 15, 1 << 20))
@@ -506,15 +507,17 @@ async def a_view_is_pinned_and_read_only(stage: Stage) -> None:
 
 
 @TransportCheck
-async def a_rotten_view_is_corrupt(stage: Stage) -> None:
+async def a_damaged_view_is_corrupt(stage: Stage) -> None:
     """Without data; with `verify=False` the bytes are shown as they are."""
     channel = await stage.connect()
-    data = blocks("rotten view", 2, LARGE)
+    data = blocks("damaged view", 2, LARGE)
     good, bad = data
     await stage.stored(channel, data)
     stage.memory_of(bad)[5] ^= 1
     async with look(stage, channel, [bad, good]) as views:
-        stage.expect(views[0] == View(ReadStatus.CORRUPT), "CORRUPT without data", told(views[0]))
+        stage.expect(
+            views[0] == View(ReadStatus.CORRUPT), "CORRUPT without data", describe(views[0])
+        )
         stage.expect(shows(views[1], data[good]), "its neighbour to be shown")
     async with look(stage, channel, [bad, good], verify=False) as views:
         stage.expect(shows(views[0], stage.memory_of(bad)), "the bytes as they are, unverified")

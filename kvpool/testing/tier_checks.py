@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvpool.errors import KvpoolError, UsageError
 from kvpool.protocols import Addressable, Mappable, PersistentTier, Tier
-from kvpool.testing.harness import NotDeclared, Scene, blank, content, digest, named, told
+from kvpool.testing.harness import NotDeclared, Scene, blank, content, describe, digest, named
 from kvpool.types import ROOT, Namespace, Record
 
 CAPACITY: Final = 1 << 20
@@ -88,15 +88,15 @@ async def capacity_is_what_was_asked_for(scene: Scene, make: MakeTier) -> None:
         async with opened(make, asked) as tier:
             alignment, capacity = tier.alignment, tier.capacity
             power = alignment > 0 and not alignment & (alignment - 1)
-            scene.expect(power, "an alignment that is a power of two", told(alignment))
+            scene.expect(power, "an alignment that is a power of two", describe(alignment))
             scene.expect(capacity % alignment == 0, "whole extents", f"{capacity} % {alignment}")
             most = max(asked, alignment)
-            scene.expect(0 < capacity <= most, f"a capacity of at most {most}", told(capacity))
-            scene.expect(asked - capacity < alignment, f"nearly {asked} bytes", told(capacity))
+            scene.expect(0 < capacity <= most, f"a capacity of at most {most}", describe(capacity))
+            scene.expect(asked - capacity < alignment, f"nearly {asked} bytes", describe(capacity))
             scene.expect(bool(tier.name), "a name")
             before = capacity
             await tier.write_from(0, memoryview(bytes(alignment)))
-            scene.expect(tier.capacity == before, "a fixed capacity", told(tier.capacity))
+            scene.expect(tier.capacity == before, "a fixed capacity", describe(tier.capacity))
 
 
 @TierCheck
@@ -135,7 +135,7 @@ async def all_of_its_capacity_holds_bytes(scene: Scene, make: MakeTier) -> None:
         right = [
             piece == content(digest(o), step) for o, piece in zip(offsets, pieces, strict=True)
         ]
-        scene.expect(all(right), "every piece, written and read side by side", told(right))
+        scene.expect(all(right), "every piece, written and read side by side", describe(right))
 
 
 @TierCheck
@@ -169,7 +169,7 @@ async def nothing_lies_outside(scene: Scene, make: MakeTier) -> None:
             if isinstance(tier, Addressable):
                 viewing = asyncio.to_thread(tier.view, offset, size)
                 await scene.raises(UsageError, viewing, f"a view of {outside}")
-        scene.expect(tier.capacity == end, "its capacity to be the same", told(tier.capacity))
+        scene.expect(tier.capacity == end, "its capacity to be the same", describe(tier.capacity))
 
 
 @TierCheck
@@ -203,7 +203,7 @@ async def _cut_off(call: Coroutine[Any, Any, None], after: int) -> None:
 
 @TierCheck
 async def closing_twice_is_closing_once(scene: Scene, make: MakeTier) -> None:
-    """And a closed tier says so with one of our errors."""
+    """A closed tier raises one of kvpool's errors."""
     tier = make(CAPACITY)
     descriptors = len(os.listdir("/proc/self/fd"))
     tier.close()
@@ -239,7 +239,9 @@ async def what_survives_a_restart_is_there_again(scene: Scene, make: MakeTier) -
         whole = content(digest("kept"), tier.capacity)
         await tier.write_from(0, memoryview(whole))
     async with opened(make) as tier:
-        scene.expect(tier.capacity == len(whole), f"{len(whole)} bytes again", told(tier.capacity))
+        scene.expect(
+            tier.capacity == len(whole), f"{len(whole)} bytes again", describe(tier.capacity)
+        )
         scene.expect(await read(tier, 0, len(whole)) == whole, "the bytes from before the restart")
 
 
@@ -249,13 +251,13 @@ NAMESPACE: Final = Namespace("conformance/model")
 
 
 def record(offset: int, size: int, generation: int, name: object = "") -> Record:
-    """An extent without a parent; whatever its key, its generation tells it from the others."""
+    """An extent without a parent. Its generation distinguishes it from others with the same key."""
     key = digest((name, offset, generation))
     return Record(NAMESPACE, 0, key, ROOT, offset, size, generation * 7, generation)
 
 
 async def found(make: MakeTier) -> set[Record]:
-    """Open the storage again, and close it: what a restarted server would be told."""
+    """Open the storage again, recover, and close it: the records that a restarted server gets."""
     async with opened(make) as tier:
         return set(await durable(tier).recover())
 
@@ -270,12 +272,12 @@ async def recovered(make: MakeTier) -> AsyncIterator[tuple[Tier, PersistentTier]
 
 def listed(records: set[Record]) -> str:
     """Records, shortly."""
-    return told(sorted((r.offset, r.size, r.generation) for r in records))
+    return describe(sorted((r.offset, r.size, r.generation) for r in records))
 
 
 @TierCheck
 async def what_was_remembered_is_found_again(scene: Scene, make: MakeTier) -> None:
-    """Every field of it, and the bytes; of whatever namespace, part, key and size."""
+    """Every field of a record, and the bytes, for several namespaces, parts, keys and sizes."""
     names = (NAMESPACE, Namespace("x", 2), Namespace("\N{SNOWMAN}" * 512, 256))
     records, size = set(), 0
     async with recovered(make) as (tier, memory):
@@ -295,7 +297,7 @@ async def what_was_remembered_is_found_again(scene: Scene, make: MakeTier) -> No
             scene.expect(
                 len(back) == len(records) and set(back) == records,
                 f"{len(records)} records just as they were remembered, {again}",
-                told(back),
+                describe(back),
             )
             for one in back:
                 same = await read(tier, one.offset, one.size) == content(one.digest, one.size)
@@ -396,7 +398,7 @@ async def what_cannot_be_an_extent_is_refused(scene: Scene, make: MakeTier) -> N
 
 @TierCheck
 async def a_closed_tier_remembers_nothing(scene: Scene, make: MakeTier) -> None:
-    """And says so with one of our errors."""
+    """A closed tier raises one of kvpool's errors."""
     async with recovered(make) as (tier, memory):
         await memory.persist([record(0, 1, 1)])
         tier.close()
@@ -416,7 +418,7 @@ async def a_view_is_the_memory_itself(scene: Scene, make: MakeTier) -> None:
     """What is written through one is seen through the other; views of one place are the same."""
     async with opened(make) as tier:
         view = addressable(tier).view(tier.alignment, 1000)
-        scene.expect(len(view) == view.nbytes == 1000, "1000 bytes", told(view.nbytes))
+        scene.expect(len(view) == view.nbytes == 1000, "1000 bytes", describe(view.nbytes))
         scene.expect(not view.readonly, "memory that the server can write into")
         data = content(digest("view"), 1000)
         await tier.write_from(tier.alignment, memoryview(data))
@@ -449,7 +451,7 @@ async def other_processes_map_the_same_memory(scene: Scene, make: MakeTier) -> N
     async with opened(make) as tier:
         fd = mappable(tier).fd
         size = os.fstat(fd).st_size
-        scene.expect(size == tier.capacity, f"{tier.capacity} bytes behind `fd`", told(size))
+        scene.expect(size == tier.capacity, f"{tier.capacity} bytes behind `fd`", describe(size))
         with mmap.mmap(fd, tier.capacity) as mapped:
             await tier.write_from(tier.alignment, memoryview(b"from the tier"))
             seen = mapped[tier.alignment : tier.alignment + 13]

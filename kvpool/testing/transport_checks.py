@@ -20,9 +20,9 @@ from kvpool.testing.harness import (
     blank,
     blocks,
     content,
+    describe,
     digest,
     in_pieces,
-    told,
 )
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
@@ -82,7 +82,9 @@ async def parts_and_namespaces_do_not_meet(stage: Stage) -> None:
     for number, (namespace, part) in enumerate(places):
         await stage.holds(channel, {key: bytes([number]) * 99}, namespace=namespace, part=part)
     (result,) = await stage.read(channel, [key], [blank(99)], namespace=Namespace("elsewhere"))
-    stage.expect(result.status is ReadStatus.NEVER_WRITTEN, "NEVER_WRITTEN elsewhere", told(result))
+    stage.expect(
+        result.status is ReadStatus.NEVER_WRITTEN, "NEVER_WRITTEN elsewhere", describe(result)
+    )
 
 
 @TransportCheck
@@ -110,7 +112,7 @@ async def results_are_in_the_callers_order(stage: Stage) -> None:
         ReadStatus.BEING_WRITTEN,
         ReadStatus.BUFFER_TOO_SMALL,
     ]
-    stage.expect([r.status for r in results] == statuses, f"{statuses}", told(results))
+    stage.expect([r.status for r in results] == statuses, f"{statuses}", describe(results))
     stage.expect(
         buffers == [blank(1000), data[third], blank(1000), data[first], blank(1000), blank(999)],
         "each block in its own buffer, and the buffers of misses untouched",
@@ -126,14 +128,16 @@ async def a_larger_buffer_keeps_its_rest(stage: Stage) -> None:
     buffers = [blank(len(value) + 333) for value in data.values()]
     results = await stage.read(channel, list(data), buffers)
     sizes = [len(value) for value in data.values()]
-    stage.expect([r.size for r in results] == sizes, f"the blocks' sizes {sizes}", told(results))
+    stage.expect(
+        [r.size for r in results] == sizes, f"the blocks' sizes {sizes}", describe(results)
+    )
     wanted = [value + blank(333) for value in data.values()]
     stage.expect(buffers == wanted, "the bytes behind each block to be untouched")
 
 
 @TransportCheck
 async def bytes_are_taken_while_they_are_pinned(stage: Stage) -> None:
-    """Once it has unpinned, the server may give the memory to somebody else at any moment."""
+    """After an unpin the server may use the memory for another block at any moment."""
     channel = await stage.connect()
     data = {**blocks("small", 3, 5000), **blocks("large", 5, LARGE)}
     await stage.stored(channel, data)
@@ -153,7 +157,7 @@ async def blocks_are_sealed_when_their_bytes_are_there(stage: Stage) -> None:
 
 
 @TransportCheck
-async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
+async def the_server_receives_the_callers_arguments(stage: Stage) -> None:
     """Parents, sizes, part, tag, visibility, deadline and the client's name arrive as given."""
     channel = await stage.connect(client="the caller")
     namespace = Namespace("conformance/Überlänge", parts=3)
@@ -169,7 +173,7 @@ async def the_server_hears_what_the_caller_said(stage: Stage) -> None:
     stage.expect(len(stage.recorder.asked) == 1, "one `reserve`", stage.recorder.asked)
     asked, server_deadline = stage.recorder.asked[0]
     wanted = ReserveRequest(namespace, 2, keys, parents, [50, 51, 52], session_hint)
-    stage.expect(asked == wanted, f"{wanted}", told(asked))
+    stage.expect(asked == wanted, f"{wanted}", describe(asked))
     late_s = server_deadline - deadline
     stage.expect(-PROMPT_S < late_s < PROMPT_S, "the caller's deadline", f"{late_s:+g} s off")
     stage.expect(stage.recorder.visible == [False], "visible=False", stage.recorder.visible)
@@ -203,7 +207,7 @@ async def a_block_in_pieces_is_their_concatenation(stage: Stage) -> None:
     ]
     results = await stage.read_in_pieces(channel, list(data), memory)
     wanted = [ReadResult(ReadStatus.HIT, len(value)) for value in data.values()]
-    stage.expect(results == wanted, "a HIT of the right size for every block", told(results))
+    stage.expect(results == wanted, "a HIT of the right size for every block", describe(results))
     stage.expect(buffers == list(data.values()), "the blocks' bytes, in the pieces' order")
 
 
@@ -217,7 +221,7 @@ async def pieces_may_meet_anywhere(stage: Stage) -> None:
     buffers = [blank(48) for _ in data]
     memory = [in_pieces(buffer, 48 - n) for n, buffer in enumerate(buffers, start=1)]
     results = await stage.read_in_pieces(channel, list(data), memory)
-    stage.expect(all(r.status.hit for r in results), "a HIT for every block", told(results))
+    stage.expect(all(r.status.hit for r in results), "a HIT for every block", describe(results))
     wrong = [n for n, value in enumerate(data.values(), start=1) if buffers[n - 1] != value]
     stage.expect(not wrong, "the bytes that were written", f"wrong where cut after {wrong}")
 
@@ -232,7 +236,7 @@ async def a_small_block_leaves_the_other_pieces_alone(stage: Stage) -> None:
         await stage.stored(channel, {key: value})
         buffer = blank(size + 100)
         (result,) = await stage.read_in_pieces(channel, [key], [in_pieces(buffer, *cuts)])
-        stage.expect(result == ReadResult(ReadStatus.HIT, size), f"{size} bytes", told(result))
+        stage.expect(result == ReadResult(ReadStatus.HIT, size), f"{size} bytes", describe(result))
         rest = buffer == value + blank(100)
         stage.expect(rest, "the block, and the bytes behind it untouched", f"wrong after {cuts}")
 
@@ -250,7 +254,9 @@ async def hits_and_misses_keep_their_own_pieces(stage: Stage) -> None:
     memory = [in_pieces(buffer, 3, 1001) for buffer in buffers]
     results = await stage.read_in_pieces(channel, keys, memory)
     hits = [result.status.hit for result in results]
-    stage.expect(hits == [False, True, False, True, True], "three hits, two misses", told(results))
+    stage.expect(
+        hits == [False, True, False, True, True], "three hits, two misses", describe(results)
+    )
     wanted = [blank(5000), data[second], blank(LARGE), data[large], data[first]]
     stage.expect(buffers == wanted, "each block in its own pieces")
 
@@ -260,22 +266,23 @@ async def hits_and_misses_keep_their_own_pieces(stage: Stage) -> None:
 
 @TransportCheck
 async def a_stored_block_is_not_written_again(stage: Stage) -> None:
-    """The second writer is told, the first one's bytes stay, and its neighbours are stored."""
+    """The second writer gets ALREADY_STORED, the first one's bytes stay, its other blocks are
+    stored."""
     channel = await stage.connect()
     data = blocks("first", 3, 3000)
     middle = list(data)[1]
     await stage.stored(channel, {middle: data[middle]})
     statuses = await stage.write(channel, {**data, middle: bytes(3000)})
     wanted = [WriteStatus.STORED, WriteStatus.ALREADY_STORED, WriteStatus.STORED]
-    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
     statuses = await stage.write(channel, data)
     wanted = [WriteStatus.ALREADY_STORED] * 3
-    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
     await stage.holds(channel, data)
 
 
 @TransportCheck
-async def of_two_writers_one_is_told_to_leave_it(stage: Stage) -> None:
+async def of_two_writers_one_gets_in_progress(stage: Stage) -> None:
     """IN_PROGRESS while another connection has the block reserved; free again when that ends."""
     channel = await stage.connect()
     data = blocks("contended", 3, 3000)
@@ -286,7 +293,7 @@ async def of_two_writers_one_is_told_to_leave_it(stage: Stage) -> None:
     )
     statuses = await stage.write(channel, data)
     wanted = [WriteStatus.STORED, WriteStatus.IN_PROGRESS, WriteStatus.STORED]
-    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
     other.close()
     await stage.stored(channel, {middle: data[middle]})
     await stage.holds(channel, data)
@@ -304,8 +311,8 @@ async def of_many_writers_one_wins(stage: Stage) -> None:
     fine = {WriteStatus.STORED, WriteStatus.ALREADY_STORED, WriteStatus.IN_PROGRESS}
     stage.expect(
         statuses.count(WriteStatus.STORED) == 1 and set(statuses) <= fine,
-        "one STORED, the others told to leave it",
-        told(statuses),
+        "one STORED, IN_PROGRESS or ALREADY_STORED for the others",
+        describe(statuses),
     )
     await stage.holds(channel, {key: bytes([statuses.index(WriteStatus.STORED)]) * LARGE})
 
@@ -322,12 +329,12 @@ async def no_space_is_a_status(stage: Stage) -> None:
     huge, fits, full = digest("huge"), digest("fits"), digest("full")
     statuses = await stage.write(channel, {huge: bytes(CAPACITY + 1), fits: bytes(1000)})
     wanted = [WriteStatus.TOO_LARGE, WriteStatus.STORED]
-    stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+    stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
     deadline = stage.within(0.4)
     statuses = await stage.write(channel, {full: bytes(2 << 20)}, within_s=0.4)
     stage.expect(stage.within(0) <= deadline, "an answer by the deadline")
     hog.close()
-    stage.expect(statuses == [WriteStatus.NO_SPACE], "NO_SPACE", told(statuses))
+    stage.expect(statuses == [WriteStatus.NO_SPACE], "NO_SPACE", describe(statuses))
     await stage.stored(channel, {full: bytes(2 << 20)})
 
 
@@ -335,7 +342,7 @@ async def no_space_is_a_status(stage: Stage) -> None:
 
 
 @TransportCheck
-async def rotten_blocks_are_corrupt(stage: Stage) -> None:
+async def damaged_blocks_are_corrupt(stage: Stage) -> None:
     """A flipped bit in the pool's memory is CORRUPT; without `verify` the bytes come as is."""
     channel = await stage.connect()
     for size in (1, 5000, LARGE):
@@ -346,10 +353,12 @@ async def rotten_blocks_are_corrupt(stage: Stage) -> None:
         results = await stage.read(channel, list(data), [blank(size) for _ in data])
         statuses = [result.status for result in results]
         wanted = [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
-        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", told(statuses))
+        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", describe(statuses))
         buffers = [blank(size) for _ in data]
         results = await stage.read(channel, list(data), buffers, verify=False)
-        stage.expect(all(r.status.hit for r in results), "a HIT without `verify`", told(results))
+        stage.expect(
+            all(r.status.hit for r in results), "a HIT without `verify`", describe(results)
+        )
         stage.expect(buffers[1] == stage.memory_of(middle), "the bytes as they are, unverified")
 
 
@@ -371,7 +380,7 @@ async def bytes_of_another_key_are_corrupt(stage: Stage) -> None:
     results = await stage.read(channel, list(data), [blank(5000), blank(5000)])
     swap()
     stage.expect(
-        [r.status for r in results] == [ReadStatus.CORRUPT] * 2, "CORRUPT, twice", told(results)
+        [r.status for r in results] == [ReadStatus.CORRUPT] * 2, "CORRUPT, twice", describe(results)
     )
 
 
@@ -388,12 +397,12 @@ async def a_checksum_covers_all_pieces(stage: Stage) -> None:
         results = await stage.read_in_pieces(channel, list(data), memory)
         statuses = [result.status for result in results]
         wanted = [ReadStatus.CORRUPT] * 3
-        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", told(statuses))
+        stage.expect(statuses == wanted, f"{wanted} for blocks of {size} bytes", describe(statuses))
 
 
 @TransportCheck
-async def a_suspect_is_dropped_when_it_is_rotten(stage: Stage) -> None:
-    """The server looks for itself: what is intact stays, what is rotten can be written again."""
+async def reported_corruption_is_verified(stage: Stage) -> None:
+    """The server verifies a report: an intact block stays, a corrupt one can be written again."""
     channel = await stage.connect()
     data = blocks("report_corruption", 3, 5000)
     keys = list(data)
@@ -402,11 +411,11 @@ async def a_suspect_is_dropped_when_it_is_rotten(stage: Stage) -> None:
     asked = [*keys, digest("never")]
     dropped = await channel.report_corruption(NAMESPACE, 0, asked, deadline=stage.within())
     wanted = [False, True, False, False]
-    stage.expect(dropped == wanted, f"{wanted}", told(dropped))
+    stage.expect(dropped == wanted, f"{wanted}", describe(dropped))
     results = await stage.read(channel, keys, [blank(5000) for _ in keys])
     statuses = [result.status for result in results]
     reasons = [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
-    stage.expect(statuses == reasons, f"{reasons}", told(statuses))
+    stage.expect(statuses == reasons, f"{reasons}", describe(statuses))
     await stage.stored(channel, {keys[1]: data[keys[1]]})
     await stage.holds(channel, data)
 
@@ -425,19 +434,19 @@ async def removed_blocks_are_gone(stage: Stage) -> None:
         await stage.stored(channel, data, namespace=namespace, part=part)
     asked = [digest("never"), gone]
     removed = await channel.remove(namespace, asked, deadline=stage.within())
-    stage.expect(removed == [False, True], "[False, True]", told(removed))
+    stage.expect(removed == [False, True], "[False, True]", describe(removed))
     for part in (0, 1):
         results = await stage.read(
             channel, [gone, kept], [blank(100), blank(100)], namespace=namespace, part=part
         )
         statuses = [result.status for result in results]
         wanted = [ReadStatus.REMOVED, ReadStatus.HIT]
-        stage.expect(statuses == wanted, f"{wanted}", told(statuses))
+        stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
 
 
 @TransportCheck
 async def a_channel_never_caches(stage: Stage) -> None:
-    """Each read asks the server: what somebody else has removed is a miss at once."""
+    """Each read asks the server: a block that another client has removed is a miss at once."""
     channel = await stage.connect()
     data = blocks("cached", 2, 5000)
     key, other = data
@@ -447,7 +456,7 @@ async def a_channel_never_caches(stage: Stage) -> None:
     stage.store.remove(NAMESPACE, [key])
     results = await stage.read(channel, [key, other], [blank(5000), blank(5000)])
     wanted = [ReadStatus.REMOVED, ReadStatus.CORRUPT]
-    stage.expect([r.status for r in results] == wanted, f"{wanted}", told(results))
+    stage.expect([r.status for r in results] == wanted, f"{wanted}", describe(results))
 
 
 @TransportCheck
@@ -481,4 +490,4 @@ async def many_calls_at_once(stage: Stage) -> None:
     )
     await stage.holds(channel, {**{key: data[key] for key in old[:40]}, **new})
     (result,) = await stage.read(channel, [old[45]], [blank(20_000)])
-    stage.expect(result.status is ReadStatus.REMOVED, "REMOVED", told(result))
+    stage.expect(result.status is ReadStatus.REMOVED, "REMOVED", describe(result))

@@ -48,5 +48,5 @@ def master_key(cluster: Cluster) -> bytes:
 
 def _proof(cluster: Cluster, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     name = hashlib.sha256(cluster.name.encode()).digest()
-    said = b"kvpool proof 1" + side + name + client_nonce + server_nonce
-    return hmac.digest(cluster.secret, said, "sha256")
+    message = b"kvpool proof 1" + side + name + client_nonce + server_nonce
+    return hmac.digest(cluster.secret, message, "sha256")

@@ -133,7 +133,7 @@ async def test_the_kit_names_what_is_wrong() -> None:
     """The whole kit stops at the first broken promise and says which, what and instead of what."""
     with pytest.raises(ConformanceError, match=r"expected .*; got") as caught:
         await check_transport(broken(channel=Unverified))
-    assert caught.value.check == "rotten_blocks_are_corrupt"
+    assert caught.value.check == "damaged_blocks_are_corrupt"
     with pytest.raises(ConformanceError, match="expected UsageError from writing") as caught:
         await check_tier(Endless)
     assert caught.value.check == "nothing_lies_outside"
@@ -449,7 +449,7 @@ def forget_the_books(connection: Any) -> None:
 
 BROKEN: dict[str, Callable[[], ThroughTransport]] = {
     "results_are_in_the_callers_order": lambda: ThroughTransport(Unordered),
-    "rotten_blocks_are_corrupt": lambda: ThroughTransport(Unverified),
+    "damaged_blocks_are_corrupt": lambda: ThroughTransport(Unverified),
     "a_block_in_pieces_is_their_concatenation": lambda: ThroughTransport(Backwards),
     "pieces_may_meet_anywhere": lambda: ThroughTransport(Headless),
     "a_small_block_leaves_the_other_pieces_alone": lambda: ThroughTransport(Overflowing),

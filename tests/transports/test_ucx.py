@@ -417,7 +417,7 @@ def test_senders_may_not_write_by_themselves(
 ) -> None:
     with pytest.raises(ConfigError, match="RNDV_SCHEME"):
         make_context(local=True, settings={"RNDV_SCHEME": scheme})
-    monkeypatch.setattr(ucx, "_SAID", ("RNDV_SCHEME",))
+    monkeypatch.setattr(ucx, "_FROM_ENVIRONMENT", ("RNDV_SCHEME",))
     monkeypatch.setenv("UCX_RNDV_SCHEME", scheme)
     with pytest.raises(ConfigError, match="RNDV_SCHEME"):
         make_context(local=True, settings={})
@@ -474,7 +474,7 @@ def test_settings_win_over_the_environment_and_that_over_defaults(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only when bytes move is nobody's to set: always by rendezvous."""
-    monkeypatch.setattr(ucx, "_SAID", ("RNDV_THRESH", "MAX_RNDV_RAILS", "TLS"))
+    monkeypatch.setattr(ucx, "_FROM_ENVIRONMENT", ("RNDV_THRESH", "MAX_RNDV_RAILS", "TLS"))
     monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
     monkeypatch.setenv("UCX_MAX_RNDV_RAILS", "3")
     monkeypatch.setenv("UCX_TLS", "tcp,posix,self")

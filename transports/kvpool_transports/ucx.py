@@ -167,11 +167,11 @@ class UcxTransport:
         """What UCX finds on this machine, and what that means for the bytes."""
         _load()
         context = make_context(local=False, settings=self._settings)
-        said = context.config
+        config = context.config
         return (
-            f"UCX {'.'.join(map(str, _version()))}, lanes {said['TLS']}, devices "
-            f"{said['NET_DEVICES']}, up to {said['MAX_RNDV_RAILS']} rails, rendezvous "
-            f"{said['RNDV_SCHEME']}; {_fabric()}"
+            f"UCX {'.'.join(map(str, _version()))}, lanes {config['TLS']}, devices "
+            f"{config['NET_DEVICES']}, up to {config['MAX_RNDV_RAILS']} rails, rendezvous "
+            f"{config['RNDV_SCHEME']}; {_fabric()}"
         )
 
     @property
@@ -270,18 +270,18 @@ class UcxStream(Stream):
 
     async def receive_address(self, deadline: float) -> None:
         """Hear the same of the peer. Raises PeerError."""
-        told = bytearray()
+        received = bytearray()
 
         def target(frame: Frame) -> PayloadReceiver:
             _expect_payload(frame)
             if not _INTRODUCTION.size < frame.payload_size <= _ADDRESS_SIZE_MAX:
                 raise BadFrame(f"an introduction of {frame.payload_size} bytes")
-            told.extend(bytes(frame.payload_size))
-            return PayloadReceiver([(memoryview(told),)])
+            received.extend(bytes(frame.payload_size))
+            return PayloadReceiver([(memoryview(received),)])
 
         await super().receive(target, deadline=deadline)
-        magic, major, minor, size, number, check = _INTRODUCTION.unpack_from(told)
-        address = bytes(told[_INTRODUCTION.size :])
+        magic, major, minor, size, number, check = _INTRODUCTION.unpack_from(received)
+        address = bytes(received[_INTRODUCTION.size :])
         if magic != _MAGIC or size != len(address) or check != xxhash.xxh3_64_intdigest(address):
             raise BadFrame("that is no introduction")
         if (major, minor) != _version():
@@ -472,16 +472,18 @@ def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:
     from ucxx._lib.libucxx import Feature, UCXContext
     from ucxx.exceptions import UCXError
 
-    said = {name: os.environ[f"UCX_{name}"] for name in _SAID if f"UCX_{name}" in os.environ}
-    said |= settings
-    scheme = said.get("RNDV_SCHEME", "am")
+    chosen = {
+        name: os.environ[f"UCX_{name}"] for name in _FROM_ENVIRONMENT if f"UCX_{name}" in os.environ
+    }
+    chosen |= settings
+    scheme = chosen.get("RNDV_SCHEME", "am")
     if scheme not in _SCHEMES:
         raise ConfigError(
             f"UCX_RNDV_SCHEME is {scheme!r}: a sender could write into memory that its owner has "
             f"taken back; choose one of {', '.join(_SCHEMES)}, or leave it to kvpool"
         )
-    config = {**defaults(said.get("TLS", ""), local=local), **said, "RNDV_THRESH": "0"}
-    ours = {name: value for name, value in config.items() if said.get(name) != value}
+    config = {**defaults(chosen.get("TLS", ""), local=local), **chosen, "RNDV_THRESH": "0"}
+    ours = {name: value for name, value in config.items() if chosen.get(name) != value}
     try:
         return UCXContext({**ours, **settings}, (Feature.TAG, Feature.WAKEUP))
     except UCXError as error:
@@ -515,8 +517,9 @@ def defaults(lanes: str, *, local: bool) -> dict[str, str]:
     return chosen
 
 
-#: What the operator set; ucxx sets some of them, too, when it is imported.
-_SAID: Final = tuple(name[4:] for name in os.environ if name.startswith("UCX_"))
+#: Names of the UCX variables that the operator has set. Read before ucxx is imported, because ucxx
+#: sets some itself.
+_FROM_ENVIRONMENT: Final = tuple(name[4:] for name in os.environ if name.startswith("UCX_"))
 #: With these the receiver is the active side.
 _SCHEMES: Final = ("am", "get_zcopy", "get_ppln")
 

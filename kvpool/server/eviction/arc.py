@@ -1,7 +1,7 @@
-"""ARC: recency and frequency, balanced by what turned out to be a mistake.
+"""ARC: it balances recency and frequency by learning from its own wrong evictions.
 
-Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003; here in bytes,
-over blocks of any size, and leaves only.
+Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Here it counts
+bytes, because blocks differ in size, and evicts leaves only (design: eviction).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Final, Generic
 from kvpool.protocols.policy import B, Decision
 from kvpool.server.eviction.lru import LRU
 
-# What `policy_data` says: where a block belongs, and whether it is still on its way in. A newcomer
-# is touched twice, reserved and sealed, and that is one use.
+# Values of `policy_data`: the queue that a block belongs to, and `_NEW` while it was reserved and
+# not yet sealed. A new block is touched twice, by both, and that is one use.
 _ONCE_NEW: Final = 1
 _AGAIN_NEW: Final = 2
 _ONCE: Final = 3
 _AGAIN: Final = 4
 
-#: Ghosts at most, whatever the size of the blocks: 100 MB of them.
+#: Bound on the number of ghosts for stores of many small blocks: about 100 MB of memory.
 _GHOSTS_MAX: Final = 1 << 20
 
 
 class ARC(Generic[B]):
-    """Blocks used once and blocks used again, each least recently used first.
+    """Two queues, blocks used once and blocks used again, each least recently used first.
 
-    How many bytes the first kind may have is learned from *ghosts*, the names of blocks that
-    have left: one that comes back says that its kind had too little. Ghosts stand for no more
-    bytes than the store has. A block used once has only children used once, and the two queues
-    hold leaves only, so what goes is always a leaf.
+    The share of the first queue is learned from *ghosts*, the digests of evicted blocks: when an
+    evicted block is written again, the queue that it left gets more bytes. The ghosts represent no
+    more bytes than the store has. A block used once has only children used once, and both queues
+    hold leaves only, so a victim is always a leaf.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,13 +39,13 @@ class ARC(Generic[B]):
         self._again: LRU[B] = LRU()
         self._once_bytes = 0
         self._again_bytes = 0
-        self.once_share = 0.0  # bytes that blocks used once should have
+        self.once_share = 0.0  # target for the bytes of blocks used once
         self._once_gone = _Ghosts()
         self._again_gone = _Ghosts()
         self._leaving = b""  # the last victim; its other parts follow it
 
     def touch(self, block: B, now: float) -> None:
-        # One clock for both queues: a block moves between them with its stamp.
+        # One clock for both queues: a block keeps its time when it moves between them.
         self._once.touch(block, now)
         policy_data = block.policy_data
         if policy_data == _AGAIN:
@@ -87,7 +87,7 @@ class ARC(Generic[B]):
             block = self._again.victim(newcomer, evictable, now)
         if block is None and not once_first:
             block = self._from_once(newcomer, evictable, now)
-            if block is None:  # all that stood there were used again, and have moved over
+            if block is None:  # every block of that queue was used again and has moved to the other
                 block = self._again.victim(newcomer, evictable, now)
         if block is not None and not isinstance(block, Decision):
             self._leaving = block.digest
@@ -98,13 +98,13 @@ class ARC(Generic[B]):
 
     @property
     def ghosts(self) -> int:
-        """Blocks that have left and are remembered."""
+        """Number of evicted blocks whose digests are kept."""
         return len(self._once_gone) + len(self._again_gone)
 
     def _from_once(
         self, newcomer: B, evictable: Callable[[B], bool], now: float
     ) -> B | Decision | None:
-        """The oldest block used once; those that were used again meanwhile move over."""
+        """The oldest block used once; blocks used again since they were queued change queues."""
 
         def still(block: B) -> bool:
             if block.policy_data == _AGAIN:
@@ -115,7 +115,7 @@ class ARC(Generic[B]):
         return self._once.victim(newcomer, still, now)
 
     def _arrive(self, block: B) -> None:
-        """A newcomer; if it was here before, the kind that it left should have had more bytes."""
+        """A new block. If it is a ghost, the queue that it was evicted from gets more bytes."""
         once, again = self._once_gone, self._again_gone
         if block.digest in once:
             step = block.size * max(1.0, again.bytes / max(1, once.bytes))
@@ -136,7 +136,8 @@ class ARC(Generic[B]):
         self._trim()
 
     def _trim(self) -> None:
-        """Blocks used once and their ghosts: one capacity; all blocks and all ghosts: two."""
+        """Drop old ghosts. Blocks used once and their ghosts represent at most one capacity, all
+        blocks and all ghosts at most two."""
         once, again = self._once_gone, self._again_gone
         while once and (
             self._once_bytes + once.bytes > self._capacity or len(once) > _GHOSTS_MAX // 2
@@ -150,9 +151,10 @@ class ARC(Generic[B]):
 
 
 class _Ghosts:
-    """Blocks that have left, oldest first, and how many bytes of each (parts count together).
+    """Evicted blocks, oldest first, with the bytes of each (all parts together).
 
-    Of a digest 8 bytes are kept; two blocks that share them mislead the balance a little.
+    Only 8 bytes of each digest are kept, to save memory. Two blocks with the same 8 bytes make the
+    learned share slightly wrong, and nothing else.
     """
 
     def __init__(self) -> None:
@@ -172,7 +174,7 @@ class _Ghosts:
         self.bytes += size
 
     def take(self, digest: bytes, size: int) -> None:
-        """A part of it has come back."""
+        """A part of the block, `size` bytes, was written again."""
         name = int.from_bytes(digest[:8], "little")
         left = self._sizes[name] - size
         self.bytes -= size + min(0, left)

@@ -1,14 +1,14 @@
-"""Density: what earns the fewest hits for the memory and time that it takes goes first.
+"""Density: the block with the fewest expected hits for its memory and time is evicted first.
 
-A block that was last used some time ago will be used again within h with some probability, and
-until then, or for h, it takes up memory. Its *density* is the best ratio of hits to time over all
-h: Gittins' index; LHD (Beckmann, Chen, Cidon, NSDI 2018) ranks by hit density, too. The newcomer is
-ranked as well, as a block that was used just now: when it is the poorest of all, it is not let in.
-So no lease need be chosen; one of the right length follows from how soon blocks are used again.
+A block that was last used some time ago will be used again within h seconds with some probability,
+and until then, or for h, it takes up memory. Its *density* is the best ratio of hits to time over
+all h: Gittins' index. LHD (Beckmann, Chen, Cidon, NSDI 2018) also ranks by hit density. The new
+block is ranked too, as a block that was used just now: if its density is the lowest of all, it is
+refused. So no lease must be chosen; its length follows from the measured times between uses.
 
-What is learned must not depend on what was kept, or throwing a block out too soon would prove that
-it was right to throw it out. So blocks that have left, and those that were not let in, are
-remembered for a while: when one is asked for again, it is learned when it would have been a hit.
+The measurement must not depend on what was kept, or evicting blocks too early would look right. So
+evicted and refused blocks are kept as *ghosts* for a while (digest and last use): when one is
+written again, the time at which it would have been a hit is counted (design: eviction).
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ from kvpool.server.eviction.lru import LRU
 
 #: Classes, by how often a block was used: once, twice, three times, more.
 _CLASSES: Final = 4
-#: Of so many blocks one is learned from: by its digest, so that all its uses are.
+#: One block of so many is measured, chosen by its digest so that all its uses are counted.
 _SAMPLE: Final = 4
-#: For each block of the sample that is here, so many that have left are remembered.
+#: Ghosts kept for each stored block of the sample.
 _GHOSTS: Final = 2
 _GHOSTS_MIN: Final = 1024
-#: Touches between two lessons.
+#: Touches between two computations of the densities.
 _RELEARN_EVERY: Final = 20_000
-#: Of what is learned the size counts and not the last digit, which is noise: classes whose
-#: densities are of the same power of two take turns by age, and a newcomer must be poorer by a
-#: little more than nothing to be refused.
+#: Small differences of measured densities are noise: classes with densities of the same power of
+#: two are ordered by age, and a new block is refused only if its density is below this fraction of
+#: the victim's.
 _BYPASS_MARGIN: Final = 0.93
-#: What was not used for so long keeps no newcomer out, whatever was learned (G9).
+#: A block that was not used for so many seconds is evicted, whatever its density is (G9).
 _BYPASS_S_MAX: Final = 600.0
 
-#: Refused, and let in after all because an announced session made room: one use, not two.
+#: Seconds within which a refusal and a reservation of one block are one use: another victim was
+#: found after the refusal (design: session-hints).
 _SAME_USE_S: Final = 0.001
-#: The rank of what is not expected to be used at all.
+#: The rank of blocks that are not expected to be used again.
 _POOREST: Final = -10_000
 
-# `policy_data` is the number of uses, in the lowest bits, and the class it was queued in, above
-# them; negative while a block is on its way in: it is reserved and sealed, which is one use.
+# `policy_data` is the number of uses, in the lowest bits, and above them the class in which the
+# block was queued. It is negative between reserve and seal, which touch a block twice for one use.
 _USES: Final = 7
 
 
 class Density(Generic[B]):
-    """The poorest of the oldest leaves of each class."""
+    """Evicts the block of lowest density among the oldest leaves of each class."""
 
     def __init__(self, capacity: int) -> None:
         self._queues: list[LRU[B]] = [LRU() for _ in range(_CLASSES)]
         self._lives = [LifetimeHistogram() for _ in range(_CLASSES)]
-        self._clock: LRU[B] = LRU()  # gives stamps for all of them, and holds nothing
-        # By 8 bytes of the digest, the stamp of the last use and the number of uses in one: half
-        # of the memory that a tuple of them would take.
+        self._clock: LRU[B] = LRU()  # sets `last_used` for all queues; holds no blocks
+        # From 8 bytes of the digest to the time of the last use and the number of uses in one int:
+        # half of the memory of a tuple.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
-        self._sampled = 0  # blocks of the sample that are here
+        self._sampled = 0  # stored blocks of the sample
         self._touches = 0
 
     def touch(self, block: B, now: float) -> None:
@@ -115,18 +116,18 @@ class Density(Generic[B]):
 
     @property
     def ghosts(self) -> int:
-        """Blocks that have left and are remembered."""
+        """Number of evicted and refused blocks that are kept."""
         return len(self._ghosts)
 
     def _poorest(self, now: float) -> _Candidate | None:
-        """The poorest of the oldest leaves of each class; of equal ones the oldest."""
+        """The leaf of lowest rank among the oldest of each class; of equal ranks the oldest."""
         found: B | None = None
         lowest = 0
         for number, queue in enumerate(self._queues):
             while (block := queue.oldest()) is not None and (
                 block.policy_data & _USES
             ) != number + 1:
-                queue.take()  # it was used again while it stood there
+                queue.take()  # used again since it was queued: it belongs to another class now
                 self.add_candidate(block)
             if block is None:
                 continue
@@ -136,7 +137,7 @@ class Density(Generic[B]):
         return _Candidate(found.last_used, chosen) if found is not None else None
 
     def _arrive(self, block: B, now: float) -> int:
-        """How often a newcomer has been used with this time."""
+        """The number of uses of a new block, this one included."""
         if block.digest[-1] % _SAMPLE:
             return 1
         self._sampled += 1
@@ -147,7 +148,7 @@ class Density(Generic[B]):
             self._remember(block.digest, self._ask(block.digest, now), int(now * 1e6))
 
     def _ask(self, digest: bytes, now: float) -> int:
-        """A block that is not here is used: the number of its uses with this one."""
+        """Count a use of a block that is not stored: the number of its uses, this one included."""
         known = self._ghosts.pop(_name(digest), None)
         if known is None:
             self._lives[0].began += 1
@@ -160,7 +161,7 @@ class Density(Generic[B]):
         return min(uses + 1, _CLASSES)
 
     def _used_again(self, uses: int, age_s: float) -> None:
-        """One life of a block ends with a use, and the next one begins."""
+        """Count the time since the last use in its class; the block enters the next class."""
         self._lives[uses - 1].ended(age_s)
         self._lives[min(uses, _CLASSES - 1)].began += 1
 
@@ -171,7 +172,7 @@ class Density(Generic[B]):
 
 
 class _Candidate(NamedTuple):
-    """A leaf that may go next."""
+    """A leaf that may be evicted next."""
 
     last_used: int
     number: int  # of its class
@@ -182,12 +183,12 @@ def _name(digest: bytes) -> int:
 
 
 class LifetimeHistogram:
-    """How long blocks of one class live from one use to the next, if there is one."""
+    """Times from one use to the next of the blocks of one class, and the densities from them."""
 
     _SHORTEST_S: Final = 0.25
     _PER_OCTAVE: Final = 4
     _BINS: Final = 64  # up to 4 hours
-    _KEPT: Final = 0.9  # of what was learned before, at each lesson
+    _KEPT: Final = 0.9  # weight of the old counts after each computation
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -201,7 +202,7 @@ class LifetimeHistogram:
         self._ended[self._bin(age_s)] += 1
 
     def density(self, age_s: float) -> float:
-        """Hits for a block and second; 0 as long as nothing is known."""
+        """Expected hits per block and second at this age; 0 before the first computation."""
         return self._densities[self._bin(age_s)]
 
     def rank(self, age_s: float) -> int:
@@ -209,7 +210,7 @@ class LifetimeHistogram:
         return self._ranks[self._bin(age_s)]
 
     def learn(self) -> None:
-        """Work out the densities anew."""
+        """Compute the densities from the counts, then reduce the counts by `_KEPT`."""
         alive = [max(self.began, sum(self._ended))]
         for count in self._ended:
             alive.append(alive[-1] - count)

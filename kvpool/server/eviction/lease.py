@@ -1,10 +1,12 @@
-"""Lease: least recently used, but what was used a moment ago stays, and the newcomer goes instead.
+"""Lease: LRU, but a block that was used a moment ago stays, and the new block is refused instead.
 
-When more sessions take turns than fit, LRU throws out each one just before it comes back, and
-nobody hits. A short lease keeps those that fit, and the tails of the others are not let in. A
-lease is a bias and no pin: it ends by itself, and after it LRU rules. Long ones lose to plain LRU.
+When more sessions take turns than fit, LRU evicts each session just before its next turn, and no
+session hits. A short lease keeps the sessions that fit and refuses the last blocks of the others. A
+lease is a bias and no pin: it ends by itself, and then LRU decides. Long leases are worse than
+plain LRU.
 
-The idea is the time-to-live of Continuum (arXiv 2511.02230), without a price model.
+The idea is the time-to-live of Continuum (arXiv 2511.02230), without a price model
+(design: eviction).
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from typing import Final, Generic
 from kvpool.protocols.policy import B, Decision
 from kvpool.server.eviction.lru import LRU
 
-#: The lease in median times between two uses of a block. That time contains the model's answer:
-#: 2.2 of it are about four median pauses after the answer.
+#: The length of a lease, in median times between two uses of a block. Such a time includes the
+#: model's answer: 2.2 of them are about four median pauses between an answer and the next prompt.
 _LEASE_IN_MEDIANS: Final = 2.2
-#: Never for longer: a block that is used every few minutes is no reason to refuse others.
+#: The longest lease, in seconds: blocks that are used every few minutes must not keep others out.
 _LEASE_S_MAX: Final = 30.0
-#: A newcomer is reserved and sealed before its first use again.
+#: Calls of `touch` for a new block before its first reuse: it is reserved and sealed.
 _TOUCHES_OF_ARRIVAL: Final = 2
 
 
@@ -37,7 +39,7 @@ class Lease(Generic[B]):
 
     @property
     def lease_s(self) -> float:
-        """How long a block stays after each use. 0 until something has been learned."""
+        """Seconds for which a block stays after each use. 0 until enough reuses were counted."""
         return min(_LEASE_S_MAX, _LEASE_IN_MEDIANS * self._gaps.median_s)
 
     def touch(self, block: B, now: float) -> None:
@@ -60,15 +62,16 @@ class Lease(Generic[B]):
 
 
 class ReuseHistogram:
-    """The median of the times between uses lately, in 1 KB whatever comes.
+    """The median of the recent times between two uses, in 1 KB of memory.
 
-    A histogram over the logarithm, halved now and then so that it follows the traffic.
+    A histogram over the logarithm of the time. Its counts are halved when they sum to `_KEPT`, so
+    that the median follows the traffic.
     """
 
     _SHORTEST_S: Final = 0.01
     _PER_OCTAVE: Final = 4
     _BINS: Final = 88  # up to 12 hours
-    _EVERY: Final = 1024  # the median is worked out
+    _EVERY: Final = 1024  # times added between two computations of the median
     _KEPT: Final = 65_536
 
     def __init__(self) -> None:
@@ -78,7 +81,7 @@ class ReuseHistogram:
         self._added = 0
 
     def add(self, gap_s: float) -> None:
-        """Shorter ones are one use in several steps, and none between two."""
+        """Count one time between two uses. Times below `_SHORTEST_S` are steps of one use."""
         if gap_s < self._SHORTEST_S:
             return
         octaves = math.log2(gap_s / self._SHORTEST_S)

@@ -12,11 +12,12 @@ from kvpool.protocols.policy import B, Decision
 class LRU(Generic[B]):
     """Least recently used.
 
-    A heap of (stamp, block) with lazy updates: a touch only sets the block's stamp, and an entry
-    that comes up with an old stamp goes back with the new one. So a touch costs one store, and
-    each block stands in the heap at most once. Parents of evicted leaves enter it when they
-    become leaves themselves; since a chain is used from its head, they are never older than what
-    just left, and the result is the order of a recency list that is walked tail-first.
+    A heap of (last use, block) with lazy updates: `touch` only sets the block's time, and an entry
+    that reaches the top with an old time is pushed again with the new one. So a touch costs one
+    store, and each block is in the heap at most once. The parent of an evicted leaf enters the heap
+    when it becomes a leaf. A chain is used from its head, so the parent's last use is never earlier
+    than that of the evicted leaf: the order is that of a recency list walked from its tail
+    (design: eviction).
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -54,7 +55,7 @@ class LRU(Generic[B]):
         return None
 
     def oldest(self) -> B | None:
-        """The next in line, which stays there; whether it may go is not looked at."""
+        """The least recently used block. It stays in the heap, and may not be evictable."""
         heap = self._heap
         while heap:
             last_used, block = heap[0]
@@ -68,7 +69,7 @@ class LRU(Generic[B]):
         return None
 
     def take(self) -> None:
-        """Take what `oldest` has just shown out of the line."""
+        """Remove the block that `oldest` has just returned."""
         heappop(self._heap)[1].is_candidate = False
 
     def victim_age(self, now: float) -> float:
