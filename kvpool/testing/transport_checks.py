@@ -266,7 +266,7 @@ async def hits_and_misses_keep_their_own_pieces(stage: Stage) -> None:
 
 @TransportCheck
 async def a_stored_block_is_not_written_again(stage: Stage) -> None:
-    """The second writer gets ALREADY_STORED, the first one's bytes stay, its other blocks are
+    """The second writer gets ALREADY_STORED, the bytes of the first stay, other blocks are
     stored."""
     channel = await stage.connect()
     data = blocks("first", 3, 3000)
