@@ -1,19 +1,20 @@
-"""What users say of their sessions, on top of any policy: this one is over, that one comes back.
+"""Hints about sessions, on top of any policy: a session has ended, or it resumes at some time.
 
-A *session* is a tag on writes. Three things can be known of one:
+A *session* is a tag on writes. A block belongs to one session while no other session uses it. Three
+facts about a session change the order of evictions (design: session-hints):
 
-- It has *ended*: its blocks that no other session uses go first.
-- Its history was *superseded*: a newer chain of it branches off before the end of the last one.
-  What was left behind goes first, too.
-- It *resumes* at some time. Until then its blocks stay, except for those that resume later still:
-  of announced sessions the one that is furthest away goes first (KVFlow, arXiv 2507.07400). An
-  announcement that is long overdue lapses; without that it would keep the best rank for ever.
+- It has *ended*: its blocks are evicted first.
+- A branch was *superseded*: a newer chain of the session branches off before the end of its last
+  one. The blocks of the old branch are evicted first, too.
+- It *resumes* at some time (a resume hint). Until then its blocks stay. Among sessions with a hint
+  the one with the latest time is evicted first (KVFlow, arXiv 2507.07400). A hint whose time has
+  long passed expires, or its session would keep the best rank for ever.
 
-All of it is advice. It orders evictions and nothing else; a wrong hint costs hits, never bytes. It
-is bounded: announced sessions take room from others only up to a budget of bytes, a session may
-have only so many leaves, and only so many sessions are known. No call looks at more than that many
-leaves, and most look at one: whatever is said of a branch is worked out at its leaf, and handed to
-the parent when the leaf goes.
+Hints are advice: they order evictions and change nothing else, so a wrong hint costs hits, never
+bytes. They are bounded: sessions with a hint take space from others only up to a budget of bytes,
+and the numbers of sessions and of leaves per session are limited. Ended and superseded are recorded
+at the leaf of a branch only; when that leaf is evicted, its parent inherits the mark. So most calls
+visit one leaf, and none visits more than LEAVES_MAX.
 """
 
 from __future__ import annotations
@@ -31,38 +32,48 @@ from kvpool.types import ROOT, HintStatus, SessionHint
 if TYPE_CHECKING:
     from kvpool.server.state.entry import Entry
 
-#: Sessions that are known at once; beyond it the one that wrote longest ago is forgotten.
+#: Sessions recorded at once; one more drops the session whose last write is the oldest.
 SESSIONS_MAX: Final = 65_536
-#: Leaves of one session that hints apply to. A session is one conversation, with a branch or two.
+#: Leaves of one session to which hints apply. A session is one conversation, with a few branches.
 LEAVES_MAX: Final = 256
-#: Nobody knows what is further away.
+#: Seconds. Hints further ahead are cut to this: nobody can predict a prompt more than an hour away.
 RESUME_S_MAX: Final = 3600.0
-#: An announcement lapses this many times its distance after it was made.
+#: A hint expires after this many times its `resume_in`, but not before `_EXPIRE_S_MIN` seconds.
 _EXPIRE_TIMES: Final = 3.0
 _EXPIRE_S_MIN: Final = 10.0
-#: When what nothing is announced of is taken to be used again.
+#: Assumed seconds from the last use of a block without a hint to its next use.
 _UNANNOUNCED_S: Final = 10.0
 
 
 class SessionAwarePolicy:
-    """A policy that knows sessions, round one that does not. It is what the store calls."""
+    """What the store calls: it applies the hints, and asks the wrapped `policy` for all the rest.
+
+    `budget` is bytes. Where a block is recorded while it may be evicted:
+
+    | block                                  | recorded in                                  |
+    |----------------------------------------|----------------------------------------------|
+    | leaf of a superseded branch            | `_superseded`, and as candidate of `policy`  |
+    | leaf of a session with a resume hint   | `session.leaves` alone                       |
+    | leaf of a session without one          | `session.leaves`, and candidate of `policy`  |
+    | any other, and leaves above LEAVES_MAX | candidate of `policy` alone                  |
+    """
 
     def __init__(self, policy: Policy[Entry], budget: int) -> None:
         self.policy = policy
         self.budget = budget
         self.announced_bytes = 0
         self.counters: Counter[str] = Counter()
-        self.touch: Callable[[Entry, float], None] = policy.touch  # nothing is added to reads
+        self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._superseded: OrderedDict[Entry, None] = OrderedDict()  # leaves of superseded branches
         self._ended: OrderedDict[Session, None] = OrderedDict()
-        self._by_next_use = _Timeline()  # announced sessions with leaves, by -due
+        self._by_next_use = _Timeline()  # sessions with a hint and leaves, latest time first
         self._expiries = _Timeline()
 
-    # --- what the store tells ------------------------------------------------------------
+    # --- calls of the store ----------------------------------------------------------------
 
     def open_session(self, session_hint: SessionHint, now: float) -> Session:
-        """The session of a write. One that writes has not ended; what was announced holds."""
+        """The session of a write. A session that writes has not ended; its resume hint stays."""
         session = self._sessions.get(session_hint.session)
         if session is None:
             session = self._sessions[session_hint.session] = Session(session_hint.session)
@@ -76,7 +87,7 @@ class SessionAwarePolicy:
         return session
 
     def block_added(self, entry: Entry) -> None:
-        """A new block carries its session's tag."""
+        """Count a new block in its session."""
         session = entry.session
         if session is not None:
             session.bytes += entry.size
@@ -84,7 +95,7 @@ class SessionAwarePolicy:
                 self.announced_bytes += entry.size
 
     def block_shared(self, entry: Entry) -> None:
-        """Somebody else uses it, too: from now on it is nobody's."""
+        """Another session uses the block too: from now on hints of no session apply to it."""
         session = entry.session
         if session is not None:
             listed = entry in session.leaves
@@ -94,14 +105,13 @@ class SessionAwarePolicy:
                 self.policy.add_candidate(entry)
 
     def chain_extended(self, session: Session, first: Entry, last: Entry) -> None:
-        """A session wrote a stretch of its chain.
+        """A session has written the blocks `first` to `last` of its chain.
 
-        If that begins before the end of what it wrote last, the rest of it is superseded. When
-        the stretch hangs on a block that is not here, its place in the chain is not known, and
-        nothing is concluded; nor when that block is younger than the old end, which may then be
-        among its ancestors.
+        If they branch off before the end of its last chain, the rest of that chain is superseded.
+        If the parent of `first` is not stored, or is younger than the old end (which may then be
+        one of its ancestors), the place in the chain is unknown, and no branch is superseded.
         """
-        self._sessions.setdefault(session.name, session)  # making room may have emptied it
+        self._sessions.setdefault(session.name, session)  # evictions may have dropped it
         index = first.index
         old = session.chain_ends.get(index)
         parent = index.blocks.get(first.parent)
@@ -118,10 +128,10 @@ class SessionAwarePolicy:
                 self._superseded[old] = None
         session.chain_ends[index] = last
 
-    # --- what users tell -----------------------------------------------------------------
+    # --- hints -----------------------------------------------------------------------------
 
     def end(self, name: str, now: float) -> HintStatus:
-        """The session is over. If it writes again, it is not."""
+        """The session is over: its blocks are evicted first, unless it writes again."""
         session = self._sessions.get(name)
         if session is None or not session.bytes:
             return HintStatus.UNKNOWN
@@ -133,7 +143,7 @@ class SessionAwarePolicy:
         return self._answer(HintStatus.ACCEPTED)
 
     def resume(self, name: str, resume_in: float, now: float, *, age_s: float = 0.0) -> HintStatus:
-        """It resumes `resume_in` seconds after the hint was given, which was `age_s` ago."""
+        """The session resumes `resume_in` seconds after the hint, which is `age_s` seconds old."""
         session = self._sessions.get(name)
         if session is None or not session.bytes:
             return HintStatus.UNKNOWN
@@ -191,7 +201,12 @@ class SessionAwarePolicy:
     def victim(
         self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
     ) -> Entry | Decision | None:
-        """The dead; what nothing is announced of; what is announced furthest away."""
+        """First leaves of superseded and ended sessions, then those that are expected latest.
+
+        A block without a resume hint is expected `_UNANNOUNCED_S` after its last use. Beyond the
+        budget, sessions with a hint are evicted first. BYPASS when `newcomer` is expected later
+        than every evictable block.
+        """
         self._expire(now)
         if self._superseded or self._ended:
             useless = self._next_superseded(evictable)
@@ -219,9 +234,9 @@ class SessionAwarePolicy:
         return found
 
     def reject(self, entry: Entry) -> None:
-        """The store refuses a victim: it is no candidate any more, here or in the policy.
+        """The store refused a victim: it is no candidate any more, neither here nor in the policy.
 
-        It has not left, so its session keeps it.
+        It is still stored, so it stays a block of its session.
         """
         self._superseded.pop(entry, None)
         if entry.session is not None:
@@ -233,11 +248,11 @@ class SessionAwarePolicy:
         return max(0.0, now - oldest.last_used / 1e6) if oldest else self.policy.victim_age(now)
 
     def holds(self, entry: Entry) -> bool:
-        """It is offered somewhere: the store's `check` asks."""
+        """True when the block can be chosen as a victim. For `Store.check`."""
         return entry.is_candidate or entry in self._superseded or self._protects(entry)
 
     def check(self, entries: Collection[Entry]) -> None:
-        """Every invariant, for the blocks that are here. Raises InvariantViolated."""
+        """Check every invariant, for the stored blocks. Raises InvariantViolated."""
         sizes: Counter[Session] = Counter()
         for entry in entries:
             if entry.session is not None:
@@ -254,7 +269,7 @@ class SessionAwarePolicy:
                 f"{self.announced_bytes} bytes announced, there are {announced}"
             )
         if not here.issuperset(self._superseded):
-            raise InvariantViolated("a dead block has left and is still listed")
+            raise InvariantViolated("a superseded block has left and is still listed")
 
     # --- inside --------------------------------------------------------------------------
 
@@ -280,7 +295,7 @@ class SessionAwarePolicy:
         return self._answer(HintStatus.ACCEPTED if within else HintStatus.CLIPPED)
 
     def _expected(self, entry: Entry, used: float) -> float:
-        """When it is used again, as far as anybody knows."""
+        """The expected time of the next use: by the hint, else `_UNANNOUNCED_S` after `used`."""
         session = entry.session
         return (
             session.due
@@ -296,7 +311,7 @@ class SessionAwarePolicy:
         return entry.is_candidate or (entry.session is not None and entry in entry.session.leaves)
 
     def _disown(self, session: Session, entry: Entry) -> None:
-        """A block is no more its session's own."""
+        """The block does not belong to its session any more."""
         session.leaves.pop(entry, None)
         if session.chain_ends.get(entry.index) is entry:
             del session.chain_ends[entry.index]
@@ -305,7 +320,7 @@ class SessionAwarePolicy:
             self.announced_bytes -= entry.size
 
     def _withdraw(self, session: Session) -> None:
-        """Nothing is announced of it any more: its leaves go back to the policy."""
+        """Drop a session's hints: its leaves become candidates of the policy again."""
         self._ended.pop(session, None)
         if session.due is not None:
             session.due = None
@@ -349,14 +364,14 @@ class SessionAwarePolicy:
                     return entry
                 if (
                     entry.last_used != last_used
-                ):  # `evictable` learned of a later use of another part
+                ):  # `evictable` has found a later use of another part
                     session.leaves[entry] = None
             self._by_next_use.drop(session)
         return None
 
 
 class _Timeline:
-    """Sessions in the order of a time that each has; a heap with lazy updates."""
+    """Sessions ordered by one time each; a heap with lazy updates, so a change costs O(log n)."""
 
     def __init__(self) -> None:
         self._times: dict[Session, float] = {}

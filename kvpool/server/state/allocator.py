@@ -1,4 +1,4 @@
-"""Extents inside one segment, with exact accounting.
+"""Extents inside one segment, with exact accounting (design: allocator).
 
 Two-level segregated fit (Masmano et al., TLSF, ECRTS 2004): free extents are kept in size
 classes, eight to each power of two, and a bit mask tells which classes are not empty, so finding
@@ -27,7 +27,7 @@ def _class_of(units: int) -> int:
 
 
 def _class_that_fits(units: int) -> int:
-    """The first class all of whose extents hold `units` (rounding up)."""
+    """The first class in which every extent has at least `units` (rounding up)."""
     power = units.bit_length() - 1
     if power <= _STEPS_LOG2:
         return units
@@ -60,7 +60,7 @@ class Allocator:
         return self.capacity - self.allocated
 
     def rounded(self, size: int) -> int:
-        """What an extent for `size` bytes really takes."""
+        """The bytes that an extent for `size` bytes takes: the next multiple of `alignment`."""
         return -(-size // self.alignment) * self.alignment
 
     def allocate(self, size: int) -> int | None:
@@ -72,8 +72,8 @@ class Allocator:
             extent_class = fit + (candidates & -candidates).bit_length() - 1
             offset = next(reversed(self._classes[extent_class]))
         else:
-            # One class lower extents may fit, too; looking at each is what keeps the last
-            # hole of exactly the right size usable when the segment is full.
+            # In the class below, some extents may fit. Without this search a full segment could
+            # not reuse a free extent of exactly the right size.
             found = self._exact_fit(units, size)
             if found is None:
                 return None
@@ -86,8 +86,8 @@ class Allocator:
     def claim(self, offset: int, size: int) -> bool:
         """Allocate exactly these bytes; False, and nothing has changed, when they are not free.
 
-        For books that are built again from what was found in the memory. Extents that come in
-        ascending order cost O(1) each, because all that is free lies behind the last of them.
+        For a restart that rebuilds the index from records (design: recovery). Extents claimed in
+        ascending order cost O(1) each, because the free extent searched first follows the last one.
         """
         size = self.rounded(size)
         hole = self._hole_at(offset)
@@ -123,7 +123,7 @@ class Allocator:
         return freed
 
     def extents(self) -> dict[int, int]:
-        """Every allocated extent, offset to size; for `check` of the books above."""
+        """Every allocated extent, offset to size; for `Store.check`."""
         return self._sizes
 
     def check(self) -> None:
@@ -137,7 +137,9 @@ class Allocator:
         if position != self.capacity:
             raise InvariantViolated(f"extents end at {position}, capacity is {self.capacity}")
         if sum(self._sizes.values()) != self.allocated:
-            raise InvariantViolated(f"allocated is {self.allocated}, extents say otherwise")
+            raise InvariantViolated(
+                f"allocated is {self.allocated}, the extents sum to another size"
+            )
         if {end: offset for offset, size in self._free.items() for end in (offset + size,)} != (
             self._free_ends
         ):
@@ -153,7 +155,7 @@ class Allocator:
             raise InvariantViolated("the class mask is wrong")
 
     def _hole_at(self, offset: int) -> int | None:
-        """Where the free extent begins that `offset` lies in."""
+        """The offset of the free extent that contains `offset`."""
         if not 0 <= offset < self.capacity:
             return None
         for hole in reversed(self._free):  # the newest first: it is the one behind the last claim
@@ -166,7 +168,7 @@ class Allocator:
         for looked_at, offset in enumerate(offsets):
             if self._free[offset] >= size:
                 return offset
-            if looked_at == 16:  # bounded work; a miss only costs one more eviction
+            if looked_at == 16:  # bounded work: finding none costs one more eviction
                 break
         return None
 

@@ -1,4 +1,4 @@
-"""One extent and what is known about it, and what the rest of the pool must learn of it."""
+"""The records of a store: blocks, sessions, owners, and the changes to announce."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvpool.types import (
 
 
 class Session:
-    """What one store knows of one session."""
+    """What one store records about one session (design: session-hints)."""
 
     __slots__ = ("bytes", "chain_ends", "due", "ended", "expired", "leaves", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.bytes = 0  # of blocks here that are used by this session alone
+        self.bytes = 0  # of stored blocks that this session alone uses
         self.chain_ends: dict[Index, Entry] = {}  # the end of its last chain
-        self.leaves: dict[Entry, None] = {}  # that were offered, oldest first
-        self.due: float | None = None  # when it resumes
-        self.expired = False  # it was announced, and did not come
-        self.ended = 0  # blocks with a stamp up to this are dead
+        self.leaves: dict[Entry, None] = {}  # its evictable leaves, oldest first
+        self.due: float | None = None  # the time at which it resumes, by its hint
+        self.expired = False  # its hint expired before it resumed
+        self.ended = 0  # when it ended: blocks last used up to then (µs) are evicted first
 
 
 class Index:
@@ -39,11 +39,11 @@ class Index:
         self.part = part
         self.tier = tier
         self.blocks: dict[bytes, Entry] = {}  # RESERVED and STORED
-        self.orphans: dict[bytes, int] = {}  # absent parent -> how many children are here
+        self.orphans: dict[bytes, int] = {}  # parent that is not stored -> number of its children
 
 
 class Entry:
-    """One extent and what is known about it. Slotted: there are millions."""
+    """One block and its extent. Slotted, because there are millions."""
 
     __slots__ = (
         "checksum",
@@ -81,13 +81,13 @@ class Entry:
         self.last_used = 0
         self.is_candidate = False
         self.policy_data = 0
-        self.session: Session | None = None  # the only one that uses it, as far as is known
-        self.superseded_at = 0  # its stamp when its branch was superseded; a later use revives it
-        self.clean = True  # nothing has to be saved from here before it may go
+        self.session: Session | None = None  # the only session that has used it
+        self.superseded_at = 0  # `last_used` when its branch was superseded; a later use ends that
+        self.clean = True  # it may be evicted without being written to another tier first
         self.reads = 0
 
     def __lt__(self, other: Entry) -> bool:
-        """Breaks ties in the policy's heap, where parts of one block share a stamp."""
+        """Breaks ties in the policy's heap, where the parts of one block share `last_used`."""
         return self.generation < other.generation
 
     def __repr__(self) -> str:
@@ -100,14 +100,14 @@ class Entry:
 
 @dataclass(slots=True)
 class Owner:
-    """What one connection holds, by the id that was given out for it."""
+    """The reservations and pins of one connection, by their ids."""
 
     reservations: dict[int, Entry]
     pins: dict[int, Entry]
 
 
 class Change(NamedTuple):
-    """A block of this server became visible (`HIT`) or left, and why."""
+    """A block of this server became visible (`HIT`) or left for the reason `status`."""
 
     namespace: Namespace
     part: int
@@ -117,18 +117,18 @@ class Change(NamedTuple):
 
 
 class ChangeLog:
-    """What the rest of the pool must learn, and what became of what has left."""
+    """Changes that are still to be announced, and tombstones of the blocks that have left."""
 
     def __init__(self, tombstones_max: int = 65_536) -> None:
         self.tombstones = Tombstones(tombstones_max)
         self.changes: list[Change] = []
 
     def append(self, entry: Entry, status: ReadStatus, tier: int) -> None:
-        """News of a block: `HIT` says that it lies in `tier` now."""
+        """Record a change of a block: `HIT` means that it is in `tier` now."""
         index = entry.index
         self.changes.append(Change(index.namespace, index.part, entry.digest, status, tier))
 
     def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
-        """The pool has lost a block of this server."""
+        """Record that a block has left this server, with its tombstone."""
         self.tombstones.left(entry.index.namespace, entry.digest, reason)
         self.append(entry, reason, tier)

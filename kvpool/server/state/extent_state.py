@@ -5,11 +5,11 @@
                          |--cancel--> FREE                                |--last unpin--> FREE
                          \\--writer lost--> QUARANTINED --writer exited--> FREE
 
-Only STORED is visible to readers. PENDING_FREE has left the index, but a reader still looks at the
-bytes. QUARANTINED belongs to a writer whose link we closed while its process may be alive: with
-shared memory it can still store into the extent, which is not given out again before that process
-has exited (design: quarantine). A pair that is not in the table is a bug or a hostile peer; `after`
-refuses it.
+Only STORED is visible to readers. A PENDING_FREE block has left the index, but a reader still has
+it pinned. QUARANTINED belongs to a writer whose connection was closed while its process may be
+alive: with shared memory that process can still store into the extent, which is therefore not
+reused before the process has exited (design: quarantine). A pair that is not in the table is a bug
+or a hostile peer; `after` refuses it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 
 
 def after(state: State, event: Event) -> State:
-    """The next state. Raises InvariantViolated when the table has no such arrow."""
+    """The next state. Raises InvariantViolated when the table has no such transition."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:

@@ -98,7 +98,7 @@ class Store:
 
     @property
     def tombstones(self) -> Tombstones:
-        """What became of blocks that are gone."""
+        """Why blocks are gone (design: tombstones)."""
         return self.change_log.tombstones
 
     # --- writing ---------------------------------------------------------------------
@@ -107,8 +107,8 @@ class Store:
         """Reserve space for each block that is not here yet, evicting others where needed.
 
         One writer gets `RESERVED`; the others get `IN_PROGRESS` or `ALREADY_STORED`. After the
-        first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: a prefix
-        is worth more than a hole.
+        first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: blocks
+        behind a missing one are of no use to a reader of the chain (design: eviction).
         """
         namespace, part, digests, parents, sizes, session_hint = request
         index = self._indexes.get((namespace, part))
@@ -160,7 +160,8 @@ class Store:
     ) -> WriteStatus:
         """Make a reserved block visible, all at once. Raises BadMessage for a foreign id.
 
-        `from_other_tier` has been in another tier of this server all the time, so it is no news.
+        With `from_other_tier` another tier of this server has the block already, so nothing is
+        announced: the caller does it where readers must be sent to this tier (design: promotion).
         """
         entry = self._take_reservation(owner, id)
         entry.state = after(entry.state, Event.SEAL)
@@ -212,7 +213,7 @@ class Store:
             entry = blocks.get(digest)
             if entry is None:
                 reason = self.tombstones.reason(namespace, digest)
-                # The master that named this server is wrong: announce once more that it is gone.
+                # The master that sent the reader here is outdated: announce the departure again.
                 self.change_log.changes.append(Change(namespace, part, digest, reason))
                 answers.append(Pin(reason))
             elif entry.state is not State.STORED:
@@ -239,6 +240,7 @@ class Store:
         if entry is None:
             raise BadMessage(f"unpin of {id}, which this connection does not hold")
         entry.pins -= 1
+        # The last reader decides: a removed block's extent is freed only now (design: pins).
         if entry.pins == 0:
             if entry.state is State.PENDING_FREE:
                 entry.state = after(entry.state, Event.LAST_UNPIN)
@@ -256,9 +258,9 @@ class Store:
         reason: ReadStatus = ReadStatus.REMOVED,
         part: int | None = None,
     ) -> list[bool]:
-        """Remove sealed blocks, every part of them here (or just `part`); True where one was.
+        """Remove sealed blocks, every part on this server (or only `part`); True where one was.
 
-        A pinned block becomes invisible at once, and its memory free with the last unpin.
+        A pinned block becomes invisible at once; its extent is freed with the last unpin.
         """
         removed = [False] * len(digests)
         for which in range(namespace.parts) if part is None else (part,):
@@ -285,6 +287,7 @@ class Store:
             self.unpin(owner, id)
         for id, entry in list(held.reservations.items()):
             if writer_may_be_alive:
+                # Out of the index, so another writer may store the block; the extent is not reused.
                 del held.reservations[id]
                 entry.state = after(entry.state, Event.WRITER_LOST)
                 self._unlink(entry)
@@ -320,7 +323,7 @@ class Store:
         return list(held.pins.values()) if held is not None else []
 
     def mark_clean(self, entry: Entry) -> None:
-        """The block was written back, or never will be: it may be evicted here."""
+        """The block was written back, or cannot be: it may be evicted here (design: demotion)."""
         if not entry.clean:
             entry.clean = True
             if entry.state is State.STORED:
@@ -334,9 +337,10 @@ class Store:
         return entry
 
     def restore(self, record: Record) -> Entry | None:
-        """A sealed block that was found in this tier's memory; `activate_restored` completes it.
+        """Add a sealed block that was found in this tier's memory (design: recovery).
 
-        None when it cannot be: it overlaps another one, lies outside, or is here already.
+        It cannot be evicted before `activate_restored`. None when the record overlaps another
+        extent, lies outside the memory, or is of a block that is stored already.
         """
         namespace, part, digest, parent, offset, size, checksum, generation = record
         index = self._indexes.get((namespace, part))
@@ -356,10 +360,11 @@ class Store:
         return entry
 
     def activate_restored(self, entries: Sequence[Entry], now: float) -> None:
-        """Restored blocks, longest unused first: from now on they may be evicted."""
+        """From now on restored blocks may be evicted; pass them least recently used first."""
         for entry in entries:
             self.policy.touch(entry, now)
-            self.policy.touch(entry, now)  # as any newcomer: reserved and sealed (seed 53)
+            # Twice, as for a new block, which is reserved and sealed: policies rely on it (seed 53)
+            self.policy.touch(entry, now)
         for entry in entries:
             self._add_candidate(entry)
 
@@ -380,7 +385,7 @@ class Store:
 
     @property
     def hint_counters(self) -> dict[str, int]:
-        """How many hints were accepted, clipped, refused; known sessions; announced bytes."""
+        """Hints accepted, clipped and refused; recorded sessions; bytes of sessions with a hint."""
         return {
             **self.policy.counters,
             "sessions": self.policy.sessions,
@@ -390,22 +395,22 @@ class Store:
     # --- looking ---------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
-        """The sealed block, if it is here. Touches nothing (G9)."""
+        """The sealed block, or None. Not a use: it does not delay the block's eviction (G9)."""
         index = self._indexes.get((namespace, part))
         entry = index.blocks.get(digest) if index is not None else None
         return entry if entry is not None and entry.state is State.STORED else None
 
     def take_changes(self) -> list[Change]:
-        """What became visible or left since the last call, in order."""
+        """The changes since the last call, in order (design: announcements)."""
         change_log = self.change_log
         changes, change_log.changes = change_log.changes, []
         return changes
 
     def departures(self) -> list[Change]:
-        """Why blocks left that are not here any more, as far back as tombstones reach.
+        """The reasons of departures, as far back as the tombstones reach.
 
-        Leaves out blocks that have only lost a part: their other parts are here. Includes those
-        that are being written again: if the writer dies, they are still gone (seed 30742).
+        Leaves out blocks with a part that is still stored. Includes blocks that are being written
+        again: if that writer dies, they are still gone (seed 30742).
         """
         return [
             Change(namespace, 0, digest, status)
@@ -435,7 +440,7 @@ class Store:
         return sum(len(entries) for entries in self._quarantine.values())
 
     def check(self) -> None:
-        """Every invariant, and the table above. Raises InvariantViolated; O(blocks)."""
+        """Check every invariant and the table above. Raises InvariantViolated; O(blocks)."""
         self.allocator.check()
         held: dict[int, Entry] = {}
         self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
@@ -457,7 +462,7 @@ class Store:
                 if entry.children != children.pop(digest, 0):
                     raise InvariantViolated(f"{entry!r} has a wrong count of children")
                 if self._evictable(entry) and not self.policy.holds(entry):
-                    raise InvariantViolated(f"{entry!r} could go but is not offered: a leak")
+                    raise InvariantViolated(f"{entry!r} is evictable but no candidate: a leak")
             if children != index.orphans:
                 raise InvariantViolated("the count of children of absent parents is wrong")
         quarantined = [entry for entries in self._quarantine.values() for entry in entries]
@@ -526,7 +531,7 @@ class Store:
         return Reservation(WriteStatus.ALREADY_STORED)
 
     def _make_room(self, newcomer: Entry, now: float) -> int | WriteStatus:
-        """Evict victims until a block fits that has not: its offset, or why there is none."""
+        """Evict victims until `newcomer` fits: its offset, or the status of the refusal."""
         wrong = 0
         while True:
             victim = self.policy.victim(newcomer, self._evictable, now)
@@ -535,14 +540,15 @@ class Store:
             if isinstance(victim, Decision):
                 self.bypassed += 1
                 return WriteStatus.BYPASSED
-            # A policy may be a plug-in. One that does not ask `evictable` must not hand a pinned
-            # extent to a writer: its mistakes cost hits, never bytes (G4).
+            # A policy may be a plug-in. If it ignores `evictable`, a pinned extent must still not
+            # go to a writer: a wrong policy costs hits, never bytes (G4).
             if not self._evictable(victim):
                 self._reject(victim)
                 wrong += 1
                 if wrong == _WRONG_VICTIMS_MAX:
                     return WriteStatus.NO_SPACE
                 continue
+            # All parts leave together: a block with a missing part is of no use (design: eviction).
             for entry in self._parts(victim):
                 self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED)
             offset = self.allocator.allocate(newcomer.size)
@@ -552,7 +558,7 @@ class Store:
     def _reject(self, victim: Entry) -> None:
         """Take a victim that may not be evicted out of the candidates (design: eviction).
 
-        Whatever keeps it here offers it again when that ends: an unpin, a seal, a lost child.
+        It becomes a candidate again when its pin, reservation or last child is gone.
         """
         self.rejected_victims += 1
         self.policy.reject(victim)
@@ -594,7 +600,7 @@ class Store:
         )
 
     def _add_candidate(self, entry: Entry) -> None:
-        """Tell the policy about a block that may have become evictable, with all its parts."""
+        """Make a block that may have become evictable a candidate, with all its parts."""
         if entry.index.namespace.parts == 1:
             if entry.state is State.STORED and not entry.children and not entry.pins:
                 self.policy.add_candidate(entry)
@@ -604,11 +610,13 @@ class Store:
                     self.policy.add_candidate(part)
 
     def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
-        """Remove a sealed block: from the index, its extent free or pending, announced."""
+        """Take a sealed block out of the index, announce it, and free its extent or mark it
+        pending."""
         entry.state = after(entry.state, event)
         self._unlink(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
+        # After `_unlink`: `on_leave` must not find the block here any more (design: demotion).
         if self.on_leave is None or self.on_leave(entry, event):
             self.change_log.append_departure(entry, reason, self.tier)
             if event is Event.EVICT:
@@ -620,7 +628,7 @@ class Store:
             self.allocator.release(entry.offset)
 
     def _link_all(self, fresh: dict[bytes, Entry], now: float) -> None:
-        """Enter new blocks, each used once; then `fresh` is empty."""
+        """Enter new blocks, each with one touch; then `fresh` is empty."""
         touch = self.policy.touch
         for entry in fresh.values():
             touch(entry, now)

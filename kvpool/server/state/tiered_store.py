@@ -40,13 +40,14 @@ from kvpool.types import (
     WriteStatus,
 )
 
-#: Owns what is held for copies between tiers; connections count from 1.
+#: The owner of pins and reservations for transfers between tiers; connections count from 1.
 MOVER: Final = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierTransfer:
-    """One block on its way from one tier to another; both extents are ours until it is done."""
+    """A copy of one block from one tier to another. Neither extent is reused before
+    `transfer_done`."""
 
     source: int
     target: int
@@ -93,7 +94,7 @@ class TieredStore:
         self._cache_tiers = [t for t in range(self.backing_tier) if t != front_tier]
         self._erasable: list[int] = []  # offsets in the backing tier whose records must go
         self._writeback_queue: deque[Entry] = deque()
-        self._writeback_bytes = 0  # of the queue: it is asked for too often to be summed up
+        self._writeback_bytes = 0  # of the queue; kept up to date, because it is read often
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
         self._evicting = False  # copies in other tiers leave with their block: announced once
         if len(self.stores) > 1:
@@ -108,7 +109,7 @@ class TieredStore:
 
     @property
     def backing(self) -> Store:
-        """The store that decides what the pool loses."""
+        """The store whose evictions remove a block from the pool."""
         return self.stores[self.backing_tier]
 
     # --- for connections ------------------------------------------------------------------
@@ -153,7 +154,8 @@ class TieredStore:
         now: float,
         buffer_sizes: Sequence[int],
     ) -> list[Pin]:
-        """As `Store.pin`; NOT_YET for a block of a slower tier: `start_promotions` brings it."""
+        """As `Store.pin`; NOT_YET for a block of a slower tier, which `start_promotions` copies
+        (design: promotion)."""
         front = self.front
         if len(self.stores) == 1:
             return front.pin(owner, namespace, part, digests, now, buffer_sizes)
@@ -238,7 +240,8 @@ class TieredStore:
             if entry.state is not State.STORED or entry.clean:
                 continue
             answer = self._start(copies, entry, self.front_tier, self.backing_tier, now)
-            if answer is WriteStatus.IN_PROGRESS:  # an older transfer: it will be cancelled
+            # An older transfer of a block with the same key still has its reservation.
+            if answer is WriteStatus.IN_PROGRESS:
                 self._queue(entry)
             elif answer is not WriteStatus.RESERVED:
                 self.front.mark_clean(entry)
@@ -281,7 +284,8 @@ class TieredStore:
         source, target = self.stores[copy.source], self.stores[copy.target]
         entry = copy.entry
         if self.offline_tiers.intersection((copy.source, copy.target)):
-            good = False  # `take_offline` has given these blocks up already
+            good = False  # `take_offline` has already removed these blocks from the pool
+        # The source block may have been removed during the transfer: then no copy may appear.
         if good and entry.state is State.STORED:
             target.seal(MOVER, copy.id, entry.checksum, now, from_other_tier=True)
             if copy.target == self.front_tier:
@@ -297,12 +301,13 @@ class TieredStore:
         source.unpin(MOVER, copy.pin)
 
     def transfer_failed(self, copy: TierTransfer, reason: ReadStatus) -> None:
-        """The source could not be read, or not with the right bytes: it drops the block."""
+        """The source could not be read, or its bytes are corrupt: remove the block there."""
         index = copy.entry.index
         self.stores[copy.source].remove(index.namespace, [copy.entry.digest], reason, index.part)
 
     def take_offline(self, tier: int) -> list[Entry]:
-        """A tier is out of service; its blocks are for `report_lost`, some at a time.
+        """A tier is out of service. Returns its blocks, which the caller passes to `report_lost`
+        in several steps.
 
         When it was the backing tier, the front tier is the backing tier from now on.
         """
@@ -310,6 +315,7 @@ class TieredStore:
         if tier == self.backing_tier:
             self.backing_tier = self.front_tier
             self.front.write_back = False
+            # Without a tier below no block can be written back: each may be evicted as it is.
             for entry in self.front.inventory():
                 self.front.mark_clean(entry)
             self._writeback_queue.clear()
@@ -335,9 +341,9 @@ class TieredStore:
     # --- starting -----------------------------------------------------------------------------
 
     def restore(self, records: Sequence[Record], now: float) -> Iterator[None]:
-        """Add the blocks that the backing tier recovered, in steps that leave the loop to others.
+        """Add the blocks that the backing tier recovered, in steps between which the loop may run.
 
-        A record that does not fit is for `take_erasable`. Between two steps the store is
+        `take_erasable` returns the records that do not fit. Between two steps the store is
         consistent, but the blocks added so far cannot be evicted yet (design: recovery).
         """
         store = self.backing
@@ -357,12 +363,12 @@ class TieredStore:
     # --- looking --------------------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
-        """The sealed block in the tier where a reader would find it. Touches nothing (G9)."""
+        """The sealed block in the tier where a reader finds it, or None. Not a use (G9)."""
         entry = self.front.peek(namespace, part, digest)
         return entry or self._in_slower_tier(namespace, part, digest)
 
     def place(self, entry: Entry) -> int | None:
-        """The tier where a reader would find the block of this entry now; None if none has it."""
+        """The tier where a reader finds the block of this entry now; None if no tier has it."""
         index = entry.index
         found = self.peek(index.namespace, index.part, entry.digest)
         return found.index.tier if found is not None else None
@@ -405,7 +411,7 @@ class TieredStore:
 
     @property
     def stored(self) -> int:
-        """Sealed blocks, about: a block in the queue for writing back may be counted twice."""
+        """Approximate number of sealed blocks: one that waits for writing back may count twice."""
         return self.backing.stored + self.waiting
 
     @property
@@ -419,7 +425,8 @@ class TieredStore:
 
     @property
     def is_under_pressure(self) -> bool:
-        """A quarter of the front tier is dirty: writers will soon wait for the backing tier."""
+        """True when a quarter of the front tier is dirty: writers must soon wait for the backing
+        tier."""
         front = self.front
         return self._writeback_bytes * 4 > front.allocator.capacity
 
@@ -440,7 +447,7 @@ class TieredStore:
     # --- inside -----------------------------------------------------------------------------------
 
     def _queue(self, entry: Entry) -> None:
-        """Write it back, after all blocks that came before it."""
+        """Add a block to the queue for writing back."""
         self._writeback_queue.append(entry)
         self._writeback_bytes += entry.size
 
@@ -448,7 +455,7 @@ class TieredStore:
         return [store for tier, store in enumerate(self.stores) if tier not in self.offline_tiers]
 
     def _in_slower_tier(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
-        """The block, sealed in another tier, where the front tier does not have it sealed."""
+        """The sealed block in another tier, if the front tier does not have it sealed."""
         if self.front.peek(namespace, part, digest) is not None:
             return None
         for tier, store in enumerate(self.stores):
@@ -467,7 +474,7 @@ class TieredStore:
     def _touch_others(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], now: float
     ) -> None:
-        """A use of a block counts in every tier that has it, or the others would evict it."""
+        """Count a use in every other tier that has the block, or those tiers would evict it."""
         for tier, store in enumerate(self.stores):
             if tier != self.front_tier and tier not in self.offline_tiers:
                 blocks = store.blocks(namespace, part)
@@ -487,14 +494,15 @@ class TieredStore:
     def _start(
         self, copies: list[TierTransfer], entry: Entry, source: int, target: int, now: float
     ) -> WriteStatus:
-        """Pin the source and reserve the target, if it has space."""
+        """Pin the source and reserve the target, if it has space; the status of the target."""
         index = entry.index
         store = self.stores[target]
         session = entry.session
         session_hint = (
             SessionHint(session.name) if session is not None and not session.ended else None
         )
-        pin = self.stores[source].pin_internal(MOVER, entry)  # first: the reservation may evict
+        # First pin: the reservation below may evict blocks, and this one must not be among them.
+        pin = self.stores[source].pin_internal(MOVER, entry)
         (answer,) = store.reserve(
             MOVER,
             ReserveRequest(
@@ -514,9 +522,9 @@ class TieredStore:
         return answer.status
 
     def _on_leave(self, entry: Entry, event: Event) -> bool:
-        """A sealed block has just left a store: True when the pool has lost it.
+        """A sealed block has just left a store: True when no tier has it any more.
 
-        Whatever the reason, the order of these four steps matters (design: demotion): a block that
+        The order of these four steps matters (design: demotion): a block that
         the backing tier evicts leaves every tier, so that the pool never serves what its policy
         has given up, and each departure is announced exactly once.
         """
@@ -539,11 +547,12 @@ class TieredStore:
         found = self.peek(namespace, part, entry.digest)
         if found is None:
             return True
-        # A reader that was sent to this tier must be sent to the other one.
+        # Masters send readers to this tier: announce the tier that has the block now.
         place = found.index.tier
         if tier == self.front_tier or (place != self.front_tier and tier < place):
             self.change_log.append(found, ReadStatus.HIT, place)
         if tier == self.backing_tier and place == self.front_tier:
-            found.clean = False  # it was corrupt in the backing tier: write it back again
+            # The backing tier lost its copy without an eviction (it was corrupt): write it again.
+            found.clean = False
             self._queue(found)
         return False
