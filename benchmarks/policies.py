@@ -29,7 +29,7 @@ from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
 NAMESPACE = Namespace("bench")
 PAGE = 4096
 CHAIN = 100
-#: Of a block: stamp, queued, heat, session, dead.
+#: Of a block: last_used, is_candidate, policy_data, session, superseded_at.
 SLOTS_BYTES = 5 * 8
 T = TypeVar("T")
 
@@ -60,7 +60,14 @@ def cost(name: str, blocks: int, hinted: bool) -> tuple[float, float]:
     meter = Meter()
     policy = store.policy
     policy.touch = meter.timed(policy.touch)
-    for method in ("offer", "forget", "victim", "open", "joined", "grew"):
+    for method in (
+        "add_candidate",
+        "remove",
+        "victim",
+        "open_session",
+        "block_added",
+        "chain_extended",
+    ):
         setattr(policy, method, meter.timed(getattr(policy, method)))
     _write(store, list(_chains(blocks)), 1e4, hinted)
     written_us = meter.take() * 1e6 / blocks

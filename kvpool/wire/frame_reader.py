@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 
 import xxhash
 
-from kvpool.errors import BadFrame, KvpoolError
+from kvpool.errors import BadFrame, InvariantViolated, KvpoolError
 from kvpool.protocols import IdleTimeout
 from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header
 from kvpool.wire.messages import TYPES, Error
@@ -232,7 +232,10 @@ class FrameReader:
         return True
 
     def _move(self, event: ReaderEvent) -> None:
-        self.state = TRANSITIONS[self.state][event]
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            raise InvariantViolated(f"{event.name} while the reader is {self.state.name}") from None
 
 
 class PayloadReceiver:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpool.errors import BadFrame, BadMessage, PeerError, VersionMismatch
+from kvpool.errors import BadFrame, BadMessage, InvariantViolated, PeerError, VersionMismatch
 from kvpool.wire import frames, messages
 from kvpool.wire.frame_reader import (
     READ_AHEAD,
@@ -246,5 +246,5 @@ def test_every_state_can_be_closed_and_only_the_table_moves_it() -> None:
     assert set(TRANSITIONS) == set(ReaderState)
     for state, steps in TRANSITIONS.items():
         assert steps[ReaderEvent.CLOSE] is ReaderState.CLOSED, state
-    with pytest.raises(KeyError):
+    with pytest.raises(InvariantViolated):
         FrameReader().take()
