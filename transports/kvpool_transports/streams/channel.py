@@ -1,7 +1,7 @@
-"""The client's half of a transport whose frames carry the bytes: tcp, and whatever is like it.
+"""The client's half of a transport whose frames carry the payload: tcp and similar ones.
 
-Payload bytes are received straight into the caller's pieces of memory and leave straight from
-them, hashed in steps while they are in the cache.
+Payload bytes are received directly into the caller's pieces of memory and sent directly from them.
+They are hashed in steps while they are in the CPU's cache (design: streams).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from kvpool_transports.streams.pool import StreamPool
 
 
 class StreamChannel:
-    """A channel over a pool of streams, one exchange at a time on each."""
+    """A `Channel` over a pool of streams, one exchange at a time on each.
+
+    `address` is for logs. Its methods keep the contract of `kvpool.protocols.Channel`.
+    """
 
     def __init__(self, address: str, streams: StreamPool) -> None:
         self._address = address
@@ -33,6 +36,7 @@ class StreamChannel:
     async def write(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
+        """`Reserve`, then the payload of the granted blocks in one frame, then `Seal`."""
         async with self._streams.stream(deadline) as stream:
             statuses, granted, reserved = await requests.reserve(stream, options, blocks, deadline)
             if not granted:
@@ -49,6 +53,7 @@ class StreamChannel:
     async def read(
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
+        """`Read`, then one `Data` frame whose payload fills the blocks' memory."""
         answer = _ReadAnswer(options, blocks)
         async with self._streams.stream(deadline) as stream:
             await stream.send(requests.read_request(options, blocks), deadline=deadline)
@@ -58,22 +63,26 @@ class StreamChannel:
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
+        """Remove every part of the blocks; True where the server had one."""
         return await requests.remove(self._streams, namespace, digests, deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
+        """Report wrong checksums; True where the server verified it and removed the block."""
         return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
+        """As `abort`: the channel has no copies of its own to wait for."""
         self._streams.abort()
 
     def abort(self) -> None:
+        """Close every stream at once; running and later calls end with Unavailable. Idempotent."""
         self._streams.abort()
 
 
 class _ReadAnswer:
-    """The answer to one read: `Data`, which says which blocks its payload is of, and how large."""
+    """The answer to one read: `Data`, which lists the blocks of its payload and their sizes."""
 
     def __init__(self, options: ReadOptions, blocks: Sequence[ReadBlock]) -> None:
         self._options = options
@@ -84,7 +93,10 @@ class _ReadAnswer:
         self._receiver = PayloadReceiver(())
 
     def payload_target(self, frame: Frame) -> PayloadReceiver:
-        """Where the bytes go. Raises BadMessage for an answer that is not one to this read."""
+        """The receiver of the payload. Raises BadMessage for an answer that does not fit this read.
+
+        It checks every size against the caller's memory before one byte is received.
+        """
         options, blocks = self._options, self._blocks
         data = self._data = decode_answer(Data, frame.type, frame.body)
         self._statuses = requests.read_statuses(data.statuses, len(blocks))
@@ -104,7 +116,7 @@ class _ReadAnswer:
         return self._receiver
 
     def results(self) -> list[ReadResult]:
-        """One for each block, when the payload is in place."""
+        """One result for each block, after the whole payload was received."""
         data = self._data
         got = self._receiver.checksums if self._options.verify else data.checksums
         arrived = requests.verified(data.sizes, data.checksums, got)

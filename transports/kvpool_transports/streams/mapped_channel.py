@@ -1,6 +1,6 @@
-"""The client's half of shared memory: it copies by itself, in memory that the server has shown it.
+"""The client's half of shared memory: the client copies from and to the server's mapped segment.
 
-How that memory came to be mapped is somebody else's business (shm.py).
+`shm.py` maps the segment (design: shared-memory).
 """
 
 from __future__ import annotations
@@ -30,24 +30,30 @@ from kvpool_transports.streams.stream import Stream
 
 
 class Memory(Protocol):
-    """A server's segment, as this process sees it."""
+    """One mapping of a server's segment in this process."""
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Raises BadMessage for memory that the segment has not got."""
+        """`size` bytes at `offset`. Raises BadMessage for bytes outside of the segment."""
 
 
 class Segment(Protocol):
     """A server's memory, mapped by the first connection to it. Raises LinkBroken once closed."""
 
-    def readable(self) -> Memory: ...
+    def readable(self) -> Memory:
+        """The read-only mapping, for reads and views."""
 
-    def writable(self) -> Memory: ...
+    def writable(self) -> Memory:
+        """The writable mapping, made at the first write: a client that only reads has none."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Unmap both. Idempotent. Views that are still in use keep their mapping."""
 
 
 class MappedChannel:
-    """A channel whose streams carry words only; the bytes are copied in place."""
+    """A `Channel` whose streams carry only messages; the client copies the payload itself.
+
+    It keeps the contracts of `kvpool.protocols.Channel` and `SupportsZeroCopyView`.
+    """
 
     def __init__(
         self, address: str, streams: StreamPool, segment: Segment, copies: CopyPool
@@ -63,6 +69,7 @@ class MappedChannel:
     async def write(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
+        """`Reserve`, copy and hash the granted blocks into their extents, then `Seal`."""
         async with self._streams.stream(deadline) as stream:
             statuses, granted, reserved = await requests.reserve(stream, options, blocks, deadline)
             if not granted:
@@ -91,6 +98,7 @@ class MappedChannel:
     async def read(
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
+        """`Read`, which pins the blocks, copy and hash them, then a deferred `Unpin`."""
         async with self._streams.stream(deadline) as stream:
             statuses, pinned, hits, sources = await self._pin(stream, options, blocks, deadline)
             if hits:
@@ -124,6 +132,7 @@ class MappedChannel:
     async def read_view(
         self, options: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
+        """Views of the mapped segment, pinned until the `with` ends (design: zero-copy-views)."""
         blocks = [ReadBlock(digest, (), BLOCK_SIZE_MAX) for digest in digests]
         async with self._streams.stream(deadline) as stream:
             statuses, pinned, hits, sources = await self._pin(stream, options, blocks, deadline)
@@ -144,20 +153,25 @@ class MappedChannel:
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
+        """Remove every part of the blocks; True where the server had one."""
         return await requests.remove(self._streams, namespace, digests, deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[bool]:
+        """Report wrong checksums; True where the server verified it and removed the block."""
         return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
 
     async def close(self) -> None:
+        """`abort`, then end the copy threads and unmap the segment. Idempotent."""
         self.abort()
         self._copies.close()
         self._segment.close()
 
     def abort(self) -> None:
-        # In this order: to the server, the end of a stream means that nobody writes any more.
+        """End running and later calls with Unavailable. Idempotent."""
+        # Stop the copies first: when a stream ends, the server reuses the reserved extents, because
+        # it takes the end as the promise that this client writes no more (design: quarantine).
         self._copies.stop()
         self._streams.abort()
 
@@ -188,11 +202,11 @@ class MappedChannel:
 
 @contextlib.contextmanager
 def _borrowed(memory: list[memoryview], jobs: list[CopyJob] | None = None) -> Iterator[None]:
-    """Let go of mapped memory at the end, also where a frame stays.
+    """Release views of mapped memory at the end, also after an exception.
 
-    An exception keeps the frames that it went through, often until the next full garbage
-    collection; and as long as anything there leads to it, a segment stays mapped, even one whose
-    server is dead.
+    An exception keeps the frames that it passed, often until the next full garbage collection. As
+    long as such a frame refers to a view, the segment stays mapped, even if its server is dead
+    (design: garbage-collection).
     """
     try:
         yield
@@ -200,7 +214,7 @@ def _borrowed(memory: list[memoryview], jobs: list[CopyJob] | None = None) -> It
         for view in memory:
             try:
                 view.release()
-            except BufferError:  # somebody still looks
+            except BufferError:  # the caller of `read_view` still uses it
                 pass
         memory.clear()
         if jobs is not None:

@@ -1,4 +1,4 @@
-"""The client's half of tcp and shm: the requests they put the same way."""
+"""The requests that all transports over byte streams send in the same way (client's half)."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ _WRITE = tuple(WriteStatus)
 async def handshake(
     stream: Stream, *, cluster: Cluster, client: str, server: str, deadline: float
 ) -> Welcome:
-    """Say hello; the answer must come from `server`, unless that is empty.
+    """The first exchange on a new stream: versions, cluster, secret (design: authentication).
 
-    With a secret, both sides prove that they know it; raises Unauthenticated when one does not.
+    With a secret, both sides prove that they know it. Raises VersionMismatch for another protocol
+    version, another cluster, or another server than `server` (if that is not empty), and
+    Unauthenticated when a proof is missing or wrong.
     """
     nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
     await stream.send(Hello(cluster.name, client, nonce), deadline=deadline)
@@ -81,7 +83,11 @@ async def reserve(
     blocks: Sequence[WriteBlock],
     deadline: float,
 ) -> tuple[list[WriteStatus], list[int], Reserved]:
-    """Ask for room; statuses, the positions that were granted, and where they lie."""
+    """Reserve space for blocks: one status each, the positions of those that were granted, and the
+    answer with their ids and offsets.
+
+    Raises BadMessage for an answer that does not fit the request.
+    """
     digest_size = len(blocks[0].digest)
     session_hint = options.session_hint or SessionHint("")
     loop = asyncio.get_running_loop()
@@ -114,7 +120,10 @@ async def reserve(
 async def seal(
     stream: Stream, options: WriteOptions, ids: list[int], checksums: list[int], deadline: float
 ) -> list[WriteStatus]:
-    """The bytes are there; make them visible."""
+    """Make the written blocks readable, and visible to other clients if the options ask for it.
+
+    One status for each of `ids`. Raises BadMessage for an answer that does not fit.
+    """
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
     await stream.send(Seal(ids, checksums, options.visible, wait_s), deadline=deadline)
     sealed = await stream.expect(Sealed, deadline=deadline)
@@ -122,7 +131,7 @@ async def seal(
 
 
 def read_request(options: ReadOptions, blocks: Sequence[ReadBlock]) -> Read:
-    """Ask for blocks that fit into their memory."""
+    """The request for these blocks; the server refuses those larger than their memory."""
     return Read(
         namespace=options.namespace.name,
         parts=options.namespace.parts,
@@ -136,6 +145,7 @@ def read_request(options: ReadOptions, blocks: Sequence[ReadBlock]) -> Read:
 async def remove(
     streams: StreamPool, namespace: Namespace, digests: Sequence[bytes], deadline: float
 ) -> list[bool]:
+    """Remove every part of the blocks; True where the server had one."""
     request = Remove(namespace.name, namespace.parts, len(digests[0]), b"".join(digests))
     async with streams.stream(deadline) as stream:
         await stream.send(request, deadline=deadline)
@@ -145,6 +155,7 @@ async def remove(
 async def report_corruption(
     streams: StreamPool, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
 ) -> list[bool]:
+    """Report wrong checksums; True where the server verified it and removed the block."""
     size = len(digests[0])
     request = ReportCorruption(namespace.name, namespace.parts, size, b"".join(digests), part)
     async with streams.stream(deadline) as stream:
@@ -153,7 +164,7 @@ async def report_corruption(
 
 
 def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:
-    """HIT where the checksums agree, CORRUPT where they do not."""
+    """One result per block: HIT where the checksums are equal, else CORRUPT."""
     hit, corrupt = ReadStatus.HIT, ReadResult(ReadStatus.CORRUPT)
     return [
         ReadResult(hit, size) if one == other else corrupt
@@ -162,7 +173,7 @@ def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) 
 
 
 def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
-    """One per block asked for. Raises BadMessage."""
+    """One status for each of `count` blocks. Raises BadMessage."""
     _count(packed, count)
     try:
         return [_READ[value] for value in packed]
@@ -171,7 +182,7 @@ def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
 
 
 def write_statuses(packed: bytes, count: int) -> list[WriteStatus]:
-    """One per block. Raises BadMessage."""
+    """One status for each of `count` blocks. Raises BadMessage."""
     _count(packed, count)
     try:
         return [_WRITE[value] for value in packed]
@@ -197,7 +208,7 @@ async def verify_views(
     checksums: Sequence[int],
     deadline: float,
 ) -> list[View]:
-    """Hash pinned memory in place; a wrong checksum turns its view into a CORRUPT miss."""
+    """Hash pinned memory in place; a view with a wrong checksum becomes a CORRUPT miss."""
     hits = [i for i, view in enumerate(views) if view.data is not None]
     jobs = [
         CopyJob((data,), (), seed)

@@ -6,8 +6,8 @@ wrong: after any exception the stream is aborted, never reused. The server then 
 reservations of that connection, and no other connection is affected (design: streams).
 Concurrency is the number of streams.
 
-Here are sockets, buffers and timers. What the bytes mean is the `FrameReader`'s business; where
-payload bytes lie is that of `payload.py`.
+This module has the sockets, buffers and timers. `FrameReader` parses the bytes, and `payload.py`
+knows the memory of payload bytes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _open: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 def _detach_in_child() -> None:
-    """In a forked child: what is connected is the parent's, and ends with it.
+    """In a forked child: close the child's copies of the parent's connections.
 
-    A socket is closed when nobody has it open any more. Without this a child that lives on would
-    keep its parent's pins and reservations, which end with the connection. The numbers stay taken,
-    because the child's copies of the transports still hold them.
+    The kernel closes a connection when its last descriptor is closed. Without this, a child that
+    lives longer than its parent would keep the parent's pins and reservations alive. The descriptor
+    numbers stay in use (they refer to /dev/null), because the child's copies of the transports
+    still hold them and would otherwise close other files.
     """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for stream in list(_open):
@@ -53,7 +54,7 @@ os.register_at_fork(after_in_child=_detach_in_child)
 class Stream(asyncio.BufferedProtocol):
     """One connection, either end. `receive` and `send` belong to the exchange that owns the stream.
 
-    What it may be doing, and what ends that:
+    Its states, and what ends each:
 
     | state     | shown by                  | next                                              |
     |-----------|---------------------------|---------------------------------------------------|
@@ -64,8 +65,8 @@ class Stream(asyncio.BufferedProtocol):
     | closing   | `_closing`                | the peer has hung up: lost                        |
     | lost      | `lost`, `_why`            | nothing: it is never reused                       |
 
-    `abort`, the end of the connection and the peer's hanging up lead from everywhere to lost. An
-    owner who waits then gets `_why`, in each of the states.
+    `abort`, the end of the connection, and the peer's hanging up lead from every state to lost. An
+    owner that waits then gets the error `_why`.
     """
 
     def __init__(self) -> None:
@@ -81,8 +82,8 @@ class Stream(asyncio.BufferedProtocol):
         self._read_paused = False
         self._no_deadline = False
         self._frame_timer: asyncio.TimerHandle | None = None
-        #: When the peer hangs up, the connection is closed by its owner and not before: what the
-        #: owner still does with the peer's memory must have ended by then.
+        #: When the peer hangs up, only the owner closes the connection, after it has stopped its
+        #: work on the peer's memory: the close tells the peer that this work has ended.
         self.owned = True
         self.lost = False
         self._deferred_message: Message | None = None
@@ -104,8 +105,8 @@ class Stream(asyncio.BufferedProtocol):
     ) -> list[int]:
         """Send one frame (without a message: the payload frame); returns the blocks' checksums.
 
-        It returns when the kernel has all of it: the memory is the caller's again, and pins on it
-        may be released (design: pins). With `seeds`, each block is hashed as it leaves.
+        It returns when the kernel has all bytes: the caller may reuse the memory and release pins
+        on it (design: pins). With `seeds`, each block is hashed while it is sent.
         """
         transport = self._writable()
         size = sum([len(piece) for pieces in payload for piece in pieces])
@@ -120,7 +121,7 @@ class Stream(asyncio.BufferedProtocol):
         first = True
         for portion in writes(encode_frame(type, body, size), payload, seeds, checksums):
             if not first:
-                await asyncio.sleep(0)  # a fast peer must not keep the loop to itself
+                await asyncio.sleep(0)  # a fast peer must not keep other tasks from running
             first = False
             for together in portion:
                 transport = self._writable()  # the connection may be lost since the last write
@@ -133,14 +134,14 @@ class Stream(asyncio.BufferedProtocol):
         return checksums
 
     def send_now(self, message: Message) -> None:
-        """Queue a small frame that nobody waits for."""
+        """Queue a small frame without waiting until it is sent."""
         self._writable().write(encode_frame(*encode(message)))
 
     def send_deferred(self, message: Message) -> None:
         """Queue a small frame for the loop's next turn, unless another one is sent before it.
 
-        For a message that the next request implies (design: deferred-unpin): sending wakes the
-        peer, which may take our core while our caller waits for what has just arrived.
+        For a message that the next request implies (design: deferred-unpin). Sending it at once
+        would wake the peer, which could take this core while the caller waits for its result.
         """
         if self._deferred_message is None:
             self._loop.call_soon(self._send_deferred)
@@ -149,7 +150,7 @@ class Stream(asyncio.BufferedProtocol):
     async def receive(
         self, payload_target: ChooseTarget = no_payload, *, deadline: float | None
     ) -> Frame:
-        """The next frame, with its payload where `payload_target` says.
+        """The next frame, its payload received into the memory that `payload_target` returns.
 
         Without a deadline (a server waits for the next request as long as the client lives) a
         frame that has begun must still be complete within FRAME_S.
@@ -162,7 +163,7 @@ class Stream(asyncio.BufferedProtocol):
         try:
             self._received(self._reader.ask(payload_target))
             self._resume_reading()
-            if self._done.done():  # a peer that sends ahead must not keep the loop to itself
+            if self._done.done():  # a peer that sends ahead must not keep other tasks from running
                 await asyncio.sleep(0)
             else:
                 await wait_until(self._done, deadline, "the peer did not answer in time")
@@ -186,7 +187,7 @@ class Stream(asyncio.BufferedProtocol):
 
     @asynccontextmanager
     async def cancel_on_disconnect(self) -> AsyncIterator[None]:
-        """Ends what is awaited inside when the connection is lost: its result has no receiver."""
+        """Cancel the work inside the `with` when the connection is lost: its result has no receiver."""
         if self.lost:
             raise self._why or LinkBroken("the peer closed the connection")
         work = self._work = asyncio.timeout(None)
@@ -201,9 +202,10 @@ class Stream(asyncio.BufferedProtocol):
             self._work = None
 
     async def close_gracefully(self) -> None:
-        """Hang up, and wait, however long it takes, until the peer has done so, too.
+        """Hang up, and wait without a deadline until the peer has hung up too.
 
-        What is queued is still sent, what comes is dropped. Returns at once if the peer has gone.
+        Queued bytes are still sent, received bytes are dropped. Returns at once if the peer has
+        gone.
         """
         if not self.lost and self._transport is not None:
             self._closing = self._loop.create_future()
@@ -228,10 +230,10 @@ class Stream(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast and not isinstance: uvloop's transports inherit from nothing of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        # Paused as long as one byte is still ours to send: when `send` is not held up, the kernel
-        # has everything, and a pin may be released. Sockets compare with `>`, so the limit is 0
-        # (with 1, a last byte would count as sent). The TLS layers of asyncio and uvloop compare
-        # with `>=`: with 0 they would pause for ever, and 1 means the same there.
+        # Writing is paused while asyncio still holds one byte. So when `send` does not wait, the
+        # kernel has everything, and a pin may be released (design: pins). Sockets compare with `>`,
+        # so the limit is 0 (with 1, a last byte would count as sent). The TLS layers of asyncio and
+        # uvloop compare with `>=`: with 0 they would pause for ever, and 1 means the same there.
         self._tls = transport.get_extra_info("ssl_object") is not None
         self._transport.set_write_buffer_limits(high=1 if self._tls else 0)
         _open.add(self)
@@ -252,7 +254,7 @@ class Stream(asyncio.BufferedProtocol):
             return  # the hot path: nothing else changes before the last byte
         self._received(complete)
         if self._reader.full and self._transport is not None and not self.lost:
-            # Requests that are not asked for yet: let the peer wait.
+            # The peer sends requests before `receive` asks for them: stop reading (backpressure).
             self._read_paused = True
             self._transport.pause_reading()
 
@@ -298,7 +300,7 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _received(self, complete: bool) -> None:
-        """Bytes have arrived, or had before they were asked for."""
+        """Bytes have arrived, now or before `receive` was called."""
         if self._done is None or self._done.done():
             return
         if complete:
