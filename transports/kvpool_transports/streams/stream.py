@@ -187,7 +187,7 @@ class Stream(asyncio.BufferedProtocol):
 
     @asynccontextmanager
     async def cancel_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel the work inside the `with` when the connection is lost: its result has no receiver."""
+        """Cancel the work inside when the connection is lost: its result has no receiver."""
         if self.lost:
             raise self._why or LinkBroken("the peer closed the connection")
         work = self._work = asyncio.timeout(None)
