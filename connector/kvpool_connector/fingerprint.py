@@ -1,8 +1,8 @@
-"""Which weights an engine runs, from its files: equal copies on two hosts agree, others do not.
+"""A fingerprint of an engine's weights, from their files: equal for equal copies on two hosts.
 
-Reading all of a large model would take minutes. A safetensors file says where its tensors lie, so a
-little of each is enough to tell one checkpoint from the next, even where most layers are the same;
-of other files, samples at even distances.
+Reading all of a large model would take minutes. The header of a safetensors file lists where its
+tensors start, so 1 KiB of each tensor is enough to distinguish two checkpoints, even if most layers
+are the same. Other files are sampled at even distances (design: namespace).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def weights(model: str, revision: str = "", *, digits: int = 12) -> str:
-    """A hash of the files in a model's directory. Raises OSError for what cannot be read.
+    """A hash of the files in a model's directory. Raises OSError when a file cannot be read.
 
     `model` is a directory, or the name of a model in the Hugging Face cache.
     """
@@ -60,7 +60,7 @@ def _folder(model: str, revision: str) -> Path:
 
 
 def _settings(path: Path) -> bytes:
-    """What config.json says, apart from who wrote it and in which order."""
+    """The content of config.json, without the version that wrote it and with its keys sorted."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict)
     except msgspec.DecodeError as error:

@@ -1,8 +1,8 @@
-"""The name under which an engine's blocks are shared: everything that must be equal, spelled out.
+"""The namespace of an engine's blocks: every property that must be equal, as readable text.
 
-`key=value` pairs with spaces between them, so that a person and `kvpool doctor` can compare two
-engines that share nothing and see which field keeps them apart. What is too long or not printable
-becomes a hash; equal values give equal names, and different ones different names.
+`key=value` pairs separated by spaces, so that a person and `kvpool doctor` can compare two engines
+that share no blocks and see which field differs. A value that is too long or not printable becomes
+a hash. Equal values give equal names, different values different names (design: namespace).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from kvpool.types import Namespace
 
-#: The first word; a new meaning of any field, or of a block's bytes, changes it.
+#: The first word. Change it when any field, or the bytes of a block, get another meaning.
 FORMAT: Final = "vllm/1"
 _VALUE_MAX: Final = 64
 _NAME_MAX: Final = 512
@@ -34,7 +34,7 @@ def digest(text: str, digits: int = 12) -> str:
 
 
 def _value(text: str) -> str:
-    """One word, printable, of bounded length; two different texts never become the same one."""
+    """The text as one printable word of bounded length; different texts give different words."""
     plain = text.isprintable() and text and not set(text) & set(" =~")
     if plain and len(text) <= _VALUE_MAX:
         return text

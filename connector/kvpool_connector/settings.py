@@ -16,58 +16,60 @@ Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    #: Any master that answers is good.
+    #: Host and port of the masters. One that answers is enough: each knows all blocks.
     masters: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: ["127.0.0.1:7450"]
     )
+    #: Name of the cluster; masters and servers of other clusters refuse the engine.
     cluster: str = "default"
-    #: A file with the cluster's secret, if it has one.
+    #: File with the cluster's secret. Empty: the cluster has no secret.
     secret_file: str = ""
-    #: Transports that may be used, best first.
+    #: Transports to use, best first.
     transports: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: ["shm", "tcp"]
     )
-    #: Whose blocks these are: tenants share nothing.
+    #: Name of the tenant. Engines of different tenants share no blocks.
     tenant: str = "default"
-    #: The model's name in the pool; empty: the last part of the path or id that the engine got.
+    #: The model's name in the pool. Empty: the last part of the path or id passed to the engine.
     model: str = ""
-    #: Which weights these are; empty: a fingerprint of the weight files.
+    #: Name of this version of the weights. Empty: a fingerprint of the weight files.
     revision: str = ""
-    #: `auto` loads what is estimated to come faster than it is computed; `always` and `never`
-    #: are for trials.
+    #: `auto` loads a prefix if the estimate is that loading is faster than computing it; `always`
+    #: and `never` are for experiments (design: load-or-recompute).
     load: Literal["auto", "always", "never"] = "auto"
-    #: Hits of fewer tokens are not worth a load.
+    #: Tokens. A shorter hit is not loaded, because computing it costs less than the request.
     hit_tokens_min: Annotated[int, Meta(ge=1)] = 1
-    #: A lookup that is not back by then is a miss.
+    #: Time after which a lookup without an answer counts as a miss.
     lookup_timeout_s: Seconds = 0.05
-    #: A load that is not back by then is recomputed; often it is given up earlier (planner.py).
+    #: Time after which the engine computes a prompt instead of waiting for its load. The planner
+    #: often ends a load earlier, when it takes much longer than estimated.
     load_timeout_s: Seconds = 10.0
-    #: A save that is not acknowledged by then lets go of the engine's blocks.
+    #: Time after which a save without an acknowledgement releases the engine's blocks.
     save_timeout_s: Seconds = 10.0
-    #: How long the engine's start may wait for the pool, without which it serves alone, and a first
-    #: request for the workers' first word.
+    #: Time for which the engine's start waits for the pool (without it the engine serves alone),
+    #: and a first request for the workers' first message.
     start_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
-    #: Save what was generated, too: the next turn of a conversation contains it.
+    #: Also save blocks of generated tokens, because the next turn of a conversation contains them.
     save_decode: bool = True
-    #: Loads at once; beyond it prompts are recomputed.
+    #: Prompts that load at once; further prompts are computed.
     loads_max: Count = 32
-    #: Reads that one process has under way at once, and half as many writes beside them.
+    #: Reads that one process has under way at once; it may have half as many writes in addition.
     transfers_max: Count = 4
-    #: Share of the engine's blocks that saves may keep from being reused; the others wait.
+    #: Share of the engine's blocks that unfinished saves may keep from reuse; further saves wait.
     save_share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25
-    #: A refused save is tried again this often, while its blocks are still there.
+    #: Number of further attempts of a refused save, while the engine still has its blocks.
     save_retries: Annotated[int, Meta(ge=0, le=100)] = 3
-    #: Servers that each block is written to.
+    #: Number of servers to which each block is written.
     copies: Annotated[int, Meta(ge=1, le=16)] = 1
-    #: While loads are refused for being slow, the pool's speed is tried this often, by reading
-    #: a few blocks that nobody waits for.
+    #: While loads are refused because they are slow, the interval at which the connector measures
+    #: the pool's speed by reading a few blocks in the background.
     probe_every_s: Seconds = 5.0
 
     def client(self) -> ClientConfig:
         return ClientConfig(masters=self.masters, transports=self.transports)
 
     def member(self) -> Cluster:
-        """The cluster, with its secret. Raises ConfigError when that cannot be read."""
+        """The cluster with its secret. Raises ConfigError when the secret cannot be read."""
         return Cluster(self.cluster, read_secret(self.secret_file))
 
 

@@ -24,16 +24,18 @@ from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
 
-#: Changes that may wait for one master; beyond it, an inventory is cheaper and bounded.
+#: Changes that may wait for one master. With more, a new inventory is cheaper and bounded
+#: (design: inventory).
 _PENDING_MAX: Final = 100_000
-#: Changes that no caller waits for are sent to a master at most so often, and so in batches: the
-#: fixed cost of a message is higher, at both ends, than that of a few more changes in it.
+#: Seconds between two batches of changes that no caller waits for. Batches save work: the fixed
+#: cost of a message is higher, at both ends, than that of a few more changes in it.
 _NEWS_GAP_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a server is. `epoch` is random in each life of the process: a restart is another one."""
+    """How a server identifies itself. `epoch` is random for each start of the process, so that a
+    master notices a restart."""
 
     server: str
     epoch: int
@@ -43,7 +45,7 @@ class Identity:
 
 
 class AnnouncerState(enum.Enum):
-    """How far a master is with this server."""
+    """What a master has of this server's inventory."""
 
     UNREGISTERED = enum.auto()
     SYNCING = enum.auto()
@@ -60,8 +62,9 @@ class Announcer:
     | STREAMING    | all but the queued changes        | queued      | (it stays)                |
 
     Any error, a refused announcement, and more than `_PENDING_MAX` queued changes lead back to
-    UNREGISTERED: nothing is kept for a master that is away, it gets the inventory afterwards.
-    One request is under way at a time; changes that come meanwhile make the next batch.
+    UNREGISTERED: nothing is queued for a master that does not answer; it gets an inventory later.
+    One request is under way at a time, so that the numbers arrive in order; changes made during it
+    form the next batch (design: announcements).
     """
 
     def __init__(
@@ -101,12 +104,12 @@ class Announcer:
         return self._state is not AnnouncerState.UNREGISTERED
 
     def start(self) -> None:
-        """Begin in the background."""
+        """Start the task that announces."""
         name = f"announce to {self._link.address}"
         self._task = self._loop.create_task(self._run(), name=name)
 
     async def close(self) -> None:
-        """Stop, and tell the master so if it answers within 0.2 s."""
+        """Stop, and send `Leave`, waiting at most 0.2 s for the master's answer."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -187,14 +190,15 @@ class Announcer:
 
     async def _send_inventory(self) -> None:
         """All blocks, in pieces; changes meanwhile are queued and follow (design: inventory)."""
-        # From here on changes are queued: a block that is sealed while the pieces are sent is in
-        # none of them.
+        # Queue changes from here on, before the inventory is read: a block that is sealed while the
+        # pieces are sent is in none of them. No await between these lines and `inventory`.
         self._pending.clear()
         self._enqueued = self._acknowledged = 0
         self._state = AnnouncerState.SYNCING
         self._sequence += 1
         entries: list[Entry | Change] = [*self._store.inventory()]
-        # And why others are gone: the master may still have them from before it lost touch.
+        # Also the reasons of departures: the master may still list those blocks from before it lost
+        # the connection, and readers ask it why they are gone (design: tombstones).
         entries += self._store.departures()
         step = wire.ANNOUNCED_BLOCKS_MAX
         starts = range(0, max(1, len(entries)), step)
@@ -271,6 +275,7 @@ class Announcer:
 
     async def _wait(self) -> None:
         """Until there are changes or a heartbeat is due."""
+        # `_wake` may still be set for changes that were sent already: the queue itself decides.
         self._wake.clear()
         if self._pending or not self.registered:
             return
@@ -285,7 +290,7 @@ class Announcer:
         self._unregister()
 
     def _unregister(self) -> None:
-        """The inventory is due again. Callers that wait are released: nothing more is promised."""
+        """An inventory is due. Callers that wait are released: `flushed` covers living masters."""
         self._state = AnnouncerState.UNREGISTERED
         self._pending.clear()
         self._acknowledge(self._enqueued)
@@ -304,7 +309,7 @@ class Announcer:
 
 
 def _as_change(stack: TieredStore, entry: Entry | Change) -> Change | None:
-    """How an inventory tells of a block; not at all if it has left since the inventory began."""
+    """The entry of an inventory for a block; None if it has left since the inventory began."""
     if isinstance(entry, Change):
         return entry
     tier = stack.place(entry)

@@ -1,7 +1,7 @@
 """HBM: one buffer on a CUDA device, reached from host memory through pinned staging.
 
-How bytes cross between host and device, and why nobody waits for it: `device_copy.py`. On the
-device `cpu` the same code runs, with copies that are done when they return.
+`device_copy.py` copies between host and device without blocking the event loop
+(design: device-memory). On the device `cpu` the same code runs, with synchronous copies.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from kvpool.device_copy import STEP, DeviceCopier, first_line
 from kvpool.errors import BadBuffer, Closed, ConfigError, UsageError
 from kvpool_tiers.dram import memory_available
 
-if TYPE_CHECKING:  # torch takes seconds to import, and only those who make an Hbm need it
+if TYPE_CHECKING:  # torch takes seconds to import: only `Hbm.__init__` does (design: import-time)
     import torch
 
 
 class Hbm:
-    """`capacity` bytes of a device's memory, fixed for the life of the server.
+    """`capacity` bytes of a device's memory, allocated once.
 
-    When `write_from` returns, the bytes are in the device's memory for all of its streams; when
-    `read_into` returns, they are in the caller's.
+    When `write_from` returns, the bytes are visible to all streams of the device; when `read_into`
+    returns, they are in the caller's buffer.
     """
 
     name = "hbm"
@@ -30,10 +30,11 @@ class Hbm:
     survives_restart = False
 
     def __init__(self, capacity: int, *, device: str = "cuda", staging: int = 8 * STEP) -> None:
-        """Pins `staging` bytes of host memory: 2 MiB, and a thread, for each call that copies.
+        """Allocate `capacity` bytes on `device`, and pin `staging` bytes of host memory.
 
-        Calls beyond those wait. Raises ConfigError: no torch, no such device, or less memory free
-        than is asked for.
+        Each call that copies uses 2 * STEP bytes of the pinned memory and one thread; with more
+        calls at once, the others wait. Raises ConfigError when torch is not installed, the device
+        does not exist, or the memory is not free.
         """
         self.device = _usable(device)
         import torch
@@ -65,6 +66,7 @@ class Hbm:
         return f"<Hbm {self.capacity} bytes on {self.device}>"
 
     def device_view(self, offset: int, size: int) -> torch.Tensor:
+        """`size` bytes at `offset`, as `DeviceAddressable.device_view`."""
         if not 0 <= offset <= offset + size <= self.capacity:
             raise UsageError(f"{size} bytes at {offset}: there are {self.capacity}")
         if self._memory is None:
@@ -80,7 +82,7 @@ class Hbm:
         await self._copy(offset, buffer, to_host=False)
 
     def close(self) -> None:
-        """Running calls end with Closed; waits for the steps that their copies are at."""
+        """End running calls with Closed; waits until the current step of each copy is done."""
         self._copier.close()
         if self._memory is not None:
             self._memory = None
@@ -98,7 +100,7 @@ class Hbm:
 
 
 def _usable(device: str) -> torch.device:
-    """Raises ConfigError: torch is missing, or has no such device."""
+    """The device. Raises ConfigError when torch is not installed or has no such device."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of it is missing

@@ -1,23 +1,24 @@
-"""UCX: blocks go straight between the caller's buffer and the server's segment, on any fabric.
+"""UCX: blocks move directly between the caller's buffer and the server's segment, on any fabric.
 
-A TCP connection carries the words: requests, answers, and who is still there. UCX carries the
-bytes of all but small payloads, by rendezvous, one tagged message for each piece:
+A TCP connection carries requests and answers, and its end shows that the peer's process has ended.
+UCX carries all but small payloads, by rendezvous, one tagged message for each piece:
 
     sender    the frame that announces the payload      (tcp)
     receiver  posts a receive for every piece, "ready"  (tcp)
     sender    sends the pieces                          (UCX)
     sender    "done", when all its sends have completed (tcp)
 
-So no message is ever unexpected, and UCX buffers nothing. "Done" is what makes the bytes good: a
-sender that gave up, whose memory may be another block's by now, never says it. The connection that
-carries the words ends with the process at its other end, on every fabric, so death is noticed at
-once; frozen peers cost a deadline. Each stream has a UCX endpoint of its own, and whatever goes
-wrong in a transfer closes it: that alone is how UCX lets go of buffers (see `ucx_worker`). Before
-the first request a token goes through UCX, so a lane that is blocked or missing is found out while
-there is time for another transport.
+So no message is unexpected, and UCX buffers nothing. The bytes are valid only after "done": a
+sender that gave up, whose memory may belong to another block by then, never sends it. The TCP
+connection ends with the process at its other end, on every fabric, so a dead peer is noticed at
+once; a frozen peer costs a deadline. Each stream has its own UCX endpoint, and any error in a
+transfer closes it, because only that makes UCX release buffers (see `ucx_worker`). Before the first
+request a token goes through UCX, so a lane that is blocked or missing is noticed while there is
+time to use another transport. (design: ucx)
 
-UCX believes its peers: who can reach a UCX worker is trusted with its process. On loopback that is
-this host; beyond it, it is the network (the reason why `--insecure` must be said there).
+UCX does not validate what peers send: a peer that can reach a UCX worker is trusted with its
+process. On loopback these are the processes of this host; elsewhere it is the whole network, so
+`--insecure` is required there (design: authentication).
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ if TYPE_CHECKING:
 
 log = logs.get("kvpool.ucx")
 
-#: Payloads up to this size come with their frame: below it a rendezvous costs more than a copy.
+#: Payloads up to this many bytes are sent with their frame, over TCP: a rendezvous costs more.
 SMALL: Final = 128 << 10
-#: Blocks travel in pieces of this size (of a 1,024th of the payload, if that is more).
+#: Bytes of one UCX message (a 1,024th of the payload, if that is more).
 PIECE: Final = 1 << 20
 _PIECES_MAX: Final = 1024
-#: Pieces that a sender has under way.
+#: Messages that a sender has under way at once.
 WINDOW: Final = 16
 HINT: Final = "UCX is not installed: pip install 'kvpool[ucx]'"
 _INTRODUCTION = struct.Struct("<4sHHHQQ")
@@ -85,7 +86,7 @@ _RAILS_MAX = 16
 
 
 class UcxTransport:
-    """`ucx://host:port`; the port is that of the words. Lanes are chosen by UCX's own `UCX_TLS`.
+    """`ucx://host:port`, the port of the TCP connection. UCX chooses the lanes from `UCX_TLS`.
 
     Settings: `tls` and `net_devices` as in UCX_TLS and UCX_NET_DEVICES, `rails` as in
     UCX_MAX_RNDV_RAILS (how many network cards one block may use at once), `rndv_scheme` as in
@@ -164,7 +165,8 @@ class UcxTransport:
 
     @property
     def status_text(self) -> str:
-        """What UCX finds on this machine, and what that means for the bytes."""
+        """UCX's version, lanes, devices and rendezvous scheme on this machine, and its RDMA
+        devices. Raises ConfigError when UCX cannot be used."""
         _load()
         context = make_context(local=False, settings=self._settings)
         config = context.config
@@ -176,7 +178,7 @@ class UcxTransport:
 
     @property
     def needs_measurement(self) -> bool:
-        """Without a lane of a fabric UCX has nothing that tcp has not."""
+        """True unless a lane of a fabric is set and usable: over tcp UCX is not faster than tcp."""
         lanes = self._settings.get("TLS") or os.environ.get("UCX_TLS", "")
         named = any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))
         return not (named and _rdma_devices() and _has_verbs())
@@ -223,7 +225,7 @@ class _UcxListener:
 
 
 class _Session(StreamSession):
-    """One that is introduced when it has been greeted: UCX hears of nobody who is not let in."""
+    """A session that exchanges UCX addresses after its handshake, so only with admitted clients."""
 
     async def handshake(self) -> Connection:
         connection = await super().handshake()
@@ -236,11 +238,11 @@ class _Session(StreamSession):
 
 
 async def _exchange_addresses(stream: UcxStream, workers: Workers, deadline: float) -> None:
-    """Introduce both sides, each of which then makes its end of an endpoint.
+    """Send our UCX address and receive the server's; then each side makes its end of an endpoint.
 
-    UCX joins the ends that two workers make for each other in the order in which they are made.
-    So a client's streams do this one after the other; if it fails half way, nobody knows which
-    ends there are, and the next stream has another worker.
+    UCX joins the ends that two workers make for each other in the order in which they are made. So
+    a client's streams do this one after the other (`Workers.pairing`). If it fails half way, it is
+    unknown which ends exist, and the next stream uses a new worker.
     """
     try:
         await stream.send_address(deadline)
@@ -251,7 +253,7 @@ async def _exchange_addresses(stream: UcxStream, workers: Workers, deadline: flo
 
 
 class UcxStream(Stream):
-    """A stream whose larger payloads go by UCX, beside it."""
+    """A stream whose payloads above SMALL go by UCX beside it (design: ucx)."""
 
     def __init__(self, worker: Worker, copies: CopyPool) -> None:
         super().__init__()
@@ -261,7 +263,7 @@ class UcxStream(Stream):
         self._transfer: Transfer | None = None
 
     async def send_address(self, deadline: float) -> None:
-        """Tell the peer where our worker is, and the number of our receives."""
+        """Send the address of our worker, and the number in the tags of our receives."""
         address, path = self._worker.address, self._ucx_path()
         head = _INTRODUCTION.pack(
             _MAGIC, *_version(), len(address), path.number, xxhash.xxh3_64_intdigest(address)
@@ -269,7 +271,7 @@ class UcxStream(Stream):
         await super().send(None, [(memoryview(head + address),)], deadline=deadline)
 
     async def receive_address(self, deadline: float) -> None:
-        """Hear the same of the peer. Raises PeerError."""
+        """Receive the peer's address and number. Raises PeerError."""
         received = bytearray()
 
         def target(frame: Frame) -> PayloadReceiver:
@@ -290,7 +292,7 @@ class UcxStream(Stream):
         self._ucx_path().meet(address, number)
 
     async def meet(self, deadline: float) -> None:
-        """The server's half of being introduced, and of `handshake_token`."""
+        """The server's half of `_exchange_addresses` and of `handshake_token`."""
         await self.receive_address(deadline)
         tokens = [bytearray(_TOKEN.size) for _ in range(2)]
         async with self._moving() as transfer:
@@ -305,9 +307,9 @@ class UcxStream(Stream):
         await super().send(None, deadline=deadline)  # ready for requests
 
     async def handshake_token(self, deadline: float) -> None:
-        """Send the token, twice, and receive one: the lanes work, and make a rendezvous.
+        """Send the token twice and receive one, which proves that the lanes work by rendezvous.
 
-        The first also sets up the lanes; only after that can be seen how a message goes.
+        The first message also sets up the lanes; only the second shows how UCX sends over them.
         """
         token = bytearray(_TOKEN.size)
         async with self._moving() as transfer:
@@ -321,13 +323,13 @@ class UcxStream(Stream):
         await self._ack(deadline)
 
     def _send_token(self, transfer: Transfer) -> None:
-        """Raises LinkBroken for lanes over which UCX sends without being asked."""
+        """Raises LinkBroken if UCX sends over these lanes without a rendezvous."""
         if transfer.send(memoryview(_TOKEN.pack(self._ucx_path().theirs))):
             why = (
                 "UCX sends without a rendezvous over these lanes, and what has begun to arrive "
                 "could not be stopped: leave UCX_RNDV_SCHEME to kvpool, or name other lanes"
             )
-            log.error("link refused", why=why)  # the other side hears only that we hung up
+            log.error("link refused", why=why)  # the peer only sees that the connection ends
             raise LinkBroken(why)
 
     # --- payloads --------------------------------------------------------------------------
@@ -340,7 +342,7 @@ class UcxStream(Stream):
         deadline: float,
         seeds: Sequence[int] | None = None,
     ) -> list[int]:
-        """When it returns, or raises, the buffers are the caller's again."""
+        """As `Stream.send`. When it returns or raises, UCX does not use the buffers any more."""
         total = sum([len(piece) for pieces in payload for piece in pieces])
         if total <= SMALL:
             return await super().send(message, payload, deadline=deadline, seeds=seeds)
@@ -356,7 +358,7 @@ class UcxStream(Stream):
                         hasher.update(buffer)
                     transfer.send(buffer)
                     await transfer.until(WINDOW - 1, deadline)
-                    await asyncio.sleep(0)  # the loop is everybody's
+                    await asyncio.sleep(0)  # let other tasks run between two pieces
                 if hasher is not None:
                     checksums.append(hasher.intdigest())
             await transfer.until(0, deadline)
@@ -366,7 +368,8 @@ class UcxStream(Stream):
     async def receive(
         self, payload_target: ChooseTarget = no_payload, *, deadline: float | None
     ) -> Frame:
-        """When it returns, or raises, the memory of `payload_target` is its owner's again."""
+        """As `Stream.receive`. When it returns or raises, nothing writes into the memory that
+        `payload_target` has returned."""
         apart: PayloadReceiver | None = None
 
         def aside(frame: Frame) -> PayloadTarget:
@@ -375,7 +378,7 @@ class UcxStream(Stream):
             if target.missing <= SMALL or frame.type == TYPES[Error]:
                 return target
             apart = cast(PayloadReceiver, target)
-            return PayloadReceiver(())  # of this, nothing comes with the frame
+            return PayloadReceiver(())  # no payload bytes follow the frame over TCP
 
         frame = await super().receive(aside, deadline=deadline)
         if apart is not None:
@@ -385,7 +388,8 @@ class UcxStream(Stream):
     async def _fetch(self, payload: PayloadReceiver, deadline: float | None) -> None:
         size = _piece_size(payload.missing)
         segments = [segment for pieces in payload.blocks for segment in cut(pieces, size)]
-        # UCX fills contiguous memory only: what lies in several pieces is scattered afterwards.
+        # UCX fills contiguous memory only: a segment of several pieces is received into scratch
+        # memory and copied to the pieces.
         buffers = deque(
             segment[0] if len(segment) == 1 else _scratch(segment) for segment in segments
         )
@@ -400,10 +404,10 @@ class UcxStream(Stream):
                 if len(segment) > 1:
                     await self._copy([buffer], segment, until)
                 payload.filled(len(buffer))
-        await self._ack(deadline)  # done: what has come was still the sender's to send
+        await self._ack(deadline)  # done: the sender's memory held this block until all was sent
 
     async def _contiguous(self, segment: Pieces, deadline: float) -> memoryview:
-        """The same bytes in one piece, which is all that UCX sends."""
+        """The bytes as one contiguous piece, because UCX sends no other."""
         if len(segment) == 1:
             return segment[0]
         joined = _scratch(segment)
@@ -411,17 +415,17 @@ class UcxStream(Stream):
         return joined
 
     async def _copy(self, source: Pieces, target: Pieces, deadline: float) -> None:
-        """In a thread: never on the loop, which others wait for (design: copy-pool)."""
+        """Copy in a thread, so that the loop's other calls go on (design: copy-pool)."""
         job = CopyJob(tuple(source), tuple(target), None)
         await self._copies.run([job], deadline=deadline)
 
     async def _ack(self, deadline: float | None) -> None:
-        """The peer says that it is ready, or done: an empty payload frame."""
+        """Wait for the peer's "ready" or "done": an empty payload frame."""
         _expect_payload(await super().receive(deadline=deadline))
 
     @asynccontextmanager
     async def _moving(self) -> AsyncIterator[Transfer]:
-        """A transfer. However the `with` ends, when it has ended UCX has let go of all buffers."""
+        """A transfer. After the `with`, however it ends, UCX uses none of the buffers."""
         transfer = self._transfer = self._ucx_path().transfer()
         try:
             yield transfer
@@ -441,7 +445,7 @@ class UcxStream(Stream):
 
     def _ucx_path(self) -> UcxPath:
         if self._path is None:
-            if self.lost:  # a path that was made now would never be closed
+            if self.lost:  # `_fail` has run already: a path made now would never be closed
                 raise self._why or LinkBroken("the peer closed the connection")
             self._path = self._worker.path()
         return self._path
@@ -455,7 +459,7 @@ class UcxStream(Stream):
 
 
 def _load() -> None:
-    """Import ucxx, which takes a moment, and keep UCX from printing what we raise and log."""
+    """Import ucxx, which is slow, and keep UCX from printing errors that kvpool raises and logs."""
     for name, value in (("UCX_WARN_UNUSED_ENV_VARS", "n"), ("UCX_LOG_LEVEL", "fatal")):
         os.environ.setdefault(name, value)
     try:
@@ -465,9 +469,10 @@ def _load() -> None:
 
 
 def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:
-    """UCX, set up for whole blocks. Our `settings` win, then `UCX_...` in the environment.
+    """A UCX context for whole blocks: `settings` first, then `UCX_...` variables, then defaults.
 
-    Raises ConfigError when they leave no lane, or would let bytes move when nobody expects them.
+    Raises ConfigError when no lane is left, and for a rendezvous scheme in which the sender writes
+    into the receiver's memory.
     """
     from ucxx._lib.libucxx import Feature, UCXContext
     from ucxx.exceptions import UCXError
@@ -494,10 +499,10 @@ def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:
 def defaults(lanes: str, *, local: bool) -> dict[str, str]:
     """UCX's settings without their `UCX_`, for these lanes (as in `UCX_TLS`, empty: ours).
 
-    Rendezvous always, because it is what fills no buffer but ours, and what a closed endpoint
-    ends. Who receives is active: a sender that writes into our memory by itself could do so after
-    we gave up on it. It reads the sender's memory only where every lane can do that: over one that
-    cannot, UCX would go without a rendezvous.
+    Always rendezvous: it fills only the buffers of posted receives, and closing the endpoint ends
+    it. The receiver is the active side: a sender that writes into the receiver's memory could do so
+    after the receiver gave up. The receiver reads the sender's memory (`get_zcopy`) only if every
+    lane can do that: over another lane UCX would send without a rendezvous.
     """
     words = {lane.strip().partition("_")[0] for lane in lanes.split(",")} - {"self"}
     chosen = {
@@ -525,7 +530,7 @@ _SCHEMES: Final = ("am", "get_zcopy", "get_ppln")
 
 
 def _fabric() -> str:
-    """RDMA: whether there is a device, and whether this UCX can use one."""
+    """The RDMA devices as text, and whether this UCX can use them."""
     devices = _rdma_devices()
     if not devices:
         return "no RDMA device"
@@ -542,7 +547,7 @@ def _rdma_devices() -> list[str]:
 
 
 def _has_verbs() -> bool:
-    """The wheel's UCX has them, or the operator says that the system's is used."""
+    """True if the wheel's UCX has verbs, or the operator has set that the system's UCX is used."""
     spec = importlib.util.find_spec("libucx")
     places = spec.submodule_search_locations or [] if spec is not None else []
     own = [module for place in places for module in Path(place).glob("lib/ucx/libuct_ib*")]
@@ -557,19 +562,19 @@ def _version() -> tuple[int, int]:
 
 
 def _scratch(pieces: Pieces) -> memoryview:
-    """Memory of their size; not cleared, because all of it is about to be filled."""
+    """Memory for the bytes of `pieces`; not cleared, because all of it is filled next."""
     return np.empty(sum(map(len, pieces)), np.uint8).data
 
 
 def _piece_size(total: int) -> int:
-    """The same on both sides, and never more than about a thousand pieces."""
+    """Bytes of one message: both sides must compute the same; at most `_PIECES_MAX` messages."""
     return max(PIECE, -(-total // _PIECES_MAX))
 
 
 def _expect_payload(frame: Frame) -> None:
     if frame.type != PAYLOAD:
         decode_answer(Welcome, frame.type, frame.body)  # raises what an Error stands for
-        raise BadFrame(f"got type {frame.type}, expected the peer's word on a payload")
+        raise BadFrame(f"got type {frame.type}, expected the payload frame of a ready or done")
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,13 +1,13 @@
 """UCX on an asyncio loop: one worker, asleep on its descriptor, and the transfers it makes.
 
-A UCX worker does nothing by itself: somebody has to call `progress`. Here it is the loop, when the
-worker's epoll descriptor says so (the worker is *armed*) and after each request that is made. An
+A UCX worker does nothing by itself: the program must call `progress`. Here the loop does, when the
+worker's epoll descriptor is readable (after the worker was *armed*) and after each new request. An
 idle worker costs nothing, and there is no thread and no lock.
 
-UCX moves bytes whenever it makes progress, so the danger is a buffer that its owner has taken
-back. A `Transfer` therefore ends in one of two ways only: every request has completed, or its
-endpoint was closed by force and every request has completed *then*. Until that is seen, `stop`
-does not return.
+UCX moves bytes during any progress, so it must never have a buffer whose owner uses it again. A
+`Transfer` therefore ends in one of two ways only: every request has completed, or its endpoint was
+closed by force and every request has completed after that. `stop` waits until this is true
+(design: ucx).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvpool_transports.streams.stream import wait_until
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext, UCXEndpoint, UCXRequest
 
-#: Steps of progress in a row; then everybody else on the loop has a turn.
+#: Steps of progress in a row; then the loop runs other tasks.
 _STEPS = 32
-#: Looks at a closed endpoint before its end is waited for with pauses.
+#: Steps of progress after an endpoint was closed, before waiting for its requests with pauses.
 _LOOKS = 100
-#: Messages for receives that were cancelled; beyond it new streams have a new worker.
+#: Messages dropped by `drain_unexpected`, each of which leaks memory, until the worker is replaced.
 _PURGED_MAX = 4096
 _PAUSE_S: Final = 0.001
 _WARN_S: Final = 1.0
@@ -43,7 +43,7 @@ log = logs.get("kvpool.ucx")
 
 
 class Worker:
-    """One UCX worker, driven by the running loop. Ends when it is closed and its last path is."""
+    """One UCX worker, driven by the running loop. It ends when it and its last path are closed."""
 
     def __init__(self, context: UCXContext) -> None:
         from ucxx._lib.libucxx import UCXWorker
@@ -67,7 +67,7 @@ class Worker:
         return f"<Worker paths={len(self._paths)} moving={len(self._moving)}>"
 
     def path(self) -> UcxPath:
-        """A new path to a peer that is still to be named. Raises LinkBroken after `close`."""
+        """A new path; `UcxPath.meet` names its peer. Raises LinkBroken after `close`."""
         if self._closed or self._worker is None:
             raise LinkBroken("the channel is closed")
         number = secrets.randbits(64 - _PIECE_BITS)
@@ -78,7 +78,8 @@ class Worker:
 
     @property
     def needs_replacement(self) -> bool:
-        """Transfers that were given up have left so much in it that another one should follow."""
+        """True when abandoned transfers have leaked so much memory here that a new worker should
+        be used."""
         return self._purged >= _PURGED_MAX
 
     def retire(self) -> None:
@@ -87,12 +88,13 @@ class Worker:
         self._end()
 
     def close(self) -> None:
-        """The same, and there are no new paths. Idempotent."""
+        """`retire`, and refuse new paths. Idempotent."""
         self._closed = True
         self.retire()
 
     def kick(self) -> None:
-        """Something is to be done: soon, and not right now, so that requests come in bunches."""
+        """Make progress in the loop's next turn: not now, so that one progress serves several
+        requests."""
         if not self._scheduled and self._worker is not None:
             self._scheduled = True
             self._loop.call_soon(self._turn)
@@ -107,16 +109,16 @@ class Worker:
             return UCXEndpoint.create_from_worker_address(self._worker, theirs, True)
 
     def progress(self) -> None:
-        """Once, until there is nothing to do."""
+        """Make progress until UCX has nothing to do."""
         if self._worker is not None:
             self._worker.progress()
 
     def drain_unexpected(self) -> None:
-        """Forget messages that nobody waits for: they were for receives that have been cancelled.
+        """Drop messages without a receive: their receives were cancelled.
 
-        Receives are posted before the peer may send, so there are no others. UCX would keep them,
-        and ucxx, when the worker ends, would wait for the bytes that they announce, forever. What
-        was taken out of the queue stays allocated, some 200 bytes each, until the worker ends.
+        Receives are posted before the peer may send, so there are no other such messages. UCX would
+        keep them, and at the end of the worker ucxx would wait for their bytes for ever. A dropped
+        message stays allocated, about 200 bytes, until the worker ends.
         """
         from ucxx._lib.libucxx import UCXXTag, UCXXTagMask
 
@@ -131,7 +133,7 @@ class Worker:
         self._moving.pop(transfer, None)
 
     def ended(self, number: int) -> None:
-        """A path has closed."""
+        """The path with this number has closed."""
         self._paths.pop(number, None)
         self._end()
 
@@ -166,13 +168,14 @@ class Worker:
 
 
 class Workers:
-    """The worker of a channel or listener, or its successor, once it is worn."""
+    """The current worker of a channel or listener; `renew` replaces it."""
 
     def __init__(self, context: UCXContext) -> None:
         self._context = context
         self._worker = Worker(context)
         self._closed = False
-        #: For payloads in pieces, which UCX wants in one. Its threads start when there are any.
+        #: Joins payloads in several pieces, because UCX sends contiguous memory. Its threads start
+        #: with the first such payload.
         self.copies = CopyPool(inline_max=0)
         #: Held while a client's stream meets its server's: see `UcxPath.meet`.
         self.pairing = asyncio.Lock()
@@ -183,7 +186,7 @@ class Workers:
         return self._worker
 
     def renew(self) -> None:
-        """New paths have another worker; those that there are go on."""
+        """Use a new worker for new paths; existing paths keep the old one."""
         if not self._closed:
             fresh = Worker(self._context)
             self._worker.retire()
@@ -208,10 +211,11 @@ class UcxPath:
         self.closed = False
 
     def meet(self, address: bytes, theirs: int) -> None:
-        """Who the peer is, and the number that its receives have.
+        """Connect to the peer's worker at `address`; `theirs` is the number of its receives.
 
-        The ends that two workers make for each other are joined in the order in which they are
-        made: both sides must meet their paths in the same order. Raises LinkBroken, BadMessage.
+        UCX joins the ends that two workers make for each other in the order in which they are made:
+        both sides must call `meet` for their paths in the same order. Raises LinkBroken,
+        BadMessage.
         """
         if self.closed:
             raise LinkBroken("the connection was aborted")
@@ -228,7 +232,8 @@ class UcxPath:
         return Transfer(self, self._worker)
 
     def close(self) -> None:
-        """Close by force: what is under way is cancelled, nobody is waited for. Idempotent."""
+        """Close by force: requests under way are cancelled; does not wait for the peer.
+        Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -248,7 +253,7 @@ class UcxPath:
 
 
 class Transfer:
-    """Requests on one path, waited for in the order in which they were made."""
+    """Requests on one path. `until` waits for them in the order in which they were made."""
 
     def __init__(self, path: UcxPath, worker: Worker) -> None:
         self._path = path
@@ -264,9 +269,10 @@ class Transfer:
         return f"<Transfer requests={len(self._requests)}>"
 
     def send(self, buffer: memoryview) -> bool:
-        """It belongs to UCX until the transfer has come to an end, or this far.
+        """Send `buffer`. UCX uses it until `until` has passed this request or the transfer ended.
 
-        True when it has gone at once: then it waited for no receiver, so without a rendezvous.
+        True when the request completed at once: UCX did not wait for the receiver, so it sent
+        without a rendezvous.
         """
         from ucxx._lib.arr import Array
         from ucxx._lib.libucxx import UCXXTag
@@ -281,7 +287,7 @@ class Transfer:
         return bool(request.completed)
 
     def receive(self, buffer: memoryview) -> None:
-        """The same for a buffer that is to be filled."""
+        """Fill `buffer` with the peer's next message. UCX uses it as long as `send` does."""
         from ucxx._lib.arr import Array
         from ucxx._lib.libucxx import UCXXTag
 
@@ -307,7 +313,7 @@ class Transfer:
             self._waiter = None
 
     def look(self) -> None:
-        """Take note of what has completed; an error is the transfer's."""
+        """Remove completed requests; the first error fails the transfer."""
         while self._requests and self._requests[0].completed:
             request = self._requests.popleft()
             self._keep.popleft()
@@ -322,7 +328,7 @@ class Transfer:
             waiter.set_result(None)
 
     def fail(self, error: KvpoolError) -> None:
-        """Nobody waits for it any more; whoever did must `stop` it."""
+        """End the wait with `error`; the task that waited must then call `stop`."""
         if self._why is None:
             self._why = error
         if self._waiter is not None and not self._waiter.done():
@@ -331,9 +337,9 @@ class Transfer:
     async def stop(self) -> None:
         """Close the path; when it returns, UCX neither reads nor writes our buffers any more.
 
-        It waits for that however long it takes, cancelled or not: bytes come before deadlines. In
-        fact UCX has cancelled everything by the time the endpoint is closed, which takes a fraction
-        of a millisecond and does not depend on the peer.
+        It waits without a deadline, also when it is cancelled: returning earlier could let UCX
+        write into memory that is used again. In practice UCX has cancelled every request when the
+        endpoint is closed, which takes a fraction of a millisecond and does not depend on the peer.
         """
         self._path.close()
         for _ in range(_LOOKS):
@@ -356,11 +362,11 @@ class Transfer:
             raise cancelled
 
     def end(self) -> None:
-        """Everything has completed."""
+        """Every request has completed: the worker need not look at the transfer any more."""
         self._worker.forget(self)
 
     def _over(self) -> bool:
-        """Whether every request has completed, in whatever order."""
+        """True when every request has completed, in any order."""
         left = [r for r in self._requests if not r.completed]
         if left:
             return False
@@ -372,7 +378,7 @@ class Transfer:
 
 @contextlib.contextmanager
 def ucx_errors(what: str) -> Iterator[None]:
-    """Map what UCX raises at the edge: nothing of it may reach a caller."""
+    """Map UCX's exceptions to kvpool's: none of them may reach a caller."""
     from ucxx.exceptions import UCXError, UCXInvalidAddrError
 
     try:

@@ -1,15 +1,15 @@
-"""One file as a disk: reads and writes at positions, without any idea of what the bytes mean.
+"""One file as a disk: reads and writes at positions; it does not interpret the bytes.
 
-`Disk` is the contract below the NVMe tier. The tier and its format never see a file, a thread or an
-OSError, so the same code runs over a simulated disk that tears, rots, fills and hangs. `FileDisk`
-is the real one: a preallocated file that belongs to one process, read and written past the page
-cache (O_DIRECT) where the file system allows it. (design: disks)
+`Disk` is the contract below the NVMe tier. The tier and its format use no file, thread or OSError,
+so the same code runs over a simulated disk, with torn writes, damaged bytes, full and stuck media.
+`FileDisk` is the real one: a preallocated file that belongs to one process, read and written
+without the page cache (O_DIRECT) where the file system allows it. (design: disks)
 
-Two descriptors share the file. Whole pages go through the direct one, straight from or to the
-caller's memory if that is aligned, else through a few aligned buffers. Anything smaller goes
-through the page cache, which makes writing 128 bytes cheap. The kernel keeps the two coherent as
-long as no page is written both ways at once; the tier above takes care of that. The file is never
-mapped: a disk that dies under a mapping kills the process (SIGBUS).
+Two descriptors share the file. Whole pages go through the direct one, from or to the caller's
+memory if that is aligned, else through one aligned buffer per thread. Anything smaller goes through
+the page cache, which makes writing 128 bytes cheap. The kernel keeps the two coherent as long as no
+page is written both ways at once; the tier ensures that. The file is never mapped: an I/O error
+under a mapping kills the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvpool.errors import Closed, ConfigError, Unavailable
 
 #: The unit of direct I/O: memory, offset and size are multiples of it.
 PAGE: Final = 4096
-#: Small calls made together are one batch for a thread, up to so many bytes and calls: submitting a
-#: call to a thread costs more than reading a small block.
+#: Small calls of one turn of the loop are one batch for a thread, up to so many bytes and calls:
+#: passing a call to a thread costs more than reading a small block.
 _BATCH_BYTES: Final = 256 << 10
 _BATCH_CALLS: Final = 16
-#: Large reads are split into pieces, which different threads take: so reads side by side end one
-#: after the other, instead of all at the same late moment, and devices are faster. Writes stay
-#: whole: no reader waits for them, and more pieces would take the GIL from readers more often.
+#: Large reads are split into pieces of so many bytes for several threads: then parallel reads end
+#: one after the other instead of all late at once, and devices are faster. Writes are not split: no
+#: reader waits for them, and more pieces would take the GIL from readers more often.
 _PIECE_BYTES: Final = 512 << 10
 #: One buffer per thread, made when a caller's memory is not aligned.
 _BOUNCE_BYTES: Final = 1 << 20
@@ -50,9 +50,9 @@ _BOUNCE_BYTES: Final = 1 << 20
 class Disk(Protocol):
     """One file or device; positions are bytes. Any number of calls at once, never short.
 
-    A call that has ended, cancelled or not, touches neither its buffer nor the medium any more. So
-    on a stuck disk a call does not end, not even when it is cancelled. Calls at the same time are
-    in no order. After `close` calls raise Closed.
+    After a call has returned, failed or been cancelled, it touches neither its buffer nor the
+    medium. So on a stuck disk a cancelled call does not end before the disk does. Calls made at the
+    same time have no order. After `close` calls raise Closed.
     """
 
     @property
@@ -67,10 +67,10 @@ class Disk(Protocol):
         """Fill `buffer`. Raises Unavailable with the name of the disk's error (EIO)."""
 
     async def write(self, offset: int, buffer: memoryview) -> None:
-        """Store all of `buffer`. Raises Unavailable (ENOSPC, EIO): then any of it may be there."""
+        """Store all of `buffer`. Raises Unavailable (ENOSPC, EIO); then any part may be stored."""
 
     def close(self) -> None:
-        """Take no more calls. Idempotent; never waits, not even for a stuck disk."""
+        """Refuse new calls. Idempotent; never waits, not even for a stuck disk."""
 
 
 class FileDisk:
@@ -86,12 +86,13 @@ class FileDisk:
         queue_depth: int = 16,
         direct: bool = True,
     ) -> None:
-        """Open `path`, or make it: its directory must exist. It has `size` bytes from now on.
+        """Open or create `path`, and give it `size` bytes; its directory must exist.
 
-        A new or empty file begins with `head`. Of any other, `accept` gets the first bytes (as
-        many, or all it has) and raises ConfigError if the file is not ours: until then nothing is
-        changed. A larger file is cut, a smaller one grows. `queue_depth` threads read and write.
-        Raises ConfigError, which names the path and what to do.
+        A new or empty file begins with `head`. For any other file `accept` gets its first
+        `len(head)` bytes, or fewer if the file is shorter, and raises ConfigError if the file
+        belongs to another program; nothing is changed before that. A larger file is truncated, a
+        smaller one grows. `queue_depth` threads read and write. Raises ConfigError, which names the
+        path and what to do.
         """
         if queue_depth < 1:
             raise ConfigError(f"queue_depth is {queue_depth}, expected at least 1")
@@ -105,7 +106,7 @@ class FileDisk:
                 _claim(self._fd, self.path, head, accept)
                 _resize(self._fd, self.path, size)
             except ConfigError:
-                if empty:  # it was empty: leave no trace of a capacity that is too large
+                if empty:  # it was empty: do not leave a file behind, its capacity is too large
                     os.unlink(self.path)
                 raise
         except BaseException:
@@ -119,7 +120,7 @@ class FileDisk:
         self._waiting: list[_IoRequest] = []
         self._batches: set[_WorkBatch] = set()
         self._closed = False
-        self._guard = threading.Lock()  # guards what follows: the loop and all threads use it
+        self._guard = threading.Lock()  # for the fields below, which loop and threads change
         self._pieces: deque[tuple[_WorkBatch, int]] = deque()
         self._active_threads = 0  # threads that perform a piece, or look for the next
         self._batches_begun = 0  # batches that threads have begun and not ended
@@ -134,7 +135,7 @@ class FileDisk:
         await self._call(_IoRequest(self._write, offset, buffer, len(buffer)))
 
     def close(self) -> None:
-        """Calls that no thread has begun end with Closed; the others keep the file until they end.
+        """Calls that no thread has begun end with Closed; the others keep the file open till then.
 
         The threads are daemons: one that is stuck in a dead disk does not keep the process alive.
         """
@@ -154,7 +155,7 @@ class FileDisk:
     # --- from the loop to a thread and back ----------------------------------------------
 
     async def _call(self, request: _IoRequest) -> None:
-        """One read or write. When it has ended, in whatever way, no thread touches its buffer."""
+        """One read or write. After it has ended in any way, no thread touches its buffer."""
         if self._closed:
             raise Closed("the disk is closed")
         if not self._waiting:
@@ -163,7 +164,8 @@ class FileDisk:
         try:
             await request.done
         except asyncio.CancelledError:
-            if not request.try_own(_Owner.LOOP):  # a thread has it, and may be in its buffer
+            # A thread that owns it may be using the buffer: wait, although this call is cancelled.
+            if not request.try_own(_Owner.LOOP):
                 await request.wait_finished()
             raise
         finally:
@@ -192,7 +194,7 @@ class FileDisk:
             self._submit([(batch, n) for batch in batches for n in range(batch.pieces_left)])
 
     def _submit(self, pieces: list[tuple[_WorkBatch, int]]) -> None:
-        """Active threads take the pieces when they have done theirs; only idle ones are woken."""
+        """Queue pieces. Active threads take them after their own; only idle threads are woken."""
         with self._guard:
             self._pieces.extend(pieces)
             count = min(len(pieces), self._queue_depth - self._active_threads)
@@ -256,10 +258,10 @@ class FileDisk:
             request.finish()
 
     def _close_files(self) -> None:
-        """After `close`, when no thread uses the descriptors any more; under the guard.
+        """After `close`, close the files when no thread uses their descriptors; under the guard.
 
-        Not before: the number of a closed descriptor may be another file's a moment later. After
-        that no thread uses them: `close` has ended every call that no thread had begun.
+        Not earlier: another file may get the number of a closed descriptor a moment later. Later no
+        thread uses them, because `close` has ended every call that no thread had begun.
         """
         if self._closed and not self._batches_begun:
             for fd in (self._fd, self._direct):
@@ -298,7 +300,7 @@ class FileDisk:
                 _write(self._direct, offset + start, bounce)
 
     def _bounce(self, size: int) -> memoryview:
-        """This thread's own aligned memory: whole pages for `size` bytes, or as many as it has."""
+        """This thread's own aligned memory: whole pages for `size` bytes, at most _BOUNCE_BYTES."""
         memory: memoryview | None = getattr(self._bounce_buffers, "memory", None)
         if memory is None:
             memory = self._bounce_buffers.memory = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
@@ -309,14 +311,14 @@ _NO_BYTES: Final = memoryview(b"")
 
 
 class _Owner(enum.Enum):
-    """Who may end a call: threads, which perform it, or the loop, and then it is not performed."""
+    """Which side ends a call: threads, which perform it, or the loop, which drops it."""
 
     THREADS = "threads"
     LOOP = "loop"
 
 
 class _IoRequest:
-    """One read or write, and who owns it.
+    """One read or write. Its owner, set once under a lock, decides who may touch the buffer.
 
     | owner   | set by                                    | ends with                          |
     |---------|-------------------------------------------|------------------------------------|
@@ -357,7 +359,7 @@ class _IoRequest:
         self._finished = False
 
     def try_own(self, owner: _Owner) -> bool:
-        """Become the owner, if there is none. Whether `owner` is the owner now."""
+        """Become the owner, if there is none. True when `owner` is the owner now."""
         with self._claiming:
             if self.owner is None:
                 self.owner = owner
@@ -389,10 +391,10 @@ class _WorkBatch:
 
 
 class _DaemonThreads:
-    """Up to `count` daemon threads, started as they are needed, that run what is submitted.
+    """Up to `count` daemon threads, started when they are needed, that run what is submitted.
 
-    Not a ThreadPoolExecutor: that joins its threads when the interpreter exits, with a stuck disk
-    never.
+    Not a ThreadPoolExecutor: it joins its threads when the interpreter exits, and with a stuck disk
+    the process would never end.
     """
 
     def __init__(self, count: int) -> None:
@@ -436,7 +438,7 @@ def _write(fd: int, offset: int, buffer: memoryview) -> None:
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """numpy releases the GIL for it, slice assignment does not."""
+    """Copy bytes. With numpy, because it releases the GIL; slice assignment does not."""
     size = min(len(source), len(target))
     np.copyto(np.frombuffer(target, np.uint8, size), np.frombuffer(source, np.uint8, size))
 
@@ -473,7 +475,7 @@ def _open(path: Path) -> int:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Lock this open file; the kernel unlocks it when the process ends, in whatever way."""
+    """Lock this open file; the kernel unlocks it when the process ends, also after kill -9."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ours, named = os.fstat(fd), os.stat(path)
@@ -488,7 +490,7 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def _owner(fd: int) -> str:
-    """The process that has the lock, if the kernel shows it."""
+    """The process that has the lock as text, if the kernel shows it."""
     status = os.fstat(fd)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with contextlib.suppress(OSError), open("/proc/locks") as locks:
@@ -514,9 +516,9 @@ def _claim(fd: int, path: Path, head: bytes, accept: Callable[[bytes], object]) 
 
 
 def _resize(fd: int, path: Path, size: int) -> None:
-    """Exactly `size` bytes, all of them allocated: no other file can take them later.
+    """Give the file exactly `size` bytes, all allocated: no other file can use them up later.
 
-    Raises ConfigError instead of using what the file system reserves for root.
+    Raises ConfigError instead of using space that the file system reserves for root.
     """
     before = os.fstat(fd).st_size
     try:
@@ -542,7 +544,7 @@ def _resize(fd: int, path: Path, size: int) -> None:
 
 
 def _open_direct(fd: int) -> int:
-    """A second descriptor of the same file, past the page cache; -1 where that is refused."""
+    """A second descriptor of the same file, with O_DIRECT; -1 where that is refused."""
     direct = -1
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
