@@ -1,7 +1,7 @@
-"""What every kvpool process has in common: its loop, its end, its garbage, its host.
+"""What every kvpool process has in common: its loop, signals, garbage collection, host id.
 
-A process ends within a second of Ctrl-C or SIGTERM, or with the process that started it when it
-was told to; kernel-owned resources (sockets, memfds) go with it even after kill -9.
+A process ends within a second of Ctrl-C or SIGTERM, or, if asked for, with the process that started
+it. Kernel-owned resources (sockets, memfds) are freed with it even after kill -9.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def die_with_parent() -> None:
 
 
 def freeze_gc() -> None:
-    """For processes that hold millions of blocks: never walk all of them in one pause.
+    """For processes with millions of blocks: avoid collections that visit all of them.
 
-    A full collection stops the loop while it visits every entry, and finds nothing: the books hold
-    no cycles that outlive a block. Young garbage is still collected.
+    A full collection stops the loop while it visits every entry, and frees nothing: the index has
+    no cycles that outlive a block. Young garbage is still collected (design: garbage-collection).
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Engines in processes of their own, one core each, behind one pool: who computes what.
+"""Three engines, each in its own process with one core: A and B share a pool, C has none.
 
-Each finds tokens in its own cache or in the pool and computes the rest. All must say what C says,
-the engine without a pool; also when the pool has been killed.
+Each finds tokens in its own cache or in the pool and computes the rest. All must output the same
+tokens as C, also after the pool was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from examples.mini_engine.model import Model, Shape
 def serve(asked: Connection, pool: str | None) -> None:
     """An engine's process: it answers lists of prompts."""
     torch.set_num_threads(1)
-    logging.getLogger("kvpool").setLevel(logging.ERROR)  # the connector says it in one line
+    logging.getLogger("kvpool").setLevel(logging.ERROR)  # the connector logs failures itself
     engine = Engine(Model(Shape(), seed=0), blocks=1024, pool=pool)
     while True:
         requests = [engine.add(prompt, new_tokens=16) for prompt in asked.recv()]
@@ -36,7 +36,7 @@ def serve(asked: Connection, pool: str | None) -> None:
 
 
 def play(pool: subprocess.Popen[str], length: int) -> bool:
-    """Ask everybody about a document of this many tokens; whether all said the same."""
+    """Ask all engines about a document of `length` tokens; True when all outputs are the same."""
     address = pool.stdout.readline().rpartition(" ")[2].strip() if pool.stdout else ""
     engines, forks = [], get_context("fork")  # this process has no threads yet
     for joins in (address, address, None):
@@ -48,7 +48,7 @@ def play(pool: subprocess.Popen[str], length: int) -> bool:
     rng = random.Random(7)
     texts = [rng.choices(range(4096), k=n) for n in (length, length, 32, 32, 32, 32)]
     questions, other = [texts[0] + end for end in texts[2:]], [texts[1] + texts[2]]
-    table = Table("engine", "is asked", "cached", "pool", "computed", "TTFT", "says")
+    table = Table("engine", "is asked", "cached", "pool", "computed", "TTFT", "output")
     truth: dict[str, list[int]] = {}
     first_s: dict[str, float] = {}
     right: list[bool] = []

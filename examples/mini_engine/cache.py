@@ -1,4 +1,4 @@
-"""The paged KV cache: its memory, and the books of which block holds what for whom."""
+"""The paged KV cache: its memory, and the index of which prefix each block contains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from examples.mini_engine.model import Shape
 
-#: Tokens in a block: what is found, shared, loaded and stored as a whole.
+#: Tokens in a block. Blocks are looked up, shared, loaded and stored as a whole.
 BLOCK: Final = 16
 
 
 def prefix_keys(tokens: Sequence[int]) -> list[bytes]:
-    """A key for each full block. It hashes the key before it, too: so it names a whole prefix."""
+    """A key for each full block. Each hashes the key before it, so it identifies a whole prefix."""
     packed, keys, parent = np.asarray(tokens, "<i8"), [], b""
     for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
         parent = hashlib.sha256(parent + packed[first : first + BLOCK].tobytes()).digest()
@@ -29,8 +29,8 @@ def prefix_keys(tokens: Sequence[int]) -> list[bytes]:
 class Memory:
     """Keys and values: [block, layer, key or value, token, head, number].
 
-    The block comes first: so it is one run of bytes with all of its layers in it, goes to the pool
-    as it lies, and is read from the pool to where attention reads it.
+    The block is the first dimension, so a block with all of its layers is contiguous: it is written
+    to the pool without a copy, and read from the pool to where attention uses it.
     """
 
     def __init__(self, shape: Shape, blocks: int) -> None:
@@ -39,11 +39,11 @@ class Memory:
         self._bytes = self._data.flatten(1).view(torch.uint8).numpy()
 
     def buffer(self, block: int) -> memoryview:
-        """The block's own bytes, to be read and to be written."""
+        """The bytes of one block, writable."""
         return memoryview(self._bytes[block])
 
     def write(self, layer: int, table: Tensor, first: int, key: Tensor, value: Tensor) -> None:
-        """Keep what some tokens of a sequence, from position `first` on, have in one layer."""
+        """Store keys and values of one layer for tokens of a sequence, from position `first` on."""
         positions = torch.arange(first, first + len(key))
         block, token = table[positions // BLOCK], positions % BLOCK
         self._data[block, layer, 0, token] = key
@@ -56,10 +56,10 @@ class Memory:
         return key, value
 
 
-class Books:
-    """Who uses each block, and which prefix it holds: the engine's own prefix cache.
+class PrefixCache:
+    """The engine's own prefix cache: how many requests use each block, and which prefix it has.
 
-    A block that nobody uses is idle: it keeps what it holds until somebody takes it.
+    A block without a user is idle: it keeps its content until `take` returns it.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -69,11 +69,11 @@ class Books:
         self._keys: dict[int, bytes] = {}
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest prefix that is here: hold them before you do anything else."""
+        """The blocks of the longest cached prefix. Call `hold` on them before any `take`."""
         return [self._by_key[key] for key in takewhile(self._by_key.__contains__, keys)]
 
     def take(self, count: int) -> list[int]:
-        """Hold `count` idle blocks, least recently used first. What they held is forgotten."""
+        """Hold `count` idle blocks, least recently used first. Their content is dropped."""
         assert count <= len(self.idle), f"{count} blocks of {len(self.idle)}"
         taken = list(islice(self.idle, count))
         for block in taken:
@@ -88,14 +88,14 @@ class Books:
             self.idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The last one becomes idle first: a prefix is of use without its tail."""
+        """End one use of each. The last becomes idle first: a prefix is useful without its tail."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
                 self.idle[block] = None
 
     def name(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """What these blocks hold is found by these keys, where no other block is already."""
+        """Make these blocks findable by these keys, unless another block has the key already."""
         for block, key in zip(blocks, keys, strict=True):
             if self._by_key.setdefault(key, block) == block:
                 self._keys[block] = key

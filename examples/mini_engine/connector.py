@@ -1,7 +1,7 @@
 """The connector: this engine's side of a kvpool, on the public API alone.
 
-docs/write-a-connector.md explains it. `load` is on the way of a request and bounded by what it
-saves, `save` is behind it. Neither raises: without a pool, or with a bad one, the engine computes.
+docs/write-a-connector.md explains it. A request waits for `load`, but no longer than computing
+would take; `save` runs in the background. Neither raises: without a pool the engine computes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Final, TypeAlias
 import kvpool.sync
 from kvpool import ClientConfig, KvpoolError, Namespace, ReadStatus, Unavailable
 
-#: An engine that starts waits for a pool no longer than this.
+#: Seconds that the start of an engine waits for the pool, at most.
 CONNECT_S: Final = 1.0
-#: A request waits for the pool no longer than this, even where computing would take longer.
+#: Seconds that a request waits for the pool, at most, even if computing would take longer.
 LOAD_S: Final = 0.25
-#: For less computing than this the pool is not asked: its answer alone takes a millisecond or so.
+#: If computing takes fewer seconds than this, the pool is not asked: asking alone takes about 1 ms.
 WORTH_S: Final = 0.01
-#: After trouble the pool is left alone for so long: not every request is to wait for a dead one.
+#: Seconds without requests to the pool after a failure, so that not every prompt waits for it.
 PAUSE_S: Final = 5.0
-#: A save holds its blocks no longer than this.
+#: Seconds that a save holds its blocks, at most.
 SAVE_S: Final = 2.0
-#: Saves that may be pending; what comes on top is not saved.
+#: Saves that may be pending; further prompts are not saved.
 SAVES_MAX: Final = 4
-#: Answers, to reads and writes, that tell of a pool in trouble and not of a single block.
+#: Results of reads and writes that mean a failure of the pool and not of a single block.
 _TROUBLE: Final = frozenset({"NO_MASTER", "SERVER_LOST", "DEADLINE"})
 
 Keys: TypeAlias = Sequence[bytes]
@@ -41,7 +41,7 @@ class Connector:
     def __init__(self, master: str, namespace: Namespace) -> None:
         self._config = ClientConfig(masters=[master], timeout_s=CONNECT_S, attempt_s=LOAD_S)
         self._namespace = namespace
-        self._load_s = 0.0  # seconds that a block has taken lately; 0: nothing is known yet
+        self._load_s = 0.0  # recent seconds per loaded block; 0 before the first load
         self._resume_at = 0.0
         self._saves: list[Future[None]] = []
         self._saver = ThreadPoolExecutor(1, "saver")
@@ -49,9 +49,9 @@ class Connector:
         self._connect()
 
     def load(self, keys: Keys, buffers: Buffers, compute_s: float) -> int:
-        """Fill the first buffers with the longest prefix that the pool has; how many are good.
+        """Fill the first buffers with the longest prefix that the pool has; the number filled.
 
-        It waits no longer than computing would take, at `compute_s` for a block.
+        It waits no longer than computing would take, `compute_s` seconds for each block.
         """
         if self._pool is None or time.monotonic() < self._resume_at:
             return 0
@@ -62,14 +62,14 @@ class Connector:
             return self._fetch(self._pool, keys, buffers, compute_s)
         except Unavailable as error:
             self._pause(str(error))
-        except KvpoolError as error:  # somebody's block is larger than ours, for one
+        except KvpoolError as error:  # for example a stored block that is larger than our buffer
             log.warning("a prefix was not loaded: %s", error)
         return 0
 
     def save(self, keys: Keys, buffers: Buffers) -> Future[None] | None:
         """Store the blocks of a prompt, from its first on, in the background.
 
-        Until the future is done, nobody may write to the buffers. None: there is no saving now.
+        Do not write to the buffers before the future is done. None when nothing is saved now.
         """
         self._saves = [save for save in self._saves if not save.done()]
         if len(self._saves) >= SAVES_MAX or time.monotonic() < self._resume_at:
@@ -78,7 +78,7 @@ class Connector:
         return self._saves[-1]
 
     def close(self) -> None:
-        """End the save that is running, forget those that wait, leave the pool."""
+        """Wait for the running save, drop those that wait, close the pool."""
         self._saver.shutdown(cancel_futures=True)
         if self._pool is not None:
             self._pool.close()
@@ -118,7 +118,7 @@ class Connector:
             self._pause(str(error))
 
     def _connect(self) -> None:
-        """Before the first request, or behind one: none waits for it."""
+        """At the start or in the thread that saves: no request waits for it."""
         try:
             self._pool = kvpool.sync.connect(config=self._config)
         except KvpoolError as error:

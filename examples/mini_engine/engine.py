@@ -12,15 +12,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from examples.mini_engine.cache import BLOCK, Books, Memory, prefix_keys
+from examples.mini_engine.cache import BLOCK, Memory, PrefixCache, prefix_keys
 from examples.mini_engine.connector import Connector
 from examples.mini_engine.model import Model, attention
 from kvpool import Namespace
 
 #: Tokens that prefill computes at once: whole blocks.
-#: A cached prefix gives the bits of a computed one only if the rest is computed in equal shapes:
-#: sums depend on their order. So prompts are cut at multiples of CHUNK, what is found counts in
-#: whole chunks, decode computes BATCH rows, some for nobody, and what it computes is not shared.
+#: A cached prefix gives the same bits as a computed one only if the rest is computed in the same
+#: shapes, because sums depend on their order. So prompts are cut at multiples of CHUNK, only whole
+#: chunks of a found prefix are used, decode always computes BATCH rows, and its blocks are not
+#: shared.
 CHUNK: Final = 8 * BLOCK
 #: Requests that decode together.
 BATCH: Final = 8
@@ -28,7 +29,7 @@ BATCH: Final = 8
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and what comes of it. All counts are tokens."""
+    """A prompt and its output. All counts are tokens."""
 
     prompt: list[int]
     new_tokens: int
@@ -48,17 +49,17 @@ class Engine:
     def __init__(self, model: Model, blocks: int, pool: str | None = None) -> None:
         self.model = model
         self._capacity = blocks * BLOCK
-        self._memory, self._books = Memory(model.shape, blocks), Books(blocks)
+        self._memory, self._cache = Memory(model.shape, blocks), PrefixCache(blocks)
         self._waiting: deque[Request] = deque()
         self._prefilling: Request | None = None
         self._running: list[Request] = []
         self._saving: deque[tuple[Future[None], list[int]]] = deque()
         self.connector: Connector | None = None
-        for token in (0, 1):  # the first time takes longer, and is no measure
-            self.token_s = 0.0  # seconds that prefill has taken for a token lately
+        for token in (0, 1):  # the first run takes longer, so only the second is measured
+            self.token_s = 0.0  # recent seconds of prefill per token
             self.add([token] * CHUNK, 1)
             self.run()
-        # Everything on which the bytes of a block depend, except for its prefix.
+        # All properties on which the bytes of a block depend, except its prefix.
         self.namespace = Namespace(f"mini/{model.fingerprint()}/f32/block{BLOCK}/chunk{CHUNK}")
         if pool is not None:
             self.connector = Connector(pool, self.namespace)
@@ -79,9 +80,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """A chunk of one prompt, then a token for each that decodes: nobody waits for a prompt."""
-        while self._saving and self._saving[0][0].done():  # they are done in their order
-            self._books.release(self._saving.popleft()[1])
+        """A chunk of one prompt, then one token for each request that decodes, so that those do not
+        wait for the whole prompt."""
+        while self._saving and self._saving[0][0].done():  # saves end in the order of their start
+            self._cache.release(self._saving.popleft()[1])
         if self._prefilling is None and self._waiting and len(self._running) < BATCH:
             self._admit(self._waiting[0])
         if self._prefilling is not None:
@@ -94,26 +96,26 @@ class Engine:
             self.connector.close()
 
     def _admit(self, request: Request) -> None:
-        """Give a request all blocks it will need, filled where somebody has computed them."""
-        # The last token is always computed: what is kept are keys and values, and no answers.
+        """Give a request all blocks that it needs; cached and loaded ones contain its prefix."""
+        # The last token is always computed: the cache has keys and values, but no output tokens.
         keys = request.keys[: (len(request.prompt) - 1) // CHUNK * CHUNK // BLOCK]
-        found = _whole_chunks(self._books.find(keys))
-        self._books.hold(found)
+        found = _whole_chunks(self._cache.find(keys))
+        self._cache.hold(found)
         missing = -(-(len(request.prompt) + request.new_tokens) // BLOCK) - len(found)
-        if missing > len(self._books.idle):
-            self._books.release(found)
+        if missing > len(self._cache.idle):
+            self._cache.release(found)
             if not self._running:
                 wait([self._saving[0][0]])  # it holds the rest
             return
         self._prefilling = self._waiting.popleft()
-        request.blocks = found + self._books.take(missing)
+        request.blocks = found + self._cache.take(missing)
         request.from_cache = len(found) * BLOCK
         if self.connector is not None and len(found) < len(keys):
             wanted, keys = request.blocks[len(found) : len(keys)], keys[len(found) :]
             buffers = [self._memory.buffer(block) for block in wanted]
             loaded = self.connector.load(keys, buffers, self.token_s * BLOCK)
             usable = _whole_chunks(wanted[:loaded])
-            self._books.name(usable, keys[: len(usable)])
+            self._cache.name(usable, keys[: len(usable)])
             request.from_pool = len(usable) * BLOCK
         request.prefilled = request.from_cache + request.from_pool
 
@@ -125,7 +127,7 @@ class Engine:
         request.prefilled += len(tokens)
         if len(tokens) == CHUNK:
             chunk = slice(first // BLOCK, request.prefilled // BLOCK)
-            self._books.name(request.blocks[chunk], request.keys[chunk])
+            self._cache.name(request.blocks[chunk], request.keys[chunk])
             took_s = (time.perf_counter() - began) / CHUNK
             self.token_s += (took_s - self.token_s) / 4 if self.token_s else took_s
         if request.prefilled == len(request.prompt):
@@ -137,14 +139,14 @@ class Engine:
             self._say(request, token)
 
     def _decode(self) -> None:
-        """One token more for each request that runs."""
+        """One more token for each running request."""
         rows = [(r, r.output[-1:], len(r.prompt) + len(r.output) - 1) for r in self._running]
         hidden = self._forward(rows, BATCH)
         for row, (request, _, _) in enumerate(rows):
             self._say(request, self.model.next_token(hidden[row : row + 1]))
 
     def _forward(self, pieces: list[tuple[Request, list[int], int]], rows: int) -> Tensor:
-        """One pass for new tokens of some requests, each from a position on: [rows, width]."""
+        """One pass for new tokens of several requests, each from a position on: [rows, width]."""
         tokens, positions = torch.zeros(2, rows, dtype=torch.int64)
         spans, end = [], 0
         for request, new, first in pieces:
@@ -154,12 +156,12 @@ class Engine:
             spans.append((slice(start, end), torch.tensor(request.blocks), first))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            heard = torch.zeros_like(query)
+            attended = torch.zeros_like(query)
             for span, table, first in spans:
                 self._memory.write(layer, table, first, key[span], value[span])
                 known = self._memory.read(layer, table, first + len(key[span]))
-                heard[span] = attention(query[span], *known)
-            return heard
+                attended[span] = attention(query[span], *known)
+            return attended
 
         return self.model.forward(tokens, positions, attend)
 
@@ -167,16 +169,16 @@ class Engine:
         request.output.append(token)
         if len(request.output) == request.new_tokens:
             self._running.remove(request)
-            self._books.release(request.blocks)
+            self._cache.release(request.blocks)
 
     def _save(self, request: Request) -> None:
-        """Offer the pool all whole chunks: what it has already costs a question and no bytes."""
+        """Save all whole chunks. For blocks that the pool has already, no bytes are sent."""
         blocks = _whole_chunks(request.blocks[: len(request.keys)])
         if self.connector is not None and blocks:
             buffers = [self._memory.buffer(block) for block in blocks]
             save = self.connector.save(request.keys[: len(blocks)], buffers)
             if save is not None:
-                self._books.hold(blocks)  # nobody may write to them before it is done
+                self._cache.hold(blocks)  # no request may write to them before it is done
                 self._saving.append((save, blocks))
 
 

@@ -59,7 +59,7 @@ class Model:
         return digest.hexdigest()[:32]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What the last layer says after each of n tokens: [n, width]."""
+        """The output of the last layer for each of n tokens: [n, width]."""
         angles = positions[:, None, None] * self._rates
         turns = torch.polar(torch.ones_like(angles), angles)
         x = self._embed[tokens]
@@ -73,12 +73,12 @@ class Model:
         return x
 
     def next_token(self, hidden: Tensor) -> int:
-        """The likeliest one after the token that this came from: [1, width]."""
+        """The most likely next token, from the last layer's output for one token: [1, width]."""
         return int((_norm(hidden) @ self._unembed).argmax())
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The last n of m tokens attend to everything that is not after them: [n, heads, head]."""
+    """The last n of m tokens attend to themselves and all earlier tokens: [n, heads, head]."""
     n, m = len(query), len(keys)
     mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
@@ -91,6 +91,6 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotary positions: pairs of numbers as complex ones, turned by where their token stands."""
+    """Rotary position embedding: pairs of numbers as complex numbers, rotated by the position."""
     pairs = torch.view_as_complex(x.unflatten(2, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turns).flatten(2)

@@ -215,9 +215,9 @@ _ADVICE = {
     "packing": "their kernels pack blocks differently: same hardware and attention backend needed",
     "vllm": "run the same version of vLLM",
     "tenant": "tenants share nothing",
-    "generation": "one engine was told that its weights changed: restart the others",
+    "generation": "the weights of one engine were updated while it ran: restart the others",
 }
-#: Pairs of names that are told of.
+#: Pairs of namespaces that are reported, at most.
 _APART_MAX = 8
 
 

@@ -113,7 +113,7 @@ def _pages(
 
 
 class _Collector(Collector):
-    """Figures are read when somebody asks; nothing is kept twice."""
+    """Reads the figures when a client requests them, so no value is stored twice."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect

@@ -72,8 +72,8 @@ class ServerConnection:
         bypassed = sum(answer.status is WriteStatus.BYPASSED for answer in answers)
         self._context.counters["bypassed_blocks"] += bypassed
         if any(answer.status is WriteStatus.ALREADY_STORED for answer in answers):
-            # It may be so new that no master has heard of it: then its writer still waits, and
-            # so must we, or we would acknowledge what cannot be found.
+            # The other writer may still wait until the masters have the block. Wait too, or this
+            # call would acknowledge a block that no reader can find (design: announcements).
             await self._context.wait_until_announced(wait_until)
         return answers
 

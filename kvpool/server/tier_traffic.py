@@ -29,7 +29,7 @@ class TransferStats:
         self._running += 1
 
     def end(self, now: float) -> None:
-        """One transfer less, whatever came of it."""
+        """A transfer has ended, successful or not."""
         self._running -= 1
         if not self._running:
             self.seconds += now - self._since

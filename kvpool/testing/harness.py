@@ -183,7 +183,7 @@ class Recorder:
         self.refuse_clients: KvpoolError | None = None
         #: Raised by `reserve`.
         self.refuse_writes: KvpoolError | None = None
-        #: A block is removed, and garbage written over it, as soon as nobody holds it.
+        #: Remove each block, and write garbage over it, as soon as its last pin is released.
         self.burn_after_reading = False
 
     @property
@@ -203,16 +203,16 @@ class Recorder:
         return watched
 
     def memory(self, extent: Extent) -> memoryview:
-        """The pool's memory, whoever holds it."""
+        """The pool's memory of an extent, also of a free one."""
         assert isinstance(self._server.tier, Addressable)
         return self._server.tier.view(extent.offset, extent.size)
 
     def spoil(self, extent: Extent) -> None:
-        """Write garbage over an extent that nobody may look at any more."""
+        """Write garbage over an extent that no client may read any more."""
         self.memory(extent)[:] = bytes([_GARBAGE]) * extent.size
 
     def was_given(self, extent: Extent) -> None:
-        """Somebody owns this memory again: what is written there is his business."""
+        """The extent is reserved again: from now on its writer may write to it."""
         end = extent.offset + extent.size
         reused = {e for e in self.freed if e.offset < end and extent.offset < e.offset + e.size}
         self.freed -= reused
@@ -221,13 +221,13 @@ class Recorder:
         self.spoil(extent)
 
     def was_freed(self, extents: Iterable[Extent]) -> None:
-        """Nobody may write there any more, until it is given away again."""
+        """No client may write to these extents any more, until they are reserved again."""
         for extent in extents:
             self.spoil(extent)
             self.freed.add(extent)
 
     def burn(self, namespace: Namespace, part: int, key: bytes, extent: Extent) -> None:
-        """After the last reader: the block goes, and its bytes with it."""
+        """After the last unpin: remove the block and overwrite its bytes."""
         store = self._server.store
         entry = store.peek(namespace, part, key)
         if entry is not None and not entry.pins:
@@ -235,7 +235,7 @@ class Recorder:
             self.spoil(extent)
 
     def overwritten(self) -> int:
-        """How many freed extents somebody has written into."""
+        """The number of freed extents into which a client has written."""
         return sum(map(self._is_written, self.freed))
 
     def _is_written(self, extent: Extent) -> bool:
@@ -491,7 +491,7 @@ class Stage(Scene):
         )
 
     async def finish(self) -> None:
-        """What every check ends with: both sides close, and the books are clean."""
+        """The end of every check: both sides close, and no pin or reservation is left."""
         self.recorder.answering.set()
         for channel in self._channels:
             await channel.close()
@@ -507,12 +507,12 @@ class Stage(Scene):
         self.expect(not self.recorder.faults, "a correct server's side", self.recorder.faults)
         self.expect(
             not self.recorder.overwritten(),
-            "nobody to write into memory that was given back",
+            "no write into memory that was released",
             f"{self.recorder.overwritten()} extents were written into",
         )
 
     async def abandon(self) -> None:
-        """Close whatever is open, whatever state it is in."""
+        """Close everything that is open, after a failed check too."""
         self.recorder.answering.set()
         for channel in self._channels:
             with contextlib.suppress(Exception):

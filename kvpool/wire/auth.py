@@ -36,7 +36,7 @@ def client_proof(cluster: Cluster, client_nonce: bytes, server_nonce: bytes) -> 
 
 
 def same(proof: bytes, expected: bytes) -> bool:
-    """Compared in a time that tells nothing."""
+    """Compare in constant time, so that the time reveals nothing about `expected`."""
     return hmac.compare_digest(proof, expected)
 
 

@@ -52,7 +52,7 @@ ChooseTarget: TypeAlias = Callable[[Frame], PayloadTarget]
 class ReaderState(enum.IntEnum):
     """Where a reader is in its stream."""
 
-    #: Nobody has asked for the next frame.
+    #: `ask` was not called for the next frame yet.
     IDLE = enum.auto()
     #: Header or body of the frame that was asked for are incomplete.
     HEAD = enum.auto()
@@ -60,7 +60,7 @@ class ReaderState(enum.IntEnum):
     PAYLOAD = enum.auto()
     #: It is complete, to be taken.
     COMPLETE = enum.auto()
-    #: Frames cannot be told apart any more, or nobody wants them: what arrives is dropped.
+    #: After an error or `close`: the start of the next frame is unknown, bytes are dropped.
     CLOSED = enum.auto()
 
 
@@ -140,7 +140,7 @@ class FrameReader:
         self._choose = self._target = self._frame = None
         self._hold(0)
 
-    # --- for whoever receives the bytes ------------------------------------------------------
+    # --- for the code that receives the bytes ------------------------------------------------
 
     def received(self, count: int) -> bool:
         """The first `count` bytes of `memory` have arrived; True when a frame is complete.

@@ -45,7 +45,7 @@ class Envelope(NamedTuple):
 
 
 def cluster_id(cluster: str) -> int:
-    """The 32 bits by which messages of another cluster are told apart. No secret."""
+    """32 bits that distinguish the messages of different clusters. Not a secret."""
     return xxhash.xxh3_64_intdigest(cluster.encode()) & 0xFFFFFFFF
 
 

@@ -39,7 +39,7 @@ from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
-#: Namespaces in one answer: it fits into a message whatever they are called.
+#: Namespaces in one answer: with names of the maximum length it still fits into a message.
 NAMESPACES_MAX: Final = 256
 #: Blocks that one announcement carries, so that applying it never stalls a master's loop.
 ANNOUNCED_BLOCKS_MAX: Final = 1024
@@ -179,7 +179,7 @@ class Remove(Keys, frozen=True):
 
 
 class ReportCorruption(Keys, frozen=True):
-    """A reader saw a wrong checksum. The server looks for itself and drops what is rotten."""
+    """A reader found a wrong checksum. The server verifies it and removes corrupt blocks."""
 
     part: Small
 
@@ -212,7 +212,7 @@ class Register(Message, frozen=True):
 class Registered(Message, frozen=True, omit_defaults=True):
     """`accepted` is False when another living server has this id.
 
-    `hints_heard` is the number of the last hint so far: the server hears of those that follow.
+    `hints_heard` is the number of the last hint so far: the server receives only later ones.
     """
 
     accepted: bool
@@ -221,7 +221,8 @@ class Registered(Message, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(Message, frozen=True, omit_defaults=True):
-    """A sign of life, with the server's figures, and how far it has heard and announced."""
+    """Sent regularly: the server is alive. With its statistics, the number of the last hint that it
+    received (`hints_heard`), and that of its last announcement (`sequence`)."""
 
     server: Name
     epoch: Hash64
@@ -233,7 +234,7 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
 class HeartbeatReply(Message, frozen=True, omit_defaults=True):
     """False asks the server to register and send its inventory.
 
-    To a heartbeat: the hints that came after those it has heard of, and the number of the last.
+    The reply to a heartbeat has the hints after `hints_heard`, and the number of the last one.
     """
 
     known: bool

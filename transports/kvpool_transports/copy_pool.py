@@ -32,8 +32,8 @@ class CopyJob(NamedTuple):
     """Copy all of `source` to `target`, or only hash it when there is none.
 
     Either may be in several pieces; the target has room for the source. A reader hashes what it
-    received (the target), a writer what it meant to send (the source): so whatever goes wrong in
-    between shows.
+    received (the target), a writer what it meant to send (the source): so any error in between is
+    noticed (design: checksums).
     """
 
     source: tuple[memoryview, ...]
@@ -111,7 +111,7 @@ class CopyPool:
     def stop(self) -> None:
         """End every run: when this returns, no thread touches their buffers any more.
 
-        That is what makes it safe to tell the other side, after it, that nobody writes any more.
+        Call it before closing the stream: the server then reuses extents (design: quarantine).
         """
         self._stopped = True
         for flag in self._flags:

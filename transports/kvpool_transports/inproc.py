@@ -89,7 +89,7 @@ class _InprocListener:
         self._listeners = listeners
 
     async def close(self) -> None:
-        if self._listeners.get(self.address) is self:  # else it is somebody else's by now
+        if self._listeners.get(self.address) is self:  # another listener may have the address now
             del self._listeners[self.address]
         channels = list(self.channels)
         for channel in channels:

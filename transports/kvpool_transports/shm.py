@@ -6,11 +6,11 @@ first to read and the second only when they write. The socket lives in the abstr
 nothing is left behind, not even after kill -9.
 
 Pins and reservations belong to the socket. The client closes it only after its own copies have
-stopped, and a dead process has no mapping: so EOF means that nobody writes there any more. When it
-is *our* side that gives up on a writer, its process may be frozen in mid-copy; we then hang up, and
-its extents rest in quarantine until it has done so, too.
+stopped, and a dead process has no mapping: so after EOF no process writes there any more. When
+*our* side gives up on a writer, its process may be frozen during a copy. We then hang up, and its
+extents are quarantined until it hangs up too (design: quarantine).
 
-A process that may map a segment is trusted with that segment.
+A process that may map a segment is trusted with that segment (design: shared-memory).
 """
 
 from __future__ import annotations

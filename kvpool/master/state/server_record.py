@@ -40,7 +40,7 @@ class ServerRecord:
     | lost                | register with a new epoch: it was restarted  | registered     |
     | lost                | nothing for `forget_s`                       | unknown        |
 
-    While it is alive nobody else may register under its name. (design: announcements, inventory)
+    While it is alive, no other process may register its id. (design: announcements, inventory)
     """
 
     server: str

@@ -35,7 +35,7 @@ class StreamPool:
 
     @asynccontextmanager
     async def stream(self, deadline: float) -> AsyncIterator[Stream]:
-        """A stream for one exchange. Whatever is raised inside aborts it."""
+        """A stream for one exchange. Any exception inside aborts the stream."""
         stream = await self._take(deadline)
         try:
             yield stream

@@ -83,8 +83,8 @@ class Sessions:
         self._closed = False
 
     def accept(self, stream: Stream) -> Stream:
-        """Serve whoever is at the other end of a new stream; hands the stream back."""
-        if self._closed:  # it was accepted before, and comes to us only now
+        """Serve the client of a new stream in a task; returns the stream."""
+        if self._closed:  # the kernel accepted the connection before `close`
             stream.abort()
             return stream
         session = self._session(stream, self._store, mapped=self._mapped, scheme=self._scheme)
@@ -110,7 +110,7 @@ class Sessions:
 
 
 class StreamSession:
-    """One client connection: its stream, its books, and who it is."""
+    """The server's side of one stream: handshake, then one answer to each request."""
 
     def __init__(self, stream: Stream, store: BlockStore, *, mapped: bool, scheme: str) -> None:
         self.stream = stream
@@ -122,11 +122,11 @@ class StreamSession:
         self._pins: list[Pin] = []
 
     async def run(self) -> None:
-        """Serve until the client goes. Whatever happens ends this link only.
+        """Serve until the client disconnects. Any error ends this connection only.
 
-        A writer whose link *we* close may still be alive and, with mapped memory, still write. Its
-        reservations then go to quarantine until it hangs up, which it does when its copies have
-        stopped, and its kernel does when it dies.
+        A writer whose connection *we* close may still be alive and, with mapped memory, still
+        write. Its extents are then quarantined until it hangs up: it does that after its copies
+        have stopped, and its kernel does it when it dies (design: quarantine).
         """
         try:
             quarantined = await self._serve()
@@ -137,7 +137,8 @@ class StreamSession:
             self.stream.abort()
 
     async def _serve(self) -> Connection | None:
-        """Until the link ends; the connection, if its client may still write to our memory."""
+        """Serve until the connection ends. Returns it if its client may still write to our
+        memory."""
         ours = quarantined = False
         try:
             self._connection = await self.handshake()
@@ -145,7 +146,7 @@ class StreamSession:
                 frame = await self.stream.receive(deadline=None)
                 if self._unpin_previous(self._connection) and frame.type == TYPES[Unpin]:
                     continue
-                # What the books do for a client that has hung up must not go on without it.
+                # Work for a client that has hung up must end: it may wait for space for seconds.
                 async with self.stream.cancel_on_disconnect():
                     await self._answer(frame, self._connection)
         except LinkBroken:
@@ -168,7 +169,7 @@ class StreamSession:
         return self._connection if quarantined else None
 
     async def handshake(self) -> Connection:
-        """Hear who it is, and open the books."""
+        """Receive `Hello`, check versions, cluster and secret, and open a `Connection`."""
         deadline = self._loop.time() + HELLO_S
         hello = await self.stream.expect(Hello, deadline=deadline)
         cluster = self._store.cluster
