@@ -96,7 +96,7 @@ class ReadStatus(enum.IntEnum):
     EVICTED = 2
     #: Removed by a caller.
     REMOVED = 3
-    #: Every server that holds it is dead, unreachable, or restarted empty.
+    #: Every server that has the block is lost, unreachable, or restarted without its blocks.
     SERVER_LOST = 4
     #: Its bytes failed their checksum; that copy is dropped.
     CORRUPT = 5

@@ -110,6 +110,7 @@ class Announcer:
 
     async def close(self) -> None:
         """Stop, and send `Leave`, waiting at most 0.2 s for the master's answer."""
+        # The task first: a heartbeat after `Leave` would make the server alive again at the master.
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -284,7 +285,7 @@ class Announcer:
                 await self._wake.wait()
 
     def _failed(self, error: KvpoolError) -> None:
-        if str(error) != str(self.problem):
+        if str(error) != str(self.problem):  # log each reason once, not with every attempt
             log.warning("master cannot be told", master=self._link.address, why=str(error))
         self.problem = error
         self._unregister()

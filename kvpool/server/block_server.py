@@ -185,7 +185,7 @@ class BlockServer:
     # --- for the masters ------------------------------------------------------------------
 
     def _apply_hints(self, hints: Sequence[wire.WireHint]) -> None:
-        """Pass on what clients announced of their sessions."""
+        """Apply hints about sessions that a master has passed on (design: session-hints)."""
         now = asyncio.get_running_loop().time()
         for session, age_s, resume_in in hints:
             if resume_in is None:

@@ -167,7 +167,7 @@ async def the_server_sees_that_a_caller_gave_up(stage: Stage) -> None:
 
 @TransportCheck
 async def a_cancelled_connect_leaves_nothing(stage: Stage) -> None:
-    """Cancelled at many points: no connection stays in the server's books."""
+    """Cancelled at many points: the server keeps no connection open."""
     for after in STEPS:
         ended, outcome = await cut_off(stage.connect(), after)
         fine = ended or isinstance(outcome, asyncio.CancelledError)
@@ -296,7 +296,7 @@ async def close_ends_running_calls(stage: Stage) -> None:
 
 @TransportCheck
 async def abort_ends_calls_that_wait(stage: Stage) -> None:
-    """A call that waits for its answer ends at once, and the server lets go of what it held."""
+    """A call that waits for its answer ends at once, and the server releases its blocks."""
     channel = await stage.connect()
     stage.recorder.answering.clear()
     calls = [asyncio.ensure_future(c) for c in every_call(stage, channel, "waiting", 10)]
@@ -452,7 +452,7 @@ async def who_lacks_the_secret_is_refused(stage: Stage) -> None:
 
 @TransportCheck
 async def a_refused_client_gets_an_error(stage: Stage) -> None:
-    """At the limit of connections the client hears Overloaded; later it is served."""
+    """At the limit of connections the client gets Overloaded; later it is served."""
     stage.recorder.refuse_clients = Overloaded("1024 clients are connected, the limit")
     await stage.raises(Overloaded, connect_and_call(stage), "a server at its limit")
     stage.recorder.refuse_clients = None
@@ -555,7 +555,7 @@ async def dwell(view: AbstractAsyncContextManager[list[View]]) -> None:
 
 @TransportCheck
 async def pins_go_with_the_client(stage: Stage) -> None:
-    """An abort lets go of what is looked at; leaving the `with` after it raises nothing."""
+    """An abort releases the views' blocks; leaving the `with` after it raises nothing."""
     data = blocks("held", 3, 5000)
     await stage.stored(await stage.connect(), data)
     channel = await stage.connect()

@@ -19,7 +19,7 @@ from kvpool.testing.harness import ConformanceError, digest
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 
 PAGE: Final = 4096
-#: So long after the last use nothing is kept against a newcomer, not even what hints announce (G9).
+#: Seconds after its last use in which every block becomes evictable, hints or not (G9).
 LONG_S: Final = 20_000.0
 #: Calls of `evictable` for each victim and each rejected candidate, at most, plus a constant.
 ASKED_MAX: Final = 8
@@ -144,7 +144,7 @@ def a_rejected_block_comes_back_when_it_is_offered(promise: Promise, make: MakeP
     for block in pinned:
         blocks.policy.add_candidate(block)
     found = set(blocks.drain())
-    promise.expect(found == pinned, "the four blocks that were let go", f"{len(found)} blocks")
+    promise.expect(found == pinned, "the four blocks that were released", f"{len(found)} blocks")
 
 
 @PolicyCheck
@@ -210,7 +210,7 @@ def the_age_of_the_next_victim_changes_nothing(promise: Promise, make: MakePolic
 
 @PolicyCheck
 def bypass_ends(promise: Promise, make: MakePolicy) -> None:
-    """Blocks that were used again and again keep newcomers out for a bounded time only (G9)."""
+    """Blocks that were used repeatedly keep new blocks out for a bounded time only (G9)."""
     blocks = Blocks(promise, make, 10)
     for _ in range(300):
         blocks.now += 5.0
@@ -273,7 +273,7 @@ class History:
         self.promise.expect(not wrong, "victims that may be evicted", f"{wrong} that may not")
 
     def end(self) -> None:
-        """When all let go, and much later, all that is there can be evicted."""
+        """After all pins and reservations ended, and much later, every block can be evicted."""
         for owner in (1, 2, 3):
             self.store.drop_owner(owner)
         self.now += LONG_S
@@ -348,7 +348,7 @@ def write(
 
 @PolicyCheck
 def random_histories_in_a_store(promise: Promise, make: MakePolicy) -> None:
-    """The store is consistent after every call; when all let go, everything can be evicted."""
+    """The store is consistent after every call; when all pins ended, everything is evictable."""
     for seed in range(6):
         history = History(promise, make, seed)
         for _ in range(300):

@@ -316,7 +316,7 @@ async def nothing_is_found_that_was_not_remembered(scene: Scene, make: MakeTier)
 
 @TierCheck
 async def what_was_erased_stays_erased(scene: Scene, make: MakeTier) -> None:
-    """Its neighbours stay. To forget what is not there is no mistake."""
+    """Its neighbours stay. Erasing a record that does not exist is no error."""
     async with recovered(make) as (tier, memory):
         step = tier.alignment
         records = [record(number * step, step, number + 1) for number in range(8)]
@@ -327,7 +327,7 @@ async def what_was_erased_stays_erased(scene: Scene, make: MakeTier) -> None:
     left = {one for one in records if one.offset not in (2 * step, 5 * step)}
     for _ in range(2):
         now = await found(make)
-        scene.expect(now == left, f"{len(left)} records, without the forgotten", listed(now))
+        scene.expect(now == left, f"{len(left)} records, without the erased", listed(now))
     async with recovered(make) as (_, memory):
         await memory.erase([one.offset for one in records])
     now = await found(make)
@@ -369,7 +369,7 @@ async def of_overlapping_extents_the_newest_wins(scene: Scene, make: MakeTier) -
 
 @TierCheck
 async def it_remembers_as_many_as_it_has_room_for(scene: Scene, make: MakeTier) -> None:
-    """An extent in every place, remembered and forgotten side by side, in any order."""
+    """An extent in every place, persisted and erased in parallel, in any order."""
     async with recovered(make) as (tier, memory):
         step = tier.alignment
         records = [record(o, step, o // step + 1) for o in range(0, tier.capacity, step)]
@@ -404,7 +404,7 @@ async def a_closed_tier_remembers_nothing(scene: Scene, make: MakeTier) -> None:
         tier.close()
         remembering = memory.persist([record(tier.alignment, 1, 2)])
         await scene.raises(KvpoolError, remembering, "remembering after `close`")
-        await scene.raises(KvpoolError, memory.erase([0]), "forgetting after `close`")
+        await scene.raises(KvpoolError, memory.erase([0]), "erasing after `close`")
         await scene.raises(KvpoolError, memory.recover(), "recovering after `close`")
     now = await found(make)
     scene.expect(now == {record(0, 1, 1)}, "what was remembered before `close`", listed(now))
@@ -441,7 +441,7 @@ async def a_view_outlives_its_tier(scene: Scene, make: MakeTier) -> None:
         view = addressable(tier).view(0, 1000)
         view[:] = bytes([7]) * 1000
         tier.close()
-        scene.expect(view == bytes([7]) * 1000, "the bytes to be there until the view is let go")
+        scene.expect(view == bytes([7]) * 1000, "the bytes to stay until the view is released")
         view.release()
 
 

@@ -1,4 +1,4 @@
-"""What a transport does with bytes: they arrive whole and where they belong, or a status tells.
+"""What a transport does with bytes: they arrive complete and in place, or a status has the reason.
 
 Every check also ends with the books: no pin, no reservation and no connection left, `Store.check`,
 nothing written into memory that was given back, no task left, no error that nobody caught.
@@ -178,7 +178,7 @@ async def the_server_receives_the_callers_arguments(stage: Stage) -> None:
     stage.expect(-PROMPT_S < late_s < PROMPT_S, "the caller's deadline", f"{late_s:+g} s off")
     stage.expect(stage.recorder.visible == [False], "visible=False", stage.recorder.visible)
     names = {peer.name for peer in stage.recorder.peers}
-    stage.expect(names == {"the caller"}, "the client's name in the books", names)
+    stage.expect(names == {"the caller"}, "the client's name as its peer's name", names)
 
 
 # --- pieces ----------------------------------------------------------------------------------

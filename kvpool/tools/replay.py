@@ -198,7 +198,7 @@ async def replay(options: ReplayOptions, console: Console) -> ReplayReport:
             started = time.monotonic()
             await _while_alive(master, _play(options, engines, report, show, started, pool))
             report.seconds = time.monotonic() - started
-        # A server that died on the way is a result, too: none of them is waited for.
+        # A server that has ended during the run is a result, too: do not wait for any of them.
         report.members = await servers_up(address, 0)
     _add_bounds(options, report)
     return report

@@ -61,7 +61,7 @@ class Worker:
             self.address = bytes(memoryview(self._worker.address))
             self._fd: int = self._worker.epoll_file_descriptor
         self._loop.add_reader(self._fd, self._drive)
-        self.kick()
+        self.kick()  # only an armed worker makes its descriptor readable, and `_drive` arms it
 
     def __repr__(self) -> str:
         return f"<Worker paths={len(self._paths)} moving={len(self._moving)}>"
@@ -141,6 +141,8 @@ class Worker:
 
     def _end(self) -> None:
         if self._last and not self._paths and self._worker is not None:
+            # In this order: the reader before its descriptor closes, and an empty queue of messages
+            # before the worker ends (see `drain_unexpected`).
             self._loop.remove_reader(self._fd)
             self._worker.progress()
             self.drain_unexpected()
@@ -163,6 +165,7 @@ class Worker:
             rest = True
         for transfer in tuple(self._moving):
             transfer.look()
+        # There is more to do: the steps ran out, or events arrived before `arm`, which then fails.
         if rest:
             self.kick()
 
@@ -282,7 +285,7 @@ class Transfer:
             tag = UCXXTag(self._path.sending_tag())
             request = self._path.endpoint().tag_send(array, tag)
         self._requests.append(request)
-        self._keep.append(array)
+        self._keep.append(array)  # keeps the memory alive: UCX has only its address
         self._worker.kick()
         return bool(request.completed)
 

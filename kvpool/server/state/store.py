@@ -150,7 +150,7 @@ class Store:
                 granted.append(entry)
                 answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
         self._link_all(fresh, now)
-        self._drop_if_empty(index)
+        self._drop_if_empty(index)  # perhaps nothing was granted
         if session is not None and granted:
             self.policy.chain_extended(session, granted[0], granted[-1])
         return answers
@@ -166,6 +166,7 @@ class Store:
         entry = self._take_reservation(owner, id)
         entry.state = after(entry.state, Event.SEAL)
         entry.checksum = checksum
+        # Only a block that no other tier has must be written back before it may be evicted.
         entry.clean = from_other_tier or not self.write_back
         self.policy.touch(entry, now)
         self.stored += 1

@@ -207,6 +207,7 @@ class TieredStore:
 
     def end(self, session: str, now: float) -> HintStatus:
         """As `Store.end`, in every tier."""
+        # A list, because every store must get the hint; the backing tier's status is the answer.
         return [store.end(session, now) for store in self.stores][self.backing_tier]
 
     def resume(

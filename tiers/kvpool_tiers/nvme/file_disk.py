@@ -100,6 +100,7 @@ class FileDisk:
         self.size = size
         self._fd = _open(self.path)
         try:
+            # Lock before looking at the contents: another server may be writing (design: disks).
             _lock(self._fd, self.path)
             empty = not os.fstat(self._fd).st_size
             try:
@@ -277,6 +278,7 @@ class FileDisk:
         if self._direct < 0 or offset % PAGE:
             count = _read(self._fd, offset, buffer)
         elif whole == (count := _read(self._direct, offset, buffer[:whole])):
+            # The rest is no whole page, or the caller's memory is not aligned: O_DIRECT needs both.
             while count < size:
                 bounce = self._bounce(size - count)
                 got = min(_read(self._direct, offset + count, bounce), size - count)
