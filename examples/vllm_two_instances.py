@@ -200,8 +200,8 @@ def conversation(instances: Sequence[Instance]) -> list[Turn]:
     history: list[int] = []
     turns = []
     for number in range(TURNS):
-        said = TURN_TOKENS if history else FIRST_TOKENS
-        history += [rng.randrange(10, 1000) for _ in range(said)]
+        new_tokens = TURN_TOKENS if history else FIRST_TOKENS
+        history += [rng.randrange(10, 1000) for _ in range(new_tokens)]
         turn = instances[number % len(instances)].answer(history, ANSWER_TOKENS)
         history += turn.answer
         turns.append(turn)

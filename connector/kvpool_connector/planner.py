@@ -94,7 +94,7 @@ class RequestState(enum.Enum):
 
     LOOKING_UP = "the pool has not answered yet"
     ANSWERED = "the lookup has ended, or nothing was looked up: `matches` are what the pool has"
-    OFFERED = "the engine was told how many tokens can be loaded"
+    OFFERED = "the engine knows the number of loadable tokens"
     LOADING = "workers fill the blocks that the engine allocated"
 
 
@@ -131,7 +131,7 @@ class ScheduledRequest(NamedTuple):
 
 
 class LookupRequest(NamedTuple):
-    """Match these chains in the pool, one for each group. `serial` tells old answers from new."""
+    """Match these chains in the pool, one for each group. `serial` marks answers that are old."""
 
     request_id: str
     serial: int

@@ -1,4 +1,4 @@
-"""The scheduler half: tells the planner what happens in the engine, and carries out its plans.
+"""The scheduler half: reports the engine's events to the planner, and carries out its plans.
 
 Runs in the engine's scheduling loop: no hook waits for anything, or does more than a few
 microseconds' work for each new block. What needs the pool runs in the pool's thread

@@ -262,7 +262,7 @@ class Reader:
         async with asyncio.TaskGroup() as group:
 
             async def follow(attempt: Attempt) -> None:
-                """One group of blocks from server to server; where they part, in tasks more."""
+                """Fetch one group, server after server; groups that split get new tasks."""
                 attempts = [attempt]
                 while attempts:
                     await self._attempt(state, attempts[0])

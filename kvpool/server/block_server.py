@@ -78,7 +78,7 @@ class BlockServer:
 
     @property
     def stack(self) -> TieredStore:
-        """Which block lies in which tier."""
+        """The index: which block is in which tier."""
         return self._context.store
 
     @property

@@ -1,7 +1,7 @@
 """What a transport does with bytes: they arrive complete and in place, or a status has the reason.
 
-Every check also ends with the books: no pin, no reservation and no connection left, `Store.check`,
-nothing written into memory that was given back, no task left, no error that nobody caught.
+After every check no pin, reservation, connection or task is left, `Store.check` passes, no byte was
+written into released memory, and no exception stayed uncaught.
 """
 
 from __future__ import annotations

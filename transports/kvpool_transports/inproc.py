@@ -124,7 +124,7 @@ class _InprocChannel:
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Ends what is awaited inside at the deadline, and when either side closes."""
+        """Cancel the work inside at the deadline, and when either side closes."""
         call = asyncio.timeout_at(deadline)
         try:
             async with call:

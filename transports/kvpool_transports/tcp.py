@@ -61,7 +61,7 @@ class TcpTransport:
 
 
 class TcpListener:
-    """Accepts connections at a TCP port, each for a session of its own."""
+    """Accepts connections at a TCP port; each gets its own session."""
 
     def __init__(self, sessions: Sessions, scheme: str, make: Callable[[], Stream]) -> None:
         self._sessions = sessions
