@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
@@ -141,9 +143,15 @@ def read_secret(path: str) -> bytes:
         return b""
     try:
         with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             secret = file.read(_SECRET_SIZE_MAX + 1).strip()
     except OSError as error:
         raise ConfigError(f"secret file {path!r}: {error.strerror}") from None
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"secret file {path!r} may be written by other users, who could replace the secret: "
+            f"chmod 600 {path}"
+        )
     if not _SECRET_SIZE_MIN <= len(secret) <= _SECRET_SIZE_MAX:
         raise ConfigError(
             f"secret file {path!r} holds {len(secret)} bytes, expected {_SECRET_SIZE_MIN} to "

@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvpool import registry
 from kvpool.client.buffers import BufferLike, as_views, normalize_buffers
@@ -66,6 +66,8 @@ from kvpool.types import (
     check_session,
 )
 from kvpool.wire import messages as wire
+
+_TIMEOUT_S_MAX: Final = 86_400.0
 
 if TYPE_CHECKING:
     from kvpool.client.device_staging import Staging
@@ -309,6 +311,8 @@ class Pool:
         else:
             if parent != ROOT:  # keys that passed their check can be each other's parents
                 _check_parents([parent], digests[:1], size)
+                if parent in digests:
+                    raise BadKey(f"parent {parent.hex()[:12]} is one of the keys that follow it")
             parents = [parent, *digests[:-1]]
         source = normalize_buffers(buffers, writable=False)
         options = WriteOptions(namespace, part, visible, session_hint)
@@ -428,7 +432,8 @@ class Pool:
     def _begin(self, timeout: float | None) -> float:
         """The deadline of a call that starts now.
 
-        Raises Closed after `close` or a fork, and in another thread or loop.
+        Raises Closed after `close` or a fork, and in another thread or loop; UsageError for a
+        timeout that is no bound, because every call must end (design: deadlines).
         """
         if self._closed:
             raise Closed("the pool is closed")
@@ -444,6 +449,8 @@ class Pool:
                 "threads, or open one pool in each loop"
             )
         seconds = self._config.timeout_s if timeout is None else timeout
+        if not seconds <= _TIMEOUT_S_MAX:  # also not a number
+            raise UsageError(f"timeout is {seconds}, expected seconds, at most {_TIMEOUT_S_MAX:g}")
         return self._loop.time() + seconds
 
 
@@ -475,3 +482,20 @@ def _check_parents(parents: Sequence[bytes], digests: Sequence[bytes], size: int
             raise BadKey(f"parent {index} has {len(parent)} bytes, the keys have {size}")
         if parent == digest:
             raise BadKey(f"key {index} ({digest.hex()[:12]}) names itself as its parent")
+    _check_no_circle(dict(zip(digests, parents, strict=True)))
+
+
+def _check_no_circle(parent_of: Mapping[bytes, bytes]) -> None:
+    """Raises BadKey for blocks that are their own ancestors: no prompt begins with itself."""
+    checked: set[bytes] = set()  # blocks whose ancestors end, in the batch or outside of it
+    for first in parent_of:
+        digest, walked = first, set[bytes]()
+        while digest in parent_of and digest not in checked:
+            if digest in walked:
+                raise BadKey(
+                    f"key {digest.hex()[:12]} is its own ancestor: expected parents that form "
+                    "chains, where each block's parent is the block before it"
+                )
+            walked.add(digest)
+            digest = parent_of[digest]
+        checked |= walked

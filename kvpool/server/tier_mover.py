@@ -121,12 +121,14 @@ class TierMover:
             await asyncio.sleep(0)
         await self.erase()
         found = self._store.backing
-        log.info(
+        dropped = len(records) - found.stored
+        report = log.warning if dropped else log.info
+        report(
             "tier is warm",
             tier=self._tiers[self._store.backing_tier].name,
             blocks=found.stored,
             bytes=found.stored_bytes,
-            dropped=len(records) - found.stored,
+            dropped=dropped,
         )
 
     def start(self) -> None:

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
 from kvpool.cli.app import app
 from kvpool.cli.shared import console
-from kvpool.errors import Closed
+from kvpool.errors import BadKey, Closed, UsageError
 from kvpool.ops.tables import members_table
-from kvpool.types import Member, ServerStats
+from kvpool.types import ROOT, Member, ServerStats
 from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
 
 # --- callers -----------------------------------------------------------------------------
@@ -40,6 +40,49 @@ async def test_a_buffer_resized_during_a_call(pool: Pool) -> None:
         assert result in (WriteStatus.STORED, (ReadStatus.HIT, size))
     buffer.append(0)  # it is the caller's again
     assert buffer[:-1] == value(digest, size)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e9])
+async def test_a_timeout_that_is_no_bound(watched: dev.Dev, timeout: float) -> None:
+    """G6: it is refused, and no server looks slow to other calls because of it."""
+    async with watched.pool() as pool:
+        with pytest.raises(UsageError, match="expected seconds, at most 86400"):
+            await pool.read(NAMESPACE, CHAIN, buffers(3), timeout=timeout)
+        results = await pool.read(NAMESPACE, CHAIN, buffers(3), timeout=5.0)
+        assert all(result.status is ReadStatus.HIT for result in results)
+        assert not pool.counters["hedged"]
+
+
+async def test_blocks_that_are_their_own_ancestors(watched: dev.Dev) -> None:
+    """G9: refused before a byte moves, however the parents are given; other orders are fine."""
+    a, b, c = keys("circle", 3)
+    blocks = values([a, b, c])
+    async with watched.pool() as pool:
+        for parents in ([b, a, a], [c, a, b], [ROOT, b, ROOT]):
+            with pytest.raises(BadKey, match=r"its own ancestor|itself as its parent"):
+                await pool.write(NAMESPACE, [a, b, c], blocks, parents=parents)
+        with pytest.raises(BadKey, match="one of the keys that follow it"):
+            await pool.write(NAMESPACE, [a, b, c], blocks, parent=c)
+        assert not (await pool.match(NAMESPACE, [a])).length
+        tail_first = await pool.write(NAMESPACE, [c, b, a], blocks, parents=[b, a, ROOT])
+        assert tail_first == [WriteStatus.STORED] * 3
+
+
+async def test_a_stranger_who_writes_a_circle_cannot_fill_the_pool(watched: dev.Dev) -> None:
+    """G9: in two calls no client sees it; the server leaves one of the parents out."""
+    (server,) = watched.servers
+    a, b = keys("two calls", 2)
+    async with watched.pool() as pool:
+        await pool.write(NAMESPACE, [a], values([a]), parent=b)
+        await pool.write(NAMESPACE, [b], values([b]), parent=a)
+        assert server.store.circles_cut == 1
+        size = 1 << 20
+        count = 2 * server.store.allocator.capacity // size
+        for digest in keys("everything else", count):
+            statuses = await pool.write(NAMESPACE, [digest], [bytes(size)])
+            assert statuses == [WriteStatus.STORED]
+        assert not (await pool.match(NAMESPACE, [a])).length
+        await pool.write(NAMESPACE, CHAIN, values(CHAIN))  # for the witness
 
 
 CALLS: dict[str, Callable[[Pool, list[bytes]], Coroutine[Any, Any, Any]]] = {

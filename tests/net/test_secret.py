@@ -169,6 +169,17 @@ def test_a_bad_secret_file_is_a_sentence(tmp_path: Path, content: bytes | None, 
     assert "short" not in str(raised.value)
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_secret_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"0123456789abcdef")
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"chmod 600 {path}"):
+        read_secret(str(path))
+    path.chmod(0o644)
+    assert read_secret(str(path)) == b"0123456789abcdef"
+
+
 def test_white_space_round_a_secret_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"  0123456789abcdef\r\n")
     assert read_secret(str(tmp_path / "secret")) == b"0123456789abcdef"

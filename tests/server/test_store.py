@@ -21,7 +21,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, Extent, Namespace, ReadStatus, WriteStatus
+from kvpool.types import ROOT, Extent, Namespace, ReadStatus, Record, WriteStatus
 from tests.conftest import key, keys
 
 ONE = Namespace("one")
@@ -430,3 +430,78 @@ def test_a_block_that_is_being_written_again_is_still_gone() -> None:
     assert [(c.digest, c.status) for c in books.departures()] == [(digest, ReadStatus.REMOVED)]
     books.seal(1, answer.id, 0, 1.0)
     assert books.departures() == []
+
+
+def reserved(books: Store, digest: bytes, parent: bytes, now: float) -> bool:
+    """One block of half a page, written and sealed; False when there is no space for it."""
+    (answer,) = books.reserve(1, ReserveRequest(ONE, 0, [digest], [parent], [2048]), now)
+    if answer.status is not WriteStatus.RESERVED:
+        return False
+    books.seal(1, answer.id, 0, now)
+    books.check()
+    return True
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 50])
+def test_blocks_that_are_their_own_ancestors_can_be_evicted(length: int) -> None:
+    """G9: a circle of parents, written in either direction, does not fill a pool for ever."""
+    for step in (1, -1):
+        books = Store(length * 4096)
+        circle = keys(f"circle {step}", length)[::step]
+        for number, digest in enumerate(circle):
+            assert reserved(books, digest, circle[number - 1], 0.0)
+        assert books.circles_cut == 1
+        for number, digest in enumerate(keys("honest", 2 * length)):
+            assert reserved(books, digest, ROOT, 1.0 + number)
+        assert present(books, circle) == [False] * length
+
+
+def test_a_block_that_comes_back_between_its_parent_and_its_children_is_linked_again() -> None:
+    """The tail is evicted before it, as in every chain; nothing was a circle."""
+    books = Store(4 * 4096)
+    chain = keys("chain", 3)
+    for digest, parent in zip(chain, [ROOT, *chain], strict=False):
+        assert reserved(books, digest, parent, 0.0)
+    assert books.remove(ONE, chain[1:2], 0.5)
+    assert reserved(books, chain[1], chain[0], 1.0)
+    assert books.circles_cut == 0
+    assert reserved(books, key("one more"), ROOT, 2.0)
+    assert reserved(books, key("and one"), ROOT, 3.0)
+    assert present(books, chain) == [True, True, False]
+
+
+def test_how_far_up_a_circle_is_looked_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block far down a chain, written after its children, counts as the first of a chain."""
+    monkeypatch.setattr("kvpool.server.state.store.ANCESTORS_MAX", 3)
+    for depth, cut in ((2, 0), (3, 1)):
+        books = Store(16 * 4096)
+        chain = keys(f"deep {depth}", depth + 2)
+        parents = [ROOT, *chain[:-1]]
+        for number in (*range(depth), depth + 1, depth):
+            assert reserved(books, chain[number], parents[number], 0.0)
+        assert books.circles_cut == cut
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_a_circle_in_a_file_is_cut(length: int) -> None:
+    """Restored in any order; the chain beside it keeps its links, and leaves tail first."""
+    books = Store((length + 3) * 4096)
+    circle, chain = keys("circle", length), keys("chain", 3)
+    parents = {digest: circle[number - 1] for number, digest in enumerate(circle)}
+    parents |= dict(zip(chain, [ROOT, *chain], strict=False))
+    restored = [
+        books.restore(Record(ONE, 0, digest, parents[digest], 4096 * place, 4096, 0, place + 1))
+        for place, digest in enumerate([*chain[::-1], *circle])
+    ]
+    entries = [entry for entry in restored if entry is not None]
+    assert len(entries) == length + 3
+    for _ in books.cut_circles(entries):
+        pass
+    books.activate_restored(entries, 0.0)
+    books.check()
+    assert books.circles_cut == 1
+    for number in range(length + 2):
+        assert reserved(books, key(f"honest {number}"), ROOT, 1.0 + number)
+    assert sum(present(books, chain)) <= 1
+    assert reserved(books, key("the last"), ROOT, 100.0)
+    assert present(books, chain)[1:] == [False, False]

@@ -70,7 +70,7 @@ class InprocTransport:
         theirs = listener.store.cluster
         if theirs.name != cluster.name:
             raise VersionMismatch(
-                f"client belongs to cluster {cluster.name!r}, the server to {theirs.name!r}"
+                f"client belongs to cluster {cluster.name!r}, this server to another one"
             )
         if theirs.secret != cluster.secret:
             raise Unauthenticated("client and server do not have the same secret")

@@ -11,7 +11,7 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvpool.errors import BadMessage, InvariantViolated
@@ -37,6 +37,9 @@ from kvpool.types import (
 
 #: Victims that may not be evicted which a policy may choose for one block: then it is refused.
 _WRONG_VICTIMS_MAX: Final = 8
+#: How far up a chain is looked for a circle. Only a block whose children came before it is looked
+#: at, so the usual write, head first, never is.
+ANCESTORS_MAX: Final = 4096
 
 
 class Store:
@@ -84,6 +87,7 @@ class Store:
         self.evicted = 0
         self.evicted_bytes = 0
         self.bypassed = 0  # writes whose rest the policy refused
+        self.circles_cut = 0  # parents left out: blocks would have been their own ancestors
         self.rejected_victims = 0  # that a wrong policy chose although they may not be evicted
         #: Called with each of those.
         self.on_rejected_victim: Callable[[Entry], None] | None = None
@@ -355,10 +359,30 @@ class Store:
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
         entry.state = State.STORED
-        self._link(entry)
+        self._link(entry, restored=True)
         self.stored += 1
         self.stored_bytes += size
         return entry
+
+    def cut_circles(self, entries: Sequence[Entry]) -> Iterator[None]:
+        """Once for restored blocks, whose order is any: in linear time, in steps.
+
+        What the file says of parents is not believed, either (design: recovery).
+        """
+        checked: set[Entry] = set()  # blocks whose ancestors end
+        for number, entry in enumerate(entries):
+            walked: set[Entry] = set()
+            above: Entry | None = entry
+            while above is not None and above not in checked:
+                walked.add(above)
+                parent = above.index.blocks.get(above.parent)
+                if parent in walked:
+                    self._leave_parent(above)
+                    parent = None
+                above = parent
+            checked |= walked
+            if number % 1024 == 1023:
+                yield
 
     def activate_restored(self, entries: Sequence[Entry], now: float) -> None:
         """From now on restored blocks may be evicted; pass them least recently used first."""
@@ -637,7 +661,7 @@ class Store:
             self._link(entry)
         fresh.clear()
 
-    def _link(self, entry: Entry) -> None:
+    def _link(self, entry: Entry, *, restored: bool = False) -> None:
         """Enter the index and count as a child, also of a parent that is not here (yet).
 
         Counts, not lists: only *whether* a block has children matters (a chain is evicted from its
@@ -656,6 +680,35 @@ class Store:
             else:
                 entry.parent = parent.digest  # share the bytes object
                 parent.children += 1
+                # Only a block whose children came first, or that is its own child, can close one.
+                if entry.children and not restored and self._closes_a_circle(entry, parent):
+                    self._leave_parent(entry)
+
+    def _leave_parent(self, entry: Entry) -> None:
+        """Count as the first block of a chain: the link to the parent would close a circle."""
+        parent = entry.index.blocks[entry.parent]
+        parent.children -= 1
+        entry.parent = ROOT
+        self.circles_cut += 1
+
+    def _closes_a_circle(self, entry: Entry, parent: Entry) -> bool:
+        """Whether a new block that has children here is an ancestor of its own parent.
+
+        Blocks in a circle all have children, so none could ever be evicted, whoever wrote them
+        (G9, design: eviction). So the link that would close the circle is left out, and the block
+        counts as the first of a chain. The same holds for a block that joins two stretches of a
+        chain below ANCESTORS_MAX ancestors, which bounds the work: its parent may then be evicted
+        before it, which costs hits and nothing else.
+        """
+        blocks = entry.index.blocks
+        above: Entry | None = parent
+        for _ in range(ANCESTORS_MAX):
+            if above is None:  # the first of a chain, or its parent is not here
+                return False
+            if above is entry:
+                return True
+            above = blocks.get(above.parent)
+        return True
 
     def _unlink(self, entry: Entry) -> None:
         """Leave the index. Children that stay are counted for a later copy of their parent."""

@@ -357,6 +357,7 @@ class TieredStore:
                 entries.append(entry)
             if number % 1024 == 1023:
                 yield
+        yield from store.cut_circles(entries)
         entries.sort(key=lambda entry: entry.generation)
         store.activate_restored(entries, now)
         yield

@@ -176,10 +176,11 @@ class LocalPool:
     def settled(self, within_s: float = 20.0) -> int:
         """Wait until no more blocks come; how many there are."""
         until = time.monotonic() + within_s
-        blocks = -1
+        blocks, seen = -1, 0
         while time.monotonic() < until:
             blocks, before = self.blocks, blocks
-            if blocks == before:
+            seen = seen + 1 if blocks == before else 0
+            if seen == 2:  # once is not enough on a busy machine: a save may take longer
                 return blocks
             time.sleep(1.5)  # a heartbeat
         raise AssertionError("blocks keep coming")

@@ -175,7 +175,7 @@ class StreamSession:
         cluster = self._store.cluster
         if hello.cluster != cluster.name:
             raise VersionMismatch(
-                f"client belongs to cluster {hello.cluster!r}, this is {cluster.name!r}"
+                f"client belongs to cluster {hello.cluster!r}, this server to another one"
             )
         if cluster.secret:
             await self._challenge(hello.nonce, deadline)
