@@ -83,9 +83,8 @@ class TransferCost:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
         through_zero = mean_y / mean_x
-        if (
-            variance < 0.01 * mean_x * mean_x
-        ):  # loads of one size: latency and rate cannot be separated
+        # Loads of one size do not separate latency and rate.
+        if variance < 0.01 * mean_x * mean_x:
             return 0.0, through_zero
         slope = (self._xy / self._weight - mean_x * mean_y) / variance
         if slope <= 0:
