@@ -43,7 +43,8 @@ class ServerContext:
     def _policy_is_wrong(self, victim: Entry) -> None:
         """Count it, and log it once: such a policy may be wrong in every reservation."""
         if not self.counters["rejected_victims"]:
-            log.error("policy chose a block that may not be evicted", block=victim.digest)
+            key = victim.digest.hex()[:12]
+            log.error("policy chose a block that may not be evicted", block=key)
         self.counters["rejected_victims"] += 1
 
     def publish(self) -> None:

@@ -349,7 +349,7 @@ class TierMover:
         traffic.failures_in_a_row = 0
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
-            log.error("block is corrupt", tier=tier.name, block=entry.digest)
+            log.error("block is corrupt", tier=tier.name, block=entry.digest.hex()[:12])
             store.transfer_failed(copy, ReadStatus.CORRUPT)
             return False
         return True
