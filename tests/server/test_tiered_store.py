@@ -390,3 +390,16 @@ def test_random_histories(seed: int) -> None:
             server.drop(9)
             server.settle()
     assert WriteStatus.NO_SPACE.name not in server.write(9, ONE, 0, [key("there is room")])
+
+
+def test_a_circle_that_a_file_describes_can_be_evicted() -> None:
+    """G9: what a restart finds is checked, too; a file may come from a version that let it in."""
+    server = Server(2, 4)
+    a, b = keys("circle", 2)
+    records = [
+        Record(ONE, 0, a, b, 0, PAGE, 0, 1),
+        Record(ONE, 0, b, a, PAGE, PAGE, 0, 2),
+    ]
+    list(server.stack.restore(records, 0.0))
+    assert server.stack.backing.circles_cut == 1
+    server.stack.backing.check()

@@ -8,8 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
+from kvpool.errors import DeadlineExceeded
 from kvpool.wire.messages import TYPES, Hello, Message, Unpin
 from kvpool_transports.streams.stream import Stream
+from tests.wire.offline import Wire
 
 
 @asynccontextmanager
@@ -64,3 +68,13 @@ async def test_a_stream_that_is_lost_says_nothing() -> None:
 
 def hello() -> Message:
     return Hello("default", "test")
+
+
+async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:
+    """Or the answers to a peer who only asks would pile up without a bound (G11)."""
+    stream = Stream()
+    Wire(stream)
+    stream.pause_writing()
+    deadline = asyncio.get_running_loop().time() + 0.05
+    with pytest.raises(DeadlineExceeded, match="does not read"):
+        await stream.send(Unpin(), deadline=deadline)

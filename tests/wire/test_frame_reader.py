@@ -248,3 +248,18 @@ def test_every_state_can_be_closed_and_only_the_table_moves_it() -> None:
         assert steps[ReaderEvent.CLOSE] is ReaderState.CLOSED, state
     with pytest.raises(InvariantViolated):
         FrameReader().take()
+
+
+def test_a_frame_whose_payload_has_not_come_has_begun() -> None:
+    """What has begun is timed: a peer that stops after the head does not hold the stream."""
+    reader, block = FrameReader(), bytearray(10)
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
+    head = frames.encode_frame(messages.PAYLOAD, b"", 10)
+    assert not reader.begun
+    reader.memory[: len(head)] = head
+    assert not reader.received(len(head))
+    assert reader.begun
+    assert not reader.received(9)
+    assert reader.begun
+    assert reader.received(1)
+    assert not reader.begun
