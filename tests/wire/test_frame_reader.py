@@ -263,3 +263,22 @@ def test_a_frame_whose_payload_has_not_come_has_begun() -> None:
     assert reader.begun
     assert reader.received(1)
     assert not reader.begun
+
+
+def test_every_piece_that_arrives_shows_that_the_server_is_there() -> None:
+    """G6: a server that is slow but sends is not left for another one."""
+
+    class Touches:
+        count = 0
+
+        def touch(self) -> None:
+            self.count += 1
+
+        def disarm(self) -> None:
+            raise AssertionError("more is expected of the server")
+
+    touches = Touches()
+    receiver = PayloadReceiver([(memoryview(bytearray(10)),)] * 2, None, touches)
+    for count in range(1, 21):
+        receiver.received(1)
+        assert touches.count == count
