@@ -13,9 +13,22 @@ kvpool. The split between local and remote errors follows h11 (LocalProtocolErro
 RemoteProtocolError).
 """
 
+from __future__ import annotations
+
+from typing import Self
+
 
 class KvpoolError(Exception):
     """Base class of every error that kvpool raises on purpose."""
+
+    def fresh(self) -> Self:
+        """The same error, to be raised once more, without the frames that this one has passed.
+
+        For objects that keep an error. One that was raised refers to frames, and they to the
+        object that keeps it: a cycle, which only a full collection ends
+        (design: garbage-collection).
+        """
+        return type(self)(*self.args)
 
 
 # --- errors of the caller, never retried --------------------------------------------

@@ -169,7 +169,7 @@ class Servers:
         try:
             return await self._call(record, operation, deadline, size, bytes_moved)
         except ServerLost as error:
-            lost = error
+            why = str(error)  # and not the error, which refers to this frame
         # It may have restarted elsewhere. It becomes lost only when no master knows of that:
         # before the answer, other calls to it would get ServerLost from a server that is well.
         with contextlib.suppress(MasterLost):
@@ -177,7 +177,7 @@ class Servers:
         if record.epoch == epoch:
             record.retry_at = self._loop.time() + record.backoff.next_delay()
             record.paths = []
-            raise lost
+            raise ServerLost(why)
         return await self._call(record, operation, deadline, size, bytes_moved)
 
     def mark_unresponsive(self, server: str, *, given_up: bool) -> None:
@@ -315,7 +315,7 @@ class Servers:
         bytes_moved: Callable[[T], int],
     ) -> T:
         began = self._loop.time()
-        problem: KvpoolError | None = None
+        problem = "no common transport"
         order = self._paths_in_order(record, size)
         for path in order:
             for first in (True, False):
@@ -333,7 +333,7 @@ class Servers:
                         record.remote.record_failure(path, self._loop.time())
                     if not isinstance(error, Unavailable | PeerError):
                         raise
-                    problem = error
+                    problem = str(error)  # and not the error, which refers to this frame
                     if self._loop.time() >= deadline:
                         # A call with a short deadline proves nothing about the path.
                         if deadline - began >= self._config.attempt_s:
@@ -348,7 +348,7 @@ class Servers:
                 if record.remote is not None:
                     self._record_call(record, record.remote, path, bytes_moved(result), started)
                 return result
-        raise ServerLost(f"server {record.server}: {problem or 'no common transport'}")
+        raise ServerLost(f"server {record.server}: {problem}")
 
     def _paths_in_order(self, record: KnownServer, size: int = 0) -> list[_Path]:
         """Preference order, except that a path that failed lately comes last."""

@@ -35,7 +35,9 @@ class PendingRequests:
         self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._next_id = 0
-        self._pending: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        # An error is a result, too: a future that raises its exception is in a cycle with the frame
+        # that waited (design: garbage-collection).
+        self._pending: dict[int, asyncio.Future[tuple[int, bytes] | KvpoolError]] = {}
         self._closed = False
 
     def __len__(self) -> int:
@@ -57,15 +59,18 @@ class PendingRequests:
         if len(self._pending) >= PENDING_MAX:
             raise Overloaded(f"{PENDING_MAX} requests are pending at master {self._address}")
         id = self._next_id = self._next_id + 1
-        future: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+        future: asyncio.Future[tuple[int, bytes] | KvpoolError] = self._loop.create_future()
         self._pending[id] = future
         timer = self._loop.call_at(deadline, self._expire, future)
         try:
             transmit(id, encode_envelope(type, self._cluster, id, body))
-            return await future
+            reply = await future
         finally:
             timer.cancel()
             del self._pending[id]
+        if isinstance(reply, KvpoolError):
+            raise reply.fresh()
+        return reply
 
     def on_reply(self, message: bytes) -> None:
         """Give a received message to the caller that waits for it, if there still is one."""
@@ -76,7 +81,7 @@ class PendingRequests:
             id = envelope_id(message)
             future = self._pending.get(id) if id is not None else None
             if future is not None and not future.done():
-                future.set_exception(error)
+                future.set_result(error.fresh())
             return
         future = self._pending.get(envelope.id)
         if future is not None and not future.done():  # else: a second reply, or a late one
@@ -87,11 +92,11 @@ class PendingRequests:
         self._closed = True
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(Closed(f"the link to master {self._address} was closed"))
+                future.set_result(Closed(f"the link to master {self._address} was closed"))
 
-    def _expire(self, future: asyncio.Future[tuple[int, bytes]]) -> None:
+    def _expire(self, future: asyncio.Future[tuple[int, bytes] | KvpoolError]) -> None:
         if not future.done():
-            future.set_exception(DeadlineExceeded(f"master {self._address} did not answer in time"))
+            future.set_result(DeadlineExceeded(f"master {self._address} did not answer in time"))
 
 
 def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:

@@ -446,7 +446,7 @@ class UcxStream(Stream):
     def _ucx_path(self) -> UcxPath:
         if self._path is None:
             if self.lost:  # `_fail` has run already: a path made now would never be closed
-                raise self._why or LinkBroken("the peer closed the connection")
+                raise self._error()
             self._path = self._worker.path()
         return self._path
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from kvpool import logs
 from kvpool.errors import BadMessage, KvpoolError, LinkBroken
 from kvpool_transports.copy_pool import CopyPool
-from kvpool_transports.streams.stream import wait_until
+from kvpool_transports.streams.stream import Ending, wait_until
 
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext, UCXEndpoint, UCXRequest
@@ -264,7 +264,7 @@ class Transfer:
         self._requests: deque[UCXRequest] = deque()
         self._keep: deque[object] = deque()
         self._room = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Ending | None = None
         self._why: KvpoolError | None = None
         worker.watch(self)
 
@@ -306,14 +306,17 @@ class Transfer:
         self._room = left
         self.look()
         if self._why is not None:
-            raise self._why
+            raise self._why.fresh()
         if len(self._requests) <= left:
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await wait_until(self._waiter, deadline, "the peer did not move its bytes in time")
+            late = "the peer did not move its bytes in time"
+            error = await wait_until(self._waiter, deadline, late)
         finally:
             self._waiter = None
+        if error is not None:
+            raise error.fresh()
 
     def look(self) -> None:
         """Remove completed requests; the first error fails the transfer."""
@@ -333,9 +336,9 @@ class Transfer:
     def fail(self, error: KvpoolError) -> None:
         """End the wait with `error`; the task that waited must then call `stop`."""
         if self._why is None:
-            self._why = error
+            self._why = error.fresh()
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(self._why)
+            self._waiter.set_result(self._why)
 
     async def stop(self) -> None:
         """Close the path; when it returns, UCX neither reads nor writes our buffers any more.
@@ -351,18 +354,18 @@ class Transfer:
             self._worker.progress()
         loop = asyncio.get_running_loop()
         late = loop.time() + _WARN_S
-        cancelled: asyncio.CancelledError | None = None
+        cancelled = False
         while not self._over():
             try:
                 await asyncio.sleep(_PAUSE_S)
-            except asyncio.CancelledError as error:
-                cancelled = error
+            except asyncio.CancelledError:
+                cancelled = True
             self._worker.progress()
             if loop.time() > late:
                 log.error("UCX does not let go of buffers", requests=len(self._requests))
                 late += 60.0
-        if cancelled is not None:
-            raise cancelled
+        if cancelled:
+            raise asyncio.CancelledError
 
     def end(self) -> None:
         """Every request has completed: the worker need not look at the transfer any more."""

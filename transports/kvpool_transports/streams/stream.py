@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
 from kvpool.wire.frame_reader import ChooseTarget, FrameReader, Pieces, ReaderState, no_payload
@@ -27,6 +27,11 @@ from kvpool_transports.streams.payload import writes
 
 #: Seconds that a request may take to arrive, from its first byte.
 FRAME_S: Final = 30.0
+
+#: How a wait has ended: well (None), or with the error that its owner gets. It is the result and
+#: not the exception of the future, because a future that has raised its exception is in a cycle
+#: with the frame that waited (design: garbage-collection).
+Ending: TypeAlias = "asyncio.Future[KvpoolError | None]"
 
 #: Streams whose sockets a child would inherit.
 _open: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -66,15 +71,16 @@ class Stream(asyncio.BufferedProtocol):
     | lost      | `lost`, `_why`            | nothing: it is never reused                       |
 
     `abort`, the end of the connection, and the peer's hanging up lead from every state to lost. An
-    owner that waits then gets the error `_why`.
+    owner that waits then gets the error `_why`. It is raised as a copy, and a future has it as its
+    result: so a lost stream is freed at once, with its buffer (design: garbage-collection).
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader()
-        self._done: asyncio.Future[None] | None = None
-        self._flushed: asyncio.Future[None] | None = None
+        self._done: Ending | None = None
+        self._flushed: Ending | None = None
         self._closing: asyncio.Future[None] | None = None
         self._work: asyncio.Timeout | None = None
         self._tls = False
@@ -156,7 +162,7 @@ class Stream(asyncio.BufferedProtocol):
         frame that has begun must still be complete within FRAME_S.
         """
         if self.lost:
-            raise self._why or LinkBroken("the peer closed the connection")
+            raise self._error()
         self._done = self._loop.create_future()
         self._no_deadline = deadline is None
         frame: Frame | None = None
@@ -165,9 +171,11 @@ class Stream(asyncio.BufferedProtocol):
             self._resume_reading()
             if self._done.done():  # a peer that sends ahead must not keep other tasks from running
                 await asyncio.sleep(0)
+                error = self._done.result()
             else:
-                await wait_until(self._done, deadline, "the peer did not answer in time")
-            self._done.result()
+                error = await wait_until(self._done, deadline, "the peer did not answer in time")
+            if error is not None:
+                raise error.fresh()
             frame = self._reader.take()
             return frame
         finally:
@@ -189,15 +197,15 @@ class Stream(asyncio.BufferedProtocol):
     async def cancel_on_disconnect(self) -> AsyncIterator[None]:
         """Cancel the work inside when the connection is lost: its result has no receiver."""
         if self.lost:
-            raise self._why or LinkBroken("the peer closed the connection")
+            raise self._error()
         work = self._work = asyncio.timeout(None)
         try:
             async with work:
                 yield
         except TimeoutError:
-            if not work.expired() or self._why is None:
+            if not work.expired() or not self.lost:
                 raise
-            raise self._why from None
+            raise self._error() from None
         finally:
             self._work = None
 
@@ -283,15 +291,21 @@ class Stream(asyncio.BufferedProtocol):
 
     def _writable(self) -> asyncio.Transport:
         if self.lost or self._transport is None:
-            raise self._why or LinkBroken("the peer closed the connection")
+            raise self._error()
         return self._transport
+
+    def _error(self) -> KvpoolError:
+        """Why the stream is lost, to be raised."""
+        return (self._why or LinkBroken("the peer closed the connection")).fresh()
 
     async def _flush(self, deadline: float) -> None:
         self._flushed = self._loop.create_future()
         try:
-            await wait_until(self._flushed, deadline, "the peer does not read")
+            error = await wait_until(self._flushed, deadline, "the peer does not read")
         finally:
             self._flushed = None
+        if error is not None:
+            raise error.fresh()
 
     def _resume_reading(self) -> None:
         if self._read_paused and not self._reader.full and not self.lost:
@@ -312,7 +326,7 @@ class Stream(asyncio.BufferedProtocol):
     def _fail_frame(self, error: KvpoolError) -> None:
         """The owner gets the error; it may still answer with one of its own, and then aborts."""
         if self._done is not None and not self._done.done():
-            self._done.set_exception(error)
+            self._done.set_result(error.fresh())
 
     def _fail(self, error: KvpoolError) -> None:
         if self._why is None:
@@ -320,26 +334,28 @@ class Stream(asyncio.BufferedProtocol):
         self.lost = True
         for future in (self._done, self._flushed):
             if future is not None and not future.done():
-                future.set_exception(self._why)
+                future.set_result(self._why)
         if self._closing is not None and not self._closing.done():
             self._closing.set_result(None)
         if self._work is not None and not self._work.expired():
             self._work.reschedule(self._loop.time())
 
 
-async def wait_until(future: asyncio.Future[None], deadline: float | None, otherwise: str) -> None:
-    """Wait for a future until a deadline, with one timer and no task."""
+async def wait_until(future: Ending, deadline: float | None, otherwise: str) -> KvpoolError | None:
+    """The result of a future: None, or the error of what it stands for, to be raised as a copy.
+
+    At the deadline it is DeadlineExceeded with the text `otherwise`. One timer and no task.
+    """
     if deadline is None:
-        await future
-        return
+        return await future
     loop = future.get_loop()
 
     def expire() -> None:
         if not future.done():
-            future.set_exception(DeadlineExceeded(otherwise))
+            future.set_result(DeadlineExceeded(otherwise))
 
     timer = loop.call_at(deadline, expire)
     try:
-        await future
+        return await future
     finally:
         timer.cancel()
