@@ -9,9 +9,10 @@ VLLM_VENV := .venv-vllm
 PEERS_VENV := .venv-peers
 DOCS_VENV := .venv-docs
 SEEDS ?= 0:2000
+SAMPLE ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-vllm check bench bench-peers sim chaos fuzz docs clean
+.PHONY: help demo demo-vllm test test-vllm check bench bench-peers sim mutants chaos fuzz docs clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +43,10 @@ bench-peers: $(PEERS_VENV)/ready  ## beside Mooncake Store and Redis; ARGS="--qu
 sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	$(BIN)/python -m tests.simulation --bugs
+
+mutants: $(VENV)/mutants-ready  ## SAMPLE=400 one-line mistakes in the product: which do the tests not notice?
+	$(BIN)/pytest tests/mutation
+	$(BIN)/python -m tests.mutation --sample $(SAMPLE) $(ARGS)
 
 fuzz: SECONDS ?= 60
 fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
@@ -108,6 +113,10 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,ucx]' || { \
 		echo "UCX has no wheels for $$($(PYTHON) --version) here: its tests are skipped"; \
 		$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'; }
+	@touch $@
+
+$(VENV)/mutants-ready: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[mutants]'
 	@touch $@
 
 clean:  ## remove virtual environments and what was built

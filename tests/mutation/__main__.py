@@ -1,0 +1,168 @@
+"""`python -m tests.mutation`: which one-line mistakes do the tests notice?
+
+Results are kept in `.mutants/`, so that a run that was broken off goes on where it was. Exit
+codes: 0 all goals were met, 1 too many survivors, 2 usage error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import queue
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if __package__ != "tests.mutation":
+    raise SystemExit("start this program from the repository root: python -m tests.mutation")
+
+from tests.mutation import coverage_map
+from tests.mutation.equivalent import EQUIVALENT
+from tests.mutation.mutants import Mutant, planted, sample
+from tests.mutation.tree import copy_tree
+from tests.mutation.trial import Limits, Verdict, try_mutant
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_FOLDER: Final = _ROOT / ".mutants"
+#: Most survivors that are accepted, as a part of the mutants.
+_GOAL_PURE: Final = 0.10
+_GOAL: Final = 0.20
+
+
+def main(
+    count: Annotated[int, typer.Option("--sample", min=1, help="Mistakes to plant.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Which mistakes.")] = 1,
+    rooms: Annotated[str, typer.Option(help="Only paths that begin so, with commas.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Mistakes tried at a time.")] = 2,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds of tests outside the room, for each mistake.")
+    ] = 120,
+    histories: Annotated[int, typer.Option(min=0, help="Simulated histories for each.")] = 100,
+    listed: Annotated[bool, typer.Option("--list", help="Print the mistakes only.")] = False,
+) -> None:
+    """Plant a random sample of one-line mistakes, and report which the tests do not notice."""
+    console = Console()
+    mutants = sample(_ROOT, count, seed, [room for room in rooms.split(",") if room])
+    if not mutants:
+        raise typer.BadParameter(f"--rooms {rooms!r}: no file of the product begins so")
+    if listed:
+        for mutant in mutants:
+            console.print(_described(mutant), soft_wrap=True, highlight=False)
+        return
+    _FOLDER.mkdir(exist_ok=True)
+    tests = coverage_map.load(_ROOT, _FOLDER)
+    found = _Results(_FOLDER / "results.jsonl")
+    open_ones = [mutant for mutant in mutants if mutant not in found]
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for number in range(jobs):
+        trees.put(copy_tree(_ROOT, _FOLDER / f"tree-{number}"))
+
+    def attempt(mutant: Mutant) -> None:
+        tree = trees.get()
+        try:
+            verdict = try_mutant(tree, _ROOT, mutant, tests, Limits(seconds, histories))
+        finally:
+            trees.put(tree)
+        found.add(mutant, verdict)
+        console.print(f"{mutant.path}:{mutant.line} {verdict.noticed_by or '[red]survived[/]'}")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(attempt, open_ones):
+            pass
+    raise typer.Exit(_report(console, {mutant: found[mutant] for mutant in mutants}))
+
+
+class _Results:
+    """What became of each mutant, in a file of one line each.
+
+    A result holds for one text of the mutant's file: a changed file is tried again.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._found: dict[str, Verdict] = {}
+        if file.exists():
+            for line in file.read_text().splitlines():
+                key, *verdict = json.loads(line)
+                self._found[key] = Verdict(*verdict)
+
+    def __contains__(self, mutant: Mutant) -> bool:
+        return self._key(mutant) in self._found
+
+    def __getitem__(self, mutant: Mutant) -> Verdict:
+        return self._found[self._key(mutant)]
+
+    def add(self, mutant: Mutant, verdict: Verdict) -> None:
+        self._found[self._key(mutant)] = verdict
+        with self._file.open("a") as file:
+            file.write(json.dumps([self._key(mutant), *verdict]) + "\n")
+
+    @staticmethod
+    def _key(mutant: Mutant) -> str:
+        text = hashlib.sha256((_ROOT / mutant.path).read_bytes()).hexdigest()[:16]
+        return f"{mutant.path} {mutant.operator} {mutant.occurrence} {text}"
+
+
+def _report(console: Console, found: Mapping[Mutant, Verdict]) -> int:
+    """Print the table by room and every survivor; 1 if a goal was missed."""
+    rooms: dict[str, list[Mutant]] = defaultdict(list)
+    counted = [mutant for mutant in found if not _is_equivalent(mutant)]
+    for mutant in counted:
+        rooms[mutant.room].append(mutant)
+    table = Table("room", "mutants", "survivors", "part")
+    for room, mutants in sorted(rooms.items()):
+        table.add_row(room, *_figures(mutants, found))
+    pure = [mutant for mutant in counted if mutant.is_pure]
+    others = [mutant for mutant in counted if not mutant.is_pure]
+    table.add_section()
+    table.add_row(f"pure parts, goal {_GOAL_PURE:.0%}", *_figures(pure, found))
+    table.add_row(f"all others, goal {_GOAL:.0%}", *_figures(others, found))
+    for mutant in sorted(counted):
+        if found[mutant].survived:
+            console.print(_described(mutant), soft_wrap=True, highlight=False)
+    console.print(table)
+    console.print(f"{len(found) - len(counted)} mistakes that make no difference are left out")
+    return int(
+        _survivors(pure, found) > _GOAL_PURE * len(pure)
+        or _survivors(others, found) > _GOAL * len(others)
+    )
+
+
+def _figures(mutants: Sequence[Mutant], found: Mapping[Mutant, Verdict]) -> Iterator[str]:
+    survivors = _survivors(mutants, found)
+    yield str(len(mutants))
+    yield str(survivors)
+    yield f"{survivors / len(mutants):.0%}" if mutants else "-"
+
+
+def _survivors(mutants: Sequence[Mutant], found: Mapping[Mutant, Verdict]) -> int:
+    return sum(found[mutant].survived for mutant in mutants)
+
+
+def _is_equivalent(mutant: Mutant) -> bool:
+    line = (_ROOT / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
+    return (mutant.path, mutant.operator, line) in EQUIVALENT
+
+
+def _described(mutant: Mutant) -> str:
+    """The mistake as a person reads it: where, and the lines before and after."""
+    before = (_ROOT / mutant.path).read_text().splitlines()
+    after = planted(_ROOT, mutant).splitlines()
+    changed = [
+        line
+        for line in difflib.unified_diff(before, after, n=0, lineterm="")
+        if line[0] in "+-" and not line.startswith(("+++", "---"))
+    ]
+    return escape("\n".join([f"{mutant.path}:{mutant.line} {mutant.operator}", *changed]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

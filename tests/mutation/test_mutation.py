@@ -1,0 +1,135 @@
+"""The mistakes are real ones, the sample is repeatable, and the map finds the tests of a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cosmic_ray", reason="make mutants installs it")
+
+from tests.mutation.coverage_map import CoverageMap, _test_name
+from tests.mutation.equivalent import EQUIVALENT
+from tests.mutation.mutants import mutants_of, planted, product_files, sample
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_each_mistake_of_a_sample_changes_the_file_and_compiles() -> None:
+    for mutant in sample(ROOT, 150, 7, ["kvpool/client", "kvpool/server/state"]):
+        changed = planted(ROOT, mutant)
+        compile(changed, mutant.path, "exec")
+        assert changed != (ROOT / mutant.path).read_text(), mutant
+
+
+def test_a_sample_is_repeatable_and_without_doubles() -> None:
+    first, again, other = (sample(ROOT, 100, seed, ["kvpool/wire"]) for seed in (3, 3, 4))
+    assert first == again != other
+    assert len(set(first)) == 100
+
+
+def test_a_sample_of_rooms_stays_there() -> None:
+    assert {mutant.room for mutant in sample(ROOT, 50, 1, ["kvpool/wire"])} == {"kvpool/wire"}
+    assert sample(ROOT, 50, 1, ["nowhere"]) == []
+
+
+SOURCE = '''\
+def clean(self, items: list[int | None]) -> int | None:
+    """Text with 3 < 4 in it."""
+    log.info("cleaned", count=3)
+    if TYPE_CHECKING:
+        pass
+    self.held -= 4096
+    for item in items:
+        self.forget(
+            item,
+        )
+    return len(items) > 0
+'''
+
+
+@pytest.fixture
+def small_root(tmp_path: Path) -> Path:
+    (tmp_path / "small.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_the_kinds_of_mistakes(small_root: Path) -> None:
+    found = {(mutant.operator, mutant.line) for mutant in mutants_of(small_root, "small.py")}
+    assert found == {
+        ("DropStatement", 6),
+        ("DropStatement", 8),
+        ("ChangeNumber", 6),
+        ("ChangeNumber", 11),
+        ("ZeroIterationForLoop", 7),
+        ("ReplaceComparisonOperator_Gt_GtE", 11),
+        ("ReplaceComparisonOperator_Gt_LtE", 11),
+    }
+
+
+def test_what_is_planted(small_root: Path) -> None:
+    lines = {
+        (mutant.operator, mutant.occurrence): planted(small_root, mutant)
+        for mutant in mutants_of(small_root, "small.py")
+    }
+    texts = "\n---\n".join(lines.values())
+    assert "self.held -= (4096 * 1000)" in texts
+    assert "    pass\n    for item in items:" in texts
+    assert "    for item in items:\n        pass\n    return" in texts
+    assert "return len(items) > 1" in texts
+    assert all(text.startswith("def clean(") for text in lines.values())
+
+
+def test_a_statement_of_many_lines_is_known_by_all_of_them(small_root: Path) -> None:
+    call = next(m for m in mutants_of(small_root, "small.py") if m.line == 8)
+    assert (call.first_line, call.last_line) == (8, 10)
+
+
+QUICK = "tests/server/b.py::quick"
+
+
+def test_tests_of_a_line_nearest_and_quickest_first() -> None:
+    tests = CoverageMap(
+        {
+            "kvpool/server/state/store.py": {
+                "1": [""],
+                "5": [
+                    "tests/client/a.py::f",
+                    "tests/server/b.py::slow",
+                    "tests/server/b.py::quick",
+                ],
+                "6": [],
+            }
+        },
+        {"tests/server/b.py::slow": 2.0, QUICK: 0.1},
+    )
+    near, far = tests.tests_of("kvpool/server/state/store.py", [5])
+    assert near == [QUICK, "tests/server/b.py::slow"]
+    assert far == ["tests/client/a.py::f"]
+    # A constant is executed at import: each test of the file may notice it.
+    assert tests.tests_of("kvpool/server/state/store.py", [1]) == (near, far)
+    assert tests.tests_of("kvpool/server/state/store.py", [6]) == ([], [])
+    assert tests.tests_of("kvpool/new.py", [1]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        ("tests/a.py::test_b[x|y]|run", "tests/a.py::test_b[x|y]"),
+        ("tests/a.py::test_b|setup", "tests/a.py::test_b"),
+        ("tests/a.py::test_b (call)", "tests/a.py::test_b"),
+        ("", ""),
+    ],
+)
+def test_the_name_of_a_test_in_a_context(context: str, name: str) -> None:
+    assert _test_name(context) == name
+
+
+def test_each_equivalent_mistake_still_exists() -> None:
+    known = set()
+    for path in {path for path, _, _ in EQUIVALENT}:
+        lines = (ROOT / path).read_text().splitlines()
+        for mutant in mutants_of(ROOT, path):
+            known.add((path, mutant.operator, lines[mutant.line - 1].strip()))
+    assert product_files(ROOT)
+    assert set(EQUIVALENT) <= known
