@@ -40,13 +40,14 @@ def announced(digests: list[bytes]) -> Row:
     directory = Directory()
     master = Master(MasterConfig(), network)
     master.directory = directory
-    directory.register("s", 1, "h", ["tcp://s:1"], ["dram"], 1 << 40, 0.0)
+    directory.register("s", 1, "h", ["tcp://s:1"], ["dram"], 1 << 40, 0.0, token=bytes(16))
     step = messages.ANNOUNCED_BLOCKS_MAX
     encoded = [
         messages.encode(
             messages.Announce(
                 "s",
                 1,
+                bytes(16),
                 number + 1,
                 [
                     messages.BlockChanges(

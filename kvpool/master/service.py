@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
-from kvpool.errors import BadMessage
+from kvpool.errors import BadMessage, Unauthenticated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
@@ -27,7 +27,12 @@ log = logs.get("kvpool.master")
 #: Of the members in one reply, so that it stays below BODY_SIZE_MAX with the longest names.
 _PAGE_BYTES = 512 << 10
 
+#: Pairs of id and caller whose refusal was logged. At the limit all are forgotten, so that a caller
+#: that makes up ids costs no memory, only log lines, one for each of its messages.
+_REFUSED_MAX: Final = 1024
+
 M = TypeVar("M", bound=wire.Message)
+S = TypeVar("S", bound=wire.ServerMessage)
 
 
 class Master:
@@ -47,18 +52,21 @@ class Master:
         self._started = 0.0
         #: Requests that were answered, by kind.
         self.requests: Counter[str] = Counter()
-        self._handlers: dict[int, Callable[[bytes], wire.Message]] = {}
+        #: Messages of servers that were refused, by reason.
+        self.refusals: Counter[str] = Counter()
+        self._refused: set[tuple[str, str]] = set()
+        self._handlers: dict[int, Callable[[bytes, str], wire.Message]] = {}
         self._handle(wire.Register, self._register)
-        self._handle(wire.Heartbeat, self._heartbeat)
-        self._handle(wire.Leave, self._leave)
-        self._handle(wire.Announce, self._announce)
-        self._handle(wire.Inventory, self._inventory)
-        self._handle(wire.Find, self._find)
-        self._handle(wire.Place, self._place)
-        self._handle(wire.Members, self._members)
-        self._handle(wire.Explain, self._explain)
-        self._handle(wire.Hint, self._hint)
-        self._handle(wire.Namespaces, self._namespaces)
+        self._handle(wire.Heartbeat, self._from_owner(self._heartbeat))
+        self._handle(wire.Leave, self._from_owner(self._leave))
+        self._handle(wire.Announce, self._from_owner(self._announce))
+        self._handle(wire.Inventory, self._from_owner(self._inventory))
+        self._handle(wire.Find, _from_anyone(self._find))
+        self._handle(wire.Place, _from_anyone(self._place))
+        self._handle(wire.Members, _from_anyone(self._members))
+        self._handle(wire.Explain, _from_anyone(self._explain))
+        self._handle(wire.Hint, _from_anyone(self._hint))
+        self._handle(wire.Namespaces, _from_anyone(self._namespaces))
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"
@@ -84,24 +92,66 @@ class Master:
         if self._listener is not None:
             await self._listener.close()
 
-    def handle(self, type: int, body: bytes) -> tuple[int, bytes]:
-        """The reply to one request. Raises PeerError, which the peer receives as an `Error`."""
+    def handle(self, type: int, body: bytes, caller: str = "") -> tuple[int, bytes]:
+        """The reply to one request, which came from the host `caller`.
+
+        Raises PeerError, which the peer receives as an `Error`.
+        """
         handler = self._handlers.get(type)
         if handler is None:
             raise BadMessage(f"message type {type} is not a request to a master")
-        return wire.encode(handler(body))
+        return wire.encode(handler(body, caller))
 
     def uptime_s(self, now: float) -> float:
         return max(0.0, now - self._started)
 
-    def _handle(self, type: type[M], answer: Callable[[M], wire.Message]) -> None:
+    def _handle(self, type: type[M], answer: Callable[[M, str], wire.Message]) -> None:
         number, name = wire.TYPES[type], type.__name__.lower()
 
-        def handle(body: bytes) -> wire.Message:
+        def handle(body: bytes, caller: str) -> wire.Message:
             self.requests[name] += 1
-            return answer(wire.decode(type, number, body))
+            return answer(wire.decode(type, number, body), caller)
 
         self._handlers[number] = handle
+
+    def _from_owner(self, answer: Callable[[S], wire.Message]) -> Callable[[S, str], wire.Message]:
+        """`answer` for the server that has the id only (design: server-identity)."""
+
+        def checked(message: S, caller: str) -> wire.Message:
+            server = message.server
+            if not self.directory.belongs_to(server, message.token):
+                holder = self.directory.addresses(server)
+                self._log_refusal("not this server's token", server, caller, holder)
+                raise Unauthenticated(
+                    f"server id {server!r} belongs to the server at {', '.join(holder)}, which "
+                    "registered it with another token"
+                )
+            return answer(message)
+
+        return checked
+
+    def _log_refusal(
+        self,
+        reason: str,
+        server: str,
+        caller: str,
+        holder: Sequence[str],
+        claimed: Sequence[str] = (),
+    ) -> None:
+        """Count a refusal, and log it once for each id and caller."""
+        self.refusals[reason] += 1
+        if len(self._refused) >= _REFUSED_MAX:
+            self._refused.clear()
+        if (server, caller) not in self._refused:
+            self._refused.add((server, caller))
+            log.warning(
+                "a message in the name of a server was refused",
+                why=reason,
+                server=server,
+                caller=caller,
+                claimed=list(claimed),
+                holder=list(holder),
+            )
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -116,15 +166,34 @@ class Master:
 
     # --- from servers ------------------------------------------------------------------
 
-    def _register(self, m: wire.Register) -> wire.Registered:
+    def _register(self, m: wire.Register, caller: str) -> wire.Registered:
         for name in (m.server, m.host, *m.addresses, *m.tiers):
             if not name.isprintable():  # they are printed on terminals and in logs
                 raise BadMessage(f"{name[:40]!r} is not printable")
-        accepted = self.directory.register(
-            m.server, m.epoch, m.host, m.addresses, m.tiers, m.capacity, self._now()
+        refusal = self.directory.register(
+            m.server,
+            m.epoch,
+            m.host,
+            m.addresses,
+            m.tiers,
+            m.capacity,
+            self._now(),
+            token=m.token,
+            kept=m.kept,
+            sequence=m.sequence,
         )
-        log.info("server registered" if accepted else "server id is taken", server=m.server)
-        return wire.Registered(accepted, self.address, self._hints.last)
+        if refusal is not None:
+            self._log_refusal("server id is taken", m.server, caller, refusal.holder, m.addresses)
+            return wire.Registered(
+                False,
+                self.address,
+                problem=refusal.problem,
+                heard_s=refusal.heard_s,
+                lasting=refusal.lasting,
+            )
+        log.info("server registered", server=m.server, caller=caller)
+        sequence = self.directory.sequence(m.server)
+        return wire.Registered(True, self.address, self._hints.last, sequence)
 
     def _heartbeat(self, m: wire.Heartbeat) -> wire.HeartbeatReply:
         now = self._now()
@@ -229,6 +298,10 @@ class Master:
                 for answer in self.directory.explain(namespace, digests)
             ]
         )
+
+
+def _from_anyone(answer: Callable[[M], wire.Message]) -> Callable[[M, str], wire.Message]:
+    return lambda message, caller: answer(message)
 
 
 def _checked(

@@ -99,7 +99,7 @@ class PendingRequests:
             future.set_result(DeadlineExceeded(f"master {self._address} did not answer in time"))
 
 
-def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
+def answer(handler: Handler, cluster: int, message: bytes, caller: str) -> bytes | None:
     """The reply to one request; None for a message too short to have an id.
 
     An error of the handler becomes an `Error` message. It never raises: a bug in one handler must
@@ -110,7 +110,7 @@ def answer(handler: Handler, cluster: int, message: bytes) -> bytes | None:
         return None
     try:
         envelope = decode_envelope(message, cluster)
-        type, body = handler(envelope.type, envelope.body)
+        type, body = handler(envelope.type, envelope.body, caller)
         return encode_envelope(type, cluster, id, body)
     except Exception as error:
         if not isinstance(error, KvpoolError):  # a bug: only this request fails

@@ -149,11 +149,19 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
 
 
 class _Socket:
-    """A zmq socket on the running loop: calls `receive` for each message."""
+    """A zmq socket on the running loop: calls `receive` for each message, and with `with_caller`
+    passes the address of the peer, too."""
 
-    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        receive: Callable[[list[bytes], str], None],
+        *,
+        with_caller: bool = False,
+    ) -> None:
         self._socket = socket
         self._receive = receive
+        self._with_caller = with_caller
         self._loop = asyncio.get_running_loop()
         self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._loop.add_reader(self._fd, self._drain)
@@ -166,10 +174,18 @@ class _Socket:
             # The check is cheaper than the exception that an empty queue raises.
             if self.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
                 return
-            parts = [self._socket.recv(_NOBLOCK)]
+            caller = ""
+            if self._with_caller:
+                # Only a frame has the peer's address. It costs 1.5 µs more than plain bytes.
+                frame = self._socket.recv(_NOBLOCK, copy=False)
+                parts = [frame.bytes]
+                with contextlib.suppress(zmq.ZMQError):  # an ipc peer has none
+                    caller = str(frame.get("Peer-Address"))
+            else:
+                parts = [self._socket.recv(_NOBLOCK)]
             while self._socket.get(_RCVMORE):
                 parts.append(self._socket.recv(_NOBLOCK))
-            self._receive(parts)
+            self._receive(parts, caller)
         self._drain_soon()
 
     def _drain_soon(self) -> None:
@@ -252,7 +268,7 @@ class _ZmqLink:
             self._reconnect()
             raise
 
-    def _on_message(self, parts: list[bytes]) -> None:
+    def _on_message(self, parts: list[bytes], _: str) -> None:
         self._unanswered_since = None
         self._requests.on_reply(parts[-1])
 
@@ -300,7 +316,7 @@ class _ZmqListener:
         self._handler = handler
         self._cluster = cluster
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        self._socket = _Socket(socket, self._receive)
+        self._socket = _Socket(socket, self._receive, with_caller=True)
 
     @property
     def address(self) -> str:
@@ -312,11 +328,11 @@ class _ZmqListener:
     def stop(self) -> None:
         self._socket.close()
 
-    def _receive(self, parts: list[bytes]) -> None:
+    def _receive(self, parts: list[bytes], caller: str) -> None:
         if len(parts) != 2:
             return  # not a request of this protocol: no reply
         identity, message = parts
-        reply = answer(self._handler, self._cluster, message)
+        reply = answer(self._handler, self._cluster, message, caller)
         if reply is not None:
             # A full queue means that this peer does not read. Its reply is dropped and its request
             # ends at its deadline; other peers do not wait.

@@ -73,6 +73,14 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         for kind, count in sorted(master.requests.items()):
             requests.add_metric([kind], count)
         yield requests
+        refusals = CounterMetricFamily(
+            "kvpool_master_refusals",
+            "messages in the name of a server, by reason",
+            labels=["reason"],
+        )
+        for reason, count in sorted(master.refusals.items()):
+            refusals.add_metric([reason], count)
+        yield refusals
         yield from _of_members(master.directory.members(now()))
 
     return _pages(collect, lambda: None)

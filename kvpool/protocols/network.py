@@ -7,9 +7,11 @@ from typing import Protocol
 
 from kvpool.protocols.transport import Listener
 
-#: Answers one request: (type, body) to (type, body). Synchronous, so no other request can run
-#: while a master's state is half changed. A KvpoolError becomes an `Error` message to that peer.
-Handler = Callable[[int, bytes], tuple[int, bytes]]
+#: Answers one request: (type, body, caller) to (type, body). `caller` is the address of the host
+#: that the request came from, without a port; empty if the network does not know it. Synchronous,
+#: so no other request can run while a master's state is half changed. A KvpoolError becomes an
+#: `Error` message to that peer.
+Handler = Callable[[int, bytes, str], tuple[int, bytes]]
 
 
 class Link(Protocol):

@@ -11,7 +11,7 @@ import contextlib
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool import logs
@@ -20,6 +20,7 @@ from kvpool.protocols import Link
 from kvpool.server.state.entry import Change, Entry
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ReadStatus, ServerStats
+from kvpool.wire import auth
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -34,14 +35,20 @@ _NEWS_GAP_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """How a server identifies itself. `epoch` is random for each start of the process, so that a
-    master notices a restart."""
+    """How a server identifies itself.
+
+    `epoch` is random for each start of the process, so that a master notices a restart. `secret`
+    proves that the id is this server's (design: server-identity); `kept` says that the next process
+    has the same.
+    """
 
     server: str
     epoch: int
     host: str
     addresses: Sequence[str]
     tiers: Sequence[str]
+    secret: bytes = field(repr=False)
+    kept: bool = False
 
 
 class AnnouncerState(enum.Enum):
@@ -79,6 +86,7 @@ class Announcer:
         self._identity = identity
         self._store = store
         self._link = link
+        self._token = auth.server_token(identity.secret, link.address)
         self._heartbeat_s = heartbeat_s
         self._stats = stats
         self._apply_hints = apply_hints
@@ -93,6 +101,7 @@ class Announcer:
         self._acknowledged = 0
         self._sequence = 0
         self._hints_heard = 0
+        self._refused_at: float | None = None  # when a master first said that the id is taken
         self._last_batch_at = 0.0
         self._next_heartbeat = 0.0
         self.problem: KvpoolError | None = None
@@ -115,7 +124,7 @@ class Announcer:
             self._task.cancel()
             await asyncio.wait([self._task])
         with contextlib.suppress(KvpoolError):
-            leave = wire.Leave(self._identity.server, self._identity.epoch)
+            leave = wire.Leave(self._identity.server, self._identity.epoch, self._token)
             await self._request(leave, wire.HeartbeatReply, within_s=0.2)
         self._link.close()
         self._unregister()
@@ -171,23 +180,48 @@ class Announcer:
 
     async def _register(self) -> None:
         identity = self._identity
+        asked_at = self._loop.time()
         registered = await self._request(
             wire.Register(
                 identity.server,
                 identity.epoch,
+                self._token,
                 identity.host,
                 list(identity.addresses),
                 list(identity.tiers),
                 self._store.backing.allocator.capacity,
+                self._sequence,
+                identity.kept,
             ),
             wire.Registered,
         )
         if not registered.accepted:
-            raise ConfigError(
-                f"server id {identity.server!r} belongs to another living server; "
-                "choose another with --id"
-            )
+            raise self._id_is_taken(registered, asked_at)
+        self._refused_at = None
         self._hints_heard = registered.hints_heard
+        # A master never goes back, so this server has to go on from its number.
+        self._sequence = max(self._sequence, registered.sequence)
+
+    def _id_is_taken(self, refused: wire.Registered, asked_at: float) -> KvpoolError:
+        """ConfigError if the server that has the id lives, Unavailable if it may be this one.
+
+        After a crash the master takes the process before for alive, until it was silent long
+        enough. One that is heard while this process waits is another one.
+        """
+        if self._refused_at is None:
+            self._refused_at = self._loop.time()
+        id = f"server id {self._identity.server!r}"
+        if refused.lasting:
+            return ConfigError(f"{id} is taken: {refused.problem}; or choose another with --id")
+        if asked_at - refused.heard_s > self._refused_at:
+            return ConfigError(
+                f"{id} belongs to another living server: {refused.problem}. That message came "
+                "while this server was waiting for the id; choose another with --id"
+            )
+        return Unavailable(
+            f"{id} is not free yet: {refused.problem}. It may be this server before its restart; "
+            "this server tries again until then"
+        )
 
     async def _send_inventory(self) -> None:
         """All blocks, in pieces; changes meanwhile are queued and follow (design: inventory)."""
@@ -213,6 +247,7 @@ class Announcer:
                 wire.Inventory(
                     self._identity.server,
                     self._identity.epoch,
+                    self._token,
                     self._sequence,
                     piece,
                     start == starts[-1],
@@ -237,7 +272,11 @@ class Announcer:
             self._sequence += 1
             announced = await self._request(
                 wire.Announce(
-                    self._identity.server, self._identity.epoch, self._sequence, _grouped(batch)
+                    self._identity.server,
+                    self._identity.epoch,
+                    self._token,
+                    self._sequence,
+                    _grouped(batch),
                 ),
                 wire.Announced,
             )
@@ -262,6 +301,7 @@ class Announcer:
         heartbeat = wire.Heartbeat(
             self._identity.server,
             self._identity.epoch,
+            self._token,
             self._stats(now),
             self._hints_heard,
             self._sequence,

@@ -40,7 +40,10 @@ log = logs.get("kvpool.server")
 
 
 class BlockServer:
-    """One block server. `start`, then `close`; it is a `BlockStore` to its transports."""
+    """One block server. `start`, then `close`; it is a `BlockStore` to its transports.
+
+    `secret` is what the previous process of this server had, too; without one a new one is made.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class BlockServer:
         policy: Policy[Entry] | None = None,
         host: Host | None = None,
         rng: random.Random | None = None,
+        secret: bytes = b"",
     ) -> None:
         self._config = config
         self.host = host or this_host()
@@ -63,6 +67,8 @@ class BlockServer:
         self.cluster = cluster
         self.server = config.id or f"{self.host.name}-{self._rng.getrandbits(24):06x}"
         self.epoch = self._rng.getrandbits(63)
+        self._secret = secret or self._rng.randbytes(32)
+        self._keeps_secret = bool(secret)
         self.tiers = list(tiers)
         store = TieredStore(
             stores or _stores(tiers, config.alignment, policy),
@@ -128,6 +134,8 @@ class BlockServer:
                 self.host.id,
                 self.addresses,
                 [tier.name for tier in self.tiers],
+                self._secret,
+                kept=self._keeps_secret,
             )
             for master in config.masters:
                 link = self._network.connect(master)

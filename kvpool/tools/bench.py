@@ -351,7 +351,7 @@ def _send_for_ever() -> None:
 async def _echo() -> None:
     """The other end of `_bare_zmq`."""
     network = ZmqNetwork()
-    listener = await network.serve("127.0.0.1:0", lambda type, body: (type, b""))
+    listener = await network.serve("127.0.0.1:0", lambda type, body, _: (type, b""))
     print(listener.address, flush=True)
     await process.wait_for_signal()
     await listener.close()

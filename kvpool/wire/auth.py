@@ -23,6 +23,7 @@ from kvpool.types import Cluster
 
 NONCE_SIZE: Final = 32
 PROOF_SIZE: Final = 32
+TOKEN_SIZE: Final = 16
 
 
 def server_proof(cluster: Cluster, client_nonce: bytes, server_nonce: bytes) -> bytes:
@@ -44,6 +45,15 @@ def master_key(cluster: Cluster) -> bytes:
     """The master's secret key for CURVE, 32 bytes."""
     name = hashlib.sha256(cluster.name.encode()).digest()
     return hmac.digest(cluster.secret, b"kvpool master key 1" + name, "sha256")
+
+
+def server_token(secret: bytes, master: str) -> bytes:
+    """What a server shows to the master at this address, so that no other process has its id.
+
+    Each master gets a token of its own: one that is no real master learns nothing that it could
+    show to the others (design: server-identity).
+    """
+    return hmac.digest(secret, b"kvpool server token 1" + master.encode(), "sha256")[:TOKEN_SIZE]
 
 
 def _proof(cluster: Cluster, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:

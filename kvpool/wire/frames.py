@@ -17,7 +17,7 @@ import xxhash
 from kvpool.errors import BadFrame, VersionMismatch
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 BODY_SIZE_MAX: Final = 1 << 20
 PAYLOAD_SIZE_MAX: Final = BATCH_BLOCKS_MAX * BLOCK_SIZE_MAX
 HEADER_SIZE: Final = 16

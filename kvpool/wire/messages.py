@@ -35,7 +35,7 @@ from kvpool.types import (
     ServerStats,
     Text,
 )
-from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE
+from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
@@ -63,6 +63,10 @@ Counts = Annotated[list[Count], Meta(max_length=BATCH_BLOCKS_MAX)]
 Statuses = Annotated[bytes, Meta(max_length=BATCH_BLOCKS_MAX)]
 ProofBytes = Annotated[bytes, Meta(min_length=PROOF_SIZE, max_length=PROOF_SIZE)]
 Names = Annotated[list[Name], Meta(max_length=64)]
+#: What only a server and one master know; see `ServerMessage`.
+Token = Annotated[bytes, Meta(min_length=TOKEN_SIZE, max_length=TOKEN_SIZE)]
+#: Far from the end of `Id`, so that there always is a next number.
+SequenceNumber = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,32 +204,50 @@ class Error(Message, frozen=True):
 # --- control plane: server to master ---------------------------------------------------
 
 
-class Register(Message, frozen=True):
+class ServerMessage(Message, frozen=True):
+    """What a server says of itself. `token` proves that it is the server that registered the id:
+    its epoch is public, its token is not (design: server-identity)."""
+
     server: Name
     epoch: Hash64
+    token: Token
+
+
+class Register(ServerMessage, frozen=True, omit_defaults=True):
+    """With `sequence`, the number of the last announcement that this process has sent.
+
+    `kept` says that the next process of this server will have the same token.
+    """
+
     host: Name
     addresses: Names
     tiers: Names
     capacity: Annotated[int, Meta(ge=1, lt=2**48)]
+    sequence: SequenceNumber = 0
+    kept: bool = False
 
 
 class Registered(Message, frozen=True, omit_defaults=True):
-    """`accepted` is False when another living server has this id.
+    """`hints_heard` is the number of the last hint so far: the server receives only later ones.
+    Announcements go on from `sequence`.
 
-    `hints_heard` is the number of the last hint so far: the server receives only later ones.
+    When not `accepted`: `problem` is the reason, `heard_s` the age of the last message of the
+    server that has the id, and `lasting` is True when it does not help to wait.
     """
 
     accepted: bool
     master: Name
     hints_heard: Count = 0
+    sequence: SequenceNumber = 0
+    problem: Text = ""
+    heard_s: Seconds = 0.0
+    lasting: bool = False
 
 
-class Heartbeat(Message, frozen=True, omit_defaults=True):
+class Heartbeat(ServerMessage, frozen=True, omit_defaults=True):
     """Sent regularly: the server is alive. With its statistics, the number of the last hint that it
     received (`hints_heard`), and that of its last announcement (`sequence`)."""
 
-    server: Name
-    epoch: Hash64
     stats: ServerStats
     hints_heard: Count = 0
     sequence: Count = 0
@@ -242,11 +264,8 @@ class HeartbeatReply(Message, frozen=True, omit_defaults=True):
     hints_heard: Count = 0
 
 
-class Leave(Message, frozen=True):
+class Leave(ServerMessage, frozen=True):
     """The server shuts down. Answered with `HeartbeatReply`."""
-
-    server: Name
-    epoch: Hash64
 
 
 class BlockChanges(Keys, frozen=True):
@@ -257,20 +276,16 @@ class BlockChanges(Keys, frozen=True):
     status: Small
 
 
-class Announce(Message, frozen=True):
+class Announce(ServerMessage, frozen=True):
     """Changes number `sequence` of this server, to be applied in order and without a gap."""
 
-    server: Name
-    epoch: Hash64
     sequence: Id
     changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
 
 
-class Inventory(Message, frozen=True):
+class Inventory(ServerMessage, frozen=True):
     """All blocks of a server, in pieces; announcements go on from `sequence`."""
 
-    server: Name
-    epoch: Hash64
     sequence: Id
     piece: Count
     last: bool

@@ -117,7 +117,7 @@ async def test_a_link_survives_whoever_was_at_the_masters_address() -> None:
     with pytest.raises(DeadlineExceeded):
         await link.request(7, b"?", deadline=loop.time() + 0.5)
     other.close()
-    listener = await network.serve(f"{host}:{port}", lambda type, body: (type, body))
+    listener = await network.serve(f"{host}:{port}", lambda type, body, _: (type, body))
     for _ in range(10):
         with contextlib.suppress(DeadlineExceeded):
             assert await link.request(7, b"?", deadline=loop.time() + 1.0) == (7, b"?")

@@ -18,7 +18,7 @@ with atheris.instrument_imports(include=["kvpool"]):
 
 from tests.fuzz.driver import Record, fuzz
 from tests.wire.offline import Loop, NoNetwork
-from tests.wire.samples import KEYS, SAMPLES
+from tests.wire.samples import KEYS, SAMPLES, TOKEN
 
 CLUSTER = frames.cluster_id("default")
 
@@ -71,17 +71,17 @@ def seeds() -> list[bytes]:
     life: list[Record] = []
     for server in ("s", "t"):
         story = (
-            messages.Register(server, 1, "h", ["tcp://x:1"], ["dram"], 1 << 30),
-            messages.Inventory(server, 1, 1, 0, False, [here]),
-            messages.Inventory(server, 1, 1, 1, True, []),
-            messages.Announce(server, 1, 2, [gone, here]),
-            messages.Heartbeat(server, 1, ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1})),
+            messages.Register(server, 1, TOKEN, "h", ["tcp://x:1"], ["dram"], 1 << 30),
+            messages.Inventory(server, 1, TOKEN, 1, 0, False, [here]),
+            messages.Inventory(server, 1, TOKEN, 1, 1, True, []),
+            messages.Announce(server, 1, TOKEN, 2, [gone, here]),
+            messages.Heartbeat(server, 1, TOKEN, ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1})),
             messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
             messages.Explain(**KEYS),
             messages.Namespaces(),
         )
         life += [*map(messages.encode, story), (0, bytes(1))]
-    life += [messages.encode(messages.Leave("s", 1)), (0, bytes(250)), *requests]
+    life += [messages.encode(messages.Leave("s", 1, TOKEN)), (0, bytes(250)), *requests]
     return [*(join([request]) for request in requests), join(life)]
 
 

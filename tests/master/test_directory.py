@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.master.state.directory import Directory
-from kvpool.master.state.server_record import SequenceCheck
+from kvpool.master.state.server_record import Refusal, SequenceCheck
 from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
 
 ONE = Namespace("one")
 TWO = Namespace("two", parts=2)
 HOST = "host-a"
+OTHER = b"another token"
 
 
 def directory_of(*servers: str, now: float = 0.0) -> Directory:
     """A map that knows these servers, at epoch 1, with 1000 bytes each."""
     made = Directory()
     for server in servers:
-        assert made.register(server, 1, HOST, [f"tcp://{server}:1"], ["dram"], 1000, now)
+        assert made.register(server, 1, HOST, [f"tcp://{server}:1"], ["dram"], 1000, now) is None
     return made
+
+
+def registered(
+    directory: Directory,
+    server: str,
+    epoch: int = 1,
+    *,
+    token: bytes = b"",
+    kept: bool = False,
+    sequence: int = 0,
+    now: float = 0.0,
+) -> Refusal | None:
+    where = [f"tcp://{server}:1"]
+    return directory.register(
+        server, epoch, HOST, where, ["dram"], 1000, now, token=token, kept=kept, sequence=sequence
+    )
 
 
 def prefix(directory: Directory, chain: list[bytes], namespace: Namespace = ONE) -> int:
@@ -56,6 +74,7 @@ def history(rng: random.Random, steps: int) -> None:
     now = 0.0
 
     def resync(server: str) -> None:
+        register(server)
         sequence[server] += 1
         assert (
             directory.check_piece(server, epoch[server], sequence[server], 0) is SequenceCheck.NEXT
@@ -67,13 +86,17 @@ def history(rng: random.Random, steps: int) -> None:
         directory.end_inventory(server)
         told[server] = set(truth[server])
 
+    def register(server: str) -> None:
+        number = sequence[server]
+        assert not directory.register(
+            server, epoch[server], HOST, [], ["dram"], 1000, now, sequence=number
+        )
+
     def start(server: str) -> None:
-        if server in epoch:
-            directory.leave(server, epoch[server])
         epoch[server] = epoch.get(server, 0) + 1
-        assert directory.register(server, epoch[server], HOST, [], ["dram"], 1000, now)
         truth[server], told[server] = set(), set()
         sequence[server], alive[server] = 0, True
+        register(server)
 
     def compare() -> None:
         directory.check()
@@ -143,7 +166,7 @@ def history(rng: random.Random, steps: int) -> None:
 def test_inventories_replace_and_do_not_merge() -> None:
     directory = directory_of("s")
     directory.stored("s", ONE, 0, 0, keys("old", 3))
-    directory.check_piece("s", 1, 5, 0)
+    directory.check_piece("s", 1, 1, 0)
     directory.stored("s", ONE, 0, 0, keys("new", 2))
     assert prefix(directory, keys("old", 3)) == 3
     assert prefix(directory, keys("new", 2)) == 0
@@ -167,6 +190,8 @@ def test_a_server_goes_through_the_states_of_its_table() -> None:
     """`ServerRecord` has the table: one line of it is one step here."""
     directory, chain = directory_of("s"), keys("c", 2)  # unknown -> registered
 
+    register = partial(registered, directory)
+
     def reason() -> ReadStatus:
         directory.check()
         return directory.match(ONE, chain).stopped
@@ -176,19 +201,21 @@ def test_a_server_goes_through_the_states_of_its_table() -> None:
     directory.stored("s", ONE, 0, 0, chain)  # registered -> live
     assert reason() is ReadStatus.HIT
     assert directory.check_sequence("s", 1, 3) is SequenceCheck.GAP
+    assert directory.check_piece("s", 1, 4, 0) is SequenceCheck.GAP  # it has to register first
+    assert register("s", sequence=3) is None
     assert directory.check_piece("s", 1, 4, 0) is SequenceCheck.NEXT  # live -> syncing
     assert reason() is ReadStatus.HIT
     directory.stored("s", ONE, 0, 0, chain[:1])
     assert directory.check_piece("s", 1, 4, 1) is SequenceCheck.NEXT
     directory.end_inventory("s")  # syncing -> live
     assert directory.match(ONE, chain).length == 1
-    assert not directory.register("s", 2, HOST, [], ["dram"], 1000, 0.0)  # its name is taken
+    assert register("s", 2, token=OTHER) is not None  # its id is taken
     directory.leave("s", 1)  # live -> lost
     assert reason() is ReadStatus.SERVER_LOST
     assert directory.heartbeat("s", 1, ServerStats(), 1.0, 4)  # lost -> live
     assert directory.match(ONE, chain).length == 1
     directory.leave("s", 1)
-    assert directory.register("s", 2, HOST, [], ["dram"], 1000, 2.0)  # lost -> registered
+    assert register("s", 2, now=2.0) is None  # lost -> registered
     assert reason() is ReadStatus.SERVER_LOST
     for second in range(2, 700):
         directory.tick(float(second))  # registered -> lost -> unknown
@@ -211,6 +238,7 @@ def test_a_belated_greeting_is_not_all_there_is_to_know() -> None:
     directory = directory_of("s")
     assert not directory.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)
     assert directory.members(1.0)[0].alive
+    assert registered(directory, "s", sequence=7) is None
     assert directory.check_piece("s", 1, 8, 0) is SequenceCheck.NEXT
     directory.end_inventory("s")
     assert directory.heartbeat("s", 1, ServerStats(), 1.0, sequence=8)
@@ -243,9 +271,61 @@ def test_a_forgotten_server_is_the_reason_of_its_misses() -> None:
 
 def test_an_id_belongs_to_the_living() -> None:
     directory = directory_of("s")
-    assert not directory.register("s", 2, HOST, [], ["dram"], 1000, 1.0)
-    assert directory.register("s", 2, HOST, [], ["dram"], 1000, 10.0)
+    refusal = registered(directory, "s", 2, token=OTHER, now=1.0)
+    assert refusal is not None
+    assert "tcp://s:1, and its last message came 1.0 s ago" in refusal.problem
+    assert "free in 2.0 s" in refusal.problem
+    assert not directory.belongs_to("s", OTHER)
+    assert directory.belongs_to("s", b"")
+    assert registered(directory, "s", 2, token=OTHER, now=3.0) is None
+    assert directory.belongs_to("s", OTHER)
+    assert not directory.belongs_to("s", b"")
     assert not directory.heartbeat("s", 1, ServerStats(), 10.0)
+
+
+def test_a_restarted_server_has_its_id_at_once_and_its_past_is_over() -> None:
+    directory = directory_of("s")
+    for epoch in (2, 3):
+        assert registered(directory, "s", epoch, now=0.1) is None
+    for former in (1, 2):  # a late message, or a second process with the same identity
+        refusal = registered(directory, "s", former, now=0.2)
+        assert refusal is not None
+        assert refusal.lasting
+    assert directory.heartbeat("s", 3, ServerStats(), 0.3)
+    assert registered(directory, "s", 2, now=3.4) is None  # the later one is lost
+
+
+def test_an_identity_that_is_kept_reserves_its_id() -> None:
+    """Longer than it takes to restart: nobody takes the id of a server that is away."""
+    directory = Directory(timeout_s=3.0, forget_s=60.0)
+    registered(directory, "s", kept=True)
+    directory.leave("s", 1)
+    refusal = registered(directory, "s", 2, token=OTHER, now=59.0)
+    assert refusal is not None
+    assert refusal.lasting
+    assert registered(directory, "s", 3, kept=True, now=59.5) is None
+    assert registered(directory, "s", 2, token=OTHER, now=59.5 + 60.0) is None
+
+
+def test_a_registration_takes_no_number_back() -> None:
+    directory = directory_of("s")
+    assert directory.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert registered(directory, "s", sequence=0) is None  # a second copy that came late
+    assert directory.sequence("s") == 1
+    assert directory.check_sequence("s", 1, 1) is SequenceCheck.DUPLICATE
+    assert registered(directory, "s", sequence=5) is None  # four announcements were lost
+    assert directory.check_sequence("s", 1, 5) is SequenceCheck.DUPLICATE
+    assert directory.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
+
+
+@pytest.mark.parametrize("number", [3, 2**32, 2**62, 2**63 - 1])
+def test_a_number_that_is_made_up_is_a_gap(number: int) -> None:
+    """Otherwise every later message would count as a repeated one, and be ignored."""
+    directory = directory_of("s")
+    assert directory.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert directory.check_piece("s", 1, number, 0) is SequenceCheck.GAP
+    assert directory.check_sequence("s", 1, number) is SequenceCheck.GAP
+    assert directory.check_sequence("s", 1, 2) is SequenceCheck.NEXT
 
 
 def test_a_run_ends_where_the_place_changes() -> None:
@@ -333,6 +413,7 @@ def test_each_miss_is_explained() -> None:
 
 def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
     directory = directory_of("s")
+    registered(directory, "s", sequence=4)
     assert directory.check_piece("s", 1, 5, 0) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, keys("first", 2))
     assert directory.check_piece("s", 1, 5, 1) is SequenceCheck.NEXT
@@ -366,6 +447,7 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
     directory.stored("s", ONE, 0, 0, keys("x", 2))
     directory.stored("t", ONE, 0, 0, keys("x", 1))
     for server in ("t", "s"):  # both were out of touch when they threw it out
+        registered(directory, server, sequence=4)
         assert directory.check_piece(server, 1, 5, 0) is SequenceCheck.NEXT
         directory.removed(server, ONE, 0, keys("x", 1), ReadStatus.EVICTED)
         directory.end_inventory(server)
@@ -375,6 +457,7 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
         pass
     assert directory.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
     new = directory_of("s")
+    registered(new, "s", sequence=5)
     assert new.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
     new.removed("s", ONE, 0, keys("x", 1), ReadStatus.REMOVED)
     new.end_inventory("s")

@@ -30,7 +30,18 @@ from kvpool.wire.frames import PROTOCOL_VERSION, cluster_id, encode_envelope, en
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import stream as streams
 from tests.conftest import CHAIN, NAMESPACE, eventually, key
-from tests.support.raw_peers import HELLO, KEYS, REGISTER, ask, frame, payload, raw, read, reserve
+from tests.support.raw_peers import (
+    HELLO,
+    KEYS,
+    REGISTER,
+    TOKEN,
+    ask,
+    frame,
+    payload,
+    raw,
+    read,
+    reserve,
+)
 
 BOTH = pytest.mark.parametrize("scheme", ["tcp", "shm"])
 
@@ -465,16 +476,17 @@ async def test_numbers_of_announcements(link: Link, name: str) -> None:
     """Applied before is acknowledged again, and not applied again; a gap is said."""
     await ask(link, REGISTER, wire.Registered)
     for sequence, applied in NUMBERS[name]:
-        announce = wire.Announce("liar", 7, sequence, [])
+        announce = wire.Announce("liar", 7, TOKEN, sequence, [])
         assert (await ask(link, announce, wire.Announced)).applied is applied
 
 
 STRANGERS: dict[str, wire.Message] = {
-    "an epoch that is over": wire.Announce("dev-0", 1, 1, []),
-    "a server nobody knows": wire.Announce("nobody", 1, 1, []),
-    "an inventory of another epoch": wire.Inventory("dev-0", 1, 1, 0, True, []),
-    "an inventory without its beginning": wire.Inventory("liar", 7, 9, 1, True, []),
-    "an inventory of nobody": wire.Inventory("nobody", 1, 1, 0, True, []),
+    "an epoch that is over": wire.Announce("liar", 1, TOKEN, 1, []),
+    "a server nobody knows": wire.Announce("nobody", 1, TOKEN, 1, []),
+    "an inventory of another epoch": wire.Inventory("liar", 1, TOKEN, 1, 0, True, []),
+    "an inventory of a number far ahead": wire.Inventory("liar", 7, TOKEN, 2**62, 0, True, []),
+    "an inventory without its beginning": wire.Inventory("liar", 7, TOKEN, 9, 1, True, []),
+    "an inventory of nobody": wire.Inventory("nobody", 1, TOKEN, 1, 0, True, []),
 }
 
 
@@ -486,10 +498,9 @@ async def test_news_of_strangers(link: Link, name: str) -> None:
 
 async def test_an_id_that_is_taken(link: Link) -> None:
     twin = msgspec.structs.replace(REGISTER, server="dev-0")
-    assert not (await ask(link, twin, wire.Registered)).accepted
-    assert (
-        await ask(link, wire.Leave("dev-0", 7), wire.HeartbeatReply)
-    ).known  # not that server's epoch
+    answer = await ask(link, twin, wire.Registered)
+    assert not answer.accepted
+    assert "another server has it, at inproc://" in answer.problem
 
 
 # --- much of it --------------------------------------------------------------------------

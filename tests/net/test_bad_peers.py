@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +16,14 @@ import msgspec
 import pytest
 
 from kvpool import ClientConfig, Pool, WriteStatus, dev
-from kvpool.errors import LinkBroken, PeerError, Unavailable
+from kvpool.errors import LinkBroken, PeerError, Unauthenticated, Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Channel, Link
-from kvpool.types import Cluster
+from kvpool.types import Cluster, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
 from tests.conftest import CHAIN, NAMESPACE, buffers, keys, values
-from tests.support.raw_peers import KEYS, REGISTER, ask, frame
+from tests.support.raw_peers import KEYS, REGISTER, TOKEN, ask, frame
 
 # --- servers that lie ---------------------------------------------------------------------
 
@@ -48,7 +50,7 @@ async def test_a_server_that_lies_about_itself(watched: dev.Dev, link: Link, nam
     liar = msgspec.structs.replace(REGISTER, host=host, addresses=[NOWHERE[name]], capacity=1 << 47)
     assert (await ask(link, liar, wire.Registered)).accepted
     told = wire.Inventory(
-        "liar", 7, 1, 0, True, [wire.BlockChanges(**KEYS, part=0, tier=0, status=0)]
+        "liar", 7, TOKEN, 1, 0, True, [wire.BlockChanges(**KEYS, part=0, tier=0, status=0)]
     )
     assert (await ask(link, told, wire.Announced)).applied
     config = ClientConfig(masters=[watched.address], transports=["shm", "tcp"])
@@ -59,6 +61,42 @@ async def test_a_server_that_lies_about_itself(watched: dev.Dev, link: Link, nam
         assert got == values(CHAIN)
         fresh = keys("fresh", 3)
         assert set(await pool.write(NAMESPACE, fresh, values(fresh))) == {WriteStatus.STORED}
+
+
+@pytest.mark.parametrize("attack", ["register", "announce", "inventory", "heartbeat", "leave"])
+async def test_a_server_that_takes_the_name_of_another(
+    watched: dev.Dev, link: Link, caplog: pytest.LogCaptureFixture, attack: str
+) -> None:
+    """Id and epoch are public; only the server itself has its token."""
+    (member,) = (await ask(link, wire.Members(), wire.MembersReply)).members
+    name = (member.server, member.epoch, TOKEN)
+    gone = wire.BlockChanges(**KEYS, part=0, tier=0, status=ReadStatus.REMOVED)
+    attacks: dict[str, wire.Message] = {
+        "register": wire.Register(*name, "h", ["tcp://127.0.0.1:1"], ["dram"], 1 << 20),
+        "announce": wire.Announce(*name, watched.master.directory.sequence("dev-0") + 1, [gone]),
+        "inventory": wire.Inventory(*name, 2**62, 0, True, []),
+        "heartbeat": wire.Heartbeat(*name, ServerStats()),
+        "leave": wire.Leave(*name),
+    }
+    caplog.set_level(logging.WARNING, "kvpool")
+    for _ in range(3):
+        if attack == "register":
+            answer = await ask(link, attacks[attack], wire.Registered)
+            assert not answer.accepted
+            assert member.addresses[0] in answer.problem
+        else:
+            with pytest.raises(Unauthenticated, match=re.escape(member.addresses[0])):
+                await ask(link, attacks[attack], wire.Announced)
+    (record,) = caplog.records  # once, with both addresses
+    assert (record.caller, record.holder) == ("127.0.0.1", member.addresses)  # type: ignore[attr-defined]
+    assert sum(watched.master.refusals.values()) == 3
+    async with watched.pool() as pool:
+        got = buffers(3)
+        await pool.read(NAMESPACE, CHAIN, got)
+        assert got == values(CHAIN)
+        fresh = keys("fresh", 2)
+        await pool.write(NAMESPACE, fresh, values(fresh))
+        assert (await pool.match(NAMESPACE, fresh)).length == 2  # it is still listened to
 
 
 async def test_servers_that_say_too_much_of_themselves(watched: dev.Dev, link: Link) -> None:
@@ -100,7 +138,7 @@ async def test_a_master_that_lies(name: str) -> None:
     """No answer of a master makes a hit: only bytes do."""
     lie = LIES[name]
 
-    def handle(number: int, body: bytes) -> tuple[int, bytes]:
+    def handle(number: int, body: bytes, caller: str) -> tuple[int, bytes]:
         if number == wire.TYPES[wire.Members]:
             return wire.encode(wire.MembersReply("m", 0, 0, [], False))
         return wire.encode(lie) if lie is not None else (250, b"")

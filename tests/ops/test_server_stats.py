@@ -43,8 +43,8 @@ def reported() -> ServerStats:
 async def master_of(stats: ServerStats) -> Master:
     """One that has heard of one server, and what that one reports."""
     master = Master(MasterConfig(), NoNetwork())
-    register = wire.Register("s", 1, "h", ["inproc://s"], ["dram"], 1 << 20)
-    for message in (register, wire.Heartbeat("s", 1, stats)):
+    register = wire.Register("s", 1, bytes(16), "h", ["inproc://s"], ["dram"], 1 << 20)
+    for message in (register, wire.Heartbeat("s", 1, bytes(16), stats)):
         master.handle(*wire.encode(message))
     return master
 

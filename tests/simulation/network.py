@@ -187,7 +187,7 @@ class Net:
                 self.loop.call_soon(handle, *served, context=served[0].context)
 
         def handle(process: Process, handler: Handler, cluster: int) -> None:
-            reply = answer(handler, cluster, message)
+            reply = answer(handler, cluster, message, source.host)
             if reply is not None:
                 self._send(lambda: come_back(process, reply))
 

@@ -36,6 +36,7 @@ class WorldPlan:
     disk: int = 0  # bytes of each server's disk; 0 means no disk
     large: bool = False  # some blocks are larger than a page
     policy: str = "lru"
+    kept_secrets: bool = False  # a restarted server has the secret of the process before
 
     @property
     def alignment(self) -> int:
@@ -72,6 +73,7 @@ class WorldPlan:
             faults=frozenset(faults - without),
             copy_s=rng.choice([0.0005, 0.02, 0.1]),
             check_every=rng.choice([1, 12, 12, 12]),
+            kept_secrets=random.Random(f"{seed}/secrets").random() < 0.5,
         )
         rng = random.Random(f"{seed}/disk")  # a separate stream keeps the other worlds as they were
         if rng.random() < 0.5 or "disk" in without:

@@ -319,8 +319,8 @@ BUGS: Sequence[Bug] = (
         "new-life-taken-for-the-old",
         "G8",
         _DIRECTORY,
-        "        if record is not None and record.epoch == epoch:\n            record.last_seen",
-        "        if record is not None:\n            record.last_seen",
+        "        if record is not None and record.shows(token) and record.epoch == epoch:\n",
+        "        if record is not None and record.shows(token):\n",
     ),
     Bug(
         "dead-servers-stay",

@@ -253,6 +253,7 @@ class World:
             stores=stores,
             host=self.host_of(node.process),
             rng=self.rng[f"server/{life}"],
+            secret=node.name.encode() if plan.kept_secrets else b"",
         )
         truth.life_began(life)
         base = stores[-1]

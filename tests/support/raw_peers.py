@@ -100,5 +100,6 @@ async def ask(link: Link, message: wire.Message, answer: type[wire.M]) -> wire.M
 
 
 #: The registration of a server that does not exist, and blocks that it may announce.
-REGISTER = wire.Register("liar", 7, "host", ["tcp://127.0.0.1:1"], ["dram"], 1 << 20)
+TOKEN = bytes(range(16))
+REGISTER = wire.Register("liar", 7, TOKEN, "host", ["tcp://127.0.0.1:1"], ["dram"], 1 << 20)
 KEYS = {"namespace": NAMESPACE.name, "parts": 1, "digest_size": 32, "digests": b"".join(CHAIN)}

@@ -8,6 +8,7 @@ from kvpool.types import ServerStats, TierUsage
 from kvpool.wire import messages
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
+TOKEN: Final = bytes(range(16))
 KEYS: Final[dict[str, Any]] = {
     "namespace": "n",
     "parts": 1,
@@ -38,16 +39,18 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Remove(**KEYS),
     messages.ReportCorruption(**KEYS, part=0),
     messages.Removed(b"\x01"),
-    messages.Register("s", 1, "h", ["tcp://x:1"], ["dram"], 1 << 30),
+    messages.Register("s", 1, TOKEN, "h", ["tcp://x:1"], ["dram"], 1 << 30),
+    messages.Register("s", 1, TOKEN, "h", [], ["dram"], 1 << 30, 7, True),
     messages.Registered(True, "m"),
-    messages.Heartbeat("s", 1, ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1})),
-    messages.Registered(True, "m", 7),
-    messages.Heartbeat("s", 1, STATS, 8, 9),
+    messages.Registered(False, "m", problem="taken", heard_s=1.5, lasting=True),
+    messages.Heartbeat("s", 1, TOKEN, ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1})),
+    messages.Registered(True, "m", 7, 8),
+    messages.Heartbeat("s", 1, TOKEN, STATS, 8, 9),
     messages.HeartbeatReply(True),
     messages.HeartbeatReply(True, [("a", 0.5, 2.5), ("b", 0.0, None)], 9),
-    messages.Leave("s", 1),
-    messages.Announce("s", 1, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),
-    messages.Inventory("s", 1, 2, 0, True, []),
+    messages.Leave("s", 1, TOKEN),
+    messages.Announce("s", 1, TOKEN, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),
+    messages.Inventory("s", 1, TOKEN, 2, 0, True, []),
     messages.Announced(True),
     messages.Find(**KEYS, prefix=True),
     messages.FindReply([(0, 1, [("s", "dram", 0)])], b"\x01"),

@@ -18,7 +18,7 @@ from kvpool.master.state.locations import (
     ServerInventory,
 )
 from kvpool.master.state.placement import Placement, rank_servers
-from kvpool.master.state.server_record import SequenceCheck, ServerRecord
+from kvpool.master.state.server_record import Refusal, SequenceCheck, ServerRecord
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -75,29 +75,65 @@ class Directory:
         tiers: Sequence[str],
         capacity: int,
         now: float,
-    ) -> bool:
-        """Add a server; False when a living server with another epoch has its name.
+        *,
+        token: bytes = b"",
+        kept: bool = False,
+        sequence: int = 0,
+    ) -> Refusal | None:
+        """Add a server; the reason when another one has its id. (design: server-identity)
 
         The same epoch is the same process: it keeps its record and its blocks. A new epoch is a
-        restarted server: it has no blocks until its inventory arrives.
+        restarted server: it has no blocks until its inventory arrives, whose number follows
+        `sequence`, the last one that this process has sent.
         """
         record = self._servers.get(server)
-        if record is not None and record.epoch == epoch:
+        if record is not None:
+            refusal = self._refusal(record, epoch, token, now)
+            if refusal is not None:
+                return refusal
+        if record is not None and record.shows(token) and record.epoch == epoch:
             record.last_seen = now
             record.addresses = tuple(addresses)
+            # Never back: a second copy of an old registration may arrive late.
+            record.sequence = max(record.sequence, sequence)
             self._set_alive(record, True)
-            return True
-        if record is not None:
-            if record.alive and now - record.last_seen < self.timeout_s:
-                return False
-            self._retire(record.inventory)
+            return None
         inventory = ServerInventory(server)
         inventory.current = True
-        self._servers[server] = ServerRecord(
-            server, epoch, host, tuple(addresses), tuple(tiers), capacity, now, inventory
+        added = ServerRecord(
+            server,
+            epoch,
+            host,
+            tuple(addresses),
+            tuple(tiers),
+            capacity,
+            now,
+            inventory,
+            token=token,
+            kept=kept,
+            sequence=sequence,
         )
+        if record is not None:
+            self._retire(record.inventory)
+            added.former_epochs.extend((*record.former_epochs, record.epoch))
+        self._servers[server] = added
         self._version += 1
-        return True
+        return None
+
+    def belongs_to(self, server: str, token: bytes) -> bool:
+        """False when this id is known, and the server that has it shows another token."""
+        record = self._servers.get(server)
+        return record is None or record.shows(token)
+
+    def sequence(self, server: str) -> int:
+        """The number of the last announcement or inventory that was applied; 0 if unknown."""
+        record = self._servers.get(server)
+        return record.sequence if record is not None else 0
+
+    def addresses(self, server: str) -> tuple[str, ...]:
+        """Where this server is reached; empty if unknown."""
+        record = self._servers.get(server)
+        return record.addresses if record is not None else ()
 
     def heartbeat(
         self,
@@ -408,6 +444,41 @@ class Directory:
         if record.alive is not alive:
             record.alive = alive
             self._version += 1
+
+    def _refusal(
+        self, record: ServerRecord, epoch: int, token: bytes, now: float
+    ) -> Refusal | None:
+        """Why a process with this token and epoch may not have the id of this record."""
+        silent_s = now - record.last_seen
+        lives = record.alive and silent_s < self.timeout_s
+        where = ", ".join(record.addresses) or record.host
+        if record.shows(token):
+            if epoch in record.former_epochs and lives:
+                return Refusal(
+                    f"a later process with this server's identity has registered, at {where}",
+                    record.addresses,
+                    silent_s,
+                    lasting=True,
+                )
+            return None
+        if lives:
+            wait_s = (self.forget_s if record.kept else self.timeout_s) - silent_s
+            return Refusal(
+                f"another server has it, at {where}, and its last message came {silent_s:.1f} s "
+                f"ago; without a further one the id is free in {wait_s:.1f} s",
+                record.addresses,
+                silent_s,
+            )
+        if record.kept and silent_s < self.forget_s:
+            return Refusal(
+                f"it is reserved for the server that was at {where}, which keeps its identity in "
+                f"a file; without a message of that server the id is free in "
+                f"{self.forget_s - silent_s:.0f} s",
+                record.addresses,
+                silent_s,
+                lasting=True,
+            )
+        return None
 
     def _retire(self, inventory: ServerInventory) -> None:
         inventory.current = False

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import enum
+import hmac
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from kvpool.master.state.locations import ServerInventory
 from kvpool.types import ServerStats
+
+#: Epochs that a record remembers after restarts: a server does not restart more often while one
+#: message is on its way.
+_FORMER_EPOCHS: Final = 8
+
+
+class Refusal(NamedTuple):
+    """Why a server may not have an id.
+
+    `holder` are the addresses of the server that has it, `heard_s` is the age of that server's
+    last message, and `lasting` is True when it does not help to wait.
+    """
+
+    problem: str
+    holder: tuple[str, ...]
+    heard_s: float
+    lasting: bool = False
 
 
 class SequenceCheck(enum.Enum):
@@ -37,10 +57,13 @@ class ServerRecord:
     | syncing             | last piece                                   | live           |
     | any of these three  | it leaves, or no heartbeat for `timeout_s`   | lost           |
     | lost                | heartbeat or register with the same epoch    | as it was      |
-    | lost                | register with a new epoch: it was restarted  | registered     |
+    | any but unknown     | register with a new epoch: it was restarted  | registered     |
     | lost                | nothing for `forget_s`                       | unknown        |
 
-    While it is alive, no other process may register its id. (design: announcements, inventory)
+    A process that shows `token` is this server. With another token nothing is changed, and the id
+    may be registered only when the server is lost, or forgotten if its token is `kept` over
+    restarts.
+    (design: server-identity, announcements, inventory)
     """
 
     server: str
@@ -51,12 +74,20 @@ class ServerRecord:
     capacity: int
     last_seen: float
     inventory: ServerInventory
+    token: bytes = field(default=b"", repr=False)
+    kept: bool = False  # the next process of this server will have the same token
+    #: Of earlier processes of this server, whose last messages may still arrive.
+    former_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=_FORMER_EPOCHS))
     alive: bool = True
     sequence: int = 0  # of the last announcement or inventory that was applied
     pieces: int = 1  # that have arrived of inventory `sequence`; an announcement has one
     pending: ServerInventory | None = None  # the inventory that is arriving
     stats: ServerStats = field(default_factory=ServerStats)
     bytes_placed: int = 0  # that writers were sent here with, since the last heartbeat
+
+    def shows(self, token: bytes) -> bool:
+        """Whether this is the token of this server. In constant time."""
+        return hmac.compare_digest(token, self.token)
 
     def check_sequence(self, sequence: int) -> SequenceCheck:
         """Whether announcement `sequence` is the next one. NEXT counts it as applied."""
@@ -71,12 +102,13 @@ class ServerRecord:
     def check_piece(self, sequence: int, piece: int) -> SequenceCheck:
         """Whether this piece of inventory `sequence` is the next one. NEXT counts it as applied.
 
-        Piece 0 begins a new inventory: `pending` is then a new one, and the caller has to retire
-        the previous one.
+        Piece 0 of the next number begins a new inventory: `pending` is then a new one, and the
+        caller has to retire the previous one. A number further ahead is a GAP, as for
+        announcements: one that is made up would make every later message a DUPLICATE.
         """
         if sequence < self.sequence or (sequence == self.sequence and piece < self.pieces):
             return SequenceCheck.DUPLICATE
-        if piece == 0:
+        if piece == 0 and sequence == self.sequence + 1:
             self.pending = ServerInventory(self.server)
             self.sequence = sequence
             self.pieces = 1
