@@ -33,6 +33,7 @@ from kvpool.errors import (
     TooLarge,
     Unavailable,
 )
+from kvpool.runtime import task_group
 from kvpool.types import ReadResult, ReadStatus, WriteStatus
 
 if TYPE_CHECKING:
@@ -292,12 +293,9 @@ def _first_bytes(block: DeviceBlock, size: int) -> Iterator[torch.Tensor]:
 
 async def _run_two(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run it twice at the same time, until both have ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_ROUNDS_AT_ONCE):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    async with task_group() as group:
+        for _ in range(_ROUNDS_AT_ONCE):
+            group.create_task(work())
 
 
 @asynccontextmanager

@@ -118,6 +118,22 @@ class Lookup:
                     results[position] = ReadResult(_miss(next(misses, 0)))
         return results, self._candidates(runs, part, len(digests))
 
+    async def holders(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
+    ) -> list[list[str]]:
+        """The servers that have this part of each block. Raises MasterLost when it is not known.
+
+        Also of blocks whose other parts are missing, which `locate` reports as misses.
+        """
+        if namespace.parts == 1:
+            _, candidates = await self.locate(namespace, part, digests, deadline)
+            return candidates
+        explained = await self.explain(namespace, digests, deadline)
+        return [
+            [replica.server for replica in one.replicas if replica.part == part]
+            for one in explained
+        ]
+
     def locate_in(
         self, match: Match, part: int, count: int
     ) -> tuple[list[ReadResult], list[list[str]]]:

@@ -23,6 +23,7 @@ from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
+from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import ClientConfig
 from kvpool.errors import (
@@ -120,6 +121,7 @@ class Pool:
     | `corrupt` | blocks | read with a wrong checksum, and reported to the server |
     | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
     | `copies_missing` | copies | asked for with `copies`, not made |
+    | `versions_removed` | copies | that had other bytes than another writer's copy |
     | `hedged` | delays | of a server that sent nothing for `hedge_s` |
     | `chosen_SCHEME` | changes | to a transport that was measured to be faster |
     | `failed_SCHEME` | failures | of a transport, which comes last for a while |
@@ -154,8 +156,11 @@ class Pool:
         self._device_staging: Staging | None = None
         locations = LocationCache()
         self._lookup = lookup = Lookup(self._masters, servers)
-        self._reader = Reader(config, lookup, servers, locations, self._staging, counters)
-        self._writer = Writer(host.id, self._masters, servers, locations, self._staging, counters)
+        self._reader = reader = Reader(config, lookup, servers, locations, self._staging, counters)
+        versions = Versions(lookup, reader, servers, counters)
+        self._writer = Writer(
+            host.id, self._masters, servers, locations, versions, self._staging, counters
+        )
 
     def __repr__(self) -> str:
         return f"<Pool {'closed' if self._closed else 'open'} {self._servers!r}>"
@@ -336,15 +341,16 @@ class Pool:
     ) -> WriteStatus:
         """Store one block on the server with the id `server`: for measurements and tools.
 
-        Raises BadKey, BadBuffer, and ServerLost when that server cannot be reached.
+        If another server has it, that server's bytes are stored here, and not those of `buffer`:
+        ALREADY_STORED when they differ (design: versions). Raises BadKey, BadBuffer, and ServerLost
+        when that server cannot be reached.
         """
         deadline = self._begin(timeout)
         check_digests([digest])
         views = as_views(buffer, 0)
         block = WriteBlock(digest, ROOT, views, sum(map(len, views)))
         options = WriteOptions(namespace, 0, True)
-        (status,) = await self._writer.write_to(server, options, [block], deadline)
-        return status
+        return await self._writer.write_to(server, options, block, deadline)
 
     async def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
         """This conversation is over: its blocks that no other session uses are evicted first.

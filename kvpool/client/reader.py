@@ -33,6 +33,7 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.protocols import Channel, ReadOptions, View
+from kvpool.runtime import task_group
 from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus
 
 if TYPE_CHECKING:
@@ -182,6 +183,29 @@ class Reader:
         self._count(results)
         return results
 
+    async def read_from(
+        self,
+        server: str,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        buffers: Buffers,
+        deadline: float,
+    ) -> list[ReadResult]:
+        """Read blocks from one server alone, always verified: for a writer that makes copies.
+
+        As `read`, but it is no read of the user: it is not counted.
+        """
+        results = [ReadResult(_NOT_YET)] * len(digests)
+        candidates = [[server] for _ in digests]
+        options = ReadOptions(namespace, part, verify=True)
+        source = LocationSource.MATCH
+        state = ReadState(options, digests, *buffers, results, candidates, deadline, source)
+        await self._fetch_all(state, range(len(digests)))
+        if state.corrupt:
+            await self._report_corruption(state)
+        return results
+
     @asynccontextmanager
     async def read_view(
         self,
@@ -259,7 +283,7 @@ class Reader:
         if not attempts:
             return
         # Groups do not wait for each other: a lost server delays its own blocks only.
-        async with asyncio.TaskGroup() as group:
+        async with task_group() as group:
 
             async def follow(attempt: Attempt) -> None:
                 """Fetch one group, server after server; groups that split get new tasks."""

@@ -42,7 +42,7 @@ from kvpool.protocols import (
     SupportsZeroCopyView,
     Transport,
 )
-from kvpool.runtime import Host
+from kvpool.runtime import Host, task_group
 from kvpool.types import Cluster, Member
 from kvpool.wire import messages as wire
 
@@ -475,7 +475,7 @@ async def gather_errors(calls: Sequence[Awaitable[T]]) -> list[T | KvpoolError]:
     """
     if len(calls) == 1:
         return [await _result_or_error(calls[0])]
-    async with asyncio.TaskGroup() as group:
+    async with task_group() as group:
         tasks = [group.create_task(_result_or_error(call)) for call in calls]
     return [task.result() for task in tasks]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvpool.client import buffers as memory
@@ -13,8 +14,10 @@ from kvpool.client.buffers import Buffers, HostRows
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
+from kvpool.client.versions import Versions, WrittenBlock, differs, rounds
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import WriteOptions
+from kvpool.runtime import task_group
 from kvpool.types import Namespace, WriteBlock, WriteStatus
 from kvpool.wire import messages as wire
 
@@ -30,11 +33,74 @@ RETRY_ELSEWHERE: Final = (
     WriteStatus.TOO_LARGE,
     WriteStatus.DEADLINE,
 )
-#: The better answers of two servers for one block, best first.
-_BEST_FIRST: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED, WriteStatus.IN_PROGRESS)
+#: Answers of several servers for one block, the one that is the result first. A server that answers
+#: tells more than one that does not; only if every server has refused it, a block is too large.
+_BEST_FIRST: Final = (
+    WriteStatus.STORED,
+    WriteStatus.ALREADY_STORED,
+    WriteStatus.IN_PROGRESS,
+    WriteStatus.BYPASSED,
+    WriteStatus.NO_SPACE,
+    WriteStatus.DEADLINE,
+    WriteStatus.SERVER_LOST,
+    WriteStatus.TOO_LARGE,
+)
 #: `WriteStatus.present` as a tuple: a property would be called for each block.
 _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
 _STORED, _NOT_YET = WriteStatus.STORED, WriteStatus.NOT_YET
+
+
+@dataclass(slots=True)
+class BatchState:
+    """One batch of a write while it runs; lists run parallel to its blocks.
+
+    `holders` are the servers that have the block, as far as this call knows; `stored_on` those of
+    them that have the bytes of this call, or bytes that it copied from another holder.
+    """
+
+    options: WriteOptions
+    blocks: Sequence[WriteBlock]
+    copies: int
+    deadline: float
+    #: Servers to try, best first.
+    servers: Sequence[str]
+    statuses: list[WriteStatus | None] = field(init=False)
+    holders: list[set[str]] = field(init=False)
+    stored_on: list[set[str]] = field(init=False)
+    tried: list[set[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = range(len(self.blocks))
+        self.statuses = [None for _ in count]
+        self.holders = [set() for _ in count]
+        self.stored_on = [set() for _ in count]
+        self.tried = [set() for _ in count]
+
+    def next_batches(self, needed: dict[int, int]) -> dict[str, list[int]]:
+        """For each block that needs copies as many servers that were not tried, as batches."""
+        batches: dict[str, list[int]] = {}
+        for position, missing in needed.items():
+            tried = self.tried[position]
+            untried = (server for server in self.servers if server not in tried)
+            for server in itertools.islice(untried, missing):
+                batches.setdefault(server, []).append(position)
+        for server, positions in batches.items():
+            for position in positions:
+                self.tried[position].add(server)
+        return batches
+
+    def record(self, position: int, server: str, status: WriteStatus) -> None:
+        """Keep what a server answered for one block."""
+        before = self.statuses[position]
+        self.statuses[position] = status if before is None else best_status(before, status)
+        if status in _PRESENT:
+            self.holders[position].add(server)
+        if status is _STORED:
+            self.stored_on[position].add(server)
+
+    def results(self) -> list[WriteStatus]:
+        """One status per block; SERVER_LOST where no server could be asked."""
+        return [WriteStatus.SERVER_LOST if s is None else s for s in self.statuses]
 
 
 class Writer:
@@ -49,6 +115,7 @@ class Writer:
         masters: Masters,
         servers: Servers,
         locations: LocationCache,
+        versions: Versions,
         staging: Callable[[], Staging],
         counters: Counter[str],
     ) -> None:
@@ -56,6 +123,7 @@ class Writer:
         self._masters = masters
         self._servers = servers
         self._locations = locations
+        self._versions = versions
         self._staging = staging
         self._counters = counters
         self._loop = asyncio.get_running_loop()
@@ -85,6 +153,35 @@ class Writer:
         return [statuses[position] for position in range(len(digests))]
 
     async def write_to(
+        self, server: str, options: WriteOptions, block: WriteBlock, deadline: float
+    ) -> WriteStatus:
+        """Store one block on that server; if the pool has it, as the pool has it.
+
+        ALREADY_STORED also if the pool has other bytes: then those are stored on the server. Raises
+        what `Servers.call` raises when the server cannot be reached.
+        """
+        (holders,) = await self._versions.holders(options, [block.digest], deadline)
+        ours, source = True, block
+        for holder in holders:
+            if holder == server:
+                continue
+            (stored,) = await self._versions.stored(holder, options, [block], deadline)
+            if stored.block is not None:
+                ours = not await differs(block, stored)
+                source = stored.block
+                break
+            if not stored.has_left:
+                return WriteStatus.ALREADY_STORED  # what it has is not known, so nothing is added
+        (status,) = await self._write_on(server, options, [source], deadline)
+        if status is not _STORED:
+            return status
+        written = {0: WrittenBlock(source, {server}, set())}
+        lost = await self._versions.settle(options, written, deadline)
+        return _STORED if ours and not lost else WriteStatus.ALREADY_STORED
+
+    # --- inside --------------------------------------------------------------------------
+
+    async def _write_on(
         self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
     ) -> list[WriteStatus]:
         """`Channel.write` on the best path to that server, and again while blocks are NOT_YET.
@@ -104,8 +201,6 @@ class Writer:
                 statuses[position] = status
         return statuses
 
-    # --- inside --------------------------------------------------------------------------
-
     async def _write_blocks(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
     ) -> list[WriteStatus]:
@@ -122,57 +217,124 @@ class Writer:
     async def _write_batch(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
     ) -> list[WriteStatus]:
-        """Place, then try the servers in that order until every block has its copies."""
+        """Place, then try the servers in that order until every block has its copies.
+
+        A block that the pool has gets further copies of what is stored, never of the caller's
+        bytes: another engine may have computed it with other rounding (design: versions).
+        """
         try:
             placed = await self._place(options.namespace, blocks, copies, deadline)
         except DeadlineExceeded:
             return [WriteStatus.DEADLINE] * len(blocks)
         except Unavailable:
             return [WriteStatus.NO_MASTER] * len(blocks)
-        statuses = [WriteStatus.SERVER_LOST] * len(blocks)
-        needed = [copies] * len(blocks)
-        made = [0] * len(blocks)
-        for position, already in enumerate(placed.copies):
-            # The pool has a whole block only if every part is there; ours may be the one that
-            # has to be written again.
-            if already >= copies and options.namespace.parts == 1:
-                statuses[position] = WriteStatus.ALREADY_STORED
-                needed[position] = 0
-                made[position] = copies
-        servers = iter(placed.servers)
-        while any(needed) and self._loop.time() < deadline:
-            batches = [
-                (server, [i for i, missing in enumerate(needed) if missing > turn])
-                for turn, server in enumerate(itertools.islice(servers, max(needed)))
+        batch = BatchState(options, blocks, copies, deadline, placed.servers)
+        made = {i: count for i, count in enumerate(placed.copies) if count}
+        for position in made:
+            batch.statuses[position] = WriteStatus.ALREADY_STORED
+        await self._spread(batch, {i: copies for i in range(len(blocks)) if i not in made}, {})
+        if len(placed.servers) > 1:  # with one server there is one version
+            await self._settle(batch, {})
+            short = [
+                i
+                for i, status in enumerate(batch.statuses)
+                if status is WriteStatus.ALREADY_STORED and made.get(i, 0) < copies > 1
             ]
+            if short:
+                await self._copy_stored(batch, short)
+        if copies > 1:
+            counts = [max(made.get(i, 0), len(held)) for i, held in enumerate(batch.holders)]
+            self._counters["copies_missing"] += sum(max(0, copies - count) for count in counts)
+        return batch.results()
+
+    async def _spread(
+        self, batch: BatchState, needed: dict[int, int], sources: Mapping[int, WriteBlock]
+    ) -> None:
+        """Write each of these blocks to as many more servers as it needs, or as there are.
+
+        The bytes are those of `sources` where it has the block, else the caller's.
+        """
+        while needed and self._loop.time() < batch.deadline:
+            batches = list(batch.next_batches(needed).items())
             if not batches:
                 break
             # Side by side: together the copies take as long as the slowest.
             writes = [
-                self._try_write(server, options, [blocks[i] for i in batch], deadline)
-                for server, batch in batches
+                self._try_write(
+                    server,
+                    batch.options,
+                    [sources.get(i, batch.blocks[i]) for i in positions],
+                    batch.deadline,
+                )
+                for server, positions in batches
             ]
             answers = [await writes[0]] if len(writes) == 1 else await _run_all(writes)
-            for (server, batch), answer in zip(batches, answers, strict=True):
+            for (server, positions), answer in zip(batches, answers, strict=True):
                 present = []
-                for position, status in zip(batch, answer, strict=True):
-                    statuses[position] = best_status(statuses[position], status)
+                for position, status in zip(positions, answer, strict=True):
+                    batch.record(position, server, status)
                     needed[position] -= status not in RETRY_ELSEWHERE
                     if status in _PRESENT:
-                        made[position] += 1
-                        present.append(blocks[position].digest)
-                location = CachedLocation(options.namespace, server, copies == 1)
+                        present.append(batch.blocks[position].digest)
+                location = CachedLocation(batch.options.namespace, server, batch.copies == 1)
                 self._locations.put(location, present)
-        if copies > 1:
-            self._counters["copies_missing"] += sum(max(0, copies - count) for count in made)
-        return statuses
+            needed = {position: missing for position, missing in needed.items() if missing}
+
+    async def _settle(self, batch: BatchState, sources: Mapping[int, WriteBlock]) -> None:
+        """Keep one version of the blocks that this call has stored (`Versions.settle`)."""
+        written = {
+            i: WrittenBlock(
+                sources.get(i, batch.blocks[i]), servers, batch.holders[i].difference(servers)
+            )
+            for i, servers in enumerate(batch.stored_on)
+            if servers and (i in sources or not sources)
+        }
+        if not written:
+            return
+        lost = await self._versions.settle(batch.options, written, batch.deadline)
+        for position, (block, servers, others) in written.items():
+            batch.holders[position] = servers | others
+            if position in lost:
+                batch.statuses[position] = WriteStatus.ALREADY_STORED
+                batch.holders[position] = others
+                batch.stored_on[position] = set()
+                batch.tried[position] -= servers  # they may get a copy of the other version
+                self._locations.discard([block.digest])
+
+    async def _copy_stored(self, batch: BatchState, short: Sequence[int]) -> None:
+        """Make further copies of blocks that the pool has, of the bytes that it has."""
+        digests = [batch.blocks[i].digest for i in short]
+        known = await self._versions.holders(batch.options, digests, batch.deadline)
+        sources_of: dict[str, list[int]] = {}
+        for position, holders in zip(short, known, strict=True):
+            held = batch.holders[position]
+            held.update(holders)
+            batch.tried[position] |= held
+            if held and len(held) < batch.copies:
+                source = self._servers.rank(held)[0]
+                sources_of.setdefault(source, []).append(position)
+        for server, positions in sources_of.items():
+            for group in rounds(positions, [batch.blocks[i].size for i in positions]):
+                blocks = [batch.blocks[i] for i in group]
+                found = await self._versions.stored(server, batch.options, blocks, batch.deadline)
+                sources = {
+                    position: stored.block
+                    for position, stored in zip(group, found, strict=True)
+                    if stored.block is not None
+                }
+                if sources:
+                    needed = {i: batch.copies - len(batch.holders[i]) for i in sources}
+                    await self._spread(batch, needed, sources)
+                    await self._settle(batch, sources)
+                    for position in sources:  # not what the caller wrote
+                        batch.statuses[position] = WriteStatus.ALREADY_STORED
 
     async def _try_write(
         self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
     ) -> list[WriteStatus]:
-        """`write_to`, with a failure as the status of every block."""
+        """`_write_on`, with a failure as the status of every block."""
         try:
-            return await self.write_to(server, options, blocks, deadline)
+            return await self._write_on(server, options, blocks, deadline)
         except (Unavailable, PeerError, Overloaded) as error:
             return [status_of_error(error)] * len(blocks)
 
@@ -210,7 +372,7 @@ class Writer:
 
 async def _run_all(writes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """If this is cancelled, it waits until each has stopped: they use the caller's buffers."""
-    async with asyncio.TaskGroup() as group:
+    async with task_group() as group:
         tasks = [group.create_task(write) for write in writes]
     return [task.result() for task in tasks]
 
@@ -222,5 +384,5 @@ def status_of_error(error: KvpoolError) -> WriteStatus:
 
 
 def best_status(one: WriteStatus, other: WriteStatus) -> WriteStatus:
-    """Of two servers' answers for one block: stored, else being stored, else the later one."""
-    return next((status for status in _BEST_FIRST if status in (one, other)), other)
+    """Of two servers' answers for one block the one that counts: see `_BEST_FIRST`."""
+    return min(one, other, key=_BEST_FIRST.index)

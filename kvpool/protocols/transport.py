@@ -87,9 +87,11 @@ class Connection(Protocol):
     def unpin(self, pins: Sequence[Pin]) -> None:
         """Release the hits among `pins`."""
 
-    async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
-        """Remove blocks, every part; True where the server had one. Waits a moment until the
-        masters have received the removal."""
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], part: int | None = None
+    ) -> list[bool]:
+        """Remove blocks, every part or only `part`; True where the server had one. Waits a moment
+        until the masters have received the removal."""
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
@@ -215,9 +217,14 @@ class Channel(Protocol):
         """
 
     async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        *,
+        part: int | None = None,
+        deadline: float,
     ) -> list[bool]:
-        """Remove blocks, every part; True where the server had one."""
+        """Remove blocks, every part or only `part`; True where the server had one."""
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

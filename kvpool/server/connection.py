@@ -134,8 +134,10 @@ class ServerConnection:
                     self._store.front.unpin(self._id, pin.id)
             self._context.space_changed()
 
-    async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
-        removed = self._store.remove(namespace, digests)
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], part: int | None = None
+    ) -> list[bool]:
+        removed = self._store.remove(namespace, digests, part=part)
         self._context.on_change()
         await self._context.mover.erase()  # it must not be back after a restart
         await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)

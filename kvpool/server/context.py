@@ -38,7 +38,7 @@ class ServerContext:
         self.connections = 0
         for one in store.stores:
             one.on_rejected_victim = self._policy_is_wrong
-        self._waiting_for_space: list[asyncio.Future[None]] = []
+        self._waiting_for_space: dict[asyncio.Future[None], None] = {}  # in their order
 
     def _policy_is_wrong(self, victim: Entry) -> None:
         """Count it, and log it once: such a policy may be wrong in every reservation."""
@@ -70,7 +70,7 @@ class ServerContext:
 
     def space_changed(self) -> None:
         """An extent was freed or became evictable: end every `wait_for_space`."""
-        waiting, self._waiting_for_space = self._waiting_for_space, []
+        waiting, self._waiting_for_space = self._waiting_for_space, {}
         for future in waiting:
             if not future.done():
                 future.set_result(None)
@@ -78,9 +78,10 @@ class ServerContext:
     async def wait_for_space(self, deadline: float) -> None:
         """Return at the next `space_changed`, or at `deadline`."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting_for_space.append(future)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                await future
-        if future in self._waiting_for_space:  # the deadline came first
-            self._waiting_for_space.remove(future)
+        self._waiting_for_space[future] = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await future
+        finally:  # the deadline came first, or the writer has gone
+            self._waiting_for_space.pop(future, None)

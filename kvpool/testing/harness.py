@@ -292,8 +292,10 @@ class _Watched:
         self._inner.unpin(pins)
         self._let_go([pin.id for pin in pins if pin.status is ReadStatus.HIT])
 
-    async def remove(self, namespace: Namespace, digests: Sequence[bytes]) -> list[bool]:
-        removed = await self._inner.remove(namespace, digests)
+    async def remove(
+        self, namespace: Namespace, digests: Sequence[bytes], part: int | None = None
+    ) -> list[bool]:
+        removed = await self._inner.remove(namespace, digests, part)
         await self._recorder.answering.wait()
         return removed
 

@@ -425,22 +425,26 @@ async def reported_corruption_is_verified(stage: Stage) -> None:
 
 @TransportCheck
 async def removed_blocks_are_gone(stage: Stage) -> None:
-    """Every part goes; True where there was one."""
+    """Every part goes, or the one that is named; True where there was one."""
     channel = await stage.connect()
     namespace = Namespace("conformance/parts", parts=2)
-    kept, gone = digest("kept"), digest("gone")
+    kept, gone, half = digest("kept"), digest("gone"), digest("half")
     for part in (0, 1):
-        data = {kept: bytes(100), gone: bytes(100)}
+        data = {kept: bytes(100), gone: bytes(100), half: bytes(100)}
         await stage.stored(channel, data, namespace=namespace, part=part)
     asked = [digest("never"), gone]
     removed = await channel.remove(namespace, asked, deadline=stage.within())
     stage.expect(removed == [False, True], "[False, True]", describe(removed))
+    removed = await channel.remove(namespace, [half], part=1, deadline=stage.within())
+    stage.expect(removed == [True], "[True]", describe(removed))
     for part in (0, 1):
+        memory = [blank(100), blank(100), blank(100)]
         results = await stage.read(
-            channel, [gone, kept], [blank(100), blank(100)], namespace=namespace, part=part
+            channel, [gone, kept, half], memory, namespace=namespace, part=part
         )
         statuses = [result.status for result in results]
-        wanted = [ReadStatus.REMOVED, ReadStatus.HIT]
+        of_half = ReadStatus.REMOVED if part == 1 else ReadStatus.HIT
+        wanted = [ReadStatus.REMOVED, ReadStatus.HIT, of_half]
         stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
 
 

@@ -178,8 +178,10 @@ class Unpin(Message, frozen=True):
     """The reader has finished with every block pinned on this stream. Not answered."""
 
 
-class Remove(Keys, frozen=True):
-    """Forget these blocks, every part."""
+class Remove(Keys, frozen=True, omit_defaults=True):
+    """Forget these blocks, every part, or only that `part`."""
+
+    part: Small | None = None
 
 
 class ReportCorruption(Keys, frozen=True):

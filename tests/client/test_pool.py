@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NoReturn
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvpool import (
     WriteStatus,
     dev,
 )
+from kvpool_transports.streams import StreamChannel
 from tests.conftest import NAMESPACE, buffers, key, keys, patient, value, values
 
 
@@ -400,3 +402,27 @@ async def test_a_lost_copy_is_read_from_the_other_server(two_servers: dev.Dev) -
         results = await pool.read(NAMESPACE, chain, got)
         assert [result.status for result in results] == [ReadStatus.HIT] * len(chain)
         assert got == values(chain)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+async def test_an_error_of_one_server_leaves_a_call_as_it_is(
+    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """Calls to several servers at once raise a single error, as the documentation says."""
+    chain = keys("both", 2)
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise TooLarge("no")
+
+    config = ClientConfig(masters=[two_servers.address], transports=["tcp"])
+    async with two_servers.pool(config) as pool:
+        for number, digest in enumerate(chain):
+            await pool.write_to(f"dev-{number}", NAMESPACE, digest, bytes(100))
+        match = await pool.match(NAMESPACE, chain)
+        assert len(match.runs) == 2
+        monkeypatch.setattr(StreamChannel, "read", refuse)
+        monkeypatch.setattr(StreamChannel, "write", refuse)
+        with pytest.raises(TooLarge, match="no"):
+            await pool.read(NAMESPACE, chain, buffers(2), match=match)
+        with pytest.raises(TooLarge, match="no"):
+            await pool.write(NAMESPACE, keys("new", 1), [bytes(100)], copies=copies)

@@ -266,11 +266,11 @@ BUGS: Sequence[Bug] = (
         "silence_s = 60.0",
     ),
     Bug(
-        "replica-on-same-server",
+        "missing-copies-are-not-counted",
         "copies",
         _WRITER,
-        "enumerate(itertools.islice(servers, max(needed)))",
-        "enumerate(list(itertools.islice(servers, 1)) * max(needed))",
+        "sum(max(0, copies - count) for count in counts)",
+        "0",
     ),
     Bug(
         "wrong-reason",

@@ -164,9 +164,14 @@ class Through:
         return await self.inner.read(reading, blocks, deadline=deadline)
 
     async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        *,
+        part: int | None = None,
+        deadline: float,
     ) -> list[bool]:
-        return await self.inner.remove(namespace, digests, deadline=deadline)
+        return await self.inner.remove(namespace, digests, part=part, deadline=deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

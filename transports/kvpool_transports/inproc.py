@@ -233,10 +233,15 @@ class _InprocChannel:
                 self._looks.discard(connection)
 
     async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        *,
+        part: int | None = None,
+        deadline: float,
     ) -> list[bool]:
         async with self._connection() as connection, self._until(deadline):
-            return await connection.remove(namespace, digests)
+            return await connection.remove(namespace, digests, part)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

@@ -151,10 +151,15 @@ class MappedChannel:
                 stream.send_deferred(Unpin())
 
     async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], *, deadline: float
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        *,
+        part: int | None = None,
+        deadline: float,
     ) -> list[bool]:
-        """Remove every part of the blocks; True where the server had one."""
-        return await requests.remove(self._streams, namespace, digests, deadline)
+        """Remove every part of the blocks, or one `part`; True where the server had one."""
+        return await requests.remove(self._streams, namespace, digests, part, deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

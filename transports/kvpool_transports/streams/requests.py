@@ -143,10 +143,15 @@ def read_request(options: ReadOptions, blocks: Sequence[ReadBlock]) -> Read:
 
 
 async def remove(
-    streams: StreamPool, namespace: Namespace, digests: Sequence[bytes], deadline: float
+    streams: StreamPool,
+    namespace: Namespace,
+    digests: Sequence[bytes],
+    part: int | None,
+    deadline: float,
 ) -> list[bool]:
-    """Remove every part of the blocks; True where the server had one."""
-    request = Remove(namespace.name, namespace.parts, len(digests[0]), b"".join(digests))
+    """Remove every part of the blocks, or one `part`; True where the server had one."""
+    size = len(digests[0])
+    request = Remove(namespace.name, namespace.parts, size, b"".join(digests), part)
     async with streams.stream(deadline) as stream:
         await stream.send(request, deadline=deadline)
         return _flags(await stream.expect(Removed, deadline=deadline), len(digests))

@@ -216,7 +216,10 @@ class StreamSession:
             await self._write(decode(Reserve, frame.type, frame.body), connection)
         elif kind is Remove:
             remove = decode(Remove, frame.type, frame.body)
-            flags = await connection.remove(*unpack_batch(remove))
+            namespace, digests = unpack_batch(remove)
+            if remove.part is not None:
+                _check_part(namespace, remove.part)
+            flags = await connection.remove(namespace, digests, remove.part)
             await self._send(Removed(bytes(flags)))
         elif kind is ReportCorruption:
             report_corruption = decode(ReportCorruption, frame.type, frame.body)

@@ -1,0 +1,257 @@
+"""Two writers with other bytes for one key: the copies on several servers are one version (G2)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
+from kvpool.client import versions
+from kvpool.client.writer import best_status
+from kvpool.master.state.placement import Placement
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.protocols import Addressable
+from kvpool.registry import transports
+from kvpool.runtime import Host
+from kvpool.types import Cluster
+from tests.conftest import NAMESPACE, buffers, keys
+
+HALVES = Namespace("test/halves", parts=2)
+STORED, ALREADY_STORED = WriteStatus.STORED, WriteStatus.ALREADY_STORED
+
+
+def stored(running: dev.Dev, digest: bytes, part: int = 0, of: Namespace = NAMESPACE) -> list[int]:
+    """For each server that has the block: the first of its bytes."""
+    found = []
+    for server in running.servers:
+        entry = server.store.peek(of, part, digest)
+        if entry is not None:
+            assert isinstance(server.tier, Addressable)
+            found.append(server.tier.view(entry.offset, 1)[0])
+    return found
+
+
+@asynccontextmanager
+async def client_on(running: dev.Dev, host: str) -> AsyncIterator[Pool]:
+    """A client on another host, so that masters send it to other servers first."""
+    config = ClientConfig(masters=[running.address], transports=["tcp"])
+    pool = Pool(
+        config,
+        cluster=Cluster(),
+        network=ZmqNetwork(),
+        transports=transports(["tcp"]),
+        owns_network=True,
+        host=Host(host, host, host, lambda: 0),
+    )
+    async with pool:
+        yield pool
+
+
+@pytest.fixture
+async def far_apart(two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch) -> dev.Dev:
+    """Writers on host `a` write to dev-0 first, those on host `b` to dev-1."""
+    place = two_servers.master.directory.place
+
+    def by_host(
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        parent: bytes,
+        size: int,
+        host: str,
+        copies: int = 1,
+    ) -> Placement:
+        placed = place(namespace, digests, parent, size, host, copies)
+        return placed._replace(servers=tuple(sorted(placed.servers, reverse=host == "b")))
+
+    monkeypatch.setattr(two_servers.master.directory, "place", by_host)
+    return two_servers
+
+
+async def test_a_further_copy_is_made_of_the_stored_bytes(two_servers: dev.Dev) -> None:
+    chain = keys("second", 20)
+    async with two_servers.pool() as first, two_servers.pool() as second:
+        await first.write(NAMESPACE, chain, [b"a" * 5000] * 20)
+        statuses = await second.write(NAMESPACE, chain, [b"b" * 5000] * 20, copies=2)
+        assert statuses == [ALREADY_STORED] * 20
+        assert second.counters["copies_missing"] == 0
+    assert [stored(two_servers, digest) for digest in chain] == [[ord("a"), ord("a")]] * 20
+
+
+async def test_stored_bytes_are_copied_whatever_their_size(two_servers: dev.Dev) -> None:
+    """A shorter block is copied; one that is longer than the caller's is left alone."""
+    short, long = keys("sizes", 2)
+    async with two_servers.pool() as first, two_servers.pool() as second:
+        await first.write(NAMESPACE, [short, long], [b"a" * 100, b"a" * 9000])
+        await second.write(NAMESPACE, [short, long], [b"b" * 5000] * 2, copies=2)
+        assert second.counters["copies_missing"] == 1
+        (got,) = buffers(1, 5000)
+        (result,) = await second.read(NAMESPACE, [short], [got])
+    assert (result.size, got[:100]) == (100, b"a" * 100)
+    assert [len(stored(two_servers, digest)) for digest in (short, long)] == [2, 1]
+
+
+async def test_more_than_a_round_of_stored_bytes_is_copied(
+    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "_ROUND_BYTES", 12_000)
+    chain = keys("rounds", 7)
+    async with two_servers.pool() as first, two_servers.pool() as second:
+        await first.write(NAMESPACE, chain, [bytes([i]) * 5000 for i in range(7)])
+        await second.write(NAMESPACE, chain, [b"b" * 5000] * 7, copies=2)
+    assert [stored(two_servers, digest) for digest in chain] == [[i, i] for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([8 << 20, 8 << 20, 1], [[0, 1], [2]]),
+        ([17 << 20, 1], [[0], [1]]),
+        ([1, 17 << 20], [[0], [1]]),
+        ([], []),
+    ],
+)
+def test_a_round_is_16_mib_or_one_block(sizes: list[int], groups: list[list[int]]) -> None:
+    assert versions.rounds(range(len(sizes)), sizes) == groups
+
+
+async def test_a_block_on_a_named_server_is_what_the_pool_has(two_servers: dev.Dev) -> None:
+    (digest,) = keys("named", 1)
+    async with two_servers.pool() as pool:
+        assert await pool.write_to("dev-1", NAMESPACE, digest, b"a" * 5000) is STORED
+        assert await pool.write_to("dev-0", NAMESPACE, digest, b"b" * 5000) is ALREADY_STORED
+        assert stored(two_servers, digest) == [ord("a"), ord("a")]
+        await pool.remove(NAMESPACE, [digest])
+        await pool.write_to("dev-1", NAMESPACE, digest, b"a" * 5000)
+        assert await pool.write_to("dev-0", NAMESPACE, digest, b"a" * 5000) is STORED
+
+
+async def test_nothing_is_added_to_bytes_that_cannot_be_read(two_servers: dev.Dev) -> None:
+    """The holder does not answer, so what it has is not known: a copy might be another version."""
+    (digest,) = keys("unknown", 1)
+    async with two_servers.pool() as first, client_on(two_servers, "far") as second:
+        await first.write_to("dev-1", NAMESPACE, digest, b"a" * 5000)
+        for listener in two_servers.servers[1]._listeners:
+            await listener.close()
+        status = await second.write_to("dev-0", NAMESPACE, digest, b"b" * 5000)
+        assert status is ALREADY_STORED
+        await second.write(NAMESPACE, [digest], [b"b" * 5000], copies=2)
+        assert second.counters["copies_missing"] == 1
+    assert stored(two_servers, digest) == [ord("a")]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+async def test_of_two_writers_at_once_one_version_stays(far_apart: dev.Dev, copies: int) -> None:
+    chain = keys("race", 30)
+    async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
+        outcomes = [
+            await asyncio.gather(
+                a.write(NAMESPACE, [digest], [b"a" * 5000], copies=copies),
+                b.write(NAMESPACE, [digest], [b"b" * 5000], copies=copies),
+            )
+            for digest in chain
+        ]
+        lengths = [(await a.match(NAMESPACE, [digest])).length for digest in chain]
+        removed = a.counters["versions_removed"] + b.counters["versions_removed"]
+    held = [stored(far_apart, digest) for digest in chain]
+    assert all(len(set(versions)) == 1 for versions in held)
+    assert lengths == [1] * 30
+    assert removed or copies == 2  # they did meet
+    for digest_statuses, found in zip(outcomes, held, strict=True):
+        (one,), (other,) = digest_statuses
+        winner = one if found[0] == ord("a") else other
+        assert winner in (STORED, ALREADY_STORED)
+        assert (one, other) != (STORED, STORED)
+
+
+async def test_parts_of_two_writers_are_one_version_each(far_apart: dev.Dev) -> None:
+    """The parts of a block are settled one by one, also while others are missing."""
+    chain = keys("parts", 20)
+    async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
+        for digest in chain:
+            await asyncio.gather(
+                *(
+                    pool.write(HALVES, [digest], [data * 5000], part=part)
+                    for pool, data in ((a, b"a"), (b, b"b"))
+                    for part in (0, 1)
+                )
+            )
+        match = [(await a.match(HALVES, [digest])).length for digest in chain]
+    for part in (0, 1):
+        assert all(len(set(stored(far_apart, one, part, HALVES))) == 1 for one in chain)
+    assert match == [1] * 20
+
+
+async def test_half_a_block_of_another_writer_is_completed(far_apart: dev.Dev) -> None:
+    """Only the part that is there twice goes: the other one is not removed with it."""
+    (digest,) = keys("half", 1)
+    async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
+        await a.write(HALVES, [digest], [b"a" * 5000], part=0)
+        await b.write(HALVES, [digest], [b"b" * 5000], part=1)
+        await b.write(HALVES, [digest], [b"b" * 5000], part=0)
+        assert (await a.match(HALVES, [digest])).length == 1
+    assert stored(far_apart, digest, 0, HALVES) == [ord("a")]
+    assert stored(far_apart, digest, 1, HALVES) == [ord("b")]
+
+
+async def test_a_block_that_is_there_with_all_parts_is_not_written_again(
+    far_apart: dev.Dev,
+) -> None:
+    (digest,) = keys("whole", 1)
+    async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
+        for part in (0, 1):
+            await a.write(HALVES, [digest], [b"a" * 5000], part=part)
+        for part in (0, 1):
+            assert await b.write(HALVES, [digest], [b"b" * 5000], part=part) == [ALREADY_STORED]
+    assert stored(far_apart, digest, 0, HALVES) == [ord("a")]
+
+
+async def test_the_loser_reads_the_version_that_stays(far_apart: dev.Dev) -> None:
+    (digest,) = keys("loser", 1)
+    async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
+        await a.write(NAMESPACE, [digest], [b"a" * 5000], visible=False)
+        statuses = await asyncio.gather(
+            b.write_to("dev-1", NAMESPACE, digest, b"b" * 5000),
+            a.write_to("dev-0", NAMESPACE, digest, b"a" * 5000),
+        )
+        (got,) = buffers(1, 5000)
+        (result,) = await b.read(NAMESPACE, [digest], [got])
+    assert result.status.hit
+    assert got == b"a" * 5000
+    assert statuses[0] is ALREADY_STORED
+
+
+async def test_the_more_telling_answer_of_two_servers_counts() -> None:
+    telling = [
+        WriteStatus.STORED,
+        WriteStatus.ALREADY_STORED,
+        WriteStatus.IN_PROGRESS,
+        WriteStatus.BYPASSED,
+        WriteStatus.NO_SPACE,
+        WriteStatus.DEADLINE,
+        WriteStatus.SERVER_LOST,
+        WriteStatus.TOO_LARGE,
+    ]
+    for index, one in enumerate(telling):
+        for other in telling[index:]:
+            assert best_status(one, other) is best_status(other, one) is one
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_no_space_is_told_although_another_member_is_dead(
+    two_servers: dev.Dev, lost: int
+) -> None:
+    """Retrying elsewhere must not hide why the block is not stored."""
+    chain, full = keys("full", 16), f"dev-{1 - lost}"
+    async with two_servers.pool() as pool:
+        for digest in chain:
+            await pool.write_to(full, NAMESPACE, digest, b"x" * (1 << 20))
+        async with pool.read_view(NAMESPACE, chain) as views:
+            assert all(view.status.hit for view in views)
+            for listener in two_servers.servers[lost]._listeners:
+                await listener.close()
+            for digest in keys("new", 4):
+                statuses = await pool.write(NAMESPACE, [digest], [b"y" * (1 << 20)], timeout=0.5)
+                assert statuses == [WriteStatus.NO_SPACE]

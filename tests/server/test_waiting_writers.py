@@ -1,0 +1,46 @@
+"""Writers that wait for space: each keeps its place as long as it waits, and no longer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpool import ClientConfig, WriteStatus, dev
+from tests.conftest import NAMESPACE, eventually, keys, value
+
+
+@pytest.mark.parametrize("ends", ["deadline", "cancel"])
+async def test_a_writer_that_waits_no_more_keeps_no_place(pool_dev: dev.Dev, ends: str) -> None:
+    """Nothing in the store changes meanwhile, so nothing else would empty the list."""
+    (server,) = pool_dev.servers
+    chain = keys("full", 16)
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool() as reader, pool_dev.pool(config) as writer:
+        await reader.write(NAMESPACE, chain, [value(digest, 1 << 20) for digest in chain])
+        async with reader.read_view(NAMESPACE, chain) as views:
+            assert all(view.status.hit for view in views)
+            write = asyncio.ensure_future(
+                writer.write(NAMESPACE, keys("new", 1), [bytes(1 << 20)], timeout=1.0)
+            )
+            await eventually(lambda: len(server._context._waiting_for_space) == 1)
+            if ends == "cancel":
+                write.cancel()
+                await asyncio.wait([write])
+            else:
+                assert await write == [WriteStatus.NO_SPACE]
+            await eventually(lambda: not server._context._waiting_for_space)
+
+
+async def test_a_writer_that_waits_gets_space_that_becomes_free(pool_dev: dev.Dev) -> None:
+    chain = keys("full", 16)
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool() as reader, pool_dev.pool(config) as writer:
+        await reader.write(NAMESPACE, chain, [value(digest, 1 << 20) for digest in chain])
+        async with reader.read_view(NAMESPACE, chain):
+            write = asyncio.ensure_future(
+                writer.write(NAMESPACE, keys("new", 1), [bytes(1 << 20)], timeout=20)
+            )
+            (server,) = pool_dev.servers
+            await eventually(lambda: bool(server._context._waiting_for_space))
+        assert await write == [WriteStatus.STORED]
