@@ -310,7 +310,7 @@ class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     Sizes are bytes. `read_s` and `write_s` are the seconds in which at least one transfer ran.
     Rates are bytes (`write_block_rate`: blocks) per second over the last seconds; they are no
     metrics, because Prometheus computes rates itself. `hits` counts blocks read directly from this
-    tier; `status_text` describes how the tier is accessed.
+    tier; `status_text` describes how the tier is accessed; `dropped` is by reason.
     """
 
     name: Name
@@ -332,6 +332,11 @@ class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     ] = 0
     written_blocks: Annotated[Count, Figure("written_blocks", "moved down into it", True)] = 0
     write_block_rate: Rate = 0.0
+    dropped: Annotated[
+        dict[Name, Count],
+        Meta(max_length=64),
+        Figure("dropped_blocks", "that were in it and that the last start did not find", True),
+    ] = {}
 
 
 class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

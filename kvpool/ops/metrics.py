@@ -146,15 +146,28 @@ def _of_members(members: Iterable[Member]) -> Iterator[Metric]:
             yield _family("server", figure, counts)
     tiers = [([m.server, tier.name], tier) for m in members for tier in m.stats.usage]
     for field, figure in _TIER_FIGURES.items():
-        yield _family("tier", figure, [(labels, getattr(tier, field)) for labels, tier in tiers])
+        values = [(labels, getattr(tier, field)) for labels, tier in tiers]
+        if any(isinstance(value, dict) for _, value in values):
+            values = [
+                ([*labels, reason], count)
+                for labels, counts in values
+                for reason, count in sorted(counts.items())
+            ]
+            yield _family("tier", figure, values, "reason")
+        else:
+            yield _family("tier", figure, values)
 
 
 def _family(
-    subject: str, figure: Figure, samples: Iterable[tuple[Sequence[str], float | None]]
+    subject: str,
+    figure: Figure,
+    samples: Iterable[tuple[Sequence[str], float | None]],
+    *more_labels: str,
 ) -> Metric:
     """One metric, with a sample for every server or tier that has a value."""
     kind = CounterMetricFamily if figure.grows else GaugeMetricFamily
     labels = ["server", "tier"] if subject == "tier" else ["server"]
+    labels += more_labels
     family = kind(f"kvpool_{subject}_{figure.metric}", figure.help, labels=labels)
     for values, sample in samples:
         if sample is not None:

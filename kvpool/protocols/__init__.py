@@ -15,6 +15,7 @@ from kvpool.protocols.tier import (
     DeviceMemory,
     Mappable,
     PersistentTier,
+    ReportsDropped,
     SupportsStatusText,
     Tier,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "PersistentTier",
     "Policy",
     "ReadOptions",
+    "ReportsDropped",
     "ReserveRequest",
     "SupportsReachability",
     "SupportsStatusText",

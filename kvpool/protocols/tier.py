@@ -31,7 +31,7 @@ bytearray::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvpool.types import Record
@@ -166,8 +166,19 @@ class PersistentTier(Protocol):
         """The records that were persisted and still verify, no two overlapping.
 
         Called once, before anything is written. Damaged contents raise no error: a record that does
-        not verify is dropped, and does not come back later. Every record returned was persisted in
+        not verify is dropped, and does not come back later. (One that was hidden by damage
+        elsewhere, and is whole again, may come back.) Every record returned was persisted in
         this form. Of extents that overlap, the one with the highest generation is returned. Raises
         Unavailable when the medium fails as a whole, and ConfigError when its contents are not this
         tier's.
         """
+
+
+@runtime_checkable
+class ReportsDropped(Protocol):
+    """A persistent tier that counts what `recover` did not return."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Records that the last `recover` dropped, by reason: a few words, as in `damaged`. For the
+        log, `kvpool status` and `/metrics`; empty when it returned everything."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import Unavailable
-from kvpool.protocols import Addressable, PersistentTier, Tier
+from kvpool.protocols import Addressable, PersistentTier, ReportsDropped, Tier
 from kvpool.server import tier_traffic
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tiered_store import MOVER, TieredStore, TierTransfer
@@ -112,7 +112,11 @@ class TierMover:
         self._promoting_max = min(64 << 20, max(front.capacity // 4, 1))
 
     async def recover(self) -> None:
-        """Add what the backing tier still holds from an earlier life (design: recovery)."""
+        """Add what the backing tier still holds from an earlier life (design: recovery).
+
+        What is lost of it is counted by reason: those of the tier, and `refused`, for records of
+        one block or of one place that the store has already.
+        """
         durable = self._durable.get(self._store.backing_tier)
         if durable is None:
             return
@@ -121,14 +125,19 @@ class TierMover:
             await asyncio.sleep(0)
         await self.erase()
         found = self._store.backing
-        dropped = len(records) - found.stored
+        dropped = self._traffic[self._store.backing_tier].dropped
+        if isinstance(durable, ReportsDropped):
+            dropped.update(durable.dropped)
+        if refused := len(records) - found.stored:
+            dropped["refused"] = refused
         report = log.warning if dropped else log.info
         report(
             "tier is warm",
             tier=self._tiers[self._store.backing_tier].name,
             blocks=found.stored,
             bytes=found.stored_bytes,
-            dropped=dropped,
+            dropped=sum(dropped.values()),
+            why=", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())),
         )
 
     def start(self) -> None:

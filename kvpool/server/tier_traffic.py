@@ -52,6 +52,7 @@ class TierTraffic:
         self.failures = 0
         self.failures_in_a_row = 0
         self.corrupt = 0
+        self.dropped: dict[str, int] = {}  # at the start, by reason
 
 
 def usage(
@@ -81,6 +82,7 @@ def usage(
                 corrupt=moved.corrupt,
                 written_blocks=moved.written.blocks,
                 write_block_rate=moved.written.block_rate,
+                dropped=moved.dropped,
             )
         )
     return answer

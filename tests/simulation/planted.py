@@ -40,6 +40,7 @@ _MAPPED = "kvpool_transports.streams.mapped_channel"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
 _FORMAT = "kvpool_tiers.nvme.format"
+_NAMESPACES = "kvpool_tiers.nvme.namespaces"
 
 BUGS: Sequence[Bug] = (
     # --- the server's memory
@@ -499,6 +500,13 @@ BUGS: Sequence[Bug] = (
         _FORMAT,
         "if _SUM.unpack_from(headers, end)[0] != checksum(headers[start:end], 0):",
         "if not any(headers[start:end]):",
+    ),
+    Bug(
+        "one-copy-of-a-namespace",
+        "G8",
+        _NAMESPACES,
+        "        for copy in range(COPIES):  # one after the other",
+        "        for copy in range(1):  # one after the other",
     ),
     # --- the world outside
     Bug(

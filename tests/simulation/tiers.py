@@ -7,7 +7,7 @@ bytes that are not on that list must be there and be right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
 from tests.simulation.memory import SimTier
 from tests.simulation.oracles import WatchedStore
+from tests.simulation.platter import PAGE, Damage
 from tests.simulation.truth import BlockPart, GroundTruth
 
 if TYPE_CHECKING:
@@ -66,10 +67,28 @@ class DiskMemory:
         start = self._geometry.header(offset)
         return start, start + HEADER_SIZE
 
-    @property
-    def head(self) -> tuple[int, int]:
-        """The range of superblock and namespaces, which belong to no extent."""
-        return 0, self._geometry.header(0)
+    def head_pages_hit(self, damages: Iterable[Damage]) -> frozenset[int]:
+        """The numbers of damaged pages of superblocks and namespaces, which belong to no extent."""
+        stop = self._geometry.header(0)
+        return frozenset(
+            page
+            for one in damages
+            for page in range(one.start // PAGE, -(-min(one.stop, stop) // PAGE))
+        )
+
+    def head_damage(self) -> frozenset[int]:
+        """Those of them that are damaged, or cannot be read, now."""
+        platter = self.platter
+        sectors = sorted(platter.unreadable)
+        unreadable = [Damage("", n * platter.sector, (n + 1) * platter.sector) for n in sectors]
+        return self.head_pages_hit([*platter.damaged, *unreadable])
+
+    @staticmethod
+    def is_head_lost(pages: frozenset[int]) -> bool:
+        """Both copies of a superblock or a namespace are among these pages."""
+        first = Geometry.namespace(0, 0) // PAGE
+        apart = Geometry.namespace(0, 1) // PAGE - first
+        return {0, 1} <= pages or any(page >= first and page + apart in pages for page in pages)
 
     def is_damaged(self, offset: int, size: int) -> bool:
         """A fault has changed the extent or its header."""
@@ -91,6 +110,9 @@ class PreviousDisk(NamedTuple):
 
     blocks: dict[BlockPart, int]  # and the offset of each
     damage_log: int  # entries of the damage log at that time
+    head_damage: frozenset[int]  # pages, at that time
+    #: Headers on it had no namespace: their blocks come back if the disk can be read again.
+    hidden: bool
 
 
 class WatchedDiskStore(WatchedStore):
@@ -114,6 +136,7 @@ class WatchedDiskStore(WatchedStore):
         self.refused: set[BlockPart] = set()  # the disk had no space for them
         self._previous_disk = previous_disk
         self.restored = False
+        self.dropped: Mapping[str, int] = {}  # what the tier did not find, by reason
 
     def verify(self, entry: Entry, when: str) -> None:
         """The platter holds the block's bytes, unless a fault has changed them."""
@@ -143,9 +166,9 @@ class WatchedDiskStore(WatchedStore):
         if entry is not None:
             key = record.namespace, record.digest, record.part
             server = self.life.partition("#")[0]
-            excused = self._previous_disk is None or self.memory.is_damaged(
-                entry.offset, entry.size
-            )
+            previous = self._previous_disk
+            unknown = previous is None or previous.hidden
+            excused = unknown or self.memory.is_damaged(entry.offset, entry.size)
             history = self.truth.history(*key)
             if not history.lives:
                 self.truth.fail(f"G8: {entry!r} is found on the disk, but was never written")
@@ -165,11 +188,14 @@ class WatchedDiskStore(WatchedStore):
         if self._previous_disk is None:
             return
         damage_log = self.memory.platter.damage_log[self._previous_disk.damage_log :]
+        head = self._previous_disk.head_damage | self.memory.head_pages_hit(damage_log)
+        if self.memory.is_head_lost(head) or self.dropped.get("unreadable"):
+            self.truth.probes.add("both copies of a page of the disk were lost")
+            return
         for (namespace, digest, part), offset in self._previous_disk.blocks.items():
             if self.peek(namespace, part, digest) is None:
-                places = (self.memory.head, self.memory.header(offset))
-                hit = [(a, b) for _, a, b in damage_log for c, d in places if a < d and c < b]
-                if not hit:
+                start, stop = self.memory.header(offset)
+                if not any(one.start < stop and start < one.stop for one in damage_log):
                     self.truth.fail(f"G8: {digest.hex()[:12]} at {offset} is not on the disk")
 
     def remove(
@@ -207,19 +233,25 @@ class WatchedDiskStore(WatchedStore):
             self.truth.probes.add("the disk evicted a block that was also in memory")
         super()._remove_entry(entry, event, reason)
 
+    @property
+    def hides_headers(self) -> bool:
+        """Headers stay on the disk because both copies of their namespace are lost."""
+        return bool(self.dropped.get("unnamed") or self.dropped.get("unreadable"))
+
     def previous_disk(self, *, in_service: bool) -> PreviousDisk | None:
         """What the next process must find on the disk after this one's death."""
         if not self.restored:
             return self._previous_disk  # it died before it could change anything
         platter, memory = self.memory.platter, self.memory
-        if not in_service or platter.is_damaged(*memory.head):
+        head = memory.head_damage()
+        if not in_service or memory.is_head_lost(head):
             return None
         blocks = {
             (entry.index.namespace, entry.digest, entry.index.part): entry.offset
             for entry in self.inventory()
             if not platter.is_damaged(*memory.header(entry.offset))
         }
-        return PreviousDisk(blocks, len(platter.damage_log))
+        return PreviousDisk(blocks, len(platter.damage_log), head, self.hides_headers)
 
 
 class TierOracle:
@@ -316,9 +348,12 @@ class TierOracle:
         """The disk has exactly the headers of the store's blocks, except damaged ones."""
         memory = self.base.memory
         wanted = {entry.offset for entry in self.base.inventory()}
+        found = memory.headers()
+        if self.base.hides_headers:
+            found &= wanted
         wrong = {
             offset
-            for offset in memory.headers() ^ wanted
+            for offset in found ^ wanted
             if not memory.platter.is_damaged(*memory.header(offset))
         }
         return f"headers on the disk at {sorted(wrong)} are wrong" if wrong else None
@@ -326,7 +361,7 @@ class TierOracle:
     def _targets(self) -> list[tuple[int, int]]:
         """Ranges that a fault should hit: extents, their headers, superblock and namespaces."""
         memory = self.base.memory
-        found = [(0, 1), (8192, 8192 + 4096)]
+        found = [(0, 1), *((at, at + PAGE) for at in (Geometry.namespace(0, n) for n in (0, 1)))]
         for entry in self.base.inventory():
             found += [memory.extent(entry.offset, entry.size), memory.header(entry.offset)]
         return found

@@ -36,6 +36,7 @@ PROBES: Final = (
     "a block on disk was found to be corrupt",
     "a block on disk could not be read",
     "a tier was taken out of service",
+    "both copies of a page of the disk were lost",
     "a disk had to be replaced",
 )
 

@@ -242,8 +242,11 @@ class World:
         tiers: list[Tier] = [tier]
         stores = [store]
         if node.platter is not None:
-            tiers.append(Nvme(plan.disk, node.platter.name, disk=SimDisk(node.platter)))
-            stores.append(self._base(node, life, node.platter))
+            nvme = Nvme(plan.disk, node.platter.name, disk=SimDisk(node.platter))
+            tiers.append(nvme)
+            below = self._base(node, life, node.platter)
+            below.dropped = nvme.dropped
+            stores.append(below)
         server = node.server = BlockServer(
             config,
             cluster=Cluster(),

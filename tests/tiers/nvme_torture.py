@@ -31,8 +31,8 @@ from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.types import ROOT, Namespace, Record
 from kvpool_tiers.nvme import format as nvme_format
-from kvpool_tiers.nvme import tier as nvme
-from kvpool_tiers.nvme.format import HEADER_SIZE, Geometry, pack_superblock
+from kvpool_tiers.nvme import namespaces as nvme_namespaces
+from kvpool_tiers.nvme.format import COPIES, HEADER_SIZE, Geometry, pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
@@ -122,7 +122,6 @@ class History:
         faults = [fault for fault in DISK_FAULTS if silent or not fault.silent]
         self.faults = [fault for fault in faults if rng.random() < 0.4]
         self.power_cuts = silent and rng.random() < 0.5
-        self.head_size = self.geometry.namespace(nvme_format.NAMESPACES)
         self.process: Process
         self.processes: list[Process] = []  # the dead ones too: their tasks must not be collected
 
@@ -206,9 +205,7 @@ class History:
             if record not in books.possible and books.live.get(record.offset) != record:
                 if record not in books.gone:
                     return self.loop.fail(f"found {record}, which was never remembered so")
-                if not (
-                    self.is_header_hit(record) or self.is_hit(0, self.head_size) or books.blind
-                ):
+                if not (self.is_header_hit(record) or self.is_head_hit() or books.blind):
                     return self.loop.fail(f"found {record}, which was forgotten")
                 books.ghosts.add(record)
             units = set(books.units(record.offset, record.size))
@@ -216,7 +213,7 @@ class History:
                 return self.loop.fail(f"found {record}, which overlaps another")
             taken |= units
         for record in set(books.live.values()) - set(found):
-            if not (self.is_header_hit(record) or self.is_hit(0, self.head_size) or books.blind):
+            if not (self.is_header_hit(record) or self.is_head_hit() or books.blind):
                 return self.loop.fail(f"lost {record}, which was remembered")
             self.report.counts["lost by damage"] += 1
             books.possible.add(record)
@@ -232,8 +229,15 @@ class History:
         return self.is_hit(at, at + HEADER_SIZE)
 
     def is_hit(self, start: int, stop: int) -> bool:
-        """Something there was damaged, at any time."""
-        return any(one.start < stop and start < one.stop for one in self.platter.damaged)
+        """Something there was damaged, at any time: recovery writes over what it drops."""
+        return any(one.start < stop and start < one.stop for one in self.platter.damage_log)
+
+    def is_head_hit(self) -> bool:
+        """Both superblocks were damaged, or both copies of the page of some namespace."""
+        numbers = range(nvme_format.NAMESPACES)
+        names = [[Geometry.namespace(n, copy) for copy in range(COPIES)] for n in numbers]
+        pages = [[0, ALIGNMENT], *names]
+        return any(all(self.is_hit(at, at + ALIGNMENT) for at in copies) for copies in pages)
 
     def may_be_wrong(self, record: Record) -> bool:
         """Its bytes were damaged, or it should not be there and was written over."""
@@ -357,14 +361,14 @@ def small_format(rng: random.Random) -> Iterator[None]:
     """Groups so small that extents reach over them, and namespaces that must be reused."""
     before = nvme_format.GROUP_SIZE, nvme_format.NAMESPACES
     nvme_format.GROUP_SIZE = ALIGNMENT * rng.choice([8, 32])
-    nvme_format.NAMESPACES = nvme.NAMESPACES = rng.choice([3, 4, 10])
-    nvme_format._HEAD_SIZE = 2 * ALIGNMENT + nvme_format.NAMESPACES * ALIGNMENT
+    nvme_format.NAMESPACES = nvme_namespaces.NAMESPACES = rng.choice([3, 4, 10])
+    nvme_format._HEAD_SIZE = 2 * ALIGNMENT * (1 + nvme_format.NAMESPACES)
     try:
         yield
     finally:
         nvme_format.GROUP_SIZE, nvme_format.NAMESPACES = before
-        nvme.NAMESPACES = before[1]
-        nvme_format._HEAD_SIZE = 2 * ALIGNMENT + before[1] * ALIGNMENT
+        nvme_namespaces.NAMESPACES = before[1]
+        nvme_format._HEAD_SIZE = 2 * ALIGNMENT * (1 + before[1])
 
 
 def play(seed: int, *, trace: bool = False) -> HistoryReport:

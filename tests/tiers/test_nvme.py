@@ -22,7 +22,7 @@ from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
 from kvpool.types import ROOT, Namespace, Record
 from kvpool_tiers.nvme import file_disk as disk_module
 from kvpool_tiers.nvme.file_disk import FileDisk
-from kvpool_tiers.nvme.format import GROUP_SIZE, NAMESPACES, PAGE, Geometry
+from kvpool_tiers.nvme.format import COPIES, GROUP_SIZE, NAMESPACES, PAGE, Geometry
 from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, eventually, key, value
 
@@ -38,6 +38,8 @@ class MemoryDisk:
     def __init__(self, size: int) -> None:
         self.bytes = bytearray(size)
         self.reads_fail = self.writes_fail = range(0)  # positions
+        self.writes_left = 1 << 60  # then the process has died: of the next one `torn` bytes
+        self.torn = 0
 
     @property
     def size(self) -> int:
@@ -56,6 +58,11 @@ class MemoryDisk:
         if offset in self.writes_fail:
             raise Unavailable("ENOSPC")
         assert offset + len(buffer) <= len(self.bytes)
+        self.writes_left -= 1
+        if self.writes_left < 0:
+            size = min(self.torn, len(buffer)) if self.writes_left == -1 else 0
+            self.bytes[offset : offset + size] = buffer[:size]
+            raise Unavailable("the process has died")
         self.bytes[offset : offset + len(buffer)] = buffer
 
     def close(self) -> None:
@@ -196,8 +203,8 @@ async def test_another_version_or_alignment_is_named_and_left_alone(path: Path) 
     with pytest.raises(ConfigError, match="made with alignment 4096, not 65536"):
         Nvme(CAPACITY, path=path, alignment=65536)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpool_tiers.nvme.format.VERSION", 2)
-        with pytest.raises(ConfigError, match="version 1 of the format, this is version 2"):
+        patch.setattr("kvpool_tiers.nvme.format.VERSION", 3)
+        with pytest.raises(ConfigError, match="version 2 of the format, this is version 3"):
             Nvme(CAPACITY // 2, path=path)
     with tier_at(path) as tier:
         assert await tier.recover() == [record(0)]
@@ -583,17 +590,169 @@ async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
     one = Nvme(CAPACITY, path="memory", disk=disk)
     await one.recover()
     await one.persist([record(0, namespace=Namespace("one"))])
-    name = Geometry.namespace(0)
-    page = disk.bytes[name : name + PAGE]
+    names = [Geometry.namespace(0, copy) for copy in range(COPIES)]
     other = Nvme(CAPACITY, path="memory", disk=MemoryDisk(disk.size))
     await other.recover()
     await other.persist([record(0, namespace=Namespace("other"))])
     other_disk = other._disk
     assert isinstance(other_disk, MemoryDisk)
-    other_disk.bytes[name : name + PAGE] = page
+    for name in names:
+        other_disk.bytes[name : name + PAGE] = disk.bytes[name : name + PAGE]
     tier = Nvme(CAPACITY, path="memory", disk=other_disk)
     assert await tier.recover() == []
-    assert tier.dropped["unnamed"] == 1
+    assert tier.dropped["replaced"] == 1
+
+
+async def file_of_namespaces(count: int, blocks: int) -> tuple[MemoryDisk, set[Record]]:
+    """A disk with so many blocks of so many namespaces."""
+    disk = MemoryDisk(Nvme.disk_size(CAPACITY))
+    tier = Nvme(CAPACITY, path="memory", disk=disk)
+    await tier.recover()
+    names = [Namespace(f"model/{n}") for n in range(count)]
+    records = {record(n * PAGE, PAGE, n + 1, names[n % count]) for n in range(blocks)}
+    await write(tier, *records)
+    return disk, records
+
+
+async def found(disk: MemoryDisk) -> tuple[set[Record], Nvme]:
+    """What a server finds that starts with this disk."""
+    tier = Nvme(CAPACITY, path="memory", disk=disk)
+    return set(await tier.recover()), tier
+
+
+def pages_in_use(disk: MemoryDisk) -> list[int]:
+    """Of the file's fixed parts: both superblocks, and both copies of each namespace."""
+    head = range(0, Geometry(CAPACITY, PAGE).header(0), PAGE)
+    return [position for position in head if any(disk.bytes[position : position + PAGE])]
+
+
+async def test_no_flipped_bit_of_the_fixed_parts_costs_a_block() -> None:
+    """Nor does a page that is gone as a whole; and the next start finds both copies intact."""
+    disk, records = await file_of_namespaces(3, 60)
+    image, chance = bytes(disk.bytes), random.Random(8)
+    pages = pages_in_use(disk)
+    assert len(pages) == COPIES * (1 + 3)
+    for page in pages:
+        ends = [0, 7, 8, 12, 20, 24, 26, PAGE - 1]  # of fields
+        for place in (*ends, *chance.sample(range(PAGE), 8)):
+            disk.bytes[page + place] ^= 1 << chance.randrange(8)
+            assert (await found(disk))[0] == records, (page, place)
+            assert disk.bytes == image, "the copy is mended"
+        disk.bytes[page : page + PAGE] = chance.choice([bytes(PAGE), chance.randbytes(PAGE)])
+        assert (await found(disk))[0] == records, page
+        assert disk.bytes == image
+
+
+async def test_a_page_that_cannot_be_read_costs_no_block() -> None:
+    disk, records = await file_of_namespaces(3, 60)
+    for page in pages_in_use(disk):
+        disk.reads_fail = range(page, page + PAGE)
+        assert (await found(disk))[0] == records, page
+    disk.reads_fail = range(Geometry.namespace(0, 0), Geometry.namespace(0, 1))  # all of one copy
+    assert (await found(disk))[0] == records
+    disk.reads_fail = range(Geometry.namespace(0, 0), Geometry(CAPACITY, PAGE).header(0))
+    with pytest.raises(Unavailable):
+        await found(disk)
+
+
+async def test_a_page_of_another_number_is_not_believed() -> None:
+    """A disk that writes to a wrong place leaves pages that are intact and newer."""
+    disk, records = await file_of_namespaces(3, 60)
+    image = bytes(disk.bytes)
+    to, source = Geometry.namespace(0, 0), Geometry.namespace(2, 0)
+    disk.bytes[to : to + PAGE] = disk.bytes[source : source + PAGE]
+    assert (await found(disk))[0] == records
+    assert disk.bytes == image
+
+
+async def test_blocks_of_a_lost_namespace_come_back_when_it_is_mended() -> None:
+    disk, records = await file_of_namespaces(3, 60)
+    image = bytes(disk.bytes)
+    others = {one for one in records if one.namespace.name != "model/0"}
+    pages = [Geometry.namespace(0, copy) for copy in range(COPIES)]
+    for page in pages:
+        disk.bytes[page + 30] ^= 1
+    for _ in range(2):  # each start says it again
+        rest, tier = await found(disk)
+        assert rest == others
+        assert dict(tier.dropped) == {"unnamed": 20}
+        assert "20 unnamed headers dropped" in tier.status_text
+    disk.bytes[pages[1] + 30] ^= 1  # one of the two is mended, by whom it may be
+    rest, tier = await found(disk)
+    assert rest == records
+    assert disk.bytes == image
+    assert not tier.dropped
+
+
+async def test_a_lost_namespace_is_mended_by_the_next_block_of_it() -> None:
+    disk, records = await file_of_namespaces(3, 60)
+    for copy in range(COPIES):
+        disk.bytes[Geometry.namespace(1, copy) + 30] ^= 1
+    rest, tier = await found(disk)
+    assert len(rest) == 40
+    fresh = record(100 * PAGE, PAGE, 500, Namespace("model/1"))
+    other = record(101 * PAGE, PAGE, 501, Namespace("model/9"))
+    await write(tier, other, fresh)
+    # Of the blocks of the lost namespace, those go whose places are used, wherever they begin.
+    lost = sorted(records - rest)
+    over = record(lost[3].offset - PAGE, 3 * PAGE, 502, Namespace("model/2"))
+    under = [one for one in records if over.offset <= one.offset < over.offset + over.size]
+    await tier.erase([one.offset for one in under if one not in lost])
+    await write(tier, over)
+    assert (await found(disk))[0] == records - set(under) | {fresh, other, over}
+    await tier.erase([one.offset for one in (over, *lost)])
+    assert (await found(disk))[0] == rest - set(under) | {fresh, other}
+
+
+@pytest.fixture
+def three_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table so small that numbers are used again."""
+    for module in ("format", "namespaces"):
+        monkeypatch.setattr(f"kvpool_tiers.nvme.{module}.NAMESPACES", 3)
+    monkeypatch.setattr("kvpool_tiers.nvme.format._HEAD_SIZE", COPIES * (1 + 3) * PAGE)
+
+
+@pytest.mark.usefixtures("three_namespaces")
+async def test_the_number_of_a_lost_namespace_is_used_again_without_its_blocks() -> None:
+    disk, records = await file_of_namespaces(3, 60)
+    for copy in range(COPIES):
+        disk.bytes[Geometry.namespace(0, copy) + 30] ^= 1
+    rest, tier = await found(disk)
+    lost = sorted(records - rest)
+    fresh = record(100 * PAGE, PAGE, 500, Namespace("new"))
+    await write(tier, fresh)
+    assert tier.not_persisted == 1  # all three numbers have blocks
+    for one in lost:
+        await tier.write_from(one.offset, memoryview(bytes(one.size)))
+    await write(tier, fresh)
+    assert tier.not_persisted == 1
+    await write(tier, record(101 * PAGE, PAGE, 501, Namespace("model/0")))  # it has no number now
+    assert tier.not_persisted == 2
+    kept, tier = await found(disk)
+    assert kept == rest | {fresh}
+    assert not tier.dropped
+
+
+@pytest.mark.usefixtures("three_namespaces")
+@pytest.mark.parametrize("torn", [0, 512, PAGE - 512, PAGE])
+@pytest.mark.parametrize("writes", range(5))
+async def test_a_crash_while_a_namespace_is_written_costs_nothing(writes: int, torn: int) -> None:
+    """A number is used again: after the crash one copy may be old, and the other new or torn."""
+    disk, records = await file_of_namespaces(3, 60)
+    others = {one for one in records if one.namespace.name != "model/0"}
+    tier = Nvme(CAPACITY, path="memory", disk=disk)
+    assert set(await tier.recover()) == records
+    await tier.erase([one.offset for one in records - others])
+    disk.writes_left, disk.torn = writes, torn
+    fresh = record(100 * PAGE, PAGE, 500, Namespace("new"))
+    with contextlib.suppress(Unavailable):
+        await write(tier, fresh)
+    disk.writes_left = 1000
+    kept, tier = await found(disk)
+    assert others <= kept <= others | {fresh}
+    assert set(tier.dropped) <= {"damaged"}  # the header that was written last
+    await write(tier, fresh)
+    assert (await found(disk))[0] == others | {fresh}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -73,6 +73,26 @@ class Disk(Protocol):
         """Refuse new calls. Idempotent; never waits, not even for a stuck disk."""
 
 
+async def read_pages(disk: Disk, position: int, count: int) -> list[bytes | None]:
+    """So many pages, None for each that cannot be read. Raises Unavailable when none can."""
+    pages = [memoryview(bytearray(PAGE)) for _ in range(count)]
+    whole = memoryview(bytearray(count * PAGE))
+    try:
+        await disk.read(position, whole)
+    except Unavailable:  # of one page, perhaps
+        calls = [disk.read(position + n * PAGE, page) for n, page in enumerate(pages)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            if len(failures) == count or not isinstance(failure, Unavailable):
+                raise failure from None
+        return [
+            bytes(page) if outcome is None else None
+            for page, outcome in zip(pages, outcomes, strict=True)
+        ]
+    return [bytes(whole[n * PAGE : (n + 1) * PAGE]) for n in range(count)]
+
+
 class FileDisk:
     """A file that this process owns: preallocated, locked, never mapped."""
 
@@ -507,7 +527,7 @@ def _claim(fd: int, path: Path, head: bytes, accept: Callable[[bytes], object]) 
     """Write our mark into an empty file, to the disk, before it grows; check any other file."""
     try:
         if os.fstat(fd).st_size:
-            accept(os.pread(fd, len(head), 0))
+            accept(_read_head(fd, len(head)))
         else:
             _write(fd, 0, memoryview(head))
             os.fsync(fd)
@@ -515,6 +535,27 @@ def _claim(fd: int, path: Path, head: bytes, accept: Callable[[bytes], object]) 
         raise ConfigError(f"{path}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be used: {_error_text(error)}") from None
+
+
+def _read_head(fd: int, size: int) -> bytes:
+    """The first bytes of the file, with zeros for pages that cannot be read; OSError if none can.
+
+    Page by page: `accept` may be content with one of them.
+    """
+    head = bytearray()
+    problem: OSError | None = None
+    read_any = False
+    for offset in range(0, size, PAGE):
+        try:
+            piece = os.pread(fd, min(PAGE, size - offset), offset)
+        except OSError as error:
+            problem, piece = error, bytes(PAGE)
+        else:
+            read_any = True
+        head += piece
+    if problem is not None and not read_any:
+        raise problem
+    return bytes(head)
 
 
 def _resize(fd: int, path: Path, size: int) -> None:

@@ -1,6 +1,6 @@
 """What an NVMe tier's file contains, byte for byte. Pure: bytes to values and back, no I/O.
 
-    superblock, twice | namespaces, one page each | group | group | ...
+    superblock, twice | namespaces, one page each | the same again | group | group | ...
                               a group: headers, HEADER_SIZE for each unit | payload, GROUP_SIZE
 
 The payload is counted in *allocation units* of `alignment` bytes. Each unit has a slot for one
@@ -12,9 +12,11 @@ Groups let a file grow or shrink while its contents stay where they are: no posi
 capacity. An extent that reaches over the end of its group lies in two pieces.
 (design: nvme-format)
 
-Nothing that is read here is trusted. Every value carries its own checksum, a header its offset and
-a hash of its namespace as well: one that lies in a wrong slot, or refers to a namespace that was
-replaced, is not valid. Integers are little-endian. (design: recovery)
+Nothing that is read here is trusted. Every value carries its own checksum, a namespace its number,
+a header its offset and a hash of its namespace as well: one that lies in a wrong slot, or refers to
+a namespace that was replaced, is not valid. What all blocks depend on, or all blocks of a
+namespace, is there twice; of two intact copies the one of the higher generation counts. Integers
+are little-endian. (design: recovery)
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from kvpool.errors import ConfigError, KvpoolError
 from kvpool.types import DIGEST_SIZE_MAX, Namespace, Record
 
 PAGE: Final = 4096
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_SIZE: Final = 128
 #: Payload bytes of one group, whose headers are read at once: 2 MiB with the smallest alignment.
 GROUP_SIZE: Final = 64 << 20
@@ -38,14 +40,17 @@ ALIGNMENT_MIN: Final = PAGE
 ALIGNMENT_MAX: Final = 1 << 20
 #: Namespaces that have extents at the same time. Blocks of further ones are served, but not found
 #: after a restart.
-NAMESPACES: Final = 1022
+NAMESPACES: Final = 1023
+#: Of the superblock, and of the page of each namespace.
+COPIES: Final = 2
 
-SUPERBLOCK_SIZE: Final = 2 * PAGE
-_HEAD_SIZE: Final = SUPERBLOCK_SIZE + NAMESPACES * PAGE
+SUPERBLOCK_SIZE: Final = COPIES * PAGE
+_HEAD_SIZE: Final = SUPERBLOCK_SIZE + COPIES * NAMESPACES * PAGE
 
 _SUPERBLOCK: Final = struct.Struct("<8sIIQQ")  # magic, version, header size, alignment, group size
 _SUPERBLOCK_MAGIC: Final = b"\x93kvpool\n"  # not text: no editor and no copy in text mode keeps it
-_NAMESPACE: Final = struct.Struct("<8sHH")  # magic, parts, bytes of the name
+#: magic, number, generation, parts, bytes of the name
+_NAMESPACE: Final = struct.Struct("<8sIQHH")
 _NAMESPACE_MAGIC: Final = b"kvpnames"
 #: magic, digest, parent, their sizes, namespace, part, offset, size, checksum, generation, hash of
 #: the namespace
@@ -110,9 +115,9 @@ class Geometry:
             yield HeaderRegion(self.header(offset), units * HEADER_SIZE, offset)
 
     @staticmethod
-    def namespace(index: int) -> int:
-        """The position of the namespace with this number."""
-        return SUPERBLOCK_SIZE + index * PAGE
+    def namespace(index: int, copy: int) -> int:
+        """The position of one copy of the namespace with this number."""
+        return SUPERBLOCK_SIZE + (copy * NAMESPACES + index) * PAGE
 
 
 # --- superblock --------------------------------------------------------------------------
@@ -121,7 +126,7 @@ class Geometry:
 def pack_superblock(alignment: int) -> bytes:
     """Both copies. They are written once, when the file is made, and never again."""
     body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, HEADER_SIZE, alignment, GROUP_SIZE)
-    return _summed(body) * 2
+    return _summed(body) * COPIES
 
 
 def check_superblock(head: bytes, alignment: int) -> bool:
@@ -129,7 +134,7 @@ def check_superblock(head: bytes, alignment: int) -> bool:
 
     Our mark in one copy is enough: everything else in the file is verified by itself anyway.
     """
-    copies = [head[start : start + PAGE] for start in (0, PAGE)]
+    copies = [head[start : start + PAGE] for start in range(0, SUPERBLOCK_SIZE, PAGE)]
     ours = [copy for copy in copies if copy.startswith(_SUPERBLOCK_MAGIC)]
     if not ours:
         raise ConfigError(
@@ -155,19 +160,30 @@ def check_superblock(head: bytes, alignment: int) -> bool:
 # --- namespaces --------------------------------------------------------------------------
 
 
-def pack_namespace(namespace: Namespace) -> bytes:
-    """One page."""
-    name = namespace.name.encode()
-    return _summed(_NAMESPACE.pack(_NAMESPACE_MAGIC, namespace.parts, len(name)) + name)
+class NamespacePage(NamedTuple):
+    """One copy of a namespace's page. The higher generation is the one written last."""
+
+    namespace: Namespace
+    generation: int
 
 
-def unpack_namespace(page: bytes) -> Namespace | None:
-    """None for a page without a namespace, or with a damaged one."""
+def pack_namespace(page: NamespacePage, index: int) -> bytes:
+    """The page of the namespace with this number; both copies are alike."""
+    name = page.namespace.name.encode()
+    fields = index, page.generation, page.namespace.parts, len(name)
+    return _summed(_NAMESPACE.pack(_NAMESPACE_MAGIC, *fields) + name)
+
+
+def unpack_namespace(page: bytes, index: int) -> NamespacePage | None:
+    """None for a page without a namespace, with a damaged one, or with that of another number."""
     if not page.startswith(_NAMESPACE_MAGIC) or not _is_intact(page):
         return None
-    _, parts, size = _NAMESPACE.unpack_from(page)
+    _, number, generation, parts, size = _NAMESPACE.unpack_from(page)
+    if number != index:
+        return None
     try:
-        return Namespace(page[_NAMESPACE.size : _NAMESPACE.size + size].decode(), parts)
+        name = page[_NAMESPACE.size : _NAMESPACE.size + size].decode()
+        return NamespacePage(Namespace(name, parts), generation)
     except (KvpoolError, UnicodeDecodeError):
         return None
 
@@ -222,11 +238,24 @@ class ValidHeader(NamedTuple):
     namespace_index: int
 
 
+class UnnamedHeader(NamedTuple):
+    """A valid header whose namespace has no intact page: nobody can ask for its block now.
+
+    It stays in the file, because the block is whole, and the page may be mended. (design: recovery)
+    """
+
+    offset: int
+    size: int
+    generation: int
+    namespace_index: int
+    seed: int
+
+
 class InvalidHeader(NamedTuple):
     """A slot that is not empty but has no valid header: which offset, and what is wrong.
 
-    `damaged` (checksum), `misplaced` (another offset), `beyond` (the capacity), `unnamed` (the
-    namespace is missing), `overlapped` (a newer extent lies over it).
+    `damaged` (checksum), `misplaced` (another offset), `beyond` (the capacity), `replaced` (the
+    namespace of that number is another one now), `overlapped` (a newer extent lies over it).
     """
 
     offset: int
@@ -246,10 +275,11 @@ def unpack_header(
     offset: int,
     capacity: int,
     namespaces: Sequence[NamespaceEntry | None],
-) -> ValidHeader | InvalidHeader:
+) -> ValidHeader | UnnamedHeader | InvalidHeader:
     """The header in `slot` of a region, which must describe the extent at `offset`.
 
-    `namespaces[n]` is the namespace with number n. Never raises, whatever the slot contains.
+    `namespaces[n]` is the namespace with number n, None without an intact page. Never raises,
+    whatever the slot contains.
     """
     start = slot * HEADER_SIZE
     end = start + _HEADER.size
@@ -262,9 +292,13 @@ def unpack_header(
         return InvalidHeader(offset, "misplaced")
     if not 0 < size <= capacity - offset:
         return InvalidHeader(offset, "beyond")
-    entry = namespaces[index] if index < len(namespaces) else None
-    if entry is None or part >= len(entry.seeds) or entry.seeds[part] != seed:
-        return InvalidHeader(offset, "unnamed")
+    if index >= len(namespaces):
+        return InvalidHeader(offset, "misplaced")
+    entry = namespaces[index]
+    if entry is None:
+        return UnnamedHeader(offset, size, generation, index, seed)
+    if part >= len(entry.seeds) or entry.seeds[part] != seed:
+        return InvalidHeader(offset, "replaced")
     namespace = entry.namespace
     digest, parent = digest[:digest_size], parent[:parent_size]
     return ValidHeader(
@@ -281,12 +315,13 @@ class OverlapResolver:
     """
 
     def __init__(self) -> None:
-        self.kept: list[Record] = []
+        self.kept: list[Record | UnnamedHeader] = []
         self.superseded: list[InvalidHeader] = []
-        self._open: list[Record] = []  # reach to the last offset added: nearly always one
+        #: They reach to the last offset added: nearly always one.
+        self._open: list[Record | UnnamedHeader] = []
         self._superseded: set[int] = set()  # offsets of extents that have lost a comparison
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record | UnnamedHeader) -> None:
         """The next extent."""
         still = []
         for other in self._open:
@@ -305,7 +340,7 @@ class OverlapResolver:
             self._resolve(record)
         self._open = []
 
-    def _resolve(self, record: Record) -> None:
+    def _resolve(self, record: Record | UnnamedHeader) -> None:
         if record.offset in self._superseded:
             self._superseded.discard(record.offset)
             self.superseded.append(InvalidHeader(record.offset, "overlapped"))

@@ -21,32 +21,34 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from kvpool import logs
 from kvpool.checksum import namespace_seed
 from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
 from kvpool.types import Namespace, Record
-from kvpool_tiers.nvme.file_disk import Disk, FileDisk
+from kvpool_tiers.nvme.file_disk import Disk, FileDisk, read_pages
 from kvpool_tiers.nvme.format import (
     ALIGNMENT_MAX,
     ALIGNMENT_MIN,
+    COPIES,
     HEADER_SIZE,
-    NAMESPACES,
     PAGE,
-    SUPERBLOCK_SIZE,
     Geometry,
     HeaderRegion,
     InvalidHeader,
     NamespaceEntry,
     OverlapResolver,
+    UnnamedHeader,
     ValidHeader,
     check_superblock,
     is_storable,
     pack_header,
-    pack_namespace,
     pack_superblock,
     unpack_header,
-    unpack_namespace,
     used_slots,
 )
+from kvpool_tiers.nvme.namespaces import NamespaceTable, UnnamedExtents
+
+log = logs.get("kvpool.nvme")
 
 #: Extents up to here are padded to whole pages in a copy: cheaper than a second write.
 _PAD_COPY_MAX: Final = 64 << 10
@@ -102,11 +104,11 @@ class Nvme:
                 f"{path} has {self._disk.size} bytes, "
                 f"capacity {self.capacity} needs {self._geometry.file_size}"
             )
-        self._table = _NamespaceTable()
-        self._table_lock = asyncio.Lock()
+        self._table = NamespaceTable(str(path))
+        self._unnamed = UnnamedExtents()
         self._namespace_of: dict[int, int] = {}  # offset of an extent with a header -> its number
-        #: Headers that `recover` dropped, by reason (see `InvalidHeader`; `unreadable` counts
-        #: whole regions of headers).
+        #: Headers that `recover` dropped, by reason: see `InvalidHeader` and `NamespaceTable.lost`.
+        #: `unreadable` counts a whole region of headers as one.
         self.dropped: Counter[str] = Counter()
         #: Records that `persist` left out since the file was opened: the table of namespaces was
         #: full.
@@ -131,6 +133,8 @@ class Nvme:
         """Its path, how it is accessed, and what it could not keep: for `kvpool status`."""
         parts = [str(self.path), self._disk.mode]
         parts += [f"{count} {reason} headers dropped" for reason, count in self.dropped.items()]
+        if self._table.mended:
+            parts.append(f"{self._table.mended} pages mended")
         if self.not_persisted:
             parts.append(f"{self.not_persisted} blocks not kept for a restart")
         return ", ".join(parts)
@@ -155,6 +159,8 @@ class Nvme:
     async def write_from(self, offset: int, buffer: memoryview) -> None:
         """Store `buffer`, in whole pages. On a stuck disk it does not end, like `read_into`."""
         self._check(offset, len(buffer))
+        if self._unnamed and (over := self._unnamed.within(offset, len(buffer))):
+            await self.erase(over)  # before their payload is overwritten, as for any extent
         for position, start, stop in self._geometry.pieces(offset, len(buffer)):
             await self._write_pages(position, buffer[start:stop])
 
@@ -187,7 +193,7 @@ class Nvme:
         for number, (offset, record) in enumerate(sorted(newest.items())):
             if number % _YIELD_EVERY == _YIELD_EVERY - 1:
                 await asyncio.sleep(0)
-            index = await self._namespace_index(record.namespace)
+            index = await self._table.number(self._disk, record.namespace)
             if index is None:
                 self.not_persisted += 1
                 continue
@@ -208,18 +214,20 @@ class Nvme:
         await _all(self._disk.write(self._geometry.header(o), nothing) for o in offsets)
         for offset in offsets:
             self._table.use(self._namespace_of.pop(offset, None), -1)
+            self._unnamed.discard(offset)
 
     async def recover(self) -> Sequence[Record]:
         """The records that were persisted and whose headers are valid. (design: recovery)
 
         Reads the headers only, not the payload, and lets other coroutines run every millisecond.
-        What it drops is counted in `dropped`, and erased, so that it does not come back later.
+        What it drops is counted in `dropped`, and erased, so that it does not come back later; but
+        for extents without a namespace, whose headers stay until something is written over them.
         Raises Unavailable when the superblock, the namespaces or all headers cannot be read,
         ConfigError if the disk that was given to this tier is not one of ours.
         """
         self._check_open()
         await self._recover_superblock()
-        namespaces = await self._recover_namespaces()
+        namespaces = await self._table.recover(self._disk)
         resolver = OverlapResolver()
         invalid: list[InvalidHeader] = []
         regions = self._geometry.regions()
@@ -237,36 +245,32 @@ class Nvme:
         if problem is not None and not (read_any and isinstance(problem, Unavailable)):
             raise problem
         resolver.finish()
+        records = [one for one in resolver.kept if isinstance(one, Record)]
+        for one in resolver.kept:
+            if isinstance(one, UnnamedHeader):
+                self._unnamed.add(one.offset, one.size)
+                self.dropped[self._table.lost(one)] += 1
         await self._drop(invalid + resolver.superseded)
-        return resolver.kept
+        return records
 
     # --- recovery, step by step --------------------------------------------------------------
 
     async def _recover_superblock(self) -> None:
         """Check it again, this time through the disk, and repair a damaged copy."""
-        head = await self._read(0, SUPERBLOCK_SIZE)
+        pages = await read_pages(self._disk, 0, COPIES)
+        head = b"".join(page or bytes(PAGE) for page in pages)
         if self._simulated and not any(head):
             intact = False
         else:
             try:
-                intact = check_superblock(bytes(head), self.alignment)
+                intact = check_superblock(head, self.alignment)
             except ConfigError as error:
                 raise ConfigError(f"{self.path}: {error}") from None
         if not intact:
             with contextlib.suppress(Unavailable):  # then it stays as it is
                 await self._disk.write(0, memoryview(pack_superblock(self.alignment)))
-
-    async def _recover_namespaces(self) -> list[NamespaceEntry | None]:
-        pages = await self._read(self._geometry.namespace(0), NAMESPACES * PAGE)
-        entries: list[NamespaceEntry | None] = []
-        for index in range(NAMESPACES):
-            namespace = unpack_namespace(bytes(pages[index * PAGE : (index + 1) * PAGE]))
-            if namespace is not None:
-                self._table.put(index, namespace)
-            entries.append(NamespaceEntry.of(namespace) if namespace is not None else None)
-            if index % _YIELD_EVERY == 0:
-                await asyncio.sleep(0)
-        return entries
+            if any(head):
+                log.warning("the superblock is mended", path=str(self.path))
 
     async def _parse_region(
         self,
@@ -284,6 +288,9 @@ class Nvme:
             if isinstance(header, ValidHeader):
                 self._reference(offset, header.namespace_index)
                 resolver.add(header.record)
+            elif isinstance(header, UnnamedHeader):
+                self._reference(offset, header.namespace_index)
+                resolver.add(header)
             else:
                 invalid.append(header)
 
@@ -302,7 +309,7 @@ class Nvme:
         await self._disk.read(position, buffer)
         return buffer
 
-    # --- headers and namespaces ----------------------------------------------------------------
+    # --- headers ----------------------------------------------------------------
 
     def _runs(self, headers: Sequence[tuple[Record, bytes]]) -> Iterator[tuple[int, bytes]]:
         """Headers and their positions. Those of neighbouring small extents are written at once.
@@ -326,23 +333,8 @@ class Nvme:
         if run:
             yield at, bytes(run)
 
-    async def _namespace_index(self, namespace: Namespace) -> int | None:
-        """Its number in the file, where it is written before any header refers to it.
-
-        None when the table is full, and every namespace in it has extents.
-        """
-        index = self._table.find(namespace)
-        if index is None:
-            async with self._table_lock:
-                index = self._table.find(namespace)
-                if index is None and (index := self._table.free()) is not None:
-                    self._table.put(index, None)  # no new header may refer to the old namespace
-                    page = memoryview(pack_namespace(namespace))
-                    await self._disk.write(self._geometry.namespace(index), page)
-                    self._table.put(index, namespace)
-        return index
-
     def _reference(self, offset: int, index: int) -> None:
+        self._unnamed.discard(offset)
         before = self._namespace_of.get(offset)
         if before != index:
             self._table.use(before, -1)
@@ -370,36 +362,6 @@ class Nvme:
             queue_depth=self.queue_depth,
             direct=direct,
         )
-
-
-class _NamespaceTable:
-    """The file's namespaces by number, and how many extents refer to each."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Namespace, int] = {}
-        self._namespaces: list[Namespace | None] = [None] * NAMESPACES
-        self._extents = [0] * NAMESPACES
-
-    def find(self, namespace: Namespace) -> int | None:
-        return self._numbers.get(namespace)
-
-    def put(self, index: int, namespace: Namespace | None) -> None:
-        """Give this number to `namespace`, or to none."""
-        before = self._namespaces[index]
-        if before is not None and self._numbers.get(before) == index:
-            del self._numbers[before]
-        self._namespaces[index] = namespace
-        if namespace is not None:
-            self._numbers[namespace] = index
-
-    def use(self, index: int | None, change: int) -> None:
-        if index is not None:
-            self._extents[index] += change
-
-    def free(self) -> int | None:
-        """A number without a namespace, or else one whose namespace has no extents."""
-        unused = [index for index in range(NAMESPACES) if not self._extents[index]]
-        return min(unused, key=lambda index: self._namespaces[index] is not None, default=None)
 
 
 def _generation(record: Record) -> int:
