@@ -58,6 +58,11 @@ class MasterConfig(_Section, frozen=True):
 class ServerConfig(_Section, frozen=True):
     #: Name of this server, unique in the cluster. Empty: the host's name and random digits.
     id: str = ""
+    #: File with the secret that proves to masters that this server has its id; made at the first
+    #: start. Put it where it outlives the machine or container: then the id is reserved for this
+    #: server while it is away. Empty: a file in a directory of this user, which lasts until the
+    #: next reboot (design: server-identity).
+    identity_file: str = ""
     #: Host and port of every master. The server announces its blocks to each of them, so that
     #: clients may ask any.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
@@ -365,6 +370,10 @@ def _check(config: Config) -> None:
         )
     if config.server.connections_max < 1:
         raise ConfigError("setting 'server.connections_max': expected at least 1")
+    if config.server.identity_file and not config.server.id:
+        raise ConfigError(
+            "setting 'server.identity_file' is the proof of an id: set 'server.id', too"
+        )
     if len(config.server.id) > 256 or not config.server.id.isprintable():
         raise ConfigError(
             f"setting 'server.id' is {config.server.id[:40]!r}, "

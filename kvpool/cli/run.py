@@ -31,6 +31,7 @@ from kvpool.errors import Unavailable
 if TYPE_CHECKING:
     from kvpool.net.http_server import Page
     from kvpool.server.block_server import BlockServer
+    from kvpool.server.identity_file import IdentityFile
 
 
 def dev(
@@ -125,6 +126,13 @@ def server(
     id: Annotated[
         str | None, typer.Option(help="Id of this server, unique in the cluster, e.g. gpu-17.")
     ] = None,
+    identity_file: Annotated[
+        str | None,
+        typer.Option(
+            help="File with the secret that proves the --id; made at the first start. "
+            "Keep it where it outlives the machine or container."
+        ),
+    ] = None,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -150,6 +158,7 @@ def server(
             "server.tiers": tier,
             "server.policy": policy,
             "server.id": id,
+            "server.identity_file": identity_file,
             "server.listen": listen,
             "server.http": http,
             "server.insecure": insecure or None,
@@ -161,6 +170,13 @@ def server(
 
 
 async def _serve(settings: Config) -> None:
+    from kvpool.server.identity_file import IdentityFile
+
+    with IdentityFile(settings.server, settings.cluster) as identity:
+        await _serve_as(identity, settings)
+
+
+async def _serve_as(identity: IdentityFile, settings: Config) -> None:
     from kvpool import registry
     from kvpool.net.zmq_rpc import ZmqNetwork
     from kvpool.ops import metrics
@@ -180,6 +196,8 @@ async def _serve(settings: Config) -> None:
             transports=transports,
             tiers=tiers,
             policy=registry.policy(wanted.policy, tiers[-1].capacity),
+            secret=identity.secret,
+            keeps_secret=identity.kept,
         )
         await running.start()
         runtime.freeze_gc()

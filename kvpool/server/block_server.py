@@ -43,6 +43,8 @@ class BlockServer:
     """One block server. `start`, then `close`; it is a `BlockStore` to its transports.
 
     `secret` is what the previous process of this server had, too; without one a new one is made.
+    With `keeps_secret` the next process will have it, so that masters reserve the id for it
+    (design: server-identity).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class BlockServer:
         host: Host | None = None,
         rng: random.Random | None = None,
         secret: bytes = b"",
+        keeps_secret: bool = False,
     ) -> None:
         self._config = config
         self.host = host or this_host()
@@ -68,7 +71,7 @@ class BlockServer:
         self.server = config.id or f"{self.host.name}-{self._rng.getrandbits(24):06x}"
         self.epoch = self._rng.getrandbits(63)
         self._secret = secret or self._rng.randbytes(32)
-        self._keeps_secret = bool(secret)
+        self._keeps_secret = keeps_secret
         self.tiers = list(tiers)
         store = TieredStore(
             stores or _stores(tiers, config.alignment, policy),

@@ -257,6 +257,7 @@ class World:
             host=self.host_of(node.process),
             rng=self.rng[f"server/{life}"],
             secret=node.name.encode() if plan.kept_secrets else b"",
+            keeps_secret=plan.kept_secrets,
         )
         truth.life_began(life)
         base = stores[-1]

@@ -1,0 +1,149 @@
+"""The file that proves the id of a server: one process, one user, the same after a crash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvpool.config import ServerConfig, load
+from kvpool.errors import ConfigError
+from kvpool.server.identity_file import IdentityFile
+
+CONFIG = ServerConfig(id="gpu-17")
+
+
+@pytest.fixture(autouse=True)
+def runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "kvpool"
+
+
+def with_file(path: Path) -> ServerConfig:
+    return msgspec.structs.replace(CONFIG, identity_file=str(path))
+
+
+def crashed(config: ServerConfig) -> bytes:
+    """The secret of a process that was killed while it held the file."""
+    program = (
+        "import os, signal, sys\n"
+        "from kvpool.config import ServerConfig\n"
+        "from kvpool.server.identity_file import IdentityFile\n"
+        "with IdentityFile(ServerConfig(id=sys.argv[1], identity_file=sys.argv[2]), 'c') as one:\n"
+        "    print(one.secret.hex(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, config.id, config.identity_file], capture_output=True
+    )
+    assert done.returncode == -9
+    return bytes.fromhex(done.stdout.decode())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_secret_outlives_a_crash(tmp_path: Path, kept: bool) -> None:
+    config = with_file(tmp_path / "own") if kept else CONFIG
+    secret = crashed(config)
+    assert len(secret) == 32
+    with IdentityFile(config, "c") as again:
+        assert (again.secret, again.kept) == (secret, kept)
+
+
+def test_a_secret_in_the_runtime_directory_ends_with_its_server(runtime_directory: Path) -> None:
+    with IdentityFile(CONFIG, "c") as first:
+        (file,) = runtime_directory.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert runtime_directory.stat().st_mode & 0o777 == 0o700
+    assert not list(runtime_directory.iterdir())
+    with IdentityFile(CONFIG, "c") as second:
+        assert second.secret != first.secret
+
+
+def test_a_kept_secret_stays(tmp_path: Path) -> None:
+    config = with_file(tmp_path / "own")
+    with IdentityFile(config, "c") as first:
+        pass
+    with IdentityFile(config, "another cluster") as second:
+        assert second.secret == first.secret
+
+
+def test_two_processes_cannot_be_one_server(tmp_path: Path) -> None:
+    for config in (CONFIG, with_file(tmp_path / "own")):
+        with (
+            IdentityFile(config, "c"),
+            pytest.raises(ConfigError, match="'gpu-17' belongs to another living server"),
+            IdentityFile(config, "c"),
+        ):
+            pass
+        with IdentityFile(config, "c"):
+            pass  # it is free again
+
+
+@pytest.mark.parametrize(
+    ("cluster", "config"),
+    [
+        ("other", CONFIG),
+        ("c", ServerConfig(id="gpu-18")),
+        ("c", ServerConfig(id="gpu-17", masters=["10.0.0.1:7450"])),
+    ],
+    ids=["cluster", "id", "masters"],
+)
+def test_servers_of_different_names_have_different_secrets(
+    cluster: str, config: ServerConfig
+) -> None:
+    with IdentityFile(CONFIG, "c") as one, IdentityFile(config, cluster) as other:
+        assert one.secret != other.secret
+
+
+def test_a_server_without_an_id_has_no_file(runtime_directory: Path) -> None:
+    with IdentityFile(ServerConfig(), "c") as nameless:
+        assert nameless.secret == b""
+        assert not runtime_directory.exists()
+    with pytest.raises(ConfigError, match=r"server\.id"):
+        load(flags={"server.identity_file": "own"})
+
+
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own"
+    with IdentityFile(with_file(file), "c"):
+        pass
+    for mode in (0o644, 0o620, 0o666):
+        file.chmod(mode)
+        with (
+            pytest.raises(ConfigError, match="open to other users"),
+            IdentityFile(with_file(file), "c"),
+        ):
+            pass
+    file.chmod(0o600)
+    with IdentityFile(with_file(file), "c"):
+        pass
+
+
+@pytest.mark.parametrize("content", ["abc", "00" * 31, "00" * 33, "zz" * 32])
+def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "own"
+    file.write_text(content)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="damaged"), IdentityFile(with_file(file), "c"):
+        pass
+    assert file.read_text() == content
+
+
+def test_a_file_that_cannot_be_made_is_an_error_only_if_it_was_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime_directory: Path
+) -> None:
+    with (
+        pytest.raises(ConfigError, match="No such file"),
+        IdentityFile(with_file(tmp_path / "missing" / "own"), "c"),
+    ):
+        pass
+    runtime_directory.mkdir(mode=0o755)  # as another user could, in /tmp
+    runtime_directory.chmod(0o755)
+    with IdentityFile(CONFIG, "c") as without:
+        assert without.secret == b""
+    assert "waits for its id" in caplog.text
+    assert not os.listdir(runtime_directory)
