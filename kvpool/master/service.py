@@ -217,7 +217,7 @@ class Master:
 
     def _inventory(self, m: wire.Inventory) -> wire.Announced:
         changes = [_checked(change) for change in m.changes]
-        check = self.directory.check_piece(m.server, m.epoch, m.sequence, m.piece)
+        check = self.directory.check_piece(m.server, m.epoch, m.sequence, m.piece, last=m.last)
         if check is SequenceCheck.NEXT:
             for change in changes:
                 self._apply(m.server, *change)

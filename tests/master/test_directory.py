@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 from functools import partial
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, SequenceCheck
+from kvpool.piecewise_dict import PIECE_KEYS
 from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
 
@@ -73,17 +76,20 @@ def history(rng: random.Random, steps: int) -> None:
     alive: dict[str, bool] = {}
     now = 0.0
 
-    def resync(server: str) -> None:
+    def resync(server: str, attempts: int = 3) -> None:
         register(server)
         sequence[server] += 1
         assert (
             directory.check_piece(server, epoch[server], sequence[server], 0) is SequenceCheck.NEXT
         )
-        for namespace, part, digest in sorted(truth[server], key=str):
+        for namespace, part, digest in sorted(truth[server], key=repr):
             directory.stored(server, namespace, part, 0, [digest])
+            told[server].add((namespace, part, digest))
             if rng.random() < 0.1:
                 compare()  # what was known stays in force until the inventory is complete
-        directory.end_inventory(server)
+            if attempts and rng.random() < 0.05:
+                return resync(server, attempts - 1)  # it fails halfway and begins again
+        assert directory.end_inventory(server) == len(told[server] - truth[server])
         told[server] = set(truth[server])
 
     def register(server: str) -> None:
@@ -161,6 +167,9 @@ def history(rng: random.Random, steps: int) -> None:
     compare()
     while directory.sweep(5):
         compare()
+    assert len(directory) == len(
+        {(name, held) for known in told.values() for name, _, held in known}
+    )
 
 
 def test_inventories_replace_and_do_not_merge() -> None:
@@ -169,8 +178,8 @@ def test_inventories_replace_and_do_not_merge() -> None:
     directory.check_piece("s", 1, 1, 0)
     directory.stored("s", ONE, 0, 0, keys("new", 2))
     assert prefix(directory, keys("old", 3)) == 3
-    assert prefix(directory, keys("new", 2)) == 0
-    directory.end_inventory("s")
+    assert prefix(directory, keys("new", 2)) == 2
+    assert directory.end_inventory("s") == 3
     assert prefix(directory, keys("old", 3)) == 0
     assert prefix(directory, keys("new", 2)) == 2
     directory.check()
@@ -421,8 +430,16 @@ def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
     assert (
         directory.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
     )  # doubled on the way, and late
-    assert directory.check_piece("s", 1, 5, 3) is SequenceCheck.GAP  # piece 2 is missing
+    assert directory.check_piece("s", 1, 5, 3) is SequenceCheck.NEXT  # it overtook piece 2
+    assert directory.check_piece("s", 1, 5, 3) is SequenceCheck.DUPLICATE
+    assert directory.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.GAP  # piece 2 is missing
+    assert directory.check_sequence("s", 1, 6) is SequenceCheck.GAP
+    assert directory.check_piece("s", 1, 5, 2) is SequenceCheck.NEXT
+    assert directory.check_piece("s", 1, 5, 68) is SequenceCheck.GAP  # so far ahead is no server
+    assert directory.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.NEXT
     directory.end_inventory("s")
+    assert directory.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.DUPLICATE
+    assert directory.check_piece("s", 1, 5, 5) is SequenceCheck.GAP
     assert prefix(directory, keys("first", 2)) == 2
     assert directory.check_sequence("s", 1, 6) is SequenceCheck.NEXT
     assert directory.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
@@ -463,3 +480,70 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
     new.end_inventory("s")
     assert new.match(ONE, keys("x", 1)).stopped is ReadStatus.REMOVED
     new.check()
+
+
+def test_an_inventory_equal_to_what_is_known_leaves_nothing_to_sweep() -> None:
+    """A master that lost touch with all its servers would otherwise walk its whole map for each."""
+    directory = directory_of("s", "t")
+    chain = keys("c", 50)
+    for server in ("s", "t"):
+        directory.stored(server, ONE, 0, 0, chain)
+        assert directory.check_piece(server, 1, 1, 0) is SequenceCheck.NEXT
+        directory.stored(server, ONE, 0, 0, chain)
+        assert directory.end_inventory(server) == 0
+        assert not directory.sweep()
+    assert directory.check_piece("s", 1, 2, 0) is SequenceCheck.NEXT
+    directory.stored("s", ONE, 0, 0, chain[1:])
+    assert directory.end_inventory("s") == 1
+    assert len(directory.match(ONE, chain).runs) == 2
+    while directory.sweep(1):
+        directory.check()
+    directory.check()
+
+
+def test_useless_sets_of_locations_are_forgotten() -> None:
+    """Resyncs that lose nothing are not swept, but each leaves sets that nobody uses."""
+    directory = directory_of("s")
+    for sequence in range(1, 3000):
+        assert directory.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
+        directory.stored("s", ONE, 0, 0, keys("c", 2))
+        assert directory.end_inventory("s") == 0
+        while directory.sweep():
+            pass
+    assert len(directory._locations.by_id) < 1100
+    assert prefix(directory, keys("c", 2)) == 2
+
+
+def test_attempts_at_an_inventory_leave_a_bounded_number_behind() -> None:
+    directory = directory_of("s")
+    directory.stored("s", ONE, 0, 0, keys("c", 100))
+    for attempt in range(20):
+        assert directory.check_piece("s", 1, attempt + 1, 0) is SequenceCheck.NEXT
+        directory.stored("s", ONE, 0, 0, keys("c", 20 - attempt))
+        directory.check()
+    assert len(directory._servers["s"].earlier) <= 4
+    assert prefix(directory, keys("c", 100)[20:]) == 80, "the largest of them stay readable"
+    directory.end_inventory("s")
+    while directory.sweep():
+        directory.check()
+    assert (len(directory), prefix(directory, keys("c", 1))) == (1, 1)
+
+
+def test_no_step_of_a_large_map_is_long() -> None:
+    """Counted, not timed: a sweep visits its limit and at most one piece, and pieces are small."""
+    directory = directory_of("s", "t")
+    chain = keys("c", 30_000)
+    for first in range(0, len(chain), 1000):
+        directory.stored("st"[first // 1000 % 2], ONE, 0, 0, chain[first : first + 1000])
+    (blocks,) = directory._blocks.values()
+    largest = max(map(len, blocks.pieces()))
+    assert largest < 3 * PIECE_KEYS
+    assert not any(map(gc.is_tracked, blocks.pieces())), "the collector would visit every block"
+    directory.leave("t", 1)
+    assert not directory.register("t", 2, HOST, [], ["dram"], 1000, 0.0)
+    left = [len(directory)]
+    while directory.sweep(limit=100):
+        left.append(len(directory))
+    assert max(before - after for before, after in itertools.pairwise(left)) <= 100 + largest
+    assert len(directory) == 15_000
+    directory.check()

@@ -53,7 +53,7 @@ def files(*folders: str) -> list[Path]:
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
-    ("types", "units", "backoff"),
+    ("types", "units", "backoff", "piecewise_dict"),
     ("protocols", "config", "checksum", "wire", "tombstones", "device_copy", "huge_pages"),
     ("net", "registry"),
     ("client", "server", "master"),
@@ -121,7 +121,7 @@ def module_of(name: str, modules: Mapping[str, Path]) -> str | None:
 
 def test_the_pure_rooms_are_pure() -> None:
     """No clock, no randomness, no I/O: what they import cannot reach any of it."""
-    ours = ("types", "errors", "tombstones", "protocols")
+    ours = ("types", "errors", "tombstones", "piecewise_dict", "protocols")
     for path in files(*PURE):
         for name in imports(path):
             known = within(name, *(f"kvpool.{one}" for one in ours), *PURE)

@@ -308,23 +308,26 @@ class WatchedDirectory(Directory):
             except InvariantViolated as error:
                 self.truth.fail(f"G7: directory: {error}")
 
-    def check_piece(self, server: str, epoch: int, sequence: int, piece: int) -> SequenceCheck:
+    def check_piece(
+        self, server: str, epoch: int, sequence: int, piece: int, *, last: bool = False
+    ) -> SequenceCheck:
         known = self._servers.get(server)
         before = known.sequence if known is not None else 0
-        check = super().check_piece(server, epoch, sequence, piece)
+        check = super().check_piece(server, epoch, sequence, piece, last=last)
         if known is not None and known.sequence < before:
             self.truth.fail(f"G7: the directory went back from {before} to {known.sequence}")
         if check is SequenceCheck.DUPLICATE:
             self.truth.probes.add("a piece of an inventory came twice")
         elif check is SequenceCheck.GAP:
             self.truth.probes.add("a piece of an inventory came out of order")
-        elif piece == 0 and self._servers[server].inventory.blocks:
+        elif piece == 0 and self._servers[server].earlier:
             self.truth.probes.add("an inventory replaced another")
         return check
 
-    def end_inventory(self, server: str) -> None:
-        super().end_inventory(server)
+    def end_inventory(self, server: str) -> int:
+        gone = super().end_inventory(server)
         self.inspect_now_and_then()
+        return gone
 
     def check_sequence(self, server: str, epoch: int, sequence: int) -> SequenceCheck:
         check = super().check_sequence(server, epoch, sequence)
@@ -376,7 +379,7 @@ class WatchedDirectory(Directory):
                         f"G7: after a pause of its own a master counted {server} as lost"
                     )
 
-    def sweep(self, limit: int = 1024) -> int:
-        left = super().sweep(limit)
+    def sweep(self, limit: int = 512) -> bool:
+        goes_on = super().sweep(limit)
         self.inspect_now_and_then()
-        return left
+        return goes_on

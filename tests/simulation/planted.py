@@ -292,15 +292,18 @@ BUGS: Sequence[Bug] = (
         "inventory-merged-not-replaced",
         "G7",
         _SERVER_RECORD,
-        "            self.pending = ServerInventory(self.server)\n",
-        "            self.pending = None\n",
+        "            self.earlier.append(self.inventory)\n"
+        "            self.inventory = ServerInventory(self.server)\n",
+        "",
     ),
     Bug(
         "inventory-begins-again",
         "G7",
         _SERVER_RECORD,
-        "if sequence < self.sequence or (sequence == self.sequence and piece < self.pieces):",
-        "if sequence < 0:",
+        "        if sequence < self.sequence:\n            return SequenceCheck.DUPLICATE\n"
+        "        if sequence > self.sequence:\n"
+        "            if piece or sequence != self.sequence + 1:",
+        "        if piece == 0 or sequence != self.sequence:\n            if piece:",
     ),
     Bug(
         "lost-news-is-not-repeated",

@@ -8,7 +8,8 @@ count as reachable, never which bytes are right. (design: announcements, invento
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.locations import (
@@ -19,6 +20,7 @@ from kvpool.master.state.locations import (
 )
 from kvpool.master.state.placement import Placement, rank_servers
 from kvpool.master.state.server_record import Refusal, SequenceCheck, ServerRecord
+from kvpool.piecewise_dict import PiecewiseDict, compact
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -32,6 +34,9 @@ from kvpool.types import (
     Run,
     ServerStats,
 )
+
+#: From digest to the `BlockLocations.id` of the block's locations.
+Blocks: TypeAlias = PiecewiseDict[bytes, int]
 
 
 class Directory:
@@ -48,15 +53,16 @@ class Directory:
         self.forget_s = forget_s
         self.tombstones = Tombstones(tombstones_max)
         self._servers: dict[str, ServerRecord] = {}
-        self._blocks: dict[Namespace, dict[bytes, BlockLocations]] = {}
+        self._blocks: PiecewiseDict[Namespace, Blocks] = PiecewiseDict()
+        self._count = 0  # blocks of all namespaces
         self._locations = LocationTable()
         self._version = 0  # grows when an inventory or a server becomes readable, or stops being so
         self._last_tick: float | None = None
-        self._to_sweep: list[tuple[Namespace, bytes]] = []
-        self._sweep_again = False
+        self._walk: Iterator[tuple[Namespace, Blocks, dict[bytes, int]]] | None = None
+        self._walk_again = False  # an inventory was retired after the walk of `sweep` began
 
     def __len__(self) -> int:
-        return sum(map(len, self._blocks.values()))
+        return self._count
 
     def namespaces(self, after: tuple[str, int], count: int) -> list[tuple[Namespace, int]]:
         """At most `count` namespaces that have blocks, and how many, in order of name and parts."""
@@ -99,7 +105,6 @@ class Directory:
             self._set_alive(record, True)
             return None
         inventory = ServerInventory(server)
-        inventory.current = True
         added = ServerRecord(
             server,
             epoch,
@@ -114,7 +119,7 @@ class Directory:
             sequence=sequence,
         )
         if record is not None:
-            self._retire(record.inventory)
+            self._retire_all(record)
             added.former_epochs.extend((*record.former_epochs, record.epoch))
         self._servers[server] = added
         self._version += 1
@@ -180,7 +185,7 @@ class Directory:
             silent_s = now - record.last_seen
             if silent_s >= self.forget_s:
                 del self._servers[record.server]
-                self._retire(record.inventory)
+                self._retire_all(record)
             elif silent_s >= self.timeout_s:
                 self._set_alive(record, False)
 
@@ -213,28 +218,32 @@ class Directory:
             return SequenceCheck.GAP
         return record.check_sequence(sequence)
 
-    def check_piece(self, server: str, epoch: int, sequence: int, piece: int) -> SequenceCheck:
-        """Whether this piece of inventory `sequence` is the next one. NEXT: apply it now.
+    def check_piece(
+        self, server: str, epoch: int, sequence: int, piece: int, *, last: bool = False
+    ) -> SequenceCheck:
+        """Whether this piece of inventory `sequence` is a new one. NEXT: apply it now.
 
-        Piece 0 begins a new inventory; the previous one stays valid until the new one is complete.
+        Piece 0 begins a new inventory; what was known before stays valid until it is complete.
         """
         record = self._servers.get(server)
         if record is None or record.epoch != epoch:
             return SequenceCheck.GAP
-        unfinished = record.pending
-        check = record.check_piece(sequence, piece)
-        if unfinished is not None and record.pending is not unfinished:
-            self._retire(unfinished)
+        check = record.check_piece(sequence, piece, last=last)
+        if check is SequenceCheck.NEXT and piece == 0:
+            for inventory in record.surplus():
+                self._retire(inventory)
         return check
 
-    def end_inventory(self, server: str) -> None:
-        """The last piece is applied: from now on the server has these blocks and no others."""
-        record = self._servers[server]
-        if record.pending is not None:
-            self._retire(record.inventory)
-            record.inventory, record.pending = record.pending, None
-            record.inventory.current = True
-            self._version += 1
+    def end_inventory(self, server: str) -> int:
+        """The last piece is applied: from now on the server has these blocks and no others.
+
+        Returns how many blocks it had before and has no more. If there are none, as after a gap in
+        which nothing was lost, nothing has to be swept.
+        """
+        replaced = self._servers[server].end_inventory()
+        for inventory in replaced:
+            self._retire(inventory)
+        return sum(inventory.blocks for inventory in replaced)
 
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
@@ -242,28 +251,35 @@ class Directory:
         """The server has this part of these blocks."""
         if not digests:
             return
-        record = self._servers[server]
-        inventory = record.pending or record.inventory
+        inventory = self._servers[server].inventory
         location = Location(inventory, tier, part)
-        blocks = self._blocks.setdefault(namespace, {})
-        only_here = self._locations.get(namespace.parts, (location,))
-        added = 0
+        blocks = self._blocks.get(namespace)
+        if blocks is None:
+            blocks = self._blocks[namespace] = PiecewiseDict()
+        table, mask, by_id = blocks.table, blocks.mask, self._locations.by_id
+        only_here = self._locations.get(namespace.parts, (location,)).id
+        new = moved = 0
         # This loop runs for each of a server's blocks when a master starts: no calls for new ones.
         for digest in digests:
-            held = blocks.get(digest)
-            if held is None:
-                blocks[digest] = only_here
-                added += 1
-                if self.tombstones:
-                    self.tombstones.came_back(namespace, digest)
-            else:
-                if self.tombstones:
-                    self.tombstones.came_back(namespace, digest)
-                after = held.after_add.get(location) or self._locations.add(held, location)
-                if after is not held:
-                    blocks[digest] = after
-                    added += not held.has_part(inventory, part)
-        inventory.blocks += added
+            piece = table[hash(digest) & mask]
+            id = piece.get(digest)
+            if id is None:
+                piece[digest] = only_here
+                new += 1
+            elif id != only_here:
+                held = by_id[id]
+                step = held.after_add.get(location) or self._locations.add(held, location)
+                if step.after is not held:
+                    piece[digest] = step.after.id
+                    moved += 1
+                    if step.left is not None:
+                        step.left.blocks -= 1
+        inventory.blocks += new + moved
+        self._count += new
+        blocks.changed(new)
+        if self.tombstones:
+            for digest in digests:
+                self.tombstones.came_back(namespace, digest)
 
     def removed(
         self,
@@ -278,19 +294,17 @@ class Directory:
         Inside an inventory it gives the `reason` for blocks that an earlier inventory had, or that
         this master never knew.
         """
-        record = self._servers[server]
-        inventory = record.pending or record.inventory
-        blocks = self._blocks.get(namespace, {})
         for digest in digests:
-            held = blocks.get(digest)
-            after = self._locations.remove(held, inventory, part) if held is not None else None
-            if held is not None and after is not None and after is not held:
-                inventory.blocks -= 1
-                self._put(blocks, namespace, digest, after, reason)
+            blocks = self._blocks.get(namespace)
+            held = self._held(blocks, digest)
+            step = self._locations.remove(held, server, part) if held is not None else None
+            if blocks is not None and step is not None and step.left is not None:
+                step.left.blocks -= 1
+                self._put(blocks, namespace, digest, step.after, reason)
             elif reason is not ReadStatus.NEVER_WRITTEN and (
                 held is None
                 or all(
-                    one.inventory.server == server or not self._in_use(one.inventory)
+                    one.inventory.server == server or one.inventory.retired
                     for one in held.locations
                 )
             ):
@@ -315,23 +329,27 @@ class Directory:
         """
         runs: list[Run] = []
         reasons: dict[int, ReadStatus] = {}
-        found = list(map(self._blocks.get(namespace, {}).get, digests))
+        blocks = self._blocks.get(namespace)
+        found: list[int | None] = [None] * len(digests)
+        if blocks is not None:
+            found = blocks.get_all(digests)
         count = len(found)
         first = 0
         while first < count:
-            held = found[first]
-            if not first and found.count(held) == count:
+            id = found[first]
+            if not first and found.count(id) == count:
                 last = count  # usual: the whole chain in the same locations, and `count` is fast
             else:
                 last = first + 1
-                while last < count and found[last] is held:
+                while last < count and found[last] == id:
                     last += 1
-            if held is None:
+            if id is None:
                 for position in range(first, last):
                     reasons[position] = self.tombstones.reason(namespace, digests[position])
                     if prefix:
                         break
             else:
+                held = self._locations.by_id[id]
                 self._resolve(held)
                 if held.status is ReadStatus.HIT:
                     runs.append(Run(first, last - 1, held.replicas))
@@ -356,7 +374,7 @@ class Directory:
 
         Advice only: nothing is reserved. `rank_servers` explains the order.
         """
-        held = self._blocks.get(namespace, {}).get(parent) if parent != ROOT else None
+        held = self._held(self._blocks.get(namespace), parent) if parent != ROOT else None
         ranked = rank_servers(
             (record for record in self._servers.values() if record.alive),
             key=digests[0] if digests else b"",
@@ -374,9 +392,10 @@ class Directory:
     def explain(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Explanation]:
         """For each block: where it is, or why it is a miss, as text."""
         _, reasons = self.find(namespace, digests)
+        blocks = self._blocks.get(namespace)
         answers = []
         for position, digest in enumerate(digests):
-            held = self._blocks.get(namespace, {}).get(digest)
+            held = self._held(blocks, digest)
             status = reasons.get(position, ReadStatus.HIT)
             replicas = held.replicas if held is not None else ()
             text = self._explanation(namespace, held, status)
@@ -386,57 +405,69 @@ class Directory:
     def check(self) -> None:
         """Check every invariant. Raises InvariantViolated; O(blocks)."""
         counts: dict[ServerInventory, int] = {}
+        total = 0
         for namespace, blocks in self._blocks.items():
-            if not blocks:
+            if not len(blocks):
                 raise InvariantViolated(f"empty namespace {namespace} was kept")
-            for digest, held in blocks.items():
-                name = digest.hex()[:12]
-                if not held.locations:
-                    raise InvariantViolated(f"{name} has no location, but is in the directory")
-                if self._locations.get(namespace.parts, held.locations) is not held:
-                    raise InvariantViolated(f"{name}: its locations are not shared")
-                if len({(one.inventory, one.part) for one in held.locations}) != len(
-                    held.locations
-                ):
-                    raise InvariantViolated(f"{name} is twice on one server")
-                for one in held.locations:
-                    if not 0 <= one.part < namespace.parts:
-                        raise InvariantViolated(f"{name} has part {one.part}")
+            if sum(1 for _ in blocks) != len(blocks):
+                raise InvariantViolated(f"{namespace} counts {len(blocks)} blocks")
+            total += len(blocks)
+            for digest, id in blocks.items():
+                self._check_block(namespace, digest, id)
+                for one in self._locations.by_id[id].locations:
                     counts[one.inventory] = counts.get(one.inventory, 0) + 1
+        if total != self._count:
+            raise InvariantViolated(f"counted {self._count} blocks, has {total}")
         for record in self._servers.values():
-            for inventory in (record.inventory, record.pending):
-                if inventory is not None and inventory.blocks != counts.get(inventory, 0):
+            for inventory in (record.inventory, *record.earlier):
+                if inventory.blocks != counts.get(inventory, 0):
                     raise InvariantViolated(
                         f"{record.server}: counted {inventory.blocks} blocks, "
                         f"has {counts.get(inventory, 0)}"
                     )
-            if not record.inventory.current:
-                raise InvariantViolated(f"{record.server} has no current inventory")
+                if inventory.retired:
+                    raise InvariantViolated(f"{record.server} has a retired inventory")
+            if record.earlier and not record.syncing:
+                raise InvariantViolated(f"{record.server} is not syncing, but has two inventories")
 
-    def sweep(self, limit: int = 1024) -> int:
-        """Remove retired locations from at most `limit` blocks; returns how many blocks are left.
+    def _check_block(self, namespace: Namespace, digest: bytes, id: int) -> None:
+        name = digest.hex()[:12]
+        held = self._locations.by_id.get(id)
+        if held is None or not held.locations:
+            raise InvariantViolated(f"{name} has no location, but is in the directory")
+        if self._locations.get(namespace.parts, held.locations) is not held:
+            raise InvariantViolated(f"{name}: its locations are not shared")
+        if len({(one.inventory.server, one.part) for one in held.locations}) < len(held.locations):
+            raise InvariantViolated(f"{name} is twice on one server")
+        for one in held.locations:
+            if not 0 <= one.part < namespace.parts:
+                raise InvariantViolated(f"{name} has part {one.part}")
+            if not one.inventory.retired:
+                record = self._servers.get(one.inventory.server)
+                if record is None or one.inventory not in (record.inventory, *record.earlier):
+                    raise InvariantViolated(f"{name} is in an inventory that no server has")
 
-        In small steps, so that a lost server with millions of blocks does not stall the loop.
+    def sweep(self, limit: int = 512) -> bool:
+        """Remove retired locations from some of the blocks; False when none are left.
+
+        A step visits at least `limit` blocks, if there are as many, and at most one piece of the
+        map more. So a lost server with millions of blocks does not stall the loop.
         """
-        if not self._to_sweep and self._sweep_again:
-            self._sweep_again = False
-            self._to_sweep = [
-                (namespace, digest)
-                for namespace, blocks in self._blocks.items()
-                for digest in blocks
-            ]
-        for _ in range(min(limit, len(self._to_sweep))):
-            namespace, digest = self._to_sweep.pop()
-            blocks = self._blocks.get(namespace)
-            held = blocks.get(digest) if blocks is not None else None
-            if blocks is not None and held is not None:
-                after = self._locations.keep(held, self._is_in_use)
-                if after is not held:
-                    reason = self._reason(namespace, digest, held)
-                    self._put(blocks, namespace, digest, after, reason)
-        if not self._to_sweep and not self._sweep_again:
-            self._locations.drop(lambda location: not self._is_in_use(location))
-        return len(self._to_sweep)
+        if self._walk is None:
+            if not self._walk_again:
+                return False
+            self._walk_again = False
+            self._walk = self._pieces()
+        while limit > 0:
+            step = next(self._walk, None)
+            if step is None:
+                self._walk = None
+                if not self._walk_again:  # every set with a retired location was found
+                    self._locations.drop_retired()
+                return self._walk_again
+            limit -= 1 + len(step[2])
+            self._sweep_piece(*step)
+        return True
 
     # --- inside ----------------------------------------------------------------------
 
@@ -481,34 +512,63 @@ class Directory:
         return None
 
     def _retire(self, inventory: ServerInventory) -> None:
-        inventory.current = False
+        """Its blocks are not readable any more, and are to be swept if there are any."""
+        inventory.retired = True
         self._version += 1
-        self._sweep_again = True
+        if inventory.blocks or self._locations.has_grown:
+            self._walk_again = True
 
-    def _in_use(self, inventory: ServerInventory) -> bool:
-        record = self._servers.get(inventory.server)
-        return record is not None and inventory in (record.inventory, record.pending)
+    def _retire_all(self, record: ServerRecord) -> None:
+        for inventory in (record.inventory, *record.earlier):
+            self._retire(inventory)
 
-    def _is_in_use(self, location: Location) -> bool:
-        return self._in_use(location.inventory)
+    def _held(self, blocks: Blocks | None, digest: bytes) -> BlockLocations | None:
+        id = blocks.get(digest) if blocks is not None else None
+        return self._locations.by_id[id] if id is not None else None
 
     def _put(
         self,
-        blocks: dict[bytes, BlockLocations],
+        blocks: Blocks,
         namespace: Namespace,
         digest: bytes,
         after: BlockLocations,
         reason: ReadStatus,
     ) -> None:
         if after.locations:
-            blocks[digest] = after
-            if not any(map(self._is_in_use, after.locations)):
+            blocks[digest] = after.id
+            if all(one.inventory.retired for one in after.locations):
                 self.tombstones.left(namespace, digest, reason)  # the others will be swept
             return
         del blocks[digest]
-        if not blocks:
+        self._count -= 1
+        if not len(blocks):
             del self._blocks[namespace]
         self.tombstones.left(namespace, digest, reason)
+
+    def _pieces(self) -> Iterator[tuple[Namespace, Blocks, dict[bytes, int]]]:
+        """Every piece of the map that is here now, for a walk in steps."""
+        for names in self._blocks.pieces():
+            for namespace in list(names):
+                blocks = self._blocks.get(namespace)
+                if blocks is not None:
+                    for piece in blocks.pieces():
+                        yield namespace, blocks, piece
+
+    def _sweep_piece(self, namespace: Namespace, blocks: Blocks, piece: dict[bytes, int]) -> None:
+        by_id = self._locations.by_id
+        after: dict[int, BlockLocations] = {}  # once for each set of locations, not for each block
+        before = len(piece)
+        for digest, id in list(piece.items()):
+            kept = after.get(id)
+            if kept is None:
+                kept = after[id] = self._locations.unretired(by_id[id])
+            if kept.id != id:
+                held = by_id[id]
+                for one in held.locations:
+                    one.inventory.blocks -= one.inventory.retired
+                self._put(blocks, namespace, digest, kept, self._reason(namespace, digest, held))
+        if len(piece) < before // 2:
+            compact(piece)
 
     def _resolve(self, held: BlockLocations) -> None:
         """Bring the status of `held` up to date: once per change of servers, not per block."""
@@ -517,17 +577,17 @@ class Directory:
         replicas = []
         for inventory, tier, part in held.locations:
             record = self._servers.get(inventory.server)
-            if inventory.current and record is not None and record.alive:
+            if not inventory.retired and record is not None and record.alive:
                 name = record.tiers[tier] if tier < len(record.tiers) else "?"
                 replicas.append(Replica(inventory.server, name, part))
         held.resolve(tuple(replicas), self._version)
 
     def _complete_replicas(self, namespace: Namespace, digests: Sequence[bytes]) -> list[int]:
         """For each block: the number of servers from which each of its parts can be read."""
-        blocks = self._blocks.get(namespace, {})
+        blocks = self._blocks.get(namespace)
         counts = []
         for digest in digests:
-            held = blocks.get(digest)
+            held = self._held(blocks, digest)
             if held is not None:
                 self._resolve(held)
             counts.append(held.complete_replicas if held is not None else 0)
@@ -567,7 +627,7 @@ class Directory:
         return f"{status.label}: it was stored earlier"
 
     def _unknown_namespace(self, namespace: Namespace) -> str:
-        if not self._blocks:
+        if not len(self._blocks):
             return "the pool holds no blocks"
         others = ", ".join(sorted(repr(other.name) for other in self._blocks)[:3])
         return (

@@ -8,7 +8,7 @@ pointer, and whether it can be read is computed once for all of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvpool.types import ReadStatus, Replica
@@ -17,19 +17,20 @@ from kvpool.types import ReadStatus, Replica
 class ServerInventory:
     """One inventory of one server as this master received it. The next inventory replaces it.
 
-    | state    | `current` | its blocks                                               |
-    |----------|-----------|----------------------------------------------------------|
-    | arriving | False     | indexed, not readable: the previous inventory is valid   |
-    | current  | True      | readable as long as the server is alive                  |
-    | retired  | False     | not readable; `Directory.sweep` removes them step by step |
+    | state    | `retired` | its blocks                                                        |
+    |----------|-----------|-------------------------------------------------------------------|
+    | latest   | False     | readable as long as the server is alive; new blocks are added     |
+    | earlier  | False     | readable, too, while the latest one arrives; each block that is in |
+    |          |           | that one moves there                                              |
+    | retired  | True      | not readable; `Directory.sweep` removes them step by step         |
     """
 
-    __slots__ = ("blocks", "current", "server")
+    __slots__ = ("blocks", "retired", "server")
 
     def __init__(self, server: str) -> None:
         self.server = server
         self.blocks = 0
-        self.current = False
+        self.retired = False
 
 
 class Location(NamedTuple):
@@ -40,8 +41,20 @@ class Location(NamedTuple):
     part: int
 
 
+class Step(NamedTuple):
+    """What a change makes of a set of locations."""
+
+    after: BlockLocations
+    left: ServerInventory | None  # this inventory loses the block
+
+
 class BlockLocations:
     """All locations of a block. Made by `LocationTable`: equal sets are one object.
+
+    A part of a block has at most one location on each server.
+
+    The map of blocks stores `id`, always this one int object, because the garbage collector visits
+    neither ints nor dicts of them (design: garbage-collection).
 
     `version` is the directory's when the fields below it were derived. If it is older, call
     `resolve` before reading them.
@@ -51,6 +64,7 @@ class BlockLocations:
         "after_add",
         "after_remove",
         "complete_replicas",
+        "id",
         "locations",
         "parts",
         "replicas",
@@ -58,7 +72,8 @@ class BlockLocations:
         "version",
     )
 
-    def __init__(self, parts: int, locations: tuple[Location, ...]) -> None:
+    def __init__(self, id: int, parts: int, locations: tuple[Location, ...]) -> None:
+        self.id = id
         self.parts = parts  # that make a whole block, by its namespace
         self.locations = locations
         self.version = -1
@@ -66,11 +81,8 @@ class BlockLocations:
         self.replicas: tuple[Replica, ...] = ()
         self.complete_replicas = 0  # every part can be read from at least this many servers
         #: Results of `LocationTable.add` and `remove`: an announcement repeats the same step.
-        self.after_add: dict[Location, BlockLocations] = {}
-        self.after_remove: dict[tuple[ServerInventory, int], BlockLocations] = {}
-
-    def has_part(self, inventory: ServerInventory, part: int) -> bool:
-        return any(one.inventory is inventory and one.part == part for one in self.locations)
+        self.after_add: dict[Location, Step] = {}
+        self.after_remove: dict[tuple[str, int], Step] = {}
 
     def resolve(self, replicas: tuple[Replica, ...], version: int) -> None:
         """Derive the status from the `replicas` that can be read at this `version`."""
@@ -91,7 +103,16 @@ class LocationTable:
     """Every set of locations that some block has, once."""
 
     def __init__(self) -> None:
+        #: By `id`. Only ids that are in the map of blocks may be looked up.
+        self.by_id: dict[int, BlockLocations] = {}
         self._sets: dict[tuple[int, frozenset[Location]], BlockLocations] = {}
+        self._last_id = 0
+        self._kept = 0  # sets after the last `drop_retired`
+
+    @property
+    def has_grown(self) -> bool:
+        """There are so many more sets than before that some may be useless: sweep the map."""
+        return len(self._sets) > 2 * self._kept + 1024
 
     def get(self, parts: int, locations: Iterable[Location]) -> BlockLocations:
         """The one object for these locations."""
@@ -100,40 +121,51 @@ class LocationTable:
         if held is None:
             # Sorted: the order must not depend on how a set of objects happens to iterate.
             ordered = sorted(key[1], key=lambda one: (one.inventory.server, one.part, one.tier))
-            held = self._sets[key] = BlockLocations(parts, tuple(ordered))
+            self._last_id += 1
+            held = self._sets[key] = BlockLocations(self._last_id, parts, tuple(ordered))
+            self.by_id[held.id] = held
         return held
 
-    def add(self, held: BlockLocations, location: Location) -> BlockLocations:
-        """`held` and this location. It replaces one of the same inventory and part: a part lies in
-        one tier of a server.
+    def add(self, held: BlockLocations, location: Location) -> Step:
+        """`held` and this location. It replaces one of the same part on the same server: the block
+        moved to another tier, or a later inventory has it.
         """
-        others = (
-            one
-            for one in held.locations
-            if one.inventory is not location.inventory or one.part != location.part
-        )
-        after = held.after_add[location] = self.get(held.parts, (*others, location))
-        return after
+        others = self.remove(held, location.inventory.server, location.part)
+        after = self.get(held.parts, (*others.after.locations, location))
+        step = held.after_add[location] = Step(after, others.left)
+        return step
 
-    def remove(self, held: BlockLocations, inventory: ServerInventory, part: int) -> BlockLocations:
+    def remove(self, held: BlockLocations, server: str, part: int) -> Step:
         """`held` without this part on this server; `held` itself when it has no such location."""
-        after = held.after_remove.get((inventory, part))
-        if after is None:
-            after = self.keep(held, lambda one: one.inventory is not inventory or one.part != part)
-            held.after_remove[inventory, part] = after
-        return after
+        step = held.after_remove.get((server, part))
+        if step is None:
+            kept, left = [], None
+            for one in held.locations:
+                if one.inventory.server == server and one.part == part:
+                    left = one.inventory
+                else:
+                    kept.append(one)
+            after = self.get(held.parts, kept) if left is not None else held
+            step = held.after_remove[server, part] = Step(after, left)
+        return step
 
-    def keep(self, held: BlockLocations, wanted: Callable[[Location], bool]) -> BlockLocations:
-        """The locations of `held` that are `wanted`; `held` itself when all are."""
-        kept = [one for one in held.locations if wanted(one)]
+    def unretired(self, held: BlockLocations) -> BlockLocations:
+        """`held` without locations in retired inventories; `held` itself when it has none."""
+        kept = [one for one in held.locations if not one.inventory.retired]
         return self.get(held.parts, kept) if len(kept) < len(held.locations) else held
 
-    def drop(self, retired: Callable[[Location], bool]) -> None:
+    def drop_retired(self) -> None:
         """Forget the sets with a retired location, and all remembered steps: no block has them."""
-        stale = [key for key in self._sets if any(map(retired, key[1]))]
+        stale = [
+            (key, held)
+            for key, held in self._sets.items()
+            if any(one.inventory.retired for one in held.locations)
+        ]
         if stale:
-            for key in stale:
+            for key, held in stale:
                 del self._sets[key]
+                del self.by_id[held.id]
             for held in self._sets.values():
                 held.after_add.clear()
                 held.after_remove.clear()
+        self._kept = len(self._sets)

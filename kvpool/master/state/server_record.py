@@ -11,6 +11,11 @@ from typing import Final, NamedTuple
 from kvpool.master.state.locations import ServerInventory
 from kvpool.types import ServerStats
 
+#: Pieces of one inventory that a server may have sent ahead of one that has not arrived yet.
+PIECES_AHEAD_MAX: Final = 64
+#: Unfinished inventories of one server whose blocks stay readable. Each attempt that ends early
+#: leaves one, but the next attempt takes its blocks over in the same order.
+EARLIER_MAX: Final = 4
 #: Epochs that a record remembers after restarts: a server does not restart more often while one
 #: message is on its way.
 _FORMER_EPOCHS: Final = 8
@@ -41,13 +46,14 @@ class SequenceCheck(enum.Enum):
 class ServerRecord:
     """A block server as this master knows it.
 
-    | state      | fields                         | its blocks                          |
-    |------------|--------------------------------|-------------------------------------|
-    | unknown    | no record                      | none                                |
-    | registered | alive, `inventory` is empty    | none                                |
-    | syncing    | alive, `pending` is arriving   | readable, as in the old `inventory` |
-    | live       | alive, `inventory` is complete | readable                            |
-    | lost       | not `alive`, the rest is kept  | not readable: SERVER_LOST           |
+    | state      | fields                         | its blocks                                  |
+    |------------|--------------------------------|---------------------------------------------|
+    | unknown    | no record                      | none                                        |
+    | registered | alive, `inventory` is empty    | none                                        |
+    | syncing    | alive, `syncing`               | readable: those that have arrived, and those |
+    |            |                                | of `earlier` until the last piece           |
+    | live       | alive, `inventory` is complete | readable                                    |
+    | lost       | not `alive`, the rest is kept  | not readable: SERVER_LOST                   |
 
     | from                | event                                        | to             |
     |---------------------|----------------------------------------------|----------------|
@@ -80,8 +86,10 @@ class ServerRecord:
     former_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=_FORMER_EPOCHS))
     alive: bool = True
     sequence: int = 0  # of the last announcement or inventory that was applied
-    pieces: int = 1  # that have arrived of inventory `sequence`; an announcement has one
-    pending: ServerInventory | None = None  # the inventory that is arriving
+    pieces: int = 1  # of inventory `sequence` that have arrived without a gap
+    ahead: set[int] = field(default_factory=set)  # pieces that have arrived before others
+    syncing: bool = False  # pieces of inventory `sequence` are missing
+    earlier: list[ServerInventory] = field(default_factory=list)  # replaced by the arriving one
     stats: ServerStats = field(default_factory=ServerStats)
     bytes_placed: int = 0  # that writers were sent here with, since the last heartbeat
 
@@ -93,27 +101,52 @@ class ServerRecord:
         """Whether announcement `sequence` is the next one. NEXT counts it as applied."""
         if sequence <= self.sequence:
             return SequenceCheck.DUPLICATE
-        if sequence != self.sequence + 1:
+        if sequence != self.sequence + 1 or self.syncing:
             return SequenceCheck.GAP
         self.sequence = sequence
-        self.pieces = 1
         return SequenceCheck.NEXT
 
-    def check_piece(self, sequence: int, piece: int) -> SequenceCheck:
-        """Whether this piece of inventory `sequence` is the next one. NEXT counts it as applied.
+    def check_piece(self, sequence: int, piece: int, *, last: bool) -> SequenceCheck:
+        """Whether this piece of inventory `sequence` is a new one. NEXT counts it as applied.
 
-        Piece 0 of the next number begins a new inventory: `pending` is then a new one, and the
-        caller has to retire the previous one. A number further ahead is a GAP, as for
-        announcements: one that is made up would make every later message a DUPLICATE.
+        Piece 0 of the next number begins a new inventory: `inventory` is then a new one, and the
+        one before it is the last of `earlier`. A number further ahead is a GAP, as for
+        announcements: one that is made up would make every later message a DUPLICATE. The other
+        pieces may come in any order, except that the last one must come when no other is missing.
         """
-        if sequence < self.sequence or (sequence == self.sequence and piece < self.pieces):
+        if sequence < self.sequence:
             return SequenceCheck.DUPLICATE
-        if piece == 0 and sequence == self.sequence + 1:
-            self.pending = ServerInventory(self.server)
+        if sequence > self.sequence:
+            if piece or sequence != self.sequence + 1:
+                return SequenceCheck.GAP
             self.sequence = sequence
             self.pieces = 1
+            self.ahead.clear()
+            self.syncing = True
+            self.earlier.append(self.inventory)
+            self.inventory = ServerInventory(self.server)
             return SequenceCheck.NEXT
-        if sequence != self.sequence or piece != self.pieces or self.pending is None:
+        if piece < self.pieces or piece in self.ahead:
+            return SequenceCheck.DUPLICATE
+        missing = last and piece > self.pieces
+        if not self.syncing or missing or piece >= self.pieces + PIECES_AHEAD_MAX:
             return SequenceCheck.GAP
-        self.pieces += 1
+        self.ahead.add(piece)
+        while self.pieces in self.ahead:
+            self.ahead.remove(self.pieces)
+            self.pieces += 1
         return SequenceCheck.NEXT
+
+    def surplus(self) -> list[ServerInventory]:
+        """Take inventories that are not needed out of `earlier`: empty ones, and too many."""
+        largest_first = sorted(self.earlier, key=lambda one: one.blocks, reverse=True)
+        surplus = [one for one in largest_first if not one.blocks]
+        surplus += largest_first[EARLIER_MAX : len(largest_first) - len(surplus)]
+        self.earlier = [one for one in self.earlier if one not in surplus]
+        return surplus
+
+    def end_inventory(self) -> list[ServerInventory]:
+        """The last piece has arrived. Returns the inventories that are replaced."""
+        replaced, self.earlier = self.earlier, []
+        self.syncing = False
+        return replaced
