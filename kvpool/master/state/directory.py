@@ -300,8 +300,11 @@ class Directory:
             step = self._locations.remove(held, server, part) if held is not None else None
             if blocks is not None and step is not None and step.left is not None:
                 step.left.blocks -= 1
-                self._put(blocks, namespace, digest, step.after, reason)
-            elif reason is not ReadStatus.NEVER_WRITTEN and (
+                self._put(blocks, namespace, digest, step.after)
+                held = step.after
+            # Further parts of this server are no reason to keep quiet: an inventory names a block
+            # that has left once, not once for each part.
+            if reason is not ReadStatus.NEVER_WRITTEN and (
                 held is None
                 or all(
                     one.inventory.server == server or one.inventory.retired
@@ -527,23 +530,16 @@ class Directory:
         return self._locations.by_id[id] if id is not None else None
 
     def _put(
-        self,
-        blocks: Blocks,
-        namespace: Namespace,
-        digest: bytes,
-        after: BlockLocations,
-        reason: ReadStatus,
+        self, blocks: Blocks, namespace: Namespace, digest: bytes, after: BlockLocations
     ) -> None:
+        """The block has these locations from now on; without any it leaves the map."""
         if after.locations:
             blocks[digest] = after.id
-            if all(one.inventory.retired for one in after.locations):
-                self.tombstones.left(namespace, digest, reason)  # the others will be swept
             return
         del blocks[digest]
         self._count -= 1
         if not len(blocks):
             del self._blocks[namespace]
-        self.tombstones.left(namespace, digest, reason)
 
     def _pieces(self) -> Iterator[tuple[Namespace, Blocks, dict[bytes, int]]]:
         """Every piece of the map that is here now, for a walk in steps."""
@@ -566,7 +562,9 @@ class Directory:
                 held = by_id[id]
                 for one in held.locations:
                     one.inventory.blocks -= one.inventory.retired
-                self._put(blocks, namespace, digest, kept, self._reason(namespace, digest, held))
+                if not kept.locations:
+                    self.tombstones.left(namespace, digest, self._reason(namespace, digest, held))
+                self._put(blocks, namespace, digest, kept)
         if len(piece) < before // 2:
             compact(piece)
 
