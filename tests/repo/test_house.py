@@ -54,7 +54,10 @@ def files(*folders: str) -> list[Path]:
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
     ("types", "units", "backoff", "piecewise_dict"),
-    ("protocols", "config", "checksum", "wire", "tombstones", "device_copy", "huge_pages"),
+    (
+        *("protocols", "config", "wire"),
+        *("checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
+    ),
     ("net", "registry"),
     ("client", "server", "master"),
     ("sync", "dev", "ops", "testing"),
@@ -121,7 +124,7 @@ def module_of(name: str, modules: Mapping[str, Path]) -> str | None:
 
 def test_the_pure_rooms_are_pure() -> None:
     """No clock, no randomness, no I/O: what they import cannot reach any of it."""
-    ours = ("types", "errors", "tombstones", "piecewise_dict", "protocols")
+    ours = ("types", "errors", "tombstones", "fingerprint", "piecewise_dict", "protocols")
     for path in files(*PURE):
         for name in imports(path):
             known = within(name, *(f"kvpool.{one}" for one in ours), *PURE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvpool.fingerprint import location_seed
 from kvpool.server.state.extent_state import State
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -32,12 +33,13 @@ class Session:
 class Index:
     """The blocks of one part of one namespace on this server."""
 
-    __slots__ = ("blocks", "namespace", "orphans", "part", "tier")
+    __slots__ = ("blocks", "namespace", "orphans", "part", "seed", "tier")
 
     def __init__(self, namespace: Namespace, part: int, tier: int) -> None:
         self.namespace = namespace
         self.part = part
         self.tier = tier
+        self.seed = location_seed(namespace, part, tier)
         self.blocks: dict[bytes, Entry] = {}  # RESERVED and STORED
         self.orphans: dict[bytes, int] = {}  # parent that is not stored -> number of its children
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvpool.errors import BadMessage, InvariantViolated
+from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
@@ -82,6 +83,10 @@ class Store:
         self.write_back = False
         #: Called when a sealed block leaves; False if another tier has it, so the pool keeps it.
         self.on_leave: Callable[[Entry, Event], bool] | None = None
+        #: Of the blocks that readers find in this tier (design: map-fingerprint).
+        self.fingerprint = MapFingerprint()
+        #: Counts a sealed block that has come (1) or left (-1), if other tiers may have it, too.
+        self.count_place: Callable[[Entry, int], None] | None = None
         self.stored = 0  # visible blocks (parts count singly)
         self.stored_bytes = 0
         self.evicted = 0
@@ -178,6 +183,7 @@ class Store:
         if not from_other_tier:
             self.tombstones.came_back(entry.index.namespace, entry.digest)
             self.change_log.append(entry, ReadStatus.HIT, self.tier)
+        self._count(entry, 1)
         self._add_candidate(entry)
         return WriteStatus.STORED
 
@@ -362,6 +368,7 @@ class Store:
         self._link(entry, restored=True)
         self.stored += 1
         self.stored_bytes += size
+        self._count(entry, 1)
         return entry
 
     def cut_circles(self, entries: Sequence[Entry]) -> Iterator[None]:
@@ -634,6 +641,13 @@ class Store:
                 if part.state is State.STORED:
                     self.policy.add_candidate(part)
 
+    def _count(self, entry: Entry, sign: int) -> None:
+        """From the state itself, not from the log of changes: one that is missing is noticed."""
+        if self.count_place is None:
+            self.fingerprint.count(entry.digest, entry.index.seed, sign)
+        else:
+            self.count_place(entry, sign)
+
     def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         """Take a sealed block out of the index, announce it, and free its extent or mark it
         pending."""
@@ -641,6 +655,7 @@ class Store:
         self._unlink(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
+        self._count(entry, -1)
         # After `_unlink`: `on_leave` must not find the block here any more (design: demotion).
         if self.on_leave is None or self.on_leave(entry, event):
             self.change_log.append_departure(entry, reason, self.tier)

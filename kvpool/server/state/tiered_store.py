@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.errors import InvariantViolated
+from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Change, Entry
 from kvpool.server.state.extent_state import Event, State
@@ -96,12 +97,14 @@ class TieredStore:
         self._writeback_queue: deque[Entry] = deque()
         self._writeback_bytes = 0  # of the queue; kept up to date, because it is read often
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
+        self._unreported = 0  # blocks of offline tiers whose loss is still to be announced
         self._evicting = False  # copies in other tiers leave with their block: announced once
         if len(self.stores) > 1:
             for tier, store in enumerate(self.stores):
                 store.tier = tier
                 store.change_log = self.change_log
                 store.on_leave = self._on_leave
+                store.count_place = self._count_place
             self.front.write_back = self.can_demote
 
     def __repr__(self) -> str:
@@ -313,6 +316,14 @@ class TieredStore:
         When it was the backing tier, the front tier is the backing tier from now on.
         """
         self.offline_tiers.add(tier)
+        lost = self.stores[tier].inventory()
+        self._unreported += len(lost)
+        if tier != self.backing_tier:
+            # Readers find these blocks elsewhere from now on. Few: a cache tier is small.
+            for entry in lost:
+                other = self._elsewhere(entry)
+                if other is not None and self._rank(tier) < self._rank(other.index.tier):
+                    self._fingerprint_of(other).count(other.digest, other.index.seed, 1)
         if tier == self.backing_tier:
             self.backing_tier = self.front_tier
             self.front.write_back = False
@@ -321,13 +332,19 @@ class TieredStore:
                 self.front.mark_clean(entry)
             self._writeback_queue.clear()
             self._writeback_bytes = 0
-        return self.stores[tier].inventory()
+        return lost
 
     def report_lost(self, entries: Sequence[Entry]) -> None:
-        """Announce those blocks of an offline tier that no other tier has."""
+        """Announce those blocks of an offline tier that no other tier has, or a slower one."""
+        self._unreported -= len(entries)
         for entry in entries:
-            if entry.state is State.STORED and self._elsewhere(entry) is None:
-                self.change_log.append_departure(entry, ReadStatus.TIER_LOST, entry.index.tier)
+            if entry.state is not State.STORED:
+                continue
+            tier, other = entry.index.tier, self._elsewhere(entry)
+            if other is None:
+                self.change_log.append_departure(entry, ReadStatus.TIER_LOST, tier)
+            elif self._rank(tier) < self._rank(other.index.tier):
+                self.change_log.append(other, ReadStatus.HIT, other.index.tier)
 
     @property
     def erasable(self) -> int:
@@ -388,6 +405,17 @@ class TieredStore:
                 ]
         return entries
 
+    @property
+    def fingerprint(self) -> MapFingerprint | None:
+        """Of the blocks that readers find here, and where, when all changes are announced.
+
+        None while the blocks of a lost tier are announced step by step (design: map-fingerprint).
+        """
+        if self._unreported:
+            return None
+        found = [store.fingerprint for store in self._online()]
+        return MapFingerprint(sum(one.blocks for one in found), sum(one.total for one in found))
+
     def take_changes(self) -> list[Change]:
         """As `Store.take_changes`, of all tiers, in order."""
         change_log = self.change_log
@@ -441,10 +469,21 @@ class TieredStore:
             if tier not in self.offline_tiers:
                 store.check()
         waiting = set(map(id, self._writeback_queue))
+        self._check_fingerprint()
         moving = {id(entry) for entry in self.front.pinned_by(MOVER)}
         for entry in self.front.inventory():
             if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
                 raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
+
+    def _check_fingerprint(self) -> None:
+        expected = MapFingerprint()
+        blocks = {(one.index.namespace, one.index.part, one.digest) for one in self.inventory()}
+        for namespace, part, digest in blocks:
+            found = self.peek(namespace, part, digest)
+            assert found is not None
+            expected.count(digest, location_seed(namespace, part, found.index.tier), 1)
+        if self.fingerprint is not None and self.fingerprint != expected:
+            raise InvariantViolated(f"counted {self.fingerprint}, has {expected}")
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -472,6 +511,29 @@ class TieredStore:
         index = entry.index
         found = self.peek(index.namespace, index.part, entry.digest)
         return found if found is not entry else None
+
+    def _rank(self, tier: int) -> int:
+        """Where readers look first: the front tier, then the others in order."""
+        return -1 if tier == self.front_tier else tier
+
+    def _fingerprint_of(self, entry: Entry) -> MapFingerprint:
+        return self.stores[entry.index.tier].fingerprint
+
+    def _count_place(self, entry: Entry, sign: int) -> None:
+        """A sealed block has come to one tier (1) or left it (-1): where do readers find it now?"""
+        index, rank = entry.index, self._rank(entry.index.tier)
+        others = [
+            found
+            for store in self._online()
+            if store.tier != index.tier
+            and (found := store.peek(index.namespace, index.part, entry.digest)) is not None
+        ]
+        other = min(others, key=lambda one: self._rank(one.index.tier), default=None)
+        if other is not None and self._rank(other.index.tier) < rank:
+            return
+        self._fingerprint_of(entry).count(entry.digest, index.seed, sign)
+        if other is not None:
+            self._fingerprint_of(other).count(other.digest, other.index.seed, -sign)
 
     def _touch_others(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], now: float
