@@ -86,11 +86,15 @@ class Keys(Message, frozen=True):
 
 
 class Hello(Message, frozen=True, omit_defaults=True):
-    """First message on a stream. With a nonce, the server must prove that it knows the secret."""
+    """First message on a stream. With a nonce, the server must prove that it knows the secret.
+
+    With shm, a `writer` asks for a writable descriptor.
+    """
 
     cluster: Name
     client: Name
     nonce: Annotated[bytes, Meta(max_length=NONCE_SIZE)] = b""
+    writer: bool = False
 
 
 class Challenge(Message, frozen=True):
@@ -107,7 +111,7 @@ class Proof(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The server is who it says; with shm, the size of the segment whose fd came along."""
+    """The server is who it says; with shm, the size of the segment whose descriptors come along."""
 
     server: Name
     segment_size: Count = 0

@@ -9,8 +9,8 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -18,8 +18,8 @@ import pytest
 from kvpool import ClientConfig, Pool, WriteStatus, dev
 from kvpool.errors import LinkBroken, PeerError, Unauthenticated, Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
-from kvpool.protocols import Channel, Link
-from kvpool.types import Cluster, ReadStatus, ServerStats
+from kvpool.protocols import Channel, Link, WriteOptions
+from kvpool.types import ROOT, Cluster, ReadStatus, ServerStats, WriteBlock
 from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
 from tests.conftest import CHAIN, NAMESPACE, buffers, keys, values
@@ -180,34 +180,53 @@ def twice(fd: int) -> list[int]:
     return [fd, os.dup(fd)]
 
 
-def read_only(fd: int) -> list[int]:
+def read_only(fd: int) -> int:
     try:
-        return [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) for _ in range(2)]
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     finally:
         os.close(fd)
 
 
-#: The byte and the descriptors that a server sends, and the size it claims.
-SEGMENTS: dict[str, tuple[bytes, Callable[[], list[int]], int]] = {
-    "nothing at all": (b"", list, 0),
-    "no descriptors": (b"S", list, 1 << 16),
-    "one descriptor": (b"S", lambda: [memory()], 1 << 16),
-    "three descriptors": (b"S", lambda: [*twice(memory()), memory()], 1 << 16),
-    "another byte": (b"X", lambda: twice(memory()), 1 << 16),
-    "smaller than it says": (b"S", lambda: twice(memory()), 1 << 17),
-    "empty": (b"S", lambda: twice(memory(0)), 0),
-    "a size of 0": (b"S", lambda: twice(memory()), 0),
-    "2**47 bytes": (b"S", lambda: twice(memory(1 << 47)), 1 << 47),
-    "it could shrink": (b"S", lambda: twice(memory(seals=0)), 1 << 16),
-    "a pipe": (b"S", lambda: list(os.pipe()), 1 << 16),
-    "a directory": (b"S", lambda: twice(os.open("/", os.O_RDONLY)), 1),
-    "a device": (b"S", lambda: twice(os.open("/dev/zero", os.O_RDWR)), 1 << 16),
-    "two segments": (b"S", lambda: [memory(), memory()], 1 << 16),
+class Passed(NamedTuple):
+    """What a server passes on one connection: a frame, and descriptors along with it."""
+
+    descriptors: Callable[[], list[int]]
+    size: int = 1 << 16
+    frame: bytes = b""
+
+
+#: What a server may pass to a client that reads.
+SEGMENTS = {
+    "a byte": Passed(list, frame=b"k"),
+    "no descriptors": Passed(list),
+    "two descriptors": Passed(lambda: twice(memory())),
+    "three descriptors": Passed(lambda: [*twice(memory()), memory()]),
+    "no frame": Passed(lambda: [memory()], frame=b"X" * 16),
+    "more than a frame": Passed(lambda: [memory()], frame=2 * frame(wire.Welcome("s", 1 << 16))),
+    "half a frame": Passed(lambda: [memory()], frame=frame(wire.Welcome("s", 1 << 16))[:-1]),
+    "an error": Passed(lambda: [memory()], frame=frame(wire.Error("VersionMismatch", "no"))),
+    "smaller than it says": Passed(lambda: [memory()], 1 << 17),
+    "empty": Passed(lambda: [memory(0)], 0),
+    "a size of 0": Passed(lambda: [memory()], 0),
+    "2**47 bytes": Passed(lambda: [memory(1 << 47)], 1 << 47),
+    "it could shrink": Passed(lambda: [memory(seals=0)]),
+    "a socket": Passed(lambda: [socket.socket().detach()]),
+    "a directory": Passed(lambda: [os.open("/", os.O_RDONLY)], 1),
+    "a device": Passed(lambda: [os.open("/dev/zero", os.O_RDWR)]),
+}
+#: What it may pass on the connection after that one, to the same client, which wants to write.
+WRITABLE_SEGMENTS: dict[str, Callable[[int], list[int]]] = {
+    "one descriptor": lambda fd: [os.dup(fd)],
+    "three descriptors": lambda fd: [os.dup(fd) for _ in range(3)],
+    "two that are read-only": lambda fd: [os.dup(fd) for _ in range(2)],
+    "two segments": lambda fd: [os.dup(fd), memory()],
+    "another segment": lambda fd: twice(memory()),
 }
 
 
-async def connected(byte: bytes, descriptors: list[int], size: int) -> Channel:
-    """A channel to a server that passes this as its segment."""
+@contextlib.asynccontextmanager
+async def liar(*connections: Passed) -> AsyncIterator[str]:
+    """The address of a server that passes this on its first connections, one after the other."""
     loop = asyncio.get_running_loop()
     name = f"kvpool-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listening:
@@ -215,25 +234,31 @@ async def connected(byte: bytes, descriptors: list[int], size: int) -> Channel:
         listening.listen()
 
         async def serve() -> None:
-            sock, _ = await loop.sock_accept(listening)
-            with sock:
-                if byte:
-                    socket.send_fds(sock, [byte], descriptors)
-                    with contextlib.suppress(ConnectionError):
-                        await loop.sock_recv(sock, 1 << 10)
-                        await loop.sock_sendall(sock, frame(wire.Welcome("s", size)))
-                        await loop.sock_recv(sock, 1 << 10)
+            async with contextlib.AsyncExitStack() as open_until_the_end:
+                for passed in connections:
+                    sock, _ = await loop.sock_accept(listening)
+                    open_until_the_end.enter_context(sock)
+                    await loop.sock_recv(sock, 1 << 10)
+                    fds = passed.descriptors()
+                    sent = passed.frame or frame(wire.Welcome("s", passed.size))
+                    socket.send_fds(sock, [sent], fds)
+                    for fd in fds:
+                        os.close(fd)
+                await asyncio.sleep(60)
 
         serving = loop.create_task(serve())
         try:
-            return await ShmTransport().connect(
-                f"shm://@{name}", cluster=Cluster(), client="test", deadline=loop.time() + 2
-            )
+            yield f"shm://@{name}"
         finally:
             serving.cancel()
             await asyncio.wait([serving])
-            for fd in descriptors:
-                os.close(fd)
+
+
+async def connected(address: str) -> Channel:
+    deadline = asyncio.get_running_loop().time() + 1
+    return await ShmTransport().connect(
+        address, cluster=Cluster(), client="test", deadline=deadline
+    )
 
 
 def open_descriptors() -> set[str]:
@@ -242,15 +267,50 @@ def open_descriptors() -> set[str]:
 
 @pytest.mark.parametrize("name", SEGMENTS)
 async def test_segments(name: str) -> None:
-    byte, make, size = SEGMENTS[name]
     before = open_descriptors()
-    with pytest.raises((PeerError, LinkBroken)):
-        await connected(byte, make(), size)
+    async with liar(SEGMENTS[name]) as address:
+        with pytest.raises((PeerError, Unavailable)):
+            await connected(address)
     assert open_descriptors() <= before
 
 
-async def test_a_segment_that_cannot_be_written() -> None:
-    channel = await connected(b"S", read_only(memory()), 1 << 16)
-    with pytest.raises(LinkBroken):
-        channel._segment.writable()  # type: ignore[attr-defined]
-    await channel.close()
+async def test_descriptors_in_drips() -> None:
+    """Two with each byte: the client hangs up before it has none left for others."""
+    before = open_descriptors()
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listening:
+        listening.bind("\0" + (name := f"kvpool-drips-{os.getpid()}"))
+        listening.listen()
+        connecting = loop.create_task(connected(f"shm://@{name}"))
+        sock, _ = await loop.sock_accept(listening)
+        with sock, contextlib.suppress(ConnectionError):
+            for byte in frame(wire.Welcome("s", 1 << 16)):
+                fds = twice(memory())
+                try:
+                    socket.send_fds(sock, [bytes([byte])], fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+                await asyncio.sleep(0.01)
+        with pytest.raises(LinkBroken, match="too many descriptors"):
+            await connecting
+    assert open_descriptors() <= before
+
+
+@pytest.mark.parametrize("name", WRITABLE_SEGMENTS)
+async def test_segments_for_writers(name: str) -> None:
+    """The client goes on without: it can read, and has nothing to write into."""
+    before = open_descriptors()
+    fd = read_only(memory())
+    again = WRITABLE_SEGMENTS[name]
+    async with liar(Passed(lambda: [os.dup(fd)]), Passed(lambda: again(fd))) as address:
+        channel = await connected(address)
+        with pytest.raises((PeerError, LinkBroken)):
+            await channel.write(
+                WriteOptions(NAMESPACE, 0, visible=False),
+                [WriteBlock(keys("w", 1)[0], ROOT, (memoryview(b"x"),), 1)],
+                deadline=asyncio.get_running_loop().time() + 1,
+            )
+        await channel.close()
+    os.close(fd)
+    assert open_descriptors() <= before

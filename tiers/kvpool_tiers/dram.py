@@ -45,6 +45,8 @@ class Dram:
         if self.huge_pages:
             flags |= os.MFD_HUGETLB
         self.fd = os.memfd_create("kvpool", flags)
+        # A memfd begins with mode 0777: anyone with a read-only descriptor could open it anew.
+        os.fchmod(self.fd, 0o400)
         os.ftruncate(self.fd, self.capacity)
         fcntl.fcntl(
             self.fd,

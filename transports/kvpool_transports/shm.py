@@ -1,9 +1,13 @@
 """Shared memory: one copy from the pool into the caller's buffer, or none at all.
 
-A Unix domain socket carries control. Right after accepting a client of the same user, the server
-passes two descriptors of its segment (SCM_RIGHTS): one read-only, one writable. Clients map the
-first to read and the second only when they write. The socket lives in the abstract namespace, so
-nothing is left behind, not even after kill -9.
+A Unix domain socket carries control. Its name is abstract, so nothing is left behind, not even
+after kill -9, unless the operator chooses a path. Each side asks the kernel for the user of the
+other one, and refuses another user.
+
+The server passes a descriptor of its segment (SCM_RIGHTS) together with `Welcome`: a client gets it
+after it has proved that it knows the cluster's secret, and not before. The descriptor is read-only.
+A client that writes dials once more before its first write, as a writer (`Hello.writer`), and gets
+a writable descriptor as well (design: shared-memory).
 
 Pins and reservations belong to the socket. The client closes it only after its own copies have
 stopped, and a dead process has no mapping: so after EOF no process writes there any more. When
@@ -18,13 +22,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import secrets
 import socket
+import stat
 import struct
+from array import array
 
 from kvpool import logs
-from kvpool.errors import BadMessage, ConfigError, LinkBroken
+from kvpool.errors import BadMessage, ConfigError, LinkBroken, Unauthenticated
 from kvpool.huge_pages import HugePageMapping
 from kvpool.protocols import (
     BlockStore,
@@ -33,15 +40,23 @@ from kvpool.protocols import (
     Mappable,
 )
 from kvpool.types import Cluster
+from kvpool.wire.frame_reader import FrameReader, no_payload
+from kvpool.wire.frames import Frame, encode_frame
+from kvpool.wire.messages import Error, Hello, M, Message, Welcome, decode_answer, encode
 from kvpool_transports.copy_pool import CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import Sessions, StreamSession
-from kvpool_transports.streams.stream import Stream
+from kvpool_transports.streams.stream import Ending, Stream, wait_until
 
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
+_DIAL_AGAIN_S = 0.01  # the server's queue of new connections is full
 _UCRED = struct.Struct("iII")
+#: A writer gets two descriptors; no server passes more.
+_DESCRIPTORS_MAX = 2
+#: Other users whose refusals are logged as a warning, each once.
+_WARNED_MAX = 64
 
 log = logs.get("kvpool.shm")
 
@@ -91,6 +106,7 @@ class _ShmListener:
         self._read_only = -1
         self._address = ""
         self._path = ""
+        self._warned: set[int] = set()
 
     @property
     def address(self) -> str:
@@ -98,28 +114,41 @@ class _ShmListener:
 
     def start(self, address: str) -> None:
         try:
+            path = "" if "@" in address else _path_to_bind(address)
+            # Before `bind`: the socket's file never has another mode.
+            os.fchmod(self._socket.fileno(), 0o600)
             self._socket.bind(_socket_name(address))
+            self._path = path
             self._socket.listen(128)
+            # Opened anew through /proc, because a dup of the memfd would be writable.
+            self._read_only = os.open(
+                f"/proc/self/fd/{self._memory.fd}", os.O_RDONLY | os.O_CLOEXEC
+            )
         except OSError as error:
-            self._socket.close()
+            self._close_socket()
             raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
+        except BaseException:
+            self._close_socket()
+            raise
         self._address = address
-        self._path = "" if "@" in address else address.removeprefix("shm://")
-        # Opened anew through /proc, because a dup of the memfd would be writable.
-        self._read_only = os.open(f"/proc/self/fd/{self._memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
-            self._socket.close()
-        if self._path:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
+        self._close_socket()
         await self._sessions.close()
         if self._read_only >= 0:
             os.close(self._read_only)
             self._read_only = -1
+
+    def _close_socket(self) -> None:
+        if self._path:
+            # While the socket still listens: afterwards the file could be that of a successor.
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            self._path = ""
+        self._socket.close()
 
     def _accept(self) -> None:
         # Not `sock_accept`: cancelled while a client dials, it drops that client with an error.
@@ -141,14 +170,10 @@ class _ShmListener:
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
-            pid, uid, _ = _UCRED.unpack(
-                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            )
-            if uid not in (os.geteuid(), 0):
-                log.warning("refused a client of another user", uid=uid, pid=pid)
-                sock.close()
+            pid, uid = _peer(sock)
+            if uid not in (os.geteuid(), 0) or uid == _ambiguous_user():
+                self._refuse(sock, pid, uid)
                 return
-            socket.send_fds(sock, [b"S"], [self._read_only, self._memory.fd])
             _, stream = await self._loop.connect_accepted_socket(Stream, sock)
         except OSError as error:
             log.info("connection failed", why=str(error))
@@ -157,7 +182,71 @@ class _ShmListener:
         except BaseException:
             sock.close()
             raise
-        await StreamSession(stream, self._store, mapped=True, scheme="shm").run()
+        await _ShmSession(stream, self._store, sock, self._read_only, self._memory.fd).run()
+
+    def _refuse(self, sock: socket.socket, pid: int, uid: int) -> None:
+        report = log.debug if uid in self._warned else log.warning
+        report("refused a client of another user", uid=uid, pid=pid)
+        if len(self._warned) < _WARNED_MAX:
+            self._warned.add(uid)
+        with sock, contextlib.suppress(OSError):
+            why = f"shm is for processes of user {os.geteuid()}, this one is of user {uid}"
+            sock.send(encode_frame(*encode(Error(Unauthenticated.__name__, why))))
+
+
+class _ShmSession(StreamSession):
+    """Passes the segment to a client that has completed the handshake."""
+
+    def __init__(
+        self, stream: Stream, store: BlockStore, sock: socket.socket, read_only: int, writable: int
+    ) -> None:
+        super().__init__(stream, store, mapped=True, scheme="shm")
+        self._socket = sock
+        self._read_only = read_only
+        self._writable = writable
+
+    async def welcome(self, hello: Hello, welcome: Welcome) -> None:
+        fds = [self._read_only, self._writable] if hello.writer else [self._read_only]
+        frame = encode_frame(*encode(welcome))
+        # Past the stream, which can send no descriptors, but in order: the client has answered
+        # everything that the stream has sent.
+        try:
+            sent = socket.send_fds(self._socket, [frame], fds)
+        except OSError as error:  # also when its buffer is full
+            raise LinkBroken(f"cannot pass the segment: {error.strerror or error}") from None
+        if sent < len(frame):
+            raise LinkBroken("cannot pass the segment: the client does not read")
+
+
+def _path_to_bind(address: str) -> str:
+    """The path of a socket, which a server that was killed has left no file at. Raises ConfigError.
+
+    The directory must keep other users from replacing the socket.
+    """
+    path = _socket_name(address)
+    directory = os.path.dirname(path)
+    status = os.stat(directory)
+    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if shared or status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"cannot listen on {address}: other users could replace a socket in {directory}: "
+            f"choose a directory of this user, such as $XDG_RUNTIME_DIR, or chmod 700 {directory}"
+        )
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_served(path):
+            os.unlink(path)
+    return path
+
+
+def _is_served(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # a server whose backlog is full, a socket of another kind
+            return True
+    return True
 
 
 # --- client -------------------------------------------------------------------------------
@@ -196,7 +285,7 @@ class _Segment:
         self._size = 0
         self._reader: _Mapping | None = None
         self._writer: _Mapping | None = None
-        self._writer_fd = -1
+        self._becoming_writer = asyncio.Lock()
         self._closed = False
 
     def readable(self) -> _Mapping:
@@ -204,12 +293,15 @@ class _Segment:
             raise LinkBroken("the channel is closed")
         return self._reader
 
-    def writable(self) -> _Mapping:
-        if self._writer is None:
-            if self._writer_fd < 0:
-                raise LinkBroken("the channel is closed")
+    async def writable(self, deadline: float) -> _Mapping:
+        if self._writer is None and not self._closed:
             with os_errors(f"segment of {self._address}"):
-                self._writer = _Mapping(self._writer_fd, self._size, writable=True)
+                async with asyncio.timeout_at(deadline), self._becoming_writer:
+                    if self._writer is None:
+                        sock = await self._dial(deadline, writer=True)
+                        sock.close()  # the mapping stays
+        if self._writer is None:
+            raise LinkBroken("the channel is closed")
         return self._writer
 
     def close(self) -> None:
@@ -218,54 +310,178 @@ class _Segment:
             if mapping is not None:
                 mapping.close()
         self._reader = self._writer = None
-        if self._writer_fd >= 0:
-            os.close(self._writer_fd)
-            self._writer_fd = -1
 
     async def dial(self, deadline: float) -> Stream:
         loop = asyncio.get_running_loop()
+        sock = await self._dial(deadline, writer=False)
+        try:
+            with os_errors(f"server at {self._address}"):
+                _, stream = await loop.create_connection(Stream, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+        return stream
+
+    async def _dial(self, deadline: float, *, writer: bool) -> socket.socket:
+        """A connection after the handshake, the segment mapped."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        fds: list[int] = []
+        bare = _BareStream(sock)
         try:
             with os_errors(f"server at {self._address}"):
                 async with asyncio.timeout_at(deadline):
-                    await loop.sock_connect(sock, _socket_name(self._address))
-                    fds = await _receive_fds(loop, sock)
-                    _, stream = await loop.create_connection(Stream, sock=sock)
+                    await _connect(sock, _socket_name(self._address))
+                _check_server(sock)
+                welcome = await requests.handshake(
+                    bare,
+                    cluster=self._cluster,
+                    client=self._client,
+                    server="",
+                    deadline=deadline,
+                    writer=writer,
+                )
+            with os_errors(f"segment of {self._address}"):
+                self._adopt(bare.take_descriptors(2 if writer else 1), welcome.segment_size)
         except BaseException:
             sock.close()
-            _close_all(fds)
-            raise
-        try:
-            welcome = await requests.handshake(
-                stream, cluster=self._cluster, client=self._client, server="", deadline=deadline
-            )
-            with os_errors(f"segment of {self._address}"):
-                self._adopt(fds, welcome.segment_size)
-        except BaseException:
-            stream.abort()
             raise
         finally:
-            _close_all(fds)
-        return stream
+            bare.close()
+        return sock
 
     def _adopt(self, fds: list[int], size: int) -> None:
-        """Map the segment on the first connection; on later ones see that it is the same."""
-        if self._closed:
-            raise LinkBroken("the channel was closed while it was connecting")
-        status = os.fstat(fds[0])
-        if status.st_size < size or size <= 0:
-            raise BadMessage(f"a segment of {status.st_size} bytes, announced as {size}")
-        if not os.path.samestat(status, os.fstat(fds[1])):
-            raise BadMessage("the two descriptors are of different segments")
-        if not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise BadMessage("the segment could shrink under us: it is not sealed")
-        if self._reader is None:
-            self._reader = _Mapping(fds[0], size, writable=False)
-            self._writer_fd = os.dup(fds[1])
-            self._inode, self._size = status.st_ino, size
-        elif (status.st_ino, size) != (self._inode, self._size):
-            raise LinkBroken(f"another segment is served at {self._address} now")
+        """Map the segment on the first connection; on later ones see that it is the same.
+
+        The second descriptor is the writable one.
+        """
+        try:
+            if self._closed:
+                raise LinkBroken("the channel was closed while it was connecting")
+            status = os.fstat(fds[0])
+            if status.st_size < size or size <= 0:
+                raise BadMessage(f"a segment of {status.st_size} bytes, announced as {size}")
+            if any(not os.path.samestat(status, os.fstat(fd)) for fd in fds):
+                raise BadMessage("the two descriptors are of different segments")
+            if not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise BadMessage("the segment could shrink under us: it is not sealed")
+            if self._reader is None:
+                self._reader = _Mapping(fds[0], size, writable=False)
+                self._inode, self._size = status.st_ino, size
+            elif (status.st_ino, size) != (self._inode, self._size):
+                raise LinkBroken(f"another segment is served at {self._address} now")
+            if len(fds) > 1:
+                self._writer = _Mapping(fds[1], size, writable=True)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+class _BareStream:
+    """The handshake's half of `Stream`, on a bare socket: asyncio's transports drop descriptors."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader()
+        self._descriptors: list[int] = []
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """What the server has passed: `count` descriptors, which the caller closes."""
+        if self._reader.begun:
+            raise BadMessage("the server sent more than Welcome")
+        if len(self._descriptors) != count:
+            raise LinkBroken(f"the server passed {len(self._descriptors)} descriptors, not {count}")
+        fds, self._descriptors = self._descriptors, []
+        return fds
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    async def send(self, message: Message, *, deadline: float) -> None:
+        # A server that has hung up already may have sent its reason: `receive` has it.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            async with asyncio.timeout_at(deadline):
+                await self._loop.sock_sendall(self._socket, encode_frame(*encode(message)))
+
+    async def receive(self, *, deadline: float) -> Frame:
+        complete = self._reader.ask(no_payload)
+        while not complete:
+            await self._wait_until_readable(deadline)
+            complete = self._reader.received(self._read())
+        return self._reader.take()
+
+    async def expect(self, type: type[M], *, deadline: float) -> M:
+        frame = await self.receive(deadline=deadline)
+        return decode_answer(type, frame.type, frame.body)
+
+    async def _wait_until_readable(self, deadline: float) -> None:
+        readable: Ending = self._loop.create_future()
+
+        def wake() -> None:
+            if not readable.done():
+                readable.set_result(None)
+
+        self._loop.add_reader(self._socket.fileno(), wake)
+        try:
+            error = await wait_until(readable, deadline, "the server did not answer in time")
+        finally:
+            self._loop.remove_reader(self._socket.fileno())
+        if error is not None:
+            raise error
+
+    def _read(self) -> int:
+        size, ancillary, flags, _ = self._socket.recvmsg_into(
+            [self._reader.memory], socket.CMSG_SPACE(_DESCRIPTORS_MAX * 4), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors += array("i", data[: len(data) // 4 * 4])
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > _DESCRIPTORS_MAX:
+            raise LinkBroken("the server passed too many descriptors, or this process has too many")
+        if not size:
+            raise LinkBroken("the server hung up")
+        return size
+
+
+async def _connect(sock: socket.socket, name: str) -> None:
+    """Not `sock_connect`: it takes EAGAIN, which here means a full queue, for a connection."""
+    while True:
+        try:
+            return sock.connect(name)
+        except BlockingIOError:
+            await asyncio.sleep(_DIAL_AGAIN_S)
+
+
+def _check_server(sock: socket.socket) -> None:
+    """A name is free when its server has ended: another user could listen there, with blocks of
+    their own. Raises Unauthenticated."""
+    _, uid = _peer(sock)
+    if os.geteuid() and (uid not in (os.geteuid(), 0) or uid == _ambiguous_user()):
+        raise Unauthenticated(f"a process of user {uid} listens there, expected {os.geteuid()}")
+
+
+# --- both ---------------------------------------------------------------------------------
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Process id and effective user id of the other side, when it connected or listened."""
+    size = _UCRED.size
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
+@functools.cache
+def _ambiguous_user() -> int | None:
+    """The user id, `nobody`, as which every user outside of our user namespace shows; None where
+    there is no outside."""
+    try:
+        with open("/proc/self/uid_map") as file:
+            if file.read().split() == ["0", "0", "4294967295"]:
+                return None
+        with open("/proc/sys/kernel/overflowuid") as file:
+            return int(file.read())
+    except OSError:
+        return None
 
 
 def _socket_name(address: str) -> str:
@@ -273,23 +489,3 @@ def _socket_name(address: str) -> str:
     if name == address or not name or len(name) > 100:
         raise ConfigError(f"address {address!r}: expected shm://@name or shm:///path")
     return "\0" + name[1:] if name.startswith("@") else name
-
-
-async def _receive_fds(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> list[int]:
-    """The two descriptors that the server sends before anything else."""
-    readable: asyncio.Event = asyncio.Event()
-    loop.add_reader(sock.fileno(), readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(sock.fileno())
-    data, fds, flags, _ = socket.recv_fds(sock, 1, 2, socket.MSG_CMSG_CLOEXEC)
-    if data != b"S" or len(fds) != 2 or flags & socket.MSG_CTRUNC:
-        _close_all(fds)
-        raise LinkBroken("the server passed no segment")
-    return fds
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())

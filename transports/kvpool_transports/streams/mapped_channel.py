@@ -42,8 +42,11 @@ class Segment(Protocol):
     def readable(self) -> Memory:
         """The read-only mapping, for reads and views."""
 
-    def writable(self) -> Memory:
-        """The writable mapping, made at the first write: a client that only reads has none."""
+    async def writable(self, deadline: float) -> Memory:
+        """The writable mapping, made at the first write: a client that only reads has none.
+
+        Raises Unavailable, PeerError.
+        """
 
     def close(self) -> None:
         """Unmap both. Idempotent. Views that are still in use keep their mapping."""
@@ -70,11 +73,12 @@ class MappedChannel:
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
         """`Reserve`, copy and hash the granted blocks into their extents, then `Seal`."""
+        # First: it may take time, in which this call holds no stream and no reservation.
+        memory = await self._segment.writable(deadline)
         async with self._streams.stream(deadline) as stream:
             statuses, granted, reserved = await requests.reserve(stream, options, blocks, deadline)
             if not granted:
                 return statuses
-            memory = self._segment.writable()
             seeds = block_seeds(
                 options.namespace, options.part, [blocks[i].digest for i in granted]
             )

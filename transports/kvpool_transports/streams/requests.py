@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from typing import Protocol
 
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
@@ -21,10 +22,13 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire import auth
+from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     TYPES,
     Challenge,
     Hello,
+    M,
+    Message,
     Proof,
     Read,
     Remove,
@@ -47,17 +51,34 @@ _READ = tuple(ReadStatus)
 _WRITE = tuple(WriteStatus)
 
 
+class Exchange(Protocol):
+    """What a handshake needs of a stream."""
+
+    async def send(self, message: Message, *, deadline: float) -> object: ...
+
+    async def receive(self, *, deadline: float) -> Frame: ...
+
+    async def expect(self, type: type[M], *, deadline: float) -> M: ...
+
+
 async def handshake(
-    stream: Stream, *, cluster: Cluster, client: str, server: str, deadline: float
+    stream: Exchange,
+    *,
+    cluster: Cluster,
+    client: str,
+    server: str,
+    deadline: float,
+    writer: bool = False,
 ) -> Welcome:
     """The first exchange on a new stream: versions, cluster, secret (design: authentication).
 
-    With a secret, both sides prove that they know it. Raises VersionMismatch for another protocol
+    A `writer` asks for writable memory, where the transport passes memory. With a secret, both
+    sides prove that they know it. Raises VersionMismatch for another protocol
     version, another cluster, or another server than `server` (if that is not empty), and
     Unauthenticated when a proof is missing or wrong.
     """
     nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
-    await stream.send(Hello(cluster.name, client, nonce), deadline=deadline)
+    await stream.send(Hello(cluster.name, client, nonce, writer), deadline=deadline)
     if cluster.secret:
         await _prove(stream, cluster, nonce, deadline)
     welcome = await stream.expect(Welcome, deadline=deadline)
@@ -66,7 +87,7 @@ async def handshake(
     return welcome
 
 
-async def _prove(stream: Stream, cluster: Cluster, nonce: bytes, deadline: float) -> None:
+async def _prove(stream: Exchange, cluster: Cluster, nonce: bytes, deadline: float) -> None:
     frame = await stream.receive(deadline=deadline)
     if frame.type == TYPES[Welcome]:
         raise Unauthenticated("the server asks for no secret: give it the one of this client")

@@ -182,11 +182,15 @@ class StreamSession:
         connection = self._store.connect(Peer(hello.client, self._scheme))
         size = self._store.tier.capacity if self._mapped else 0
         try:
-            await self._send(Welcome(self._store.server, size))
+            await self.welcome(hello, Welcome(self._store.server, size))
         except BaseException:
             connection.close()
             raise
         return connection
+
+    async def welcome(self, hello: Hello, welcome: Welcome) -> None:
+        """Send `welcome` to a client that may use the pool. For a transport that passes more."""
+        await self._send(welcome)
 
     async def _challenge(self, theirs: bytes, deadline: float) -> None:
         """Let the client prove that it knows the secret. Raises Unauthenticated."""
