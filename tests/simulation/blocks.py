@@ -15,21 +15,37 @@ ONE: Final = Namespace("sim/one")
 TWO: Final = Namespace("sim/two", 2)
 
 
+#: Namespaces in which writers disagree about the bytes of a block.
+CONTESTED: Final = (Namespace("sim/contested"), Namespace("sim/contested halves", 2))
+
+
+#: Writers with other bytes for one key.
+VERSIONS: Final = 3
+
+
 #: The keys of large blocks end with these bytes.
 LARGE: Final = b"more than one page"
 
 
 @lru_cache(maxsize=16_384)
-def value(namespace: Namespace, digest: bytes, part: int) -> bytes:
+def value(namespace: Namespace, digest: bytes, part: int, version: int = 0) -> bytes:
     """The bytes of one part of a block: 40 to 600 bytes, or two to three pages.
 
-    They are a function of the key, so the bytes of any block can be checked at any time.
+    They are a function of the key, so the bytes of any block can be checked at any time. In a
+    contested namespace each writer has a `version` of its own.
     """
-    seed = hashlib.blake2b(digest, key=f"{namespace.name}/{part}".encode()[:64]).digest()
+    key = f"{namespace.name}/{part}/{version}" if version else f"{namespace.name}/{part}"
+    seed = hashlib.blake2b(digest, key=key.encode()[:64]).digest()
     size = 40 + int.from_bytes(digest[:4], "little") % 561
     if digest.endswith(LARGE):
         size = 4097 + size * 13
     return (seed * (size // len(seed) + 1))[:size]
+
+
+def values(namespace: Namespace, digest: bytes, part: int) -> list[bytes]:
+    """Every version of the block that some writer may have written."""
+    count = VERSIONS if namespace in CONTESTED else 1
+    return [value(namespace, digest, part, version) for version in range(count)]
 
 
 class BlockCatalog:
@@ -57,12 +73,15 @@ class BlockCatalog:
             self.chains.append(prefix + fresh)
         self.last_written: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
         self.extra: list[bytes] = []  # what write storms and the final check write
+        self._contested: list[bytes] = []
 
     def every_key(self) -> list[tuple[Namespace, bytes]]:
         digests = dict.fromkeys(digest for chain in self.chains for digest in chain)
-        return [(namespace, digest) for namespace in (ONE, TWO) for digest in digests] + [
-            (ONE, digest) for digest in self.extra
-        ]
+        return (
+            [(namespace, digest) for namespace in (ONE, TWO) for digest in digests]
+            + [(ONE, digest) for digest in self.extra]
+            + [(namespace, digest) for namespace in CONTESTED for digest in self._contested]
+        )
 
     def fresh(self, count: int) -> list[bytes]:
         """A chain of `count` new blocks."""
@@ -72,3 +91,12 @@ class BlockCatalog:
             for i in range(count)
         ]
         return self.extra[first:]
+
+    def contested(self, count: int) -> list[bytes]:
+        """A chain of `count` new blocks of a contested namespace."""
+        first = len(self._contested)
+        self._contested += [
+            hashlib.blake2b(f"contested/{first + i}".encode(), digest_size=16).digest() * 2
+            for i in range(count)
+        ]
+        return self._contested[first:]

@@ -17,7 +17,7 @@ from kvpool.types import (
     ReadStatus,
     WriteStatus,
 )
-from tests.simulation.blocks import ONE, value
+from tests.simulation.blocks import ONE, values
 from tests.simulation.truth import PartHistory
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Judge:
         histories = [world.truth.history(namespace, digest, p) for p in parts]
         if status.hit:
             altered = viewed and any(history.corrupted for history in histories)  # after the check
-            if part is not None and not altered and data != value(namespace, digest, part):
+            if part is not None and not altered and data not in values(namespace, digest, part):
                 self._fail(f"G1: wrong bytes of {digest.hex()[:12]}")
             return
         if status is ReadStatus.CORRUPT and not any(history.corrupted for history in histories):

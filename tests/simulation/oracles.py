@@ -21,7 +21,7 @@ from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import MOVER
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
-from tests.simulation.blocks import value
+from tests.simulation.blocks import values
 from tests.simulation.truth import BlockPart, GroundTruth
 
 
@@ -115,8 +115,8 @@ class WatchedStore(Store):
         """The extent of a block holds exactly the block's bytes (G1)."""
         if (entry.offset, entry.generation) in self.corrupted:
             return
-        expected = value(entry.index.namespace, entry.digest, entry.index.part)
-        if entry.size != len(expected) or self.memory.view(entry.offset, entry.size) != expected:
+        expected = values(entry.index.namespace, entry.digest, entry.index.part)
+        if self.memory.view(entry.offset, entry.size) not in expected:
             self.truth.fail(f"G1: {entry!r} of {self.life} holds wrong bytes when {when}")
 
     def may_land(self, offset: int, size: int) -> bool:

@@ -37,6 +37,7 @@ class WorldPlan:
     large: bool = False  # some blocks are larger than a page
     policy: str = "lru"
     kept_secrets: bool = False  # a restarted server has the secret of the process before
+    contests: bool = False  # writers disagree about the bytes of some blocks
 
     @property
     def alignment(self) -> int:
@@ -75,7 +76,10 @@ class WorldPlan:
             check_every=rng.choice([1, 12, 12, 12]),
             kept_secrets=random.Random(f"{seed}/secrets").random() < 0.5,
         )
-        rng = random.Random(f"{seed}/disk")  # a separate stream keeps the other worlds as they were
+        # Separate streams keep the other worlds as they were.
+        contests = random.Random(f"{seed}/contests").random() < 0.4
+        plan = replace(plan, contests=contests and "contests" not in without)
+        rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
             return plan
         extents = rng.randint(6, 24)

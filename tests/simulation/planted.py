@@ -30,6 +30,7 @@ _SERVER_RECORD = "kvpool.master.state.server_record"
 _LOOKUP = "kvpool.client.lookup"
 _READER = "kvpool.client.reader"
 _WRITER = "kvpool.client.writer"
+_VERSIONS = "kvpool.client.versions"
 _MASTERS = "kvpool.client.masters"
 _SERVERS = "kvpool.client.servers"
 _CONNECTION = "kvpool.server.connection"
@@ -258,6 +259,27 @@ BUGS: Sequence[Bug] = (
         "            attempts = state.next_attempts(attempts[0].positions)\n"
         "        if not attempts:",
         "            attempts = []\n        if not attempts:",
+    ),
+    Bug(
+        "the-loser-keeps-its-version",
+        "G2",
+        _VERSIONS,
+        "        for position in lost:\n",
+        "        for position in ():\n",
+    ),
+    Bug(
+        "no-look-after-a-write",
+        "G2",
+        _VERSIONS,
+        "        if options.visible:\n",
+        "        if not options.visible:\n",
+    ),
+    Bug(
+        "each-writer-keeps-its-own-version",
+        "G2",
+        _VERSIONS,
+        "                    if server < min(servers):\n",
+        "                    if server < server:\n",
     ),
     Bug(
         "no-hedge",

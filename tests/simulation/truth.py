@@ -13,6 +13,7 @@ PROBES: Final = (
     "made room by evicting",
     "a full server refused",
     "two writers met",
+    "copies of a contested block are equal",
     "read of a block that is being written",
     "removed while it was read",
     "a reservation was given back",

@@ -25,7 +25,7 @@ from kvpool.types import (
     Run,
     WriteStatus,
 )
-from tests.simulation.blocks import ONE, TWO, value
+from tests.simulation.blocks import CONTESTED, ONE, TWO, VERSIONS, value
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.judge import Judge
 from tests.simulation.loop import Violation
@@ -122,6 +122,8 @@ class SimClient:
         ]
         if "storm" in world.plan.faults:
             kinds.append((0.02, self._storm))
+        if world.plan.contests:
+            kinds.append((0.06, self._contest))
         (operation,) = self._rng.choices([k for _, k in kinds], [share for share, _ in kinds])
         self._timeout_s = _TIMEOUT_S
         if "hurry" in world.plan.faults and self._rng.random() < 0.15:
@@ -346,6 +348,48 @@ class SimClient:
             + [read(self._rng.uniform(0, 0.2)) for _ in range(2)]
         )
 
+    async def _contest(self) -> None:
+        """Writers with other bytes for the same blocks: in the end one version is there (G2)."""
+        world, rng = self._world, self._world.rng[f"contests/{self.name}"]
+        namespace = rng.choice(CONTESTED)
+        chain, part = world.catalog.contested(rng.randint(1, 3)), rng.randrange(namespace.parts)
+        gap_s = rng.choice([0.002, 0.03, 1.0])
+        clean, stored = [False] * VERSIONS, [False] * VERSIONS
+        began = world.loop.now
+
+        async def write(version: int) -> None:
+            await asyncio.sleep(gap_s * rng.random())
+            data = [value(namespace, digest, part, version) for digest in chain]
+            if namespace.parts == 1 and rng.random() < 0.7:
+                server = rng.choice(world.servers).name
+                statuses = [
+                    await self.pool.write_to(server, namespace, *block, timeout=self._timeout_s)
+                    for block in zip(chain, data, strict=True)
+                ]
+            else:
+                copies, timeout_s = rng.choice([1, 2]), self._timeout_s
+                statuses = await self.pool.write(
+                    namespace, chain, data, part=part, copies=copies, timeout=timeout_s
+                )
+            stored[version] = all(status is WriteStatus.STORED for status in statuses)
+            clean[version] = all(
+                status.present or status in (WriteStatus.IN_PROGRESS, WriteStatus.NO_SPACE)
+                for status in statuses
+            )
+
+        await self._side_by_side([write(version) for version in range(VERSIONS)])
+        if not all(clean) or not world.settled_since(began):
+            return
+        for digest in chain:
+            held = world.held_bytes(namespace, digest, part)
+            if len(set(held)) > 1:
+                world.loop.fail(f"G2: {digest.hex()[:12]} has two versions on servers")
+            evicted = ReadStatus.EVICTED in world.truth.history(namespace, digest, part).ends
+            if not held and not evicted and any(stored):
+                world.loop.fail(f"G2: {digest.hex()[:12]} has no version left of {VERSIONS}")
+            if len(held) > 1:
+                world.truth.probes.add("copies of a contested block are equal")
+
     async def _lose_owner(self) -> None:
         """Write two copies, freeze or kill one owner while there is no other fault, and read."""
         kinds = self._world.plan.faults & {"freeze server", "kill server"}
@@ -426,6 +470,8 @@ class SimClient:
                 match = await self._match(namespace, chain)
                 if match.length:
                     await self._read_now(namespace, chain[: match.length], match)
+        for _ in range(6 if self._world.plan.contests else 0):
+            await self._contest()
         fresh = self._world.catalog.fresh(3)
         statuses = await self._write_now(ONE, fresh)
         if set(statuses) != {WriteStatus.STORED}:

@@ -27,7 +27,7 @@ from kvpool.master.service import Master
 from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
 from kvpool.server.block_server import BlockServer
-from kvpool.types import Cluster
+from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.tcp import TcpTransport
@@ -159,6 +159,19 @@ class World:
             self.loop.fail(
                 f"G4: bytes are written to {offset} of {store.life}, which is not reserved"
             )
+
+    def held_bytes(self, namespace: Namespace, digest: bytes, part: int) -> list[bytes]:
+        """What each living server holds under one key, where no fault has changed it."""
+        held = []
+        for node in self.servers:
+            stores = [node.store] if node.tiers is None else [node.store, node.tiers.base]
+            entries = [(store, store.peek(namespace, part, digest)) for store in stores]
+            held += [
+                bytes(store.memory.view(entry.offset, entry.size))
+                for store, entry in entries
+                if entry is not None and (entry.offset, entry.generation) not in store.corrupted
+            ]
+        return held
 
     def disk_s(self, blocks: int) -> float:
         """Limit, in seconds, for promoting so many blocks from a disk without any fault."""

@@ -1,0 +1,361 @@
+"""The planner's bounds and accounts: what fits exactly, what is given back, what is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvpool import Match, ReadStatus, Replica, Run, WriteStatus
+from kvpool_connector.cost_model import PrefillCost, TransferCost
+from kvpool_connector.messages import LoadResult, ProbeResult, SaveResult
+from kvpool_connector.planner import CacheGroup, RequestHints, ScheduledRequest
+from kvpool_connector.save_queue import WAITING_BLOCKS_MAX, SaveItem, SaveQueue
+from tests.connector.test_planner import Played, hashes, matched
+
+MIB = 1 << 20
+
+
+def estimating(played: Played, load_s: float, prefill_s: float) -> None:
+    """Every load and every prefill is estimated to take so long."""
+    played.planner.transfer_cost.seconds = lambda size: load_s  # type: ignore[method-assign]
+    played.planner.prefill_cost.seconds = lambda first, last: prefill_s  # type: ignore[method-assign]
+
+
+def load(played: Played, name: str, blocks: int = 6, *, computed: int = 0) -> None:
+    """A request whose load has begun."""
+    played.look_up(name, 100, blocks)
+    offered = played.offer(name, 100, computed)
+    assert offered
+    played.allocate(name, 7, offered)
+    played.idle()
+
+
+# --- bounds that are met exactly -------------------------------------------------------------
+
+
+def test_a_lookup_has_all_of_its_time_and_no_more() -> None:
+    played = Played(lookup_timeout_s=0.5)
+    assert played.arrive("a", 100) is not None
+    played.now += 0.25
+    assert played.offer("a", 100) is None
+    played.now += 0.25
+    assert played.offer("a", 100) == 0
+
+
+def test_the_last_token_is_computed_when_the_prompt_ends_with_a_block() -> None:
+    played = Played()
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 97) == 96
+    assert played.offer("a", 96) == 80
+
+
+def test_a_load_that_takes_as_long_as_computing_is_not_chosen() -> None:
+    played = Played()
+    played.look_up("a", 100, 6)
+    estimating(played, 1.0, 1.0)
+    assert played.offer("a", 100) == 0
+    estimating(played, 0.999, 1.0)
+    assert played.offer("a", 100) == 96
+
+
+def test_as_many_tokens_as_the_setting_asks_for_are_enough() -> None:
+    played = Played(hit_tokens_min=80)
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100, 16) == 80
+    assert played.offer("a", 100, 32) == 0
+
+
+def test_a_probe_is_due_when_its_time_has_passed() -> None:
+    played = Played(probe_every_s=4.0)
+    estimating(played, 2.0, 1.0)
+    for after_s, probed in ((0.0, True), (3.5, False), (0.5, True)):
+        played.now += after_s
+        played.look_up(f"r{played.now}", 100, 6)
+        assert played.offer(f"r{played.now}", 100) == 0
+        assert (played.idle().probe is not None) is probed
+        if probed:
+            played.planner.on_probe_result(ProbeResult(MIB, 0.5))
+
+
+@pytest.mark.parametrize(("waited_s", "slow"), [(9.5, False), (10.0, True)])
+def test_a_probe_that_waited_for_all_of_its_time_is_a_measurement(
+    waited_s: float, slow: bool
+) -> None:
+    played = Played(load_timeout_s=10.0)
+    played.planner.on_probe_result(ProbeResult(0, waited_s))
+    assert (played.planner.transfer_cost.samples == 1) is slow
+    assert (played.planner.transfer_cost.seconds(4 * MIB) > 1.0) is slow
+
+
+def test_no_load_may_take_longer_than_the_setting() -> None:
+    played = Played(load_timeout_s=2.0)
+    estimating(played, 1.5, 100.0)
+    played.look_up("a", 100, 6)
+    played.allocate("a", 7, played.offer("a", 100) or 0)
+    (request,) = played.idle().loads
+    assert request.timeout_s == 2.0
+
+
+def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
+    played = Played()
+    played.planner.block_bytes = (8 * MIB,)
+    estimating(played, 2.0, 1.0)
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 0
+    probe = played.idle().probe
+    assert probe is not None
+    assert probe.blocks[0].digests == tuple(hashes("a", 16))
+
+
+# --- what is given back ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["result", "finish", "restart"])
+def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
+    played = Played()
+    sizes: list[int] = []
+    load(played, "a")
+    real = played.planner.transfer_cost.seconds
+    played.planner.transfer_cost.seconds = (  # type: ignore[method-assign]
+        lambda size: sizes.append(size) or real(size)  # type: ignore[func-returns-value]
+    )
+    played.look_up("b", 100, 6)
+    played.offer("b", 100)
+    assert sizes.pop() == 12 * MIB  # b's, and a's, which is running
+    if end == "result":
+        played.planner.on_load_result(LoadResult("a", 6 * MIB, True), played.now + 0.01)
+    elif end == "finish":
+        played.planner.on_request_finished("a")
+    else:
+        played.planner.on_restart("a", 100, played.now)
+    assert played.planner.loading == 0
+    played.offer("b", 100)
+    assert sizes.pop() == 6 * MIB
+
+
+def test_every_rank_ends_its_probe_before_there_is_another() -> None:
+    played = Played(ranks=3, probe_every_s=1.0)
+    estimating(played, 2.0, 1.0)
+    probes = []
+    for number in range(5):
+        played.look_up(f"r{number}", 100, 6)
+        assert played.offer(f"r{number}", 100) == 0
+        probes.append(played.idle().probe is not None)
+        played.planner.on_probe_result(ProbeResult(0, 0.001))
+        played.now += 2
+    assert probes == [True, False, False, True, False]
+
+
+def test_a_restarted_request_has_nothing_of_its_first_life() -> None:
+    """Neither a match, which may be of blocks that are gone, nor blocks that were saved."""
+    played = Played(lookup_timeout_s=0.05)
+    played.look_up("a", 100, 4)
+    assert played.offer("a", 100) == 64
+    assert played.planner.on_restart("a", 100, played.now) is not None
+    played.now += 1
+    assert played.offer("a", 100) == 0
+    (save,) = played.step("a", 0, 100).saves
+    assert save.blocks[0].block_ids == (1, 2, 3, 4, 5, 6)
+
+
+def test_a_late_answer_does_not_take_back_what_was_saved_meanwhile() -> None:
+    played = Played()
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    (save,) = played.step("a", 0, 100).saves
+    played.saved(save.job)
+    played.planner.on_lookup_result("a", lookup.serial, [matched(2)], "")
+    assert not played.step("a", 100, 101).saves
+
+
+# --- what is counted and measured ------------------------------------------------------------
+
+
+def test_seconds_and_loads_add_up() -> None:
+    played = Played()
+    for name in ("a", "b"):
+        load(played, name)
+        played.planner.on_load_result(LoadResult(name, 6 * MIB, True), played.now + 0.5)
+    assert played.planner.counters["load_s"] == pytest.approx(1.0)
+    assert played.planner.counters["loads"] == 2
+
+
+def test_of_several_ranks_the_one_that_moved_most_is_measured() -> None:
+    for order in ((6 * MIB, 1 * MIB), (1 * MIB, 6 * MIB)):
+        played = Played(ranks=2)
+        load(played, "a")
+        for size in order:
+            played.planner.on_load_result(LoadResult("a", size, True), played.now + 0.5)
+        assert played.planner.transfer_cost.seconds(6 * MIB) == pytest.approx(0.5)
+
+
+def test_hits_are_counted_where_they_were_read() -> None:
+    played = Played()
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    runs = (
+        Run(0, 2, (Replica("a", "dram"), Replica("b", "nvme"))),
+        Run(3, 5, (Replica("b", "nvme"),)),
+    )
+    match = Match(runs, 6, ReadStatus.HIT)
+    played.planner.on_lookup_result("a", lookup.serial, [match], "")
+    assert played.offer("a", 100, 16) == 80
+    played.allocate("a", 7, 64)  # the engine takes less than was offered: tokens 16 to 80
+    assert played.planner.counters["hit_tokens dram"] == 32
+    assert played.planner.counters["hit_tokens nvme"] == 32
+
+
+def test_estimates_are_of_the_tokens_that_are_missing() -> None:
+    played = Played()
+    asked: list[tuple[int, int]] = []
+    sizes: list[int] = []
+
+    def load_s(size: int) -> float:
+        sizes.append(size)
+        return 0.25
+
+    def prefill_s(first: int, last: int) -> float:
+        asked.append((first, last))
+        return 4.0
+
+    played.planner.transfer_cost.seconds = load_s  # type: ignore[method-assign]
+    played.planner.prefill_cost.seconds = prefill_s  # type: ignore[method-assign]
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100, 48) == 48
+    played.allocate("a", 7, 48)
+    assert (asked[0], sizes[0]) == ((48, 96), 3 * MIB)
+    assert played.planner.counters["estimated_load_s"] == 0.25
+    assert played.planner.counters["estimated_prefill_s"] == 4.0
+
+
+def test_the_shortest_match_has_the_reason_of_a_miss() -> None:
+    groups = (CacheGroup(16, 1), CacheGroup(16, 1))
+    for lengths, reason in (((5, 2), "evicted"), ((2, 5), "removed")):
+        played = Played(groups=groups)
+        lookup = played.arrive("a", 100)
+        assert lookup is not None
+        first, second = lengths
+        matches = [matched(first, ReadStatus.REMOVED), matched(second, ReadStatus.EVICTED)]
+        played.planner.on_lookup_result("a", lookup.serial, matches, "")
+        assert played.planner.counters[f"miss {reason}"] == 1
+
+
+# --- which blocks ------------------------------------------------------------------------------
+
+
+def test_a_probe_reads_what_was_not_loaded() -> None:
+    played = Played()
+    estimating(played, 2.0, 1.0)
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100, 48) == 0
+    probe = played.idle().probe
+    assert probe is not None
+    (blocks,) = probe.blocks
+    assert blocks.digests == tuple(hashes("a", 100)[3:6])
+    assert blocks.match is not None
+    assert blocks.match.length == 3
+    assert [(run.first, run.last) for run in blocks.match.runs] == [(0, 2)]
+
+
+def test_blocks_with_a_hole_between_them_are_looked_up_when_they_are_read() -> None:
+    """A match is of consecutive blocks: with a hole it would name other blocks."""
+    played = Played()
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 96
+    played.planner.on_blocks_allocated("a", [[1, 0, 3, 4, 5, 6, 7]], 96, played.now)
+    (blocks,) = played.idle().loads[0].blocks
+    assert blocks.block_ids == (1, 3, 4, 5, 6)
+    assert blocks.match is None
+
+
+def test_a_retry_belongs_to_no_session() -> None:
+    """The session may have ended meanwhile; and a step has the saves of other sessions, too."""
+    played = Played()
+    played.arrive("a", 64, RequestHints("one", 5.0))
+    (save,) = played.step("a", 0, 64).saves
+    chain = hashes("a", 64)
+    played.saved(save.job, (chain[3], WriteStatus.NO_SPACE))
+    played.now += 50
+    played.arrive("b", 64, RequestHints("two", 7.0))
+    saves = played.step("b", 0, 64, first=11).saves
+    found = {save.session: save.blocks[0].block_ids for save in saves}
+    assert found == {"two": (11, 12, 13, 14), "": (4,)}
+
+
+def test_a_block_of_an_ended_save_can_be_saved_again() -> None:
+    """The pool may have evicted it; another request with the same prefix saves it once more."""
+    played = Played()
+    for name in ("a", "b"):
+        played.planner.on_new_request(name, hashes("x", 64), 64, RequestHints(), played.now)
+        scheduled = ScheduledRequest(name, 0, 64, [[1, 2, 3, 4]])
+        (save,) = played.idle(scheduled).saves
+        assert save.blocks[0].block_ids == (1, 2, 3, 4)
+        played.saved(save.job)
+
+
+# --- the queue of saves --------------------------------------------------------------------------
+
+
+def item(number: int) -> SaveItem:
+    return SaveItem("a", 0, number, bytes([number % 256]) * 32, b"", number)
+
+
+def queue(retries_max: int = 3, pinned_blocks_max: int = 100) -> SaveQueue:
+    return SaveQueue(
+        Counter(), ranks=1, pinned_blocks_max=pinned_blocks_max, retries_max=retries_max
+    )
+
+
+def refuse(saves: SaveQueue, items: list[SaveItem], now: float) -> None:
+    """Save blocks, all of which the pool refuses."""
+    request = saves.start(items, "", None, now)
+    assert request is not None
+    refused = tuple((0, one.digest, WriteStatus.NO_SPACE) for one in items)
+    saves.on_result(SaveResult(request.job, 0, refused), now)
+
+
+def test_each_retry_waits_twice_as_long_as_the_one_before() -> None:
+    saves, waiting, now = queue(), [item(1)], 0.0
+    for wait_s in (1.0, 2.0, 4.0):
+        refuse(saves, waiting, now)
+        assert not saves.take_due(lambda *_: True, now + wait_s - 0.01)
+        now += wait_s
+        waiting = saves.take_due(lambda *_: True, now)
+        assert [one.number for one in waiting] == [1]
+
+
+def test_a_block_that_waits_longer_delays_no_other() -> None:
+    saves = queue()
+    refuse(saves, [item(1)], 0.0)
+    refuse(saves, saves.take_due(lambda *_: True, 1.0), 1.0)  # its second retry is due at 3.0
+    refuse(saves, [item(2)], 1.5)
+    assert [one.number for one in saves.take_due(lambda *_: True, 2.5)] == [2]
+    assert [one.number for one in saves.take_due(lambda *_: True, 3.0)] == [1]
+
+
+def test_the_blocks_that_have_waited_longest_are_dropped() -> None:
+    saves = queue(pinned_blocks_max=0)
+    many = [
+        SaveItem("a", 0, number, number.to_bytes(32, "big"), b"", number)
+        for number in range(WAITING_BLOCKS_MAX + 2)
+    ]
+    assert saves.start(many, "", None, 0.0) is None
+    saves._pinned_blocks_max = 1 << 20
+    assert saves.take_due(lambda *_: True, 0.0)[0].number == 2
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+
+def test_a_step_of_several_prompts_is_shared_by_tokens() -> None:
+    prefill = PrefillCost()
+    prefill.observe([(0, 300), (8000, 8100)], 4.0)
+    assert prefill.seconds(0, 300) == pytest.approx(3.0)
+    assert prefill.seconds(8000, 8100) == pytest.approx(1.0)
+
+
+def test_a_transfer_of_nothing_known_is_no_free_one() -> None:
+    cost = TransferCost()
+    cost.observe(0, 0.0)
+    assert cost.seconds(MIB) > 0
