@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
+_FILES = 65_536
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -68,6 +70,17 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:  # it ended before we could ask
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may, up to 65,536.
+
+    Shells give 1,024 by default, as many as a server accepts connections (`connections_max`).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def freeze_gc() -> None:

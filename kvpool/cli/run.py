@@ -80,6 +80,7 @@ def master(
 
     if die_with_parent:
         runtime.die_with_parent()
+    runtime.raise_file_limit()
     settings = settings_of(
         config,
         {
@@ -150,6 +151,7 @@ def server(
     """Run a block server, which stores the bytes."""
     if die_with_parent:
         runtime.die_with_parent()
+    runtime.raise_file_limit()
     settings = settings_of(
         config,
         {

@@ -27,8 +27,17 @@ class Masters:
         self._config = config
         self._preferred = 0
 
-    async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
-        """The first good answer. Raises MasterLost when no master answers in time.
+    async def ask(
+        self,
+        message: wire.Message,
+        answer: type[wire.M],
+        deadline: float,
+        *,
+        patient: bool = False,
+    ) -> wire.M:
+        """The first good answer. Raises MasterLost when no master answers within `attempt_s`.
+
+        A `patient` caller waits until the deadline.
 
         A request of a client may be sent twice, because it changes nothing that matters. So when
         the preferred master sends nothing for `hedge_s`, all masters are asked at once, that one
@@ -36,7 +45,7 @@ class Masters:
         """
         now = asyncio.get_running_loop().time()
         request = wire.encode(message)
-        until = min(deadline, now + self._config.attempt_s)
+        until = deadline if patient else min(deadline, now + self._config.attempt_s)
         problems: list[str] = []
         if len(self._links) > 1:
             # Half of a short deadline: the others need time to answer, too.

@@ -80,7 +80,7 @@ async def connect(
     """Open a pool on the masters at `host:port`; any one of them is enough.
 
     A cluster with a secret is `Cluster(name, secret)`. Raises MasterLost when none answers within
-    the configured time.
+    `timeout_s` of the configuration.
     """
     cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
     if config is None:
@@ -95,7 +95,8 @@ async def connect(
         network.close()
         raise
     try:
-        await pool.members()
+        # Patient: a master to which hundreds of clients connect at once answers after seconds.
+        await pool._servers.refresh(pool._begin(None), patient=True)
     except MasterLost as error:
         await pool.close()
         raise MasterLost(f"{error}{await diagnose_unreachable(config.masters, cluster)}") from None

@@ -131,8 +131,8 @@ class Servers:
     def __repr__(self) -> str:
         return f"servers={sorted(self._records)}"
 
-    async def refresh(self, deadline: float) -> list[Member]:
-        """The members that a master knows. Raises MasterLost.
+    async def refresh(self, deadline: float, *, patient: bool = False) -> list[Member]:
+        """The members that a master knows. Raises MasterLost, as `Masters.ask` does.
 
         A server with a new epoch has restarted, empty: its channels are closed, and it is ready.
         """
@@ -140,7 +140,9 @@ class Servers:
         more = True
         while more:
             after = infos[-1].server if infos else ""
-            answer = await self._masters.ask(wire.Members(after), wire.MembersReply, deadline)
+            answer = await self._masters.ask(
+                wire.Members(after), wire.MembersReply, deadline, patient=patient
+            )
             infos += answer.members
             # Pages are sorted. A master whose pages do not go on would be asked for ever.
             goes_on = bool(answer.members) and answer.members[0].server > after

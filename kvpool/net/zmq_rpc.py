@@ -42,6 +42,9 @@ log = logs.get("kvpool.link")
 RECONNECT_AFTER_S = 2.0
 #: Messages that are taken from a socket before the loop does something else.
 _BURST = 64
+#: New connections that the kernel keeps until zmq accepts them (at most `somaxconn`). Beyond it an
+#: attempt is dropped, and its kernel tries again after a second.
+_BACKLOG = 1024
 #: As plain numbers: each operation on zmq's enums costs microseconds, some for every message.
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 _POLLIN, _NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
@@ -146,6 +149,7 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    socket.setsockopt(zmq.BACKLOG, _BACKLOG)
 
 
 class _Socket:

@@ -134,6 +134,9 @@ class BlockStore(Protocol):
     def connect(self, peer: Peer) -> Connection:
         """Record one more client connection. Raises Overloaded at the limit of connections."""
 
+    def count(self, event: str) -> None:
+        """Add one to the server's counter `event`, for `kvpool status --json` and `/metrics`."""
+
 
 class Listener(Protocol):
     """A transport that accepts clients for one server."""

@@ -193,6 +193,9 @@ class BlockServer:
         self._connection_id += 1
         return ServerConnection(context, self._connection_id)
 
+    def count(self, event: str) -> None:
+        self._context.counters[event] += 1
+
     # --- for the masters ------------------------------------------------------------------
 
     def _apply_hints(self, hints: Sequence[wire.WireHint]) -> None:

@@ -202,6 +202,9 @@ class Recorder:
         self.peers.append(peer)
         return watched
 
+    def count(self, event: str) -> None:
+        self._server.count(event)
+
     def memory(self, extent: Extent) -> memoryview:
         """The pool's memory of an extent, also of a free one."""
         assert isinstance(self._server.tier, Addressable)

@@ -324,9 +324,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         return await self.network.dial(factory, *args, **kwargs)
 
     async def create_server(  # type: ignore[override]
-        self, factory: Any, *args: Any, **kwargs: Any
+        self, factory: Any, host: str, port: int, *, backlog: int = 100
     ) -> Any:
-        return self.network.listen(factory, *args, **kwargs)
+        return self.network.listen(factory, host, port)  # nobody waits to be accepted
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -417,6 +417,7 @@ class Books:
         self._inner = inner
         self._change = change
         self.cluster, self.server, self.tier = inner.cluster, inner.server, inner.tier
+        self.count = inner.count
 
     def connect(self, peer: Peer) -> Connection:
         connection = self._inner.connect(peer)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
@@ -20,6 +21,10 @@ from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import Sessions
 from kvpool_transports.streams.stream import Stream
+
+#: Connections that the kernel keeps until the loop accepts them (at most `somaxconn`), all in one
+#: turn. Beyond it an attempt is dropped, and its kernel tries again after a second.
+_BACKLOG: Final = 256
 
 
 class TcpTransport:
@@ -75,7 +80,7 @@ class TcpListener:
         host, port = parse(address or f"{self._scheme}://127.0.0.1:0", self._scheme)
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._accept, host, port)
+            self._server = await loop.create_server(self._accept, host, port, backlog=_BACKLOG)
         except (OSError, ValueError) as error:  # ValueError: a name that is none, `a..b`
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(

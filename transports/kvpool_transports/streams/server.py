@@ -49,9 +49,10 @@ from kvpool.wire.messages import (
     unpack_batch,
     unpack_parents,
 )
+from kvpool_transports.streams.strangers import Strangers
 from kvpool_transports.streams.stream import Stream
 
-#: A client has this long to say hello.
+#: A handshake must be complete after this time.
 HELLO_S = 5.0
 #: What a client may ask us to wait for space, and how long after its deadline a writer that has
 #: not sealed is taken for frozen.
@@ -80,6 +81,7 @@ class Sessions:
         self._session = session or StreamSession
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = Strangers()
         self._closed = False
 
     def accept(self, stream: Stream) -> Stream:
@@ -87,7 +89,13 @@ class Sessions:
         if self._closed:  # the kernel accepted the connection before `close`
             stream.abort()
             return stream
-        session = self._session(stream, self._store, mapped=self._mapped, scheme=self._scheme)
+        session = self._session(
+            stream,
+            self._store,
+            mapped=self._mapped,
+            scheme=self._scheme,
+            strangers=self._strangers,
+        )
         task = self.start(session.run())
         # Also when it is cancelled before its first step, and so never comes to its `finally`.
         task.add_done_callback(lambda _: stream.abort())
@@ -112,9 +120,18 @@ class Sessions:
 class StreamSession:
     """The server's side of one stream: handshake, then one answer to each request."""
 
-    def __init__(self, stream: Stream, store: BlockStore, *, mapped: bool, scheme: str) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        store: BlockStore,
+        *,
+        mapped: bool,
+        scheme: str,
+        strangers: Strangers | None = None,
+    ) -> None:
         self.stream = stream
         self._store = store
+        self._strangers = strangers if strangers is not None else Strangers()
         self._mapped = mapped
         self._scheme = scheme
         self._loop = asyncio.get_running_loop()
@@ -128,12 +145,15 @@ class StreamSession:
         write. Its extents are then quarantined until it hangs up: it does that after its copies
         have stopped, and its kernel does it when it dies (design: quarantine).
         """
+        if self._strangers.arrived(self.stream):
+            self._store.count("displaced_handshakes")
         try:
             quarantined = await self._serve()
             if quarantined is not None:
                 await self.stream.close_gracefully()
                 quarantined.writer_exited()
         finally:
+            self._strangers.left(self.stream)
             self.stream.abort()
 
     async def _serve(self) -> Connection | None:
@@ -142,6 +162,7 @@ class StreamSession:
         ours = quarantined = False
         try:
             self._connection = await self.handshake()
+            self._strangers.left(self.stream)
             while True:
                 frame = await self.stream.receive(deadline=None)
                 if self._unpin_previous(self._connection) and frame.type == TYPES[Unpin]:
@@ -178,6 +199,7 @@ class StreamSession:
                 f"client belongs to cluster {hello.cluster!r}, this server to another one"
             )
         if cluster.secret:
+            self._strangers.check(self.stream.peer_address, self._loop.time())
             await self._challenge(hello.nonce, deadline)
         connection = self._store.connect(Peer(hello.client, self._scheme))
         size = self._store.tier.capacity if self._mapped else 0
@@ -197,15 +219,23 @@ class StreamSession:
         if len(theirs) != auth.NONCE_SIZE:
             raise Unauthenticated("this cluster has a secret: give it (setting secret_file)")
         cluster, ours = self._store.cluster, secrets.token_bytes(auth.NONCE_SIZE)
-        await self._send(Challenge(ours, auth.server_proof(cluster, theirs, ours)))
+        challenge = Challenge(ours, auth.server_proof(cluster, theirs, ours))
+        await self.stream.send(challenge, deadline=deadline)
         proof = await self.stream.expect(Proof, deadline=deadline)
         if not auth.same(proof.proof, auth.client_proof(cluster, theirs, ours)):
             raise Unauthenticated("the client does not know this cluster's secret")
 
     def _refuse(self, error: KvpoolError) -> None:
-        log.info(
-            "connection closed", transport=self._scheme, error=type(error).__name__, why=str(error)
-        )
+        fields = {"transport": self._scheme, "error": type(error).__name__, "why": str(error)}
+        if self._connection is not None:
+            log.info("connection closed", **fields)
+        else:
+            self._store.count("refused_handshakes")
+            address = self.stream.peer_address
+            count = self._strangers.refused(address, error, self._loop.time())
+            if count:
+                report = log.warning if isinstance(error, Unauthenticated) else log.info
+                report("connection closed", **fields, peer=address, handshakes=count)
         with contextlib.suppress(KvpoolError):
             self.stream.send_now(Error(type(error).__name__, str(error)[:2048]))
 

@@ -13,6 +13,7 @@ knows the memory of payload bytes.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
@@ -228,6 +229,13 @@ class Stream(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    @property
+    def peer_address(self) -> str:
+        """Where the peer is, without the port; empty for sockets without addresses."""
+        if self._transport is None:
+            return ""
+        return address_of(self._transport.get_extra_info("peername"))
+
     def fileno(self) -> int:
         """Its socket's descriptor; -1 when there is none."""
         socket = self._transport.get_extra_info("socket") if self._transport is not None else None
@@ -359,3 +367,19 @@ async def wait_until(future: Ending, deadline: float | None, otherwise: str) -> 
         return await future
     finally:
         timer.cancel()
+
+
+def address_of(peername: object) -> str:
+    """The part of a socket's peer name that one host cannot choose freely; empty if there is none.
+
+    Of an IPv6 address its network of 64 bits, because a host has all addresses in there.
+    """
+    if not isinstance(peername, tuple) or not peername:
+        return ""
+    try:
+        address = ipaddress.ip_address(str(peername[0]).partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

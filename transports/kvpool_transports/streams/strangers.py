@@ -1,0 +1,109 @@
+"""What a listener keeps of peers that have not shown yet that they belong to the cluster.
+
+Every process that reaches the port may connect, be silent, and send wrong proofs. So there is a
+bound on each thing here, and all of it is given back (design: strangers).
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.errors import KvpoolError, Overloaded, Unauthenticated
+from kvpool_transports.streams.stream import Stream
+
+#: Connections of one listener before the end of their handshake; fewer where the process may open
+#: fewer than four times as many files.
+HANDSHAKES_MAX: Final = 1024
+#: Wrong proofs that one address may send at once, and how many more each second.
+WRONG_PROOFS_MAX: Final = 64
+WRONG_PROOFS_PER_S: Final = 8.0
+#: Addresses that are remembered at the same time.
+ADDRESSES_MAX: Final = 1024
+#: One log line in this time for each address, with the number of handshakes that it stands for.
+LOG_EVERY_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Address:
+    """What one address has done lately."""
+
+    #: Wrong proofs at the time `at`; they become fewer with time.
+    wrong: float
+    at: float
+    #: Refused handshakes that no log line has reported yet.
+    unreported: int = 0
+    report_at: float = 0.0
+
+    def wrong_now(self, now: float) -> float:
+        return max(0.0, self.wrong - (now - self.at) * WRONG_PROOFS_PER_S)
+
+    def is_over(self, now: float) -> bool:
+        """Nothing of it matters any more."""
+        return self.wrong_now(now) == 0.0 and now >= self.report_at
+
+
+class Strangers:
+    """The peers of one listener before the end of their handshake. `now` is loop time."""
+
+    def __init__(self) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unlimited = files == resource.RLIM_INFINITY
+        self._limit = HANDSHAKES_MAX if unlimited else max(1, min(HANDSHAKES_MAX, files // 4))
+        self._handshakes: dict[Stream, None] = {}  # oldest first
+        self._addresses: dict[str, _Address] = {}
+
+    def __repr__(self) -> str:
+        return f"<Strangers {len(self._handshakes)} handshakes, {len(self._addresses)} addresses>"
+
+    def __len__(self) -> int:
+        return len(self._handshakes)
+
+    def arrived(self, stream: Stream) -> bool:
+        """A handshake begins; True when the oldest one was ended to make room for it.
+
+        An honest client needs some milliseconds for it, so the oldest one is a silent one.
+        """
+        self._handshakes[stream] = None
+        full = len(self._handshakes) > self._limit
+        if full:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.abort()
+        return full
+
+    def left(self, stream: Stream) -> None:
+        """Its handshake is complete, or has failed. Idempotent."""
+        self._handshakes.pop(stream, None)
+
+    def check(self, address: str, now: float) -> None:
+        """Raises Overloaded for an address that has sent too many wrong proofs."""
+        known = self._addresses.get(address)
+        if known is not None and known.wrong_now(now) > WRONG_PROOFS_MAX - 1:
+            raise Overloaded("too many wrong secrets from this address: try again in a moment")
+
+    def refused(self, address: str, error: KvpoolError, now: float) -> int:
+        """A handshake has failed; for how many of this address a log line is due now, mostly 0."""
+        known = self._addresses.get(address)
+        if known is None:
+            self._make_room(now)
+            known = self._addresses[address] = _Address(0.0, now)
+        wrong = address != "" and isinstance(error, Unauthenticated)
+        known.wrong, known.at = known.wrong_now(now) + wrong, now
+        known.unreported += 1
+        if now < known.report_at:
+            return 0
+        due, known.unreported = known.unreported, 0
+        known.report_at = now + LOG_EVERY_S
+        return due
+
+    def _make_room(self, now: float) -> None:
+        """For one more address: those without meaning go, or else the most harmless one."""
+        if len(self._addresses) < ADDRESSES_MAX:
+            return
+        for address in [a for a, known in self._addresses.items() if known.is_over(now)]:
+            del self._addresses[address]
+        if len(self._addresses) >= ADDRESSES_MAX:
+            harmless = min(self._addresses, key=lambda a: self._addresses[a].wrong_now(now))
+            del self._addresses[harmless]
