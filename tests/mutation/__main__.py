@@ -40,7 +40,7 @@ _GOAL: Final = 0.20
 def main(
     count: Annotated[int, typer.Option("--sample", min=1, help="Mistakes to plant.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Which mistakes.")] = 1,
-    rooms: Annotated[str, typer.Option(help="Only paths that begin so, with commas.")] = "",
+    rooms: Annotated[str, typer.Option(help="Only these folders or files, with commas.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Mistakes tried at a time.")] = 2,
     seconds: Annotated[
         float, typer.Option(min=0, help="Seconds of tests outside the room, for each mistake.")
@@ -52,7 +52,9 @@ def main(
     console = Console()
     mutants = sample(_ROOT, count, seed, [room for room in rooms.split(",") if room])
     if not mutants:
-        raise typer.BadParameter(f"--rooms {rooms!r}: no file of the product begins so")
+        raise typer.BadParameter(
+            f"--rooms {rooms!r}: there is no such folder or file in the product"
+        )
     if listed:
         for mutant in mutants:
             console.print(_described(mutant), soft_wrap=True, highlight=False)
@@ -72,7 +74,8 @@ def main(
         finally:
             trees.put(tree)
         found.add(mutant, verdict)
-        console.print(f"{mutant.path}:{mutant.line} {verdict.noticed_by or '[red]survived[/]'}")
+        text = escape(verdict.noticed_by) or "[red]survived[/]"
+        console.print(f"{mutant.path}:{mutant.line} {text}", soft_wrap=True, highlight=False)
 
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(attempt, open_ones):

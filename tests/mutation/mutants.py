@@ -232,13 +232,13 @@ def _is_left_alone(node: Node, line: str) -> bool:
 def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> list[Mutant]:
     """`count` different mistakes, the same for the same source and seed.
 
-    Files are drawn by their number of possible mistakes. `rooms`: only files whose path begins
-    with one of these.
+    Files are drawn by their number of possible mistakes. `rooms`: only these files and
+    the files in these folders.
     """
     everything = [
         mutant
         for path in product_files(root)
-        if not rooms or path.startswith(tuple(rooms))
+        if not rooms or any(f"{path}/".startswith(f"{room.rstrip('/')}/") for room in rooms)
         for mutant in mutants_of(root, path)
     ]
     return random.Random(seed).sample(everything, min(count, len(everything)))
