@@ -16,7 +16,8 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["*"]
 else:
     from examples import tiny_model
-    from tests.connector.vllm.helpers import Engine, LocalPool, closing, transfer
+    from tests.connector.vllm.helpers import Engine, closing, transfer
+    from tests.support.local_pool import LocalPool
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,8 @@ from kvpool_connector.messages import (
     WorkerReport,
 )
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
-from tests.connector.vllm.helpers import LocalPool, free_port, transfer
+from tests.connector.vllm.helpers import free_port, transfer
+from tests.support.local_pool import LocalPool
 
 BLOCK, BLOCKS = 16, 100
 SIZE = 1024

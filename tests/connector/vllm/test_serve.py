@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from examples.vllm_two_instances import Instance, transfer
-from tests.connector.vllm.helpers import Engine, LocalPool, closing, prompt
+from tests.connector.vllm.helpers import Engine, closing, prompt
 from tests.connector.vllm.helpers import transfer as always
+from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(500)
 

@@ -1,0 +1,597 @@
+"""Both halves of the connector on a real pool; the test is the engine between them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool import WriteStatus
+from kvpool_connector import settings as settings_module
+from kvpool_connector.block_memory import memory_of
+from kvpool_connector.messages import WorkerReport
+from kvpool_connector.planner import CacheGroup, RequestHints, ScheduledRequest
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.scheduler import (
+    ConnectorScheduler,
+    EngineInfo,
+    EngineStep,
+    parse_hints,
+)
+from kvpool_connector.worker import ConnectorWorker, Rank
+from tests.conftest import keys
+from tests.support.local_pool import LocalPool
+
+BLOCK = 16  # tokens
+BYTES = 4096  # of a block, of one rank
+BLOCKS = 64
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Clock:
+    """The scheduler half's clock, which a test may move."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class Engine:
+    """Blocks of KV memory on each rank, and steps: what an engine does to a connector."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        ranks: int = 1,
+        kernel: str = "kernel",
+        saves: Sequence[bool] = (),
+        **settings: Any,
+    ) -> None:
+        patient = {"load": "always", "lookup_timeout_s": 5.0, "transports": ["tcp"]}
+        self.settings = settings_module.parse({"masters": [address], **patient, **settings})
+        self.lines: list[str] = []
+        self.clock = Clock()
+        self.threads: list[PoolThread] = []
+        self.scheduler = ConnectorScheduler(
+            self.settings,
+            self._thread(),
+            EngineInfo(
+                groups=(CacheGroup(BLOCK, 1),),
+                kinds=("full",),
+                fields={"model": "tiny"},
+                seed=lambda: "0",
+                ranks=ranks,
+                parts=ranks,
+                blocks=BLOCKS,
+            ),
+            self.lines.append,
+            self.clock,
+        )
+        self.workers = []
+        self.memory = [torch.zeros(BLOCKS, BYTES, dtype=torch.uint8) for _ in range(ranks)]
+        for rank, memory in enumerate(self.memory):
+            saving = saves[rank] if saves else True
+            worker = ConnectorWorker(self.settings, self._thread(), Rank(rank, rank, saving))
+            worker.register([memory_of({"layer.0": memory})], lambda: kernel)
+            self.workers.append(worker)
+        self.unpinned: list[int] = []
+        self.pinned: list[int] = []
+        self.loaded: list[str] = []
+        self.failed: list[str] = []
+        self.bad_blocks: set[int] = set()
+        self.stored = 0
+
+    def _thread(self) -> PoolThread:
+        thread = PoolThread(
+            self.settings.client(), self.settings.member(), lambda line: self.lines.append(line)
+        )
+        self.threads.append(thread)
+        return thread
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+    def connected(self) -> Engine:
+        for thread in self.threads:
+            assert thread.wait(10)
+        self.step()  # brings the workers' infos, and with it the names
+        self.step()
+        return self
+
+    def step(
+        self, scheduled: Sequence[ScheduledRequest] = (), preempted: Sequence[str] = ()
+    ) -> WorkerReport:
+        prefill = [(one.start, one.end) for one in scheduled]
+        work, pins = self.scheduler.plan_step(
+            EngineStep(scheduled, preempted, prefill), lambda *block: True
+        )
+        self.pinned += pins
+        report = WorkerReport(work.step)
+        for worker in self.workers:
+            worker.start_loads(work)
+            worker.start_saves(work)
+        self.scheduler.yield_to_pool_thread(work)
+        done = [worker.take_finished() for worker in self.workers]
+        self.loaded += set.intersection(*(one.loaded for one in done)) if done else ()
+        for one in done:
+            self.failed += one.failed
+            self.bad_blocks |= one.bad_blocks
+        for worker in self.workers:
+            report.merge(worker.take_report())
+        outcome = self.scheduler.on_worker_report(report)
+        self.unpinned += outcome.blocks_to_unpin
+        self.stored += len(outcome.stored)
+        return report
+
+    def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
+        end = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < end, f"it did not happen; log: {self.lines}"
+            self.step()
+            time.sleep(0.002)
+
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
+        for rank, memory in enumerate(self.memory):
+            generator = torch.Generator().manual_seed(seed * 10 + rank)
+            for block in blocks:
+                memory[block] = torch.randint(0, 256, (BYTES,), generator=generator).byte()
+
+    def compute(self, request: str, hashes: list[bytes], blocks: list[int]) -> None:
+        """A new request that the pool is not asked for, computed in one step."""
+        tokens = len(hashes) * BLOCK
+        self.scheduler.on_new_request(request, hashes, tokens, RequestHints())
+        self.until(lambda: self.loadable(request, tokens) is not None)
+        self.step([ScheduledRequest(request, 0, tokens, [blocks])])
+
+    def loadable(self, request: str, tokens: int, computed: int = 0) -> int | None:
+        return self.scheduler.loadable_tokens(request, tokens, computed)
+
+    def ask(self, request: str, hashes: list[bytes], extra_tokens: int = 1) -> int:
+        """A new request; how many of its tokens the pool has."""
+        tokens = len(hashes) * BLOCK + extra_tokens
+        self.scheduler.on_new_request(request, hashes, tokens, RequestHints())
+        self.until(lambda: self.loadable(request, tokens) is not None)
+        return self.loadable(request, tokens) or 0
+
+    def save(self, hashes: list[bytes], blocks: list[int], seed: int = 1) -> None:
+        self.fill(blocks, seed)
+        self.compute("save", hashes, blocks)
+        self.until(lambda: self.stored == len(hashes))
+        self.scheduler.on_request_finished("save")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    local = LocalPool()
+    yield local
+    local.close()
+
+
+@pytest.fixture
+def start(pool: LocalPool) -> Iterator[Callable[..., Engine]]:
+    with contextlib.ExitStack() as stack:
+
+        def engine(**options: Any) -> Engine:
+            made = Engine(options.pop("address", pool.master), **options)
+            stack.callback(made.close)
+            return made.connected()
+
+        yield engine
+
+
+def ended(engine: Engine) -> bool:
+    """No worker believes that a transfer is running."""
+    return all(worker._running == 0 for worker in engine.workers)
+
+
+def test_what_one_engine_saved_another_one_loads(start: Callable[..., Engine]) -> None:
+    writer, reader = start(), start()
+    hashes = keys("halves", 5)
+    writer.save(hashes, [3, 4, 5, 6, 7])
+    assert sorted(writer.pinned) == sorted(writer.unpinned) == [3, 4, 5, 6, 7]
+    assert writer.stored == 5
+
+    assert reader.ask("r", hashes) == 5 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[10, 9, 12, 11, 13]], 5 * BLOCK)
+    reader.until(lambda: reader.loaded == ["r"])
+    assert not reader.failed
+    assert not reader.bad_blocks
+    assert torch.equal(reader.memory[0][[10, 9, 12, 11, 13]], writer.memory[0][3:8])
+    assert not reader.memory[0][14:].any()
+    assert ended(reader)
+    assert ended(writer)
+    counters = reader.workers[0].take_counters()
+    assert counters["load_bytes"] == 5 * BYTES
+    assert "load_blocks_missing" not in counters
+    assert reader.workers[0].take_counters() == {}
+
+
+def test_a_part_of_what_was_offered_is_loaded(start: Callable[..., Engine]) -> None:
+    writer, reader = start(), start()
+    hashes = keys("part of it", 6)
+    writer.save(hashes, [1, 2, 3, 4, 5, 6])
+    tokens = 6 * BLOCK + 1
+    reader.scheduler.on_new_request("r", hashes, tokens, RequestHints())
+    reader.until(lambda: reader.loadable("r", tokens) is not None)
+    # The engine has the first two blocks itself, and has room for the next three only.
+    assert reader.loadable("r", tokens, computed=2 * BLOCK) == 4 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[20, 21, 22, 23, 24, 25]], 3 * BLOCK)
+    reader.until(lambda: reader.loaded == ["r"])
+    assert torch.equal(reader.memory[0][22:25], writer.memory[0][3:6])
+    assert not reader.memory[0][20:22].any()
+    assert not reader.memory[0][25].any()
+
+
+def test_many_blocks_are_loaded_by_several_reads(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool_connector.worker._READ_BYTES_MIN", BYTES)
+    writer, reader = start(), start()
+    hashes = keys("several reads", 21)
+    writer.save(hashes, list(range(1, 22)))
+    assert reader.ask("r", hashes) == 21 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [list(range(40, 61))], 21 * BLOCK)
+    reader.until(lambda: reader.loaded == ["r"])
+    assert torch.equal(reader.memory[0][40:61], writer.memory[0][1:22])
+    assert not reader.failed
+
+
+def test_blocks_that_were_lost_after_the_lookup_are_named(
+    pool: LocalPool, start: Callable[..., Engine]
+) -> None:
+    writer, reader = start(), start()
+    hashes = keys("lost after the lookup", 4)
+    writer.save(hashes, [1, 2, 3, 4])
+    assert reader.ask("r", hashes) == 4 * BLOCK
+    name = reader.scheduler.namespaces[0]
+    pool.ask(lambda client: client.remove(name, hashes[2:]))
+    reader.scheduler.on_blocks_allocated("r", [[30, 31, 32, 33]], 4 * BLOCK)
+    reader.until(lambda: reader.loaded == ["r"])
+    assert reader.failed == ["r"]
+    assert reader.bad_blocks == {32, 33}
+    assert torch.equal(reader.memory[0][30:32], writer.memory[0][1:3])
+    assert reader.workers[0].take_counters()["load_blocks_missing"] == 2
+    # The engine asks again; without a new answer from the pool it computes the rest.
+    assert reader.loadable("r", 4 * BLOCK + 1, computed=2 * BLOCK) == 0
+    # And what the pool has lost is saved again.
+    reader.step([ScheduledRequest("r", 2 * BLOCK, 4 * BLOCK, [[30, 31, 32, 33]])])
+    assert set(reader.pinned) >= {32, 33}
+    reader.until(lambda: sorted(reader.unpinned) == sorted(reader.pinned))
+    assert pool.ask(lambda client: client.match(name, hashes)).length == 4
+
+
+def test_two_ranks_each_load_and_save_their_part(start: Callable[..., Engine]) -> None:
+    writer, reader = start(ranks=2), start(ranks=2)
+    hashes = keys("two ranks", 3)
+    writer.save(hashes, [1, 2, 3])
+    assert not torch.equal(writer.memory[0], writer.memory[1])
+    assert writer.stored == 3
+    assert reader.ask("r", hashes) == 3 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[7, 8, 9]], 3 * BLOCK)
+    reader.until(lambda: all(memory[9].any() for memory in reader.memory) and ended(reader))
+    reader.step()
+    for rank in (0, 1):
+        assert torch.equal(reader.memory[rank][7:10], writer.memory[rank][1:4])
+    assert not reader.failed
+    assert reader.scheduler.planner.loading == 0
+
+
+def test_a_rank_that_does_not_save_acknowledges_and_writes_nothing(
+    pool: LocalPool, start: Callable[..., Engine]
+) -> None:
+    engine = start(saves=[False])
+    hashes = keys("not the saving rank", 2)
+    engine.save(hashes, [1, 2])
+    assert sorted(engine.unpinned) == [1, 2]
+    name = engine.scheduler.namespaces[0]
+    assert pool.ask(lambda client: client.match(name, hashes)).length == 0
+
+
+def test_engines_whose_kernels_differ_share_nothing(start: Callable[..., Engine]) -> None:
+    one, same, other = start(), start(), start(kernel="another")
+    assert one.scheduler.namespaces == same.scheduler.namespaces
+    assert one.scheduler.namespaces != other.scheduler.namespaces
+    hashes = keys("other kernels", 2)
+    one.save(hashes, [1, 2])
+    assert other.ask("r", hashes) == 0
+    assert same.ask("r", hashes) == 2 * BLOCK
+
+
+def test_after_new_weights_nothing_saved_before_is_found(start: Callable[..., Engine]) -> None:
+    engine = start()
+    hashes = keys("before the new weights", 2)
+    engine.save(hashes, [1, 2])
+    assert engine.ask("before", hashes) == 2 * BLOCK
+    engine.scheduler.reset()
+    assert engine.ask("after", hashes) == 0
+    assert sum("sharing blocks as" in line for line in engine.lines) == 2
+
+
+def test_workers_introduce_themselves_until_there_are_names(
+    pool: LocalPool, start: Callable[..., Engine]
+) -> None:
+    engine = Engine(pool.master)
+    try:
+        assert len(engine.step().worker_infos) == 1
+        assert engine.scheduler.namespaces
+        engine.step()
+        assert engine.step().worker_infos == []
+    finally:
+        engine.close()
+
+
+def test_a_lookup_waits_for_the_workers_first_message(
+    pool: LocalPool, start: Callable[..., Engine]
+) -> None:
+    writer = start()
+    hashes = keys("before the names", 2)
+    writer.save(hashes, [1, 2])
+    engine = Engine(pool.master)
+    try:
+        for thread in engine.threads:
+            assert thread.wait(10)
+        engine.scheduler.on_new_request("r", hashes, 2 * BLOCK + 1, RequestHints())
+        assert engine.loadable("r", 2 * BLOCK + 1) is None
+        engine.until(lambda: engine.loadable("r", 2 * BLOCK + 1) is not None)
+        assert engine.loadable("r", 2 * BLOCK + 1) == 2 * BLOCK
+    finally:
+        engine.close()
+
+
+def test_a_preempted_request_is_looked_up_again(start: Callable[..., Engine]) -> None:
+    writer, reader = start(), start()
+    hashes = keys("preempted", 3)
+    assert reader.ask("r", hashes) == 0
+    writer.save(hashes, [1, 2, 3])
+    reader.step(preempted=["r", "unknown"])
+    tokens = 3 * BLOCK + 1
+    reader.until(lambda: reader.loadable("r", tokens) is not None)
+    assert reader.loadable("r", tokens) == 3 * BLOCK
+    assert reader.scheduler.planner.counters["lookups"] == 2
+
+
+class Recorded:
+    """A pool that records the hints that it is sent."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.sent: list[tuple[str, str, float | None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def end(self, session: str) -> None:
+        self.sent.append(("end", session, None))
+
+    async def hint(self, session: str, *, resume_in: float) -> None:
+        self.sent.append(("hint", session, resume_in))
+
+
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        (RequestHints("chat", 30.0), [("hint", "chat", 30.0)]),
+        (RequestHints("chat", 0.0), [("hint", "chat", 0.0)]),
+        (RequestHints("chat", None, True), [("end", "chat", None)]),
+        (RequestHints("chat", 30.0, True), [("end", "chat", None)]),
+        (RequestHints("chat"), []),
+        (RequestHints("", None, True), []),
+    ],
+)
+def test_hints_are_sent_when_a_request_has_finished(
+    start: Callable[..., Engine], hints: RequestHints, expected: list[Any]
+) -> None:
+    engine = start()
+    thread = engine.threads[0]
+    recorded = Recorded(thread.pool)
+    thread.pool = recorded  # type: ignore[assignment]
+    engine.scheduler.on_new_request("r", keys("hints", 1), BLOCK, hints)
+    engine.step()
+    assert recorded.sent == []
+    engine.scheduler.on_request_finished("r")
+    engine.scheduler.on_request_finished("r")
+    if expected:
+        engine.until(lambda: bool(recorded.sent))
+    else:
+        time.sleep(0.05)
+    assert recorded.sent == expected
+
+
+def test_the_metrics_of_a_busy_engine_come_once_a_second(start: Callable[..., Engine]) -> None:
+    engine = start()
+    engine.scheduler.take_metrics()
+    counters = engine.scheduler.planner.counters
+    counters["hooks"] = 7
+    assert engine.scheduler.take_metrics() == {}  # no news but the hooks' own time
+    engine.clock.ahead_s += 1.0
+    assert engine.scheduler.take_metrics()["hooks"] == 7
+    assert counters == {}
+    counters["saved_blocks"] = 3
+    metrics = engine.scheduler.take_metrics()  # news are not held back
+    assert metrics["saved_blocks"] == 3
+    assert metrics["load_bandwidth_bytes"] == engine.scheduler.planner.transfer_cost.bandwidth
+    assert "prefill_tokens_rate" not in metrics
+    engine.scheduler.planner.prefill_cost.observe([(0, 1024)], 2.0)
+    counters["saved_blocks"] = 1
+    assert engine.scheduler.take_metrics()["prefill_tokens_rate"] == pytest.approx(512)
+
+
+def test_late_answers_are_one_line_a_minute(start: Callable[..., Engine]) -> None:
+    engine = start()
+    planner = engine.scheduler.planner
+
+    def late(count: int) -> list[str]:
+        planner.counters["miss lookup timeout"] += count
+        planner.counters["miss no master"] += 1
+        engine.scheduler.take_metrics()
+        return [line for line in engine.lines if "without a lookup" in line]
+
+    assert len(late(2)) == 1
+    assert late(0)[0].startswith("3 prompts were computed without a lookup")
+    engine.clock.ahead_s += 59.0
+    assert len(late(4)) == 1
+    engine.clock.ahead_s += 1.1
+    assert late(1)[1].startswith("8 prompts")
+
+
+def test_a_pool_that_stays_silent_is_not_waited_for_by_each_request() -> None:
+    local = LocalPool()
+    engine = Engine(local.master, lookup_timeout_s=0.1)
+    try:
+        engine.connected()
+        local.close()
+        counters = engine.scheduler.planner.counters
+
+        def misses(name: str) -> float:
+            counters.clear()
+            tokens = 2 * BLOCK + 1
+            engine.scheduler.on_new_request(name, keys(name, 2), tokens, RequestHints())
+            engine.until(lambda: engine.loadable(name, tokens) is not None)
+            # The answer may come after the timeout; it counts for the pause all the same.
+            while engine.scheduler._lookups_running:
+                engine.loadable(name, tokens)
+                time.sleep(0.002)
+            return counters["miss silent pool"]
+
+        assert [misses(f"r{number}") for number in range(3)] == [0, 0, 0]
+        assert misses("r3") == 1  # at once
+        engine.clock.ahead_s += 0.5
+        assert misses("r4") == 0  # tried again, in vain: the pause doubles
+        engine.clock.ahead_s += 0.6
+        assert misses("r5") == 1
+        for number in range(6, 16):
+            engine.clock.ahead_s += 5.1  # the longest pause
+            assert misses(f"r{number}") == 0
+    finally:
+        engine.close()
+
+
+def test_transfers_end_when_the_pool_has_gone() -> None:
+    local = LocalPool()
+    engine = Engine(local.master, load_timeout_s=0.3, save_timeout_s=0.3, save_retries=1)
+    try:
+        engine.connected()
+        hashes = keys("gone", 2)
+        engine.save(hashes, [1, 2])
+        assert engine.ask("r", hashes) == 2 * BLOCK
+        local.close()
+        engine.scheduler.on_blocks_allocated("r", [[5, 6]], 2 * BLOCK)
+        engine.until(lambda: engine.loaded == ["r"])
+        assert engine.failed == ["r"]
+        assert engine.bad_blocks == {5, 6}
+        assert engine.scheduler.planner.loading == 0
+        # Blocks of a save that failed are unpinned, pinned for one more attempt, and unpinned.
+        engine.pinned.clear()
+        engine.unpinned.clear()
+        more = keys("never stored", 2)
+        engine.scheduler.on_new_request("s", more, 2 * BLOCK, RequestHints())
+        engine.until(lambda: engine.loadable("s", 2 * BLOCK) is not None)
+        engine.step([ScheduledRequest("s", 0, 2 * BLOCK, [[7, 8]])])
+        engine.until(lambda: len(engine.unpinned) == 4)
+        assert sorted(engine.pinned) == [7, 7, 8, 8]
+        assert engine.stored == 2  # those of the first save
+        assert ended(engine)
+    finally:
+        engine.close()
+
+
+class Waits:
+    """An event that counts how often a thread waits for it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def wait(self, timeout: float) -> bool:
+        self.count += 1
+        return bool(self._inner.wait(timeout))
+
+
+def test_an_idle_engine_waits_only_while_something_runs(start: Callable[..., Engine]) -> None:
+    engine = start()
+    worker = engine.workers[0]
+    hashes = keys("idle", 2)
+    engine.save(hashes, [1, 2])
+    assert engine.ask("r", hashes) == 2 * BLOCK
+    engine.scheduler.on_blocks_allocated("r", [[3, 4]], 2 * BLOCK)
+    engine.until(lambda: engine.loaded == ["r"])
+    transfers = worker._transfer_ended = Waits(worker._transfer_ended)  # type: ignore[assignment]
+    lookups = Waits(engine.scheduler._result_arrived)
+    engine.scheduler._result_arrived = lookups  # type: ignore[assignment]
+    for _ in range(3):
+        engine.step()
+    assert (transfers.count, lookups.count) == (0, 0)
+    worker._add_running(1)
+    engine.scheduler._lookups_running += 1
+    engine.step()
+    assert (transfers.count, lookups.count) == (1, 1)
+    # An engine that computes something does not wait for transfers or lookups.
+    engine.step([ScheduledRequest("x", 0, 1, [[9]])])
+    assert (transfers.count, lookups.count) == (1, 1)
+
+
+def test_the_pools_speed_is_probed_after_the_first_save(start: Callable[..., Engine]) -> None:
+    engine = start(load="auto")
+    engine.save(keys("probe", 4), [1, 2, 3, 4])
+    cost = engine.scheduler.planner.transfer_cost
+    assert cost.samples == 0
+    engine.until(lambda: cost.samples == 1)
+    assert engine.workers[0].take_counters()["probes"] == 1
+    assert ended(engine)
+    for _ in range(5):
+        engine.step()
+    assert cost.samples == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "hints", "wrong"),
+    [
+        ({"session_id": "s", "resume_in_s": 0}, RequestHints("s", 0), ""),
+        ({"session_id": "s", "resume_in_s": 0.5}, RequestHints("s", 0.5), ""),
+        ({"session_id": "s", "resume_in_s": 1e9}, RequestHints("s", 1e9), ""),
+        ({"session_id": "s", "resume_in_s": 1e9 + 1}, RequestHints("s"), "resume_in_s"),
+        ({"session_id": "s", "resume_in_s": -0.1}, RequestHints("s"), "resume_in_s"),
+        ({"session_id": "s", "resume_in_s": float("nan")}, RequestHints("s"), "resume_in_s"),
+        ({"session_id": "s" * 128}, RequestHints("s" * 128), ""),
+        ({"session_id": "s" * 129}, RequestHints(), "session_id"),
+        ({"session_id": "a\nb"}, RequestHints(), "session_id"),
+        ({"session_id": 7}, RequestHints(), "session_id"),
+        ({"resume_in_s": 3}, RequestHints(), ""),  # of no session
+        ({"session_id": "s", "end_session": True}, RequestHints("s", None, True), ""),
+        ({"session_id": "s", "end_session": "yes"}, RequestHints("s"), "end_session"),
+        ({"session_id": 7, "end_session": 1}, RequestHints(), "session_id, end_session"),
+    ],
+)
+def test_hints_of_a_request(given: dict[str, Any], hints: RequestHints, wrong: str) -> None:
+    assert parse_hints(given) == (hints, wrong)
+
+
+def test_a_save_that_the_pool_refused_reports_why(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(save_retries=0)
+    # As before the first connection. (monkeypatch ends before the engine is closed.)
+    monkeypatch.setattr(engine.workers[0]._thread, "pool", None)
+    engine.fill([1], 1)
+    engine.scheduler.on_new_request("s", keys("refused", 1), BLOCK, RequestHints())
+    engine.until(lambda: engine.loadable("s", BLOCK) is not None)
+    report = engine.step([ScheduledRequest("s", 0, BLOCK, [[1]])])
+    while not report.saves:
+        report = engine.step()
+    [saved] = report.saves
+    assert saved.size == 0
+    assert saved.refused == ((0, keys("refused", 1)[0], WriteStatus.NO_MASTER),)
+    assert engine.unpinned == [1]
