@@ -68,14 +68,24 @@ def test_wrong_sizes(text: str, says: str) -> None:
         parse_size(text)
 
 
-def test_durations() -> None:
-    assert [parse_duration(text) for text in ("250ms", "2s", "5m", "0.5", 3)] == [
-        0.25,
-        2.0,
-        300.0,
-        0.5,
-        3.0,
-    ]
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("40us", 4e-5),
+        ("250ms", 0.25),
+        ("2s", 2.0),
+        ("5m", 300.0),
+        ("2h", 7200.0),
+        ("0.5", 0.5),
+        (3, 3.0),
+        (0.25, 0.25),
+    ],
+)
+def test_durations(text: str | float, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+def test_a_wrong_duration() -> None:
     with pytest.raises(ConfigError, match="fortnight"):
         parse_duration("1 fortnight")
 

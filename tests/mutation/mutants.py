@@ -103,7 +103,7 @@ class DropStatement(Operator):
 
 
 class ChangeNumber(Operator):
-    """A small integer is off by one, any other number by a unit (1,000 times)."""
+    """A small integer is off by one, a limit or any other number by a unit (1,000 times)."""
 
     def mutation_positions(self, node: Node) -> Iterator[tuple[Any, Any]]:
         if node.type == "number":
@@ -117,13 +117,19 @@ class ChangeNumber(Operator):
     @staticmethod
     def _others(node: Node) -> list[str]:
         text = node.value.replace("_", "")
-        if text.isdecimal() and int(text) <= _SMALL:
+        if text.isdecimal() and int(text) <= (1 if _defines_a_limit(node) else _SMALL):
             return [str(int(text) + 1)] + ([str(int(text) - 1)] if int(text) else [])
         return ["1.0"] if text == "0.0" else [f"({node.value} * 1000)"]
 
     @classmethod
     def examples(cls) -> tuple[()]:
         return ()
+
+
+def _defines_a_limit(node: Node) -> bool:
+    """`_RETRIES: Final = 8`: off by one, it makes no difference that people would notice."""
+    statement = node.search_ancestor("expr_stmt")
+    return statement is not None and ": Final" in statement.get_code()
 
 
 def _can_be_forgotten(statement: Node) -> bool:

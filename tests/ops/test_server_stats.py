@@ -99,3 +99,11 @@ async def test_a_server_measures_every_figure(pool_dev: dev.Dev) -> None:
     )
     measured_fields = {keyword.arg for keyword in call.keywords}
     assert measured_fields == {field.name for field in structs.fields(ServerStats)}
+
+
+async def test_the_page_has_the_process_and_the_interpreter(pool_dev: dev.Dev) -> None:
+    pages = metrics.pages_of_server(pool_dev.servers[0])
+    text = pages["/metrics"]().body.decode()
+    assert "\nprocess_resident_memory_bytes " in text
+    assert "\npython_info{" in text
+    assert (pages["/ready"]().status, pages["/health"]().status) == (200, 200)

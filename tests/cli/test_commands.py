@@ -1,0 +1,127 @@
+"""The commands that look at a pool, run in this process against a real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvpool import Namespace
+from kvpool.cli.app import app
+from tests.conftest import keys, value
+from tests.support.local_pool import LocalPool
+
+NAMESPACE = Namespace("commands")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    local = LocalPool()
+    stored = keys("commands", 3)
+    local.ask(lambda client: client.write(NAMESPACE, stored, [value(key) for key in stored]))
+    local.settled()
+    yield local
+    local.close()
+
+
+def kvpool(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def as_json(*arguments: str) -> Any:
+    done = kvpool(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_status(pool: LocalPool) -> None:
+    done = kvpool("status", "--masters", pool.master)
+    assert done.exit_code == 0
+    assert "dev-0" in done.stdout
+    assert "up" in done.stdout
+    assert "256 MiB" in done.stdout
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(done.stdout)
+    [member] = as_json("status", "--masters", pool.master)
+    assert member["server"] == "dev-0"
+    assert member["blocks"] == 3
+
+
+def test_status_without_a_server_is_a_failure(pool: LocalPool) -> None:
+    done = kvpool("status", "--masters", "127.0.0.1:9")
+    assert done.exit_code == 1
+    assert "127.0.0.1:9" in done.stderr
+
+
+def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    from kvpool.client.pool import Pool
+
+    members = Pool.members
+
+    async def counted(self: Pool, **options: Any) -> Any:
+        asked.append(options)
+        return await members(self, **options)
+
+    monkeypatch.setattr(Pool, "members", counted)
+    done = kvpool("top", "--masters", pool.master, "--every", "1ms", "--refreshes", "3")
+    assert done.exit_code == 0, done.output
+    assert "dev-0" in done.stdout
+    assert sum("timeout" in options for options in asked) == 3
+
+
+def test_explain(pool: LocalPool) -> None:
+    stored, missing = keys("commands", 1)[0].hex(), keys("not there", 1)[0].hex()
+    here, gone = as_json(
+        "explain", stored, missing, "--namespace", "commands", "--masters", pool.master
+    )
+    assert (here["key"], here["status"]) == (stored, "hit")
+    assert here["replicas"][0]["server"] == "dev-0"
+    assert (gone["key"], gone["replicas"]) == (missing, [])
+    assert gone["status"] != "hit"
+    done = kvpool("explain", stored, "--namespace", "commands", "--masters", pool.master)
+    assert "hit" in done.stdout
+    # A block has as many parts as its namespace: with another number it is another block.
+    [other] = as_json(
+        "explain", stored, "--namespace", "commands", "--parts", "2", "--masters", pool.master
+    )
+    assert other["status"] != "hit"
+
+
+def test_doctor(pool: LocalPool) -> None:
+    findings = as_json("doctor", "--masters", pool.master, "--transport", "tcp")
+    by_check = {finding["check"]: finding for finding in findings}
+    assert by_check["transport tcp"]["verdict"] == "ok"
+    assert all(finding["verdict"] in ("ok", "warn") for finding in findings), findings
+    assert "transport shm" not in by_check
+    done = kvpool("doctor", "--masters", pool.master, "--transport", "tcp")
+    assert done.exit_code == 0
+    assert "what to do" in done.stdout
+
+
+def test_doctor_fails_without_a_pool() -> None:
+    done = kvpool("doctor", "--masters", "127.0.0.1:9", "--json")
+    assert done.exit_code == 1
+    findings = json.loads(done.stdout)
+    assert any(finding["verdict"] == "fail" for finding in findings)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "--batch", "0"),
+        ("bench", "--batch", "1025"),
+        ("bench", "--rounds", "0"),
+        ("replay", "--limit", "0"),
+        ("replay", "--servers", "65"),
+        ("explain", "ff", "--namespace", "n", "--parts", "257"),
+        ("explain", "zz", "--namespace", "n"),
+        ("explain", "ff", "--namespace", "n"),  # too short for a key
+        ("dev", "--servers", "0"),
+    ],
+)
+def test_numbers_out_of_range_are_usage_errors(arguments: tuple[str, ...]) -> None:
+    assert kvpool(*arguments).exit_code == 2

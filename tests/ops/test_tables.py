@@ -1,0 +1,91 @@
+"""What an operator reads in a terminal: sizes, shares, rates."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from kvpool.ops.tables import human, members_table, tiers_table
+from kvpool.types import Member, ServerStats, TierUsage
+
+
+def member(server: str = "a", *, alive: bool = True, **stats: object) -> Member:
+    return Member(
+        server=server,
+        epoch=1,
+        host="host",
+        addresses=("tcp://127.0.0.1:1",),
+        tiers=("dram",),
+        capacity=4 << 30,
+        alive=alive,
+        heard_s=7.4,
+        stats=ServerStats(**stats),  # type: ignore[arg-type]
+    )
+
+
+def lines(table: Table) -> list[list[str]]:
+    console = Console(width=300, file=StringIO(), record=True)
+    console.print(table)
+    return [line.split() for line in console.export_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5 MiB"),
+        (1 << 30, "1 GiB"),
+        ((1 << 40) - 1, "1024 GiB"),
+        (3 << 40, "3 TiB"),
+        (5000 << 40, "5000 TiB"),
+    ],
+)
+def test_sizes(size: int, text: str) -> None:
+    assert human(size) == text
+
+
+def test_one_line_for_each_server_sorted() -> None:
+    counters = {
+        "evicted_blocks": 12345,
+        "connections": 3,
+        "hints_accepted": 5,
+        "hints_clipped": 6,
+        "hints_refused": 7,
+    }
+    stats = {"used": 1 << 30, "blocks": 1000, "pins": 4, "victim_age_s": 61.6, "rss": 2 << 20}
+    table = members_table([member("b", alive=False), member("a", counters=counters, **stats)])
+    _, first, second = lines(table)
+    assert " ".join(first) == "a up dram 4 GiB 1 GiB (25%) 1,000 12,345 4 3 62 s 5/6/7 2 MiB"
+    assert second[:4] == ["b", "silent", "7", "s"]
+
+
+def test_a_server_without_memory_and_a_pool_without_servers() -> None:
+    assert "(0%)" in " ".join(lines(members_table([member()._replace(capacity=0)]))[1])
+    assert "no server has registered" in " ".join(lines(members_table([]))[1])
+
+
+def test_tiers_share_the_hits_and_add_up_their_errors() -> None:
+    dram = TierUsage(name="dram", capacity=100 << 20, used=50 << 20, blocks=1200, hits=30)
+    nvme = TierUsage(
+        name="nvme",
+        capacity=1 << 30,
+        used=1 << 28,
+        blocks=5,
+        hits=10,
+        written_bytes=4 << 20,
+        write_s=2.0,
+        failures=2,
+        corrupt=3,
+        lost=True,
+        status_text="no more errors accepted",
+    )
+    _, first, second = (" ".join(line) for line in lines(tiers_table([member(usage=[dram, nvme])])))
+    assert first.startswith("a dram 100 MiB 50 MiB (50%) 1,200 30 (75%)")
+    assert second.startswith("a nvme, lost 1 GiB 256 MiB (25%) 5 10 (25%)")
+    assert "2 MiB/s - 5 no more errors accepted" in second
