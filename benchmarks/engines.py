@@ -19,7 +19,8 @@ from pathlib import Path
 from rich.console import Console
 
 from examples import tiny_model
-from tests.connector.vllm.helpers import Engine, LocalPool, closing, prompt, transfer
+from tests.connector.vllm.helpers import Engine, closing, prompt, transfer
+from tests.support.local_pool import LocalPool
 
 PREFIX = 2048
 #: Bytes per second; 0 is as fast as it goes.
