@@ -28,6 +28,10 @@ class Tombstones:
         for (namespace, digest), status in self._reasons.items():
             yield namespace, digest, status
 
+    def records(self) -> list[tuple[tuple[Namespace, bytes], ReadStatus]]:
+        """Every recorded departure, oldest first, as ((namespace, digest), status)."""
+        return list(self._reasons.items())
+
     def left(self, namespace: Namespace, digest: bytes, reason: ReadStatus) -> None:
         """Record that a block left. At the limit the oldest record is dropped."""
         self._reasons.pop((namespace, digest), None)

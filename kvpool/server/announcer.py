@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool import logs
-from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.errors import ConfigError, DeadlineExceeded, KvpoolError, Unavailable
 from kvpool.protocols import Link
-from kvpool.server.state.entry import Change, Entry
+from kvpool.server.state.entry import Change, Stretch
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ReadStatus, ServerStats
 from kvpool.wire import auth
@@ -25,9 +26,15 @@ from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
 
-#: Changes that may wait for one master. With more, a new inventory is cheaper and bounded
-#: (design: inventory).
+#: Changes that may wait for one master, and the share of this server's blocks that may. With more,
+#: a new inventory is cheaper. The share lets an inventory of millions of blocks end while many of
+#: them change (design: inventory).
 _PENDING_MAX: Final = 100_000
+_PENDING_SHARE: Final = 0.25
+#: Pieces of an inventory that are sent before the first of them is answered.
+_PIECES_IN_FLIGHT: Final = 4
+#: Steps of the index that make one piece, at most: an index of many empty parts has many of them.
+_PIECE_STEPS: Final = 8
 #: Seconds between two batches of changes that no caller waits for. Batches save work: the fixed
 #: cost of a message is higher, at both ends, than that of a few more changes in it.
 _NEWS_GAP_S: Final = 0.005
@@ -68,10 +75,13 @@ class Announcer:
     | SYNCING      | a part of the inventory           | queued      | STREAMING: it has it all  |
     | STREAMING    | all but the queued changes        | queued      | (it stays)                |
 
-    Any error, a refused announcement, and more than `_PENDING_MAX` queued changes lead back to
-    UNREGISTERED: nothing is queued for a master that does not answer; it gets an inventory later.
-    One request is under way at a time, so that the numbers arrive in order; changes made during it
-    form the next batch (design: announcements).
+    A refused announcement, too many queued changes, and any error but a late answer lead back to
+    UNREGISTERED. An announcement or a piece of an inventory that is not answered in time is sent
+    again: its number tells the master whether it has it already, so a pause of the master or of the
+    network is no gap. Nobody waits for a master that does not answer.
+
+    One announcement is under way at a time, so that the numbers arrive in order; changes made
+    during it form the next batch (design: announcements).
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class Announcer:
         self._apply_hints = apply_hints
         self._loop = asyncio.get_running_loop()
         self._state = AnnouncerState.UNREGISTERED
+        self._answers = False  # the last request was answered
         self._pending: deque[Change] = deque()
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()  # a caller waits, or a block has left
@@ -109,8 +120,8 @@ class Announcer:
 
     @property
     def registered(self) -> bool:
-        """The master has accepted this server, and gets all its changes."""
-        return self._state is not AnnouncerState.UNREGISTERED
+        """The master has accepted this server, gets all its changes, and answers."""
+        return self._answers and self._state is not AnnouncerState.UNREGISTERED
 
     def start(self) -> None:
         """Start the task that announces."""
@@ -138,12 +149,12 @@ class Announcer:
         # A reader that is sent to a block that has left loses a round trip: do not wait for more.
         if any(change.status is not ReadStatus.HIT for change in changes):
             self._urgent.set()
-        if len(self._pending) > _PENDING_MAX:
+        if len(self._pending) > max(_PENDING_MAX, self._store.stored * _PENDING_SHARE):
             self._unregister()
         self._wake.set()
 
     def flushed(self) -> asyncio.Future[None]:
-        """Done when the master has acknowledged all that is queued now, or is lost."""
+        """Done when the master has acknowledged all that is queued now, or does not answer."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._acknowledged >= self._enqueued or not self.registered:
             future.set_result(None)
@@ -156,13 +167,14 @@ class Announcer:
         """Register, send the inventory, then changes and heartbeats, for ever."""
         while True:
             try:
-                if not self.registered:
+                if self._state is AnnouncerState.UNREGISTERED:
                     await self._register()
                     await self._send_inventory()
                 await self._send_changes()
                 if self._loop.time() >= self._next_heartbeat:
                     await self._send_heartbeat()
-                self.problem = None
+                if self._answers:
+                    self.problem = None
                 await self._wait()
             except Unavailable as error:
                 self._failed(error)
@@ -176,7 +188,17 @@ class Announcer:
     ) -> wire.M:
         deadline = self._loop.time() + (within_s or self._heartbeat_s)
         type, body = await self._link.request(*wire.encode(message), deadline=deadline)
+        self._answers = True
         return wire.decode_answer(answer, type, body)
+
+    async def _deliver(self, message: wire.Announce | wire.Inventory) -> bool:
+        """Send a numbered message until it is answered: whether the master has applied it."""
+        while self._state is not AnnouncerState.UNREGISTERED:
+            try:
+                return (await self._request(message, wire.Announced)).applied
+            except DeadlineExceeded as error:
+                self._not_answered(error)
+        raise Unavailable("too many changes are queued for this master: it gets an inventory")
 
     async def _register(self) -> None:
         identity = self._identity
@@ -231,56 +253,67 @@ class Announcer:
         self._enqueued = self._acknowledged = 0
         self._state = AnnouncerState.SYNCING
         self._sequence += 1
-        entries: list[Entry | Change] = [*self._store.inventory()]
-        # Also the reasons of departures: the master may still list those blocks from before it lost
-        # the connection, and readers ask it why they are gone (design: tombstones).
-        entries += self._store.departures()
-        step = wire.ANNOUNCED_BLOCKS_MAX
-        starts = range(0, max(1, len(entries)), step)
-        for piece, start in enumerate(starts):
-            changes = [
-                change
-                for entry in entries[start : start + step]
-                if (change := _as_change(self._store, entry)) is not None
-            ]
-            applied = await self._request(
-                wire.Inventory(
-                    self._identity.server,
-                    self._identity.epoch,
-                    self._token,
-                    self._sequence,
-                    piece,
-                    start == starts[-1],
-                    _grouped(changes),
-                ),
-                wire.Announced,
-            )
-            if not applied.applied:
-                raise Unavailable("the master does not know this server any more")
-            if self._loop.time() >= self._next_heartbeat:
-                await self._send_heartbeat()
+        started = self._loop.time()
+        pieces = enumerate(_pieces(self._store.inventory_steps()))
+        first, following = next(pieces), next(pieces, None)
+        # The first piece begins the inventory, so it must arrive before the others; the last one
+        # ends it, so it must arrive after them.
+        await self._send_piece(*first, last=following is None)
+        if following is not None:
+            rest = itertools.chain([following], pieces)
+            sent = await self._send_pieces(rest)
+            await self._send_piece(sent + 1, [], last=True)
         await self._send_heartbeat()
         # Too many changes meanwhile have ended the synchronisation: then a new one begins.
         if self._state is AnnouncerState.SYNCING:
             self._state = AnnouncerState.STREAMING
-        log.info("master knows all blocks", master=self._link.address, blocks=len(entries))
+        took_s = self._loop.time() - started
+        log.info(
+            "master knows all blocks",
+            master=self._link.address,
+            blocks=self._store.stored,
+            seconds=round(took_s, 3),
+        )
+
+    async def _send_pieces(self, pieces: Iterator[tuple[int, list[wire.BlockChanges]]]) -> int:
+        """Send pieces, several at a time, each made when its turn comes; the last one's number."""
+        number = 0
+
+        async def send() -> None:
+            nonlocal number
+            for number, changes in pieces:
+                await self._send_piece(number, changes)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_PIECES_IN_FLIGHT):
+                    group.create_task(send())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return number
+
+    async def _send_piece(
+        self, piece: int, changes: list[wire.BlockChanges], *, last: bool = False
+    ) -> None:
+        identity = self._identity
+        message = wire.Inventory(
+            identity.server, identity.epoch, self._token, self._sequence, piece, last, changes
+        )
+        if not await self._deliver(message):
+            raise Unavailable("the master does not know this server any more")
+        if self._loop.time() >= self._next_heartbeat:
+            await self._send_heartbeat()
 
     async def _send_changes(self) -> None:
         while await self._batch_due():
             count = min(len(self._pending), wire.ANNOUNCED_BLOCKS_MAX)
             batch = [self._pending.popleft() for _ in range(count)]
             self._sequence += 1
-            announced = await self._request(
-                wire.Announce(
-                    self._identity.server,
-                    self._identity.epoch,
-                    self._token,
-                    self._sequence,
-                    _grouped(batch),
-                ),
-                wire.Announced,
+            identity = self._identity
+            message = wire.Announce(
+                identity.server, identity.epoch, self._token, self._sequence, _grouped(batch)
             )
-            if not announced.applied:
+            if not await self._deliver(message):
                 raise Unavailable("the master missed an announcement")
             self._acknowledge(self._acknowledged + count)
             if self._loop.time() >= self._next_heartbeat:
@@ -306,7 +339,11 @@ class Announcer:
             self._hints_heard,
             self._sequence,
         )
-        reply = await self._request(heartbeat, wire.HeartbeatReply)
+        try:
+            reply = await self._request(heartbeat, wire.HeartbeatReply)
+        except DeadlineExceeded as error:
+            self._not_answered(error)
+            return
         if not reply.known:
             raise Unavailable("the master has restarted")
         self._hints_heard = reply.hints_heard
@@ -318,17 +355,29 @@ class Announcer:
         """Until there are changes or a heartbeat is due."""
         # `_wake` may still be set for changes that were sent already: the queue itself decides.
         self._wake.clear()
-        if self._pending or not self.registered:
+        if self._pending or self._state is AnnouncerState.UNREGISTERED:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._next_heartbeat):
                 await self._wake.wait()
 
     def _failed(self, error: KvpoolError) -> None:
+        self._log_problem(error)
+        self._unregister()
+
+    def _not_answered(self, error: DeadlineExceeded) -> None:
+        """The master is late. Release the callers that wait for it; the queue is kept."""
+        self._log_problem(error)
+        self._answers = False
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _log_problem(self, error: KvpoolError) -> None:
         if str(error) != str(self.problem):  # log each reason once, not with every attempt
             log.warning("master cannot be told", master=self._link.address, why=str(error))
         self.problem = error
-        self._unregister()
 
     def _unregister(self) -> None:
         """An inventory is due. Callers that wait are released: `flushed` covers living masters."""
@@ -349,14 +398,42 @@ class Announcer:
             self._urgent.clear()
 
 
-def _as_change(stack: TieredStore, entry: Entry | Change) -> Change | None:
-    """The entry of an inventory for a block; None if it has left since the inventory began."""
-    if isinstance(entry, Change):
-        return entry
-    tier = stack.place(entry)
-    if tier is None:
-        return None
-    return Change(entry.index.namespace, entry.index.part, entry.digest, ReadStatus.HIT, tier)
+def _pieces(steps: Iterator[list[Stretch]]) -> Iterator[list[wire.BlockChanges]]:
+    """The pieces of an inventory, at least one. Each is made when it is asked for, in a time that
+    does not depend on the number of blocks: of at most `_PIECE_STEPS` steps."""
+    limit = wire.ANNOUNCED_BLOCKS_MAX
+    piece: list[wire.BlockChanges] = []
+    blocks = taken = sent = 0
+    for stretches in steps:
+        for group in itertools.chain.from_iterable(map(_packed, stretches)):
+            count = len(group.digests) // group.digest_size
+            if blocks + count > limit:
+                yield piece
+                sent += 1
+                piece, blocks, taken = [], 0, 0
+            piece.append(group)
+            blocks += count
+        taken += 1
+        if taken >= _PIECE_STEPS:
+            yield piece
+            sent += 1
+            piece, blocks, taken = [], 0, 0
+    if piece or not sent:
+        yield piece
+
+
+def _packed(stretch: Stretch) -> Iterator[wire.BlockChanges]:
+    """A stretch as messages: each of one size of digests, and of blocks that one piece may have."""
+    namespace, part, digests, status, tier = stretch
+    by_size: dict[int, list[bytes]] = {}
+    for digest in digests:
+        by_size.setdefault(len(digest), []).append(digest)
+    for size, same in by_size.items():
+        for first in range(0, len(same), wire.ANNOUNCED_BLOCKS_MAX):
+            packed = b"".join(same[first : first + wire.ANNOUNCED_BLOCKS_MAX])
+            yield wire.BlockChanges(
+                namespace.name, namespace.parts, size, packed, part, tier, status
+            )
 
 
 def _grouped(changes: Sequence[Change]) -> list[wire.BlockChanges]:

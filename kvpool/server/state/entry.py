@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvpool.fingerprint import location_seed
+from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.server.state.extent_state import State
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -40,7 +41,7 @@ class Index:
         self.part = part
         self.tier = tier
         self.seed = location_seed(namespace, part, tier)
-        self.blocks: dict[bytes, Entry] = {}  # RESERVED and STORED
+        self.blocks: PiecewiseDict[bytes, Entry] = PiecewiseDict()  # RESERVED and STORED
         self.orphans: dict[bytes, int] = {}  # parent that is not stored -> number of its children
 
 
@@ -114,6 +115,16 @@ class Change(NamedTuple):
     namespace: Namespace
     part: int
     digest: bytes
+    status: ReadStatus
+    tier: int = 0
+
+
+class Stretch(NamedTuple):
+    """Blocks of this server that became visible or left in the same way, as one `Change` each."""
+
+    namespace: Namespace
+    part: int
+    digests: list[bytes]
     status: ReadStatus
     tier: int = 0
 

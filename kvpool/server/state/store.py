@@ -11,11 +11,12 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvpool.errors import BadMessage, InvariantViolated
 from kvpool.fingerprint import MapFingerprint
+from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
@@ -41,6 +42,10 @@ _WRONG_VICTIMS_MAX: Final = 8
 #: How far up a chain is looked for a circle. Only a block whose children came before it is looked
 #: at, so the usual write, head first, never is.
 ANCESTORS_MAX: Final = 4096
+
+
+#: Never written to.
+_NO_BLOCKS: Final[PiecewiseDict[bytes, Entry]] = PiecewiseDict()
 
 
 class Store:
@@ -215,13 +220,13 @@ class Store:
         `buffer_sizes` is how many bytes the reader has for each; a larger block is not pinned.
         """
         index = self._indexes.get((namespace, part))
-        blocks = index.blocks if index is not None else {}
+        blocks = index.blocks if index is not None else _NO_BLOCKS
         pins = self._owner(owner).pins
         answers: list[Pin] = []
         used: list[Entry] = []
         id = self._next_id
-        for position, digest in enumerate(digests):
-            entry = blocks.get(digest)
+        found = blocks.get_all(digests)
+        for position, (digest, entry) in enumerate(zip(digests, found, strict=True)):
             if entry is None:
                 reason = self.tombstones.reason(namespace, digest)
                 # The master that sent the reader here is outdated: announce the departure again.
@@ -316,10 +321,10 @@ class Store:
 
     # --- with other tiers --------------------------------------------------------------
 
-    def blocks(self, namespace: Namespace, part: int) -> Mapping[bytes, Entry]:
+    def blocks(self, namespace: Namespace, part: int) -> PiecewiseDict[bytes, Entry]:
         """The blocks of one part, reserved or sealed. Live: use it before the next call only."""
         index = self._indexes.get((namespace, part))
-        return index.blocks if index is not None else {}
+        return index.blocks if index is not None else _NO_BLOCKS
 
     def pin_internal(self, owner: int, entry: Entry) -> int:
         """Pin a sealed block for a transfer; the policy does not count it as a use."""
@@ -438,26 +443,20 @@ class Store:
         changes, change_log.changes = change_log.changes, []
         return changes
 
-    def departures(self) -> list[Change]:
-        """The reasons of departures, as far back as the tombstones reach.
+    def inventory_steps(self) -> Iterator[tuple[Index, list[Entry]]]:
+        """The sealed blocks, in small steps between which the store may change.
 
-        Leaves out blocks with a part that is still stored. Includes blocks that are being written
-        again: if that writer dies, they are still gone (seed 30742).
+        A block that is here from the first step to the last is in at least one of them.
         """
-        return [
-            Change(namespace, 0, digest, status)
-            for namespace, digest, status in self.tombstones
-            if not any(self.peek(namespace, part, digest) for part in range(namespace.parts))
-        ]
+        for key in list(self._indexes):
+            index = self._indexes.get(key)
+            if index is not None:
+                for piece in index.blocks.pieces():
+                    yield index, [e for e in piece.values() if e.state is State.STORED]
 
     def inventory(self) -> list[Entry]:
         """Every sealed block now. The entries are live: check `state` before using one later."""
-        return [
-            entry
-            for index in self._indexes.values()
-            for entry in index.blocks.values()
-            if entry.state is State.STORED
-        ]
+        return [entry for _, entries in self.inventory_steps() for entry in entries]
 
     @property
     def pins(self) -> int:

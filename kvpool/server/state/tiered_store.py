@@ -26,7 +26,7 @@ from typing import Final
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.entry import Change, Entry
+from kvpool.server.state.entry import Change, Entry, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.types import (
@@ -41,6 +41,8 @@ from kvpool.types import (
     WriteStatus,
 )
 
+#: Departures in one step of an inventory.
+_DEPARTURES_STEP: Final = 512
 #: The owner of pins and reservations for transfers between tiers; connections count from 1.
 MOVER: Final = 0
 
@@ -393,7 +395,10 @@ class TieredStore:
         return found.index.tier if found is not None else None
 
     def inventory(self) -> list[Entry]:
-        """One entry for every sealed block of any tier. Live: ask `place` before using one."""
+        """One entry for every sealed block of any tier, in one step, which is for checks.
+
+        Live: ask `place` before using one.
+        """
         backing = self.backing
         entries = backing.inventory()
         for store in self._online():
@@ -422,17 +427,31 @@ class TieredStore:
         changes, change_log.changes = change_log.changes, []
         return changes
 
-    def departures(self) -> list[Change]:
-        """As `Store.departures`, for blocks that no tier has."""
-        return [
-            change
-            for change in self.front.departures()
-            if len(self.stores) == 1
-            or not any(
-                self._in_slower_tier(change.namespace, part, change.digest)
-                for part in range(change.namespace.parts)
-            )
-        ]
+    def inventory_steps(self) -> Iterator[list[Stretch]]:
+        """What a master has to know, in small steps between which the store may change.
+
+        Every block where readers find it, and the reasons of departures, as far back as the
+        tombstones reach. Whoever starts this must also pass on each change from then on: a block
+        that comes, leaves or moves between two steps may be in none of them (design: inventory).
+        """
+        for store in self._online():
+            for index, entries in store.inventory_steps():
+                here = [e.digest for e in entries if store is self.front or self._is_place(e)]
+                yield [Stretch(index.namespace, index.part, here, ReadStatus.HIT, index.tier)]
+        departures = self.change_log.tombstones.records()
+        for first in range(0, len(departures), _DEPARTURES_STEP):
+            yield [
+                Stretch(namespace, 0, [digest], status)
+                for (namespace, digest), status in departures[first : first + _DEPARTURES_STEP]
+                # Blocks that are being written again are in: if that writer dies, they are still
+                # gone (seed 30742).
+                if not any(self.peek(namespace, p, digest) for p in range(namespace.parts))
+            ]
+
+    def _is_place(self, entry: Entry) -> bool:
+        """Whether readers find the block of a sealed entry in its tier and not in another one."""
+        index = entry.index
+        return self.peek(index.namespace, index.part, entry.digest) is entry
 
     @property
     def can_demote(self) -> bool:
