@@ -8,7 +8,7 @@ from msgspec import structs
 from rich.markup import escape
 from rich.table import Table
 
-from kvpool.types import Member
+from kvpool.types import Member, TierUsage
 
 #: In this order in the table of servers.
 _HINTS = ("accepted", "clipped", "refused")
@@ -91,7 +91,7 @@ def tiers_table(members: list[Member]) -> Table:
         for tier in m.stats.usage:
             table.add_row(
                 escape(m.server),
-                f"[red]{escape(tier.name)}, lost[/]" if tier.lost else escape(tier.name),
+                _tier_name(tier),
                 human(tier.capacity),
                 f"{human(tier.used)} ({tier.used / max(1, tier.capacity):.0%})",
                 f"{tier.blocks:,}",
@@ -104,6 +104,14 @@ def tiers_table(members: list[Member]) -> Table:
                 escape(tier.status_text),
             )
     return table
+
+
+def _tier_name(tier: TierUsage) -> str:
+    if tier.lost:
+        return f"[red]{escape(tier.name)}, lost[/]"
+    if tier.read_only:
+        return f"[yellow]{escape(tier.name)}, read-only[/]"
+    return escape(tier.name)
 
 
 def _bandwidth(size: int, seconds: float) -> str:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, TypeVar
 
 from kvpool import logs
+from kvpool.backoff import Backoff
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, PersistentTier, ReportsDropped, Tier
@@ -31,8 +33,13 @@ _DEMOTE_BLOCKS: Final = 32
 _DEMOTE_BATCHES: Final = 2
 #: A reader is answered when so many bytes have been promoted for it, or all of its blocks.
 PROMOTED_BYTES_MIN: Final = 8 << 20
-#: Failures in a row after which a tier is taken offline.
+#: Reads that fail in a row, after which a tier is taken offline; batches of writes of which nothing
+#: arrives, after which it is read-only.
 _FAILURES_MAX: Final = 8
+#: A batch of which nothing has arrived is followed by a pause, so that a bad place costs no CPU.
+_AFTER_FAILURE_S: Final = 0.1
+#: A read-only tier is tried again after a second, then after twice as long, and so on up to this.
+_RETRY_MAX_S: Final = 30.0
 #: One read or write that takes longer means that the device is stuck.
 _STUCK_S: Final = 30.0
 #: A process that was stopped (SIGSTOP) sees its timers expire before it sees what has ended
@@ -51,6 +58,7 @@ _INLINE_MAX: Final = 128 << 10
 _LOST_STEP: Final = 1024
 
 _Key = tuple[Namespace, int, bytes]
+_T = TypeVar("_T")
 
 
 class _PromotionWaiter:
@@ -76,15 +84,20 @@ class TierMover:
 
     States of a tier, but for the front tier, which is memory and cannot fail:
 
-    | state   | means                                   | next state, when                      |
-    |---------|-----------------------------------------|---------------------------------------|
-    | running | transfers go in and out                 | failing: a read or write fails        |
-    | failing | fewer than `_FAILURES_MAX` in a row     | running: one succeeds; offline: more  |
-    | offline | no transfers; its blocks are announced  | (none until the server is restarted)  |
-    |         | as lost, `_LOST_STEP` at a time         |                                       |
+    | state     | means                                  | next state, when                       |
+    |-----------|----------------------------------------|----------------------------------------|
+    | running   | transfers go in and out                | failing: a read or write fails         |
+    | failing   | fewer than `_FAILURES_MAX` in a row    | running: one succeeds; read-only: more |
+    |           |                                        | batches of writes; offline: more reads |
+    | read-only | it is read, but nothing is written;    | running: a write succeeds, which is    |
+    |           | blocks that it does not have are       | tried after growing delays; offline:   |
+    |           | evicted from memory without a copy     | reads fail as above                    |
+    | offline   | no transfers; its blocks are announced | (none until the server is restarted)   |
+    |           | as lost, `_LOST_STEP` at a time        |                                        |
 
-    A transfer that takes `_STUCK_S` leads from either state to offline. When the backing tier goes
-    offline, batches under way are given up at once, and the front tier becomes the pool.
+    A transfer that takes `_STUCK_S` leads from any state to offline. When the backing tier goes
+    offline, batches under way are given up at once, and the front tier becomes the pool. Only the
+    backing tier becomes read-only; a cache tier that takes no writes goes offline.
     """
 
     def __init__(
@@ -98,12 +111,13 @@ class TierMover:
         }
         self._traffic = [tier_traffic.TierTraffic() for _ in tiers]
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._promoting: dict[_Key, list[_PromotionWaiter]] = {}
         self._promoting_bytes = 0
         self._no_promotions = asyncio.Event()
         self._no_promotions.set()
         self._backing_lost = asyncio.Event()
+        self._retry = Backoff(1.0, _RETRY_MAX_S)  # of writes to a read-only tier
         self._records_lock = asyncio.Lock()  # keeps `persist` and `erase` of one extent in order
         front = tiers[store.front_tier]
         assert isinstance(front, Addressable)
@@ -217,43 +231,58 @@ class TierMover:
         while True:
             copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
             if copies:
-                await self._demote(copies)
+                if not await self._demote(copies):
+                    await asyncio.sleep(_AFTER_FAILURE_S)
             else:
                 self._wake.clear()
-                await self.erase()
-                await self._wake.wait()
+                if await self.erase() or self._store.read_only:
+                    await self._wake.wait()
+                else:
+                    await asyncio.sleep(_AFTER_FAILURE_S)
             if not self._store.is_under_pressure:  # readers first
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_YIELD_S):
                         await self._no_promotions.wait()
 
-    async def _demote(self, copies: list[TierTransfer]) -> None:
-        """One batch; given up when the backing tier goes offline meanwhile.
+    async def _demote(self, copies: list[TierTransfer]) -> bool:
+        """One batch; given up when the backing tier goes offline meanwhile. True if some arrived.
 
         A stuck device may still read from our memory afterwards. That does no harm: what it then
         writes has no record. (Memory that it may still write into, by a promotion, stays reserved.)
         """
         waiting = dict.fromkeys(copies, False)
-        writing = self._spawn(self._write_batch(waiting))
+        writing: asyncio.Task[bool] = self._spawn(self._write_batch(waiting))
         lost = asyncio.ensure_future(self._backing_lost.wait())
         try:
             await asyncio.wait([writing, lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
             self._report(waiting, waiting)
+        if not writing.done() or writing.cancelled():
+            return False
+        if (error := writing.exception()) is not None:
+            log.error("demotion failed", why=repr(error))
+            return False
+        return writing.result()
 
-    async def _write_batch(self, waiting: dict[TierTransfer, bool]) -> None:
+    async def _write_batch(self, waiting: dict[TierTransfer, bool]) -> bool:
         """Write the bytes, then the records, and report at once, unless the batch was given up.
 
         A call that removes a block meanwhile must find its copy either without a record, or in the
         backing store: so nothing is awaited between the record and the report.
         """
         copies = list(waiting)
-        await self.erase()  # before their old extents are written over
+        to_backing = any(copy.target == self._store.backing_tier for copy in copies)
+        if to_backing and not await self._erase():  # before their old extents are written over
+            return False
         moved = await asyncio.gather(*map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
         await self._persist(done)
+        arrived = {copy.target: good for copy, good in sorted(done.items(), key=itemgetter(1))}
         self._report(waiting, done)
+        for tier, any_good in arrived.items():
+            self._batch_done(tier, good=any_good)
+        return all(arrived.values())
 
     def _report(self, waiting: dict[TierTransfer, bool], good: dict[TierTransfer, bool]) -> None:
         """Report the transfers in `waiting` to the store, once."""
@@ -265,15 +294,24 @@ class TierMover:
 
     # --- records of a persistent backing tier -----------------------------------------------------
 
-    async def erase(self) -> None:
-        """Return when the backing tier has no record of blocks that left before the call."""
+    async def erase(self) -> bool:
+        """Return when the backing tier has no record of blocks that left before the call.
+
+        False, soon, when it is read-only, or its disk fails: then the records are erased later. Of
+        a server that is restarted before that the blocks are back.
+        """
+        return not self._store.read_only and await self._erase()
+
+    async def _erase(self) -> bool:
+        """As `erase`, but tries it on a read-only tier, too."""
         if self._store.backing_tier not in self._durable:
             self._store.take_erasable()
         elif self._store.erasable or self._records_lock.locked():
             # The caller may be cancelled; the records must be erased all the same.
-            await asyncio.shield(self._spawn(self._erase_all()))
+            return await asyncio.shield(self._spawn(self._erase_all()))
+        return True
 
-    async def _erase_all(self) -> None:
+    async def _erase_all(self) -> bool:
         async with self._records_lock:
             backing_tier = self._store.backing_tier  # after the lock: it may have gone offline
             erasable = self._store.take_erasable()
@@ -281,8 +319,13 @@ class TierMover:
                 try:
                     with self._watchdog(backing_tier):
                         await self._durable[backing_tier].erase(erasable)
-                except Unavailable as error:  # a record too many is a miss at worst
-                    self._failed(backing_tier, error)
+                except Unavailable as error:
+                    # Nothing may be written into their extents before: this would erase its record.
+                    self._store.erase_failed(erasable)
+                    self._write_failed(backing_tier, error)
+                    self._batch_done(backing_tier, good=False)
+                    return False
+            return True
 
     async def _persist(self, good: dict[TierTransfer, bool]) -> None:
         """Write the records of the copies that are `good`; without one, a copy is not good.
@@ -324,7 +367,7 @@ class TierMover:
             with self._watchdog(backing_tier):
                 await durable.persist(records)
         except Unavailable as error:
-            self._failed(backing_tier, error)
+            self._write_failed(backing_tier, error)
             return False
         return True
 
@@ -347,15 +390,18 @@ class TierMover:
                 else:
                     await tier.write_from(copy.extent.offset, memory)
         except Unavailable as error:
-            self._failed(other, error)
             if up:  # this block would fail again; the rest of the tier may be well
+                self._read_failed(other, error)
                 store.transfer_failed(copy, ReadStatus.TIER_LOST)
+            else:
+                self._write_failed(other, error)
             return False
         finally:
             flow.end(_now())
         flow.size += entry.size
         flow.blocks += 1
-        traffic.failures_in_a_row = 0
+        if up:
+            traffic.read_failures_in_a_row = 0
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
             log.error("block is corrupt", tier=tier.name, block=entry.digest.hex()[:12])
@@ -387,12 +433,60 @@ class TierMover:
             for alarm in alarms:
                 alarm.cancel()
 
-    def _failed(self, tier: int, error: Unavailable) -> None:
+    def _read_failed(self, tier: int, error: Unavailable) -> None:
         traffic = self._traffic[tier]
         traffic.failures += 1
-        traffic.failures_in_a_row += 1
-        if traffic.failures_in_a_row >= _FAILURES_MAX:
+        traffic.read_failures_in_a_row += 1
+        if traffic.read_failures_in_a_row >= _FAILURES_MAX:
             self._take_offline(tier, str(error))
+
+    def _write_failed(self, tier: int, error: Unavailable) -> None:
+        traffic = self._traffic[tier]
+        traffic.failures += 1
+        traffic.write_error = str(error)
+
+    def _batch_done(self, tier: int, *, good: bool) -> None:
+        """Some of a batch has been written to this tier (`good`), or nothing of it."""
+        traffic, store = self._traffic[tier], self._store
+        if good:
+            traffic.failed_batches_in_a_row = 0
+            return
+        traffic.failed_batches_in_a_row += 1
+        if traffic.failed_batches_in_a_row < _FAILURES_MAX:
+            return
+        if tier != store.backing_tier:
+            self._take_offline(tier, traffic.write_error)
+        elif not store.read_only:
+            log.error("tier is read-only", tier=self._tiers[tier].name, why=traffic.write_error)
+            stopping = store.stop_writing()
+            next(stopping, None)  # at once, before a writer asks for space
+            self._spawn(self._retry_writes(tier, stopping))
+
+    async def _retry_writes(self, tier: int, stopping: Iterator[None]) -> None:
+        """Until the tier takes writes again, or goes offline."""
+        since = _now()
+        for _ in stopping:
+            await asyncio.sleep(0)
+        self._on_change()
+        while self._store.read_only:
+            await asyncio.sleep(self._retry.next_delay())
+            if self._store.read_only and await self._write_one():
+                log.warning(
+                    "tier takes writes again",
+                    tier=self._tiers[tier].name,
+                    after_s=round(_now() - since, 1),
+                    blocks_to_write=self._store.resume_writing(),
+                )
+                self._retry.reset()
+                self._traffic[tier].failed_batches_in_a_row = 0
+                self.wake()
+
+    async def _write_one(self) -> bool:
+        """Try the tier: erase what is to be erased, and write back one block, if there is one."""
+        if not await self._erase():
+            return False
+        copies = self._store.try_writeback(_now())
+        return not copies or await self._demote(copies)
 
     def _take_offline(self, tier: int, why: str) -> None:
         if tier not in self._store.offline_tiers and tier != self._store.front_tier:
@@ -408,7 +502,7 @@ class TierMover:
             self._on_change()
             await asyncio.sleep(0)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

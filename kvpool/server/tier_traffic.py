@@ -50,7 +50,9 @@ class TierTraffic:
         self.read = TransferStats()
         self.written = TransferStats()
         self.failures = 0
-        self.failures_in_a_row = 0
+        self.read_failures_in_a_row = 0
+        self.failed_batches_in_a_row = 0  # of which no block has arrived
+        self.write_error = ""  # the last one
         self.corrupt = 0
         self.dropped: dict[str, int] = {}  # at the start, by reason
 
@@ -66,8 +68,9 @@ def usage(
         answer.append(
             TierUsage(
                 name=tier.name,
-                status_text=tier.status_text if isinstance(tier, SupportsStatusText) else "",
+                status_text=_status_text(tier, moved.write_error * store.read_only),
                 lost=number in store.offline_tiers,
+                read_only=store.read_only and number == store.backing_tier,
                 capacity=one.allocator.capacity,
                 used=one.allocator.allocated,
                 blocks=one.stored,
@@ -86,3 +89,10 @@ def usage(
             )
         )
     return answer
+
+
+def _status_text(tier: Tier, read_only_because: str) -> str:
+    text = tier.status_text if isinstance(tier, SupportsStatusText) else ""
+    if read_only_because:
+        text += f"{', ' * bool(text)}read-only: {read_only_because}"
+    return text

@@ -31,7 +31,8 @@ def distinct(stats: type[TierUsage | ServerStats], first: int) -> dict[str, Any]
     """A value for each field that is a number, unlike all others."""
     fields = structs.fields(stats)
     numbers = {field.name: first + n for n, field in enumerate(fields)}
-    no_numbers = {"name": "dram", "status_text": "text", "lost": True, "dropped": {"unnamed": 9}}
+    no_numbers = {"name": "dram", "status_text": "text", "lost": True, "read_only": True}
+    no_numbers["dropped"] = {"unnamed": 9}
     return {**numbers, **(no_numbers if stats is TierUsage else {})}
 
 

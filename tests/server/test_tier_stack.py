@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,6 +220,167 @@ async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
         match = await pool.match(NAMESPACE, old)
         assert match.length < 100
         assert match.stopped is ReadStatus.TIER_LOST
+
+
+class DiskWithoutWrites:
+    """A disk whose writes fail while `error` is set."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.size, self.mode = inner.size, inner.mode
+        self.read, self.close = inner.read, inner.close
+        self.error = ""
+        self.writes = 0
+
+    async def write(self, offset: int, buffer: memoryview) -> None:
+        self.writes += 1
+        if self.error:
+            raise Unavailable(self.error)
+        await self._inner.write(offset, buffer)
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["ENOSPC: No space left on device", "EROFS: Read-only file system", "EIO: Input/output error"],
+    ids=lambda error: error[:6].strip(": "),
+)
+async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
+    tiered: dev.Dev, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new, gone = keys("old", 100), keys("new", 60), keys("gone", 4)
+    (server,) = tiered.servers
+    stack, nvme = server.stack, server.tiers[1]
+    async with tiered.pool() as pool:
+        await write(pool, old)
+        await write(pool, gone)
+        await saved(tiered)
+        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
+        disk.error = error
+        await write(pool, new[:1])
+        await eventually(lambda: stack.read_only)
+        for first in range(1, 60):  # more than memory holds: the first of them leave it
+            await write(pool, [new[first]])
+        for _ in range(2):
+            assert set(await read(pool, old)) == {ReadStatus.HIT}
+        assert await pool.remove(NAMESPACE, gone) == [True] * 4
+        for digest in new[-8:]:
+            assert set(await read(pool, [digest])) <= {ReadStatus.HIT, ReadStatus.EVICTED}
+            await pool.write(NAMESPACE, [digest], values([digest], BLOCK))
+        await asyncio.sleep(1.1)  # the next heartbeat
+        (member,) = await pool.members()
+        usage = member.stats.usage[1]
+        assert (usage.read_only, usage.lost) == (True, False)
+        assert usage.status_text.endswith(f"read-only: {error}")
+        used = stack.backing.allocator.allocated
+        assert used == 100 * BLOCK, "what was reserved for writes that failed is given back"
+        assert not stack.backing.reservations
+        disk.error = ""
+        await eventually(lambda: not stack.read_only, within_s=10)
+        await saved(tiered)
+        kept = [digest for digest in new if stack.front.peek(NAMESPACE, 0, digest)]
+        assert set(new[-8:]) <= set(kept)
+        for digest in kept:
+            assert stack.backing.peek(NAMESPACE, 0, digest) is not None
+        assert set(await read(pool, [*old, *kept])) == {ReadStatus.HIT}
+        assert nvme.status_text == server._context.mover.usage(0.0)[1].status_text
+    lines = [line for line in caplog.records if "tier" in line.getMessage()]
+    texts = [line.getMessage() for line in lines if line.levelname in ("WARNING", "ERROR")]
+    assert texts == ["tier is read-only", "tier takes writes again"], "once for each change"
+    found = {record.digest for record in await nvme.recover()}  # type: ignore[attr-defined]
+    assert {*old, *kept} <= found
+    assert not found & set(gone), "what was removed meanwhile is erased"
+
+
+async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
+    """One batch that fails after the first is none, and delays do not go on growing."""
+    (server,) = tiered.servers
+    stack, nvme, mover = server.stack, server.tiers[1], server._context.mover
+    async with tiered.pool() as pool:
+        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
+        for outage in range(2):
+            disk.error = "ENOSPC: No space left on device"
+            await write(pool, keys(f"outage {outage}", 4))
+            await eventually(lambda: stack.read_only)
+            await eventually(lambda: mover._retry.failures >= 2, within_s=10)
+            disk.error = ""
+            await eventually(lambda: not stack.read_only, within_s=10)
+            await saved(tiered)
+            assert mover._retry.failures == 0
+            disk.error = "EIO: Input/output error"
+            await write(pool, keys(f"one {outage}", 1))
+            await asyncio.sleep(0.15)
+            disk.error = ""
+            await saved(tiered)
+            assert not stack.read_only
+
+
+async def test_a_read_only_tier_that_cannot_be_read_either_is_lost(tiered: dev.Dev) -> None:
+    old = keys("old", 100)
+    (server,) = tiered.servers
+    stack, nvme = server.stack, server.tiers[1]
+    async with tiered.pool() as pool:
+        await write(pool, old)
+        await saved(tiered)
+        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
+        disk.error = "EIO: Input/output error"
+        await write(pool, keys("new", 4))
+        await eventually(lambda: stack.read_only)
+        nvme._disk = BadDisk(disk)  # type: ignore[attr-defined]
+        assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
+        await eventually(lambda: stack.offline_tiers == {1})
+        assert not stack.read_only
+        for digest in keys("more", 60):
+            await write(pool, [digest])
+        stack.check()
+
+
+_FULL_DISK = """
+import asyncio, errno, os, sys
+from kvpool import dev
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+
+def sparse(*_):  # as on a file system that copies on write: space can run out later
+    raise OSError(errno.EOPNOTSUPP, "not supported")
+
+async def main(folder):
+    os.posix_fallocate = sparse
+    old, new = keys("old", 100), keys("new", 20)
+    async with dev.serve(tiers=["dram:2MiB", f"nvme:{folder}/tier:16MiB"]) as running:
+        stack = running.servers[0].stack
+        async with running.pool() as pool:
+            await pool.write(NAMESPACE, old, values(old, 65536))
+            await eventually(lambda: not stack.waiting and not stack.front.pins)
+            with open(f"{folder}/other", "wb", buffering=0) as other:
+                try:
+                    while True:
+                        other.write(bytes(4096))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+            await pool.write(NAMESPACE, new, values(new, 65536))
+            await eventually(lambda: stack.read_only)
+            results = await pool.read(NAMESPACE, old, buffers(100, 65536))
+            assert all(result.status.hit for result in results), results
+            late = keys("late", 10)
+            await pool.write(NAMESPACE, late, values(late, 65536))
+            os.unlink(f"{folder}/other")
+            await eventually(lambda: not stack.read_only, within_s=20)
+            await eventually(lambda: not stack.waiting and not stack.front.pins)
+            assert all(stack.backing.peek(NAMESPACE, 0, digest) for digest in (*old, *late))
+    print("ok")
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_a_file_system_that_is_full_for_a_while(tmp_path: Path) -> None:
+    """A real one: a small tmpfs, in a mount namespace of its own."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("this process may not mount a file system")
+    mount = f"mount -t tmpfs -o size=40m none {tmp_path}"
+    python = f'exec {sys.executable} -c "$0" {tmp_path}'
+    command = ["unshare", "-rm", "sh", "-c", f"{mount} && {python}", _FULL_DISK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ok\n", done.stderr
 
 
 # --- kill -9 ----------------------------------------------------------------------------

@@ -296,6 +296,81 @@ def test_a_lost_base_takes_only_what_lies_nowhere_else() -> None:
     server.look()
 
 
+def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
+    """Every block may be evicted; what is left is written later, in the order of writing."""
+    server = Server(4, 16)
+    old, new = keys("old", 3), keys("new", 6)
+    server.write(1, ONE, 0, old)
+    server.settle()
+    server.write(1, ONE, 0, new[:1])
+    server.start()
+    server.write(1, ONE, 0, new[1:2])
+    for _ in server.stack.stop_writing():
+        pass
+    assert not server.stack.waiting
+    server.finish(server.copies.pop(), good=False)
+    server.stack.check()
+    for digest in new[2:]:
+        assert server.write(1, ONE, 0, [digest]) == ["RESERVED"]
+    assert not server.stack.waiting
+    assert not server.stack.next_writebacks(1 << 30, 9, server.now)
+    assert server.read(1, ONE, 0, old) == [ReadStatus.NOT_YET] * 3
+    server.stage(ONE, 0, old[:1])  # promotion goes on
+    while server.copies:
+        server.finish(server.copies.pop())
+    server.look()
+    left = [digest for digest in new if server.stack.front.peek(ONE, 0, digest)]
+    assert 0 < len(left) < len(new)
+    for good in (False, True):  # the first try fails: the block's turn comes again
+        (copy,) = server.stack.try_writeback(server.now)
+        assert copy.entry.digest == left[0 if not good else 1]
+        server.finish(copy, good=good)
+        assert not server.stack.backing.reservations
+    assert server.stack.resume_writing() == len(left) - 1
+    assert server.stack.waiting == len(left) - 1
+    server.stack.remove(ONE, left[-1:])
+    assert server.stack.waiting == len(left) - 2
+    server.settle()
+    assert all(server.stack.backing.peek(ONE, 0, digest) for digest in left[:-1])
+    assert server.write(1, ONE, 0, keys("more", 1)) == ["RESERVED"]
+    assert server.stack.waiting == 1, "as before: dirty, and in the queue"
+
+
+def test_bytes_of_the_queue_are_given_back_when_writing_stops() -> None:
+    """Otherwise readers wait for writes that never come."""
+    server = Server(4, 16)
+    server.write(1, ONE, 0, keys("one", 3))
+    assert server.stack.is_under_pressure
+    for _ in server.stack.stop_writing():
+        pass
+    assert not server.stack.is_under_pressure
+    server.stack.resume_writing()
+    server.settle()
+    assert not server.stack.is_under_pressure
+    server.stack.check()
+
+
+def test_writing_stops_in_steps() -> None:
+    server = Server(5000, 6000)
+    for number in range(5):
+        server.write(1, ONE, 0, keys(f"{number}", 1000))
+    assert sum(1 for _ in server.stack.stop_writing()) == 4
+    assert not server.stack.waiting
+
+
+def test_a_base_that_is_lost_while_it_is_read_only() -> None:
+    server = Server(4, 16)
+    server.write(1, ONE, 0, keys("one", 3))
+    for _ in server.stack.stop_writing():
+        pass
+    server.stack.report_lost(server.stack.take_offline(1))
+    assert not server.stack.read_only
+    for number in range(8):
+        assert server.write(1, ONE, 0, keys(f"{number}", 1)) == ["RESERVED"]
+    assert not server.stack.waiting
+    server.look()
+
+
 def test_what_was_found_on_disk_is_served() -> None:
     server = Server(4, 64)
     chain = keys("chain", 4)

@@ -40,6 +40,8 @@ FAULTS: Final = (
     "storm",
     "hurry",
 )
+#: A tier whose disk takes writes again has taken them after the time that it did not, and this.
+_WRITABLE_AFTER_S: Final = 5.0
 #: Further kinds in worlds whose servers have disks.
 FAULTS_OF_DISKS: Final = (*(fault.name for fault in DISK_FAULTS), "power cut")
 
@@ -221,15 +223,28 @@ class Nemesis:
         assert platter is not None
         with self._world.incident(fault.name, node.name):
             fault.begin(platter)
+            node.disk_faults += 1
+            tiers, number = node.tiers, node.disk_faults
+            was_writable = tiers is not None and not tiers.server.stack.read_only
             if fault.name == "slow disk":
                 platter.counts["crawled"] += 1
             process, frozen_s = node.process, node.process.frozen_s
             lasts = [5, 40] if fault.name == "stuck disk" else [0.05, 0.5, 5, 20, 40]
-            await asyncio.sleep(self._rng.choice(lasts))
+            lasted = self._rng.choice(lasts)
+            await asyncio.sleep(lasted)
             ran = process.alive and not process.frozen and process.frozen_s == frozen_s
             if ran and node.tiers is not None:
                 node.tiers.check_timeout(platter.hung_s)
             platter.heal()
+
+        def check_writable() -> None:
+            """Tries come after delays that double: one in the time that the fault has lasted."""
+            still = process.alive and not process.frozen and process.frozen_s == frozen_s
+            if still and node.disk_faults == number and tiers is not None:
+                tiers.check_writable(lasted + _WRITABLE_AFTER_S)
+
+        if fault.name == "full disk" and ran and was_writable:
+            self._world.loop.call_later(lasted + _WRITABLE_AFTER_S, check_writable)
         if fault.silent and self._rng.random() < 0.5:
             await self._kill(node)  # the next process reads what the disk has done
 

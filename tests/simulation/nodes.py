@@ -35,6 +35,7 @@ class ServerNode:
     platter: Platter | None = None
     previous_disk: PreviousDisk | None = None
     tiers: TierOracle | None = None
+    disk_faults: int = 0  # begun so far
 
     @property
     def is_writing(self) -> bool:

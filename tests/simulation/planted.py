@@ -418,7 +418,9 @@ BUGS: Sequence[Bug] = (
         "old-records-stay",
         "G8",
         _MOVER,
-        "        await self.erase()  # before their old extents are written over\n",
+        "        if to_backing and not await self._erase():  "
+        "# before their old extents are written over\n"
+        "            return False\n",
         "",
     ),
     Bug(
@@ -533,6 +535,34 @@ BUGS: Sequence[Bug] = (
         "        for copy in range(COPIES):  # one after the other",
         "        for copy in range(1):  # one after the other",
     ),
+    Bug(
+        "full-disk-cannot-be-read",
+        "G5",
+        _MOVER,
+        "        if tier != store.backing_tier:\n            self._take_offline",
+        "        if tier:\n            self._take_offline",
+    ),
+    Bug(
+        "read-only-for-ever",
+        "liveness",
+        _MOVER,
+        "        while self._store.read_only:\n            await asyncio.sleep(self._retry",
+        "        if self._store.read_only:\n            await asyncio.sleep(self._retry",
+    ),
+    Bug(
+        "failed-write-keeps-its-space",
+        "liveness",
+        _STACK,
+        "            target.cancel(MOVER, copy.id)\n            if copy.target",
+        "            if copy.target",
+    ),
+    Bug(
+        "unwritten-blocks-are-forgotten",
+        "G5",
+        _STACK,
+        "            self._unwritten[entry] = None\n",
+        "",
+    ),
     # --- the world outside
     Bug(
         "wall-clock",
@@ -568,6 +598,10 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "rotten-block-stays-on-disk": 81,
     "frozen-writer-is-not-feared": 82,
     "no-hedge": 102,
+    "full-disk-cannot-be-read": 17,
+    "read-only-for-ever": 17,
+    "one-copy-of-a-namespace": 16,
+    "unwritten-blocks-are-forgotten": 17,
     "hanging-disk-is-waited-for": 124,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,

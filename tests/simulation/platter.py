@@ -234,6 +234,7 @@ class Platter:
             number = self._move(transfer, step.start, step.stop)
             if number:
                 self.counts[errno.errorcode[number]] += 1
+                self.counts["failed reads"] += not transfer.writes
                 said = f"{errno.errorcode[number]}: {os.strerror(number)}"
                 transfer.error = Unavailable(f"{self.name}: {said}")
                 if transfer.writes:

@@ -17,6 +17,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event
+from kvpool.server.state.tiered_store import MOVER
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
 from tests.simulation.memory import SimTier
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tests.simulation.platter import Platter
 
 #: Faults after which a tier may be out of service.
-_FAULTS_THAT_RETIRE: Final = ("EIO", "ENOSPC", "hung", "crawled")
+_FAULTS_THAT_RETIRE: Final = ("failed reads", "hung", "crawled")
 #: A tier whose disk has hung for so long must be out of service.
 _TIMEOUT_S: Final = 33.0
 
@@ -113,6 +114,7 @@ class PreviousDisk(NamedTuple):
     head_damage: frozenset[int]  # pages, at that time
     #: Headers on it had no namespace: their blocks come back if the disk can be read again.
     hidden: bool
+    unerased: frozenset[int]  # offsets of blocks that were removed while the tier was read-only
 
 
 class WatchedDiskStore(WatchedStore):
@@ -136,6 +138,8 @@ class WatchedDiskStore(WatchedStore):
         self.refused: set[BlockPart] = set()  # the disk had no space for them
         self._previous_disk = previous_disk
         self.restored = False
+        self.is_read_only: Callable[[], bool] = lambda: False
+        self.unerased: set[int] = set()
         self.dropped: Mapping[str, int] = {}  # what the tier did not find, by reason
 
     def verify(self, entry: Entry, when: str) -> None:
@@ -168,7 +172,8 @@ class WatchedDiskStore(WatchedStore):
             server = self.life.partition("#")[0]
             previous = self._previous_disk
             unknown = previous is None or previous.hidden
-            excused = unknown or self.memory.is_damaged(entry.offset, entry.size)
+            unerased = previous is not None and entry.offset in previous.unerased
+            excused = unknown or unerased or self.memory.is_damaged(entry.offset, entry.size)
             history = self.truth.history(*key)
             if not history.lives:
                 self.truth.fail(f"G8: {entry!r} is found on the disk, but was never written")
@@ -227,6 +232,8 @@ class WatchedDiskStore(WatchedStore):
 
     def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
         index = entry.index
+        if self.is_read_only():
+            self.unerased.add(entry.offset)
         if entry.pins:
             self.truth.probes.add("a block left the disk while it was copied")
         if self.above is not None and self.above.peek(index.namespace, index.part, entry.digest):
@@ -251,7 +258,9 @@ class WatchedDiskStore(WatchedStore):
             for entry in self.inventory()
             if not platter.is_damaged(*memory.header(entry.offset))
         }
-        return PreviousDisk(blocks, len(platter.damage_log), head, self.hides_headers)
+        return PreviousDisk(
+            blocks, len(platter.damage_log), head, self.hides_headers, frozenset(self.unerased)
+        )
 
 
 class TierOracle:
@@ -272,6 +281,10 @@ class TierOracle:
         self._truth = truth
         self._soon = soon
         self._due = False
+        #: Blocks that left memory while the disk took no writes, or before they were written later.
+        self._left_unwritten: set[BlockPart] = set()
+        top.on_leave = self._left_memory
+        base.is_read_only = lambda: server.stack.read_only
         base.above = top
         top.change_log.leaving = base.change_log.leaving = self._leaving
         top.inspect = base.inspect = self.inspect
@@ -290,10 +303,19 @@ class TierOracle:
             self._due = True
             self._soon(self.check)
 
+    def _left_memory(self, entry: Entry, event: Event) -> bool:
+        stack = self.server.stack
+        if entry in stack._unwritten:
+            self._truth.probes.add("a block left before a read-only disk took it")
+            self._left_unwritten.add((entry.index.namespace, entry.digest, entry.index.part))
+        return stack._on_leave(entry, event)
+
     def _leaving(self, key: BlockPart, reason: ReadStatus, tier: int) -> None:
         """The server loses a block; as evicted only if the disk had no space for it."""
         evicted_above = reason is ReadStatus.EVICTED and tier == self.server.stack.front_tier
-        if evicted_above and self.in_service and key not in self.base.refused:
+        excused = key in self.base.refused or key in self._left_unwritten
+        self._left_unwritten.discard(key)
+        if evicted_above and self.in_service and not excused:
             self._truth.fail(f"G5: {key[1].hex()[:12]} is evicted before it is on the disk")
 
     def check(self) -> None:
@@ -337,9 +359,29 @@ class TierOracle:
             return (
                 None if self._all_announced() else "the loss of a tier's blocks was not announced"
             )
+        if stack.read_only:
+            return "a tier is read-only"
+        if unwritten := self._unwritten():
+            return f"{unwritten} blocks are in memory only, and in no queue"
         if stack.waiting:
             return f"{stack.waiting} blocks have yet to be demoted"
         return self._stray_headers()
+
+    def _unwritten(self) -> int:
+        """Blocks that the disk has not, and has not refused, and that will not be written."""
+        stack = self.server.stack
+        if stack.waiting or stack.front.pinned_by(MOVER):
+            return 0
+        here, below = _keys(self.top.inventory()), _keys(self.base.inventory())
+        return len(here - below - self.base.refused)
+
+    def check_writable(self, after_s: float) -> None:
+        """A tier whose disk takes writes again is not read-only for long (G6)."""
+        self._truth.probes.add("a disk took writes again")
+        if self.server.stack.read_only:
+            self._truth.fail(
+                f"G6: the disk has taken writes for {after_s:.0f} s and its tier is still read-only"
+            )
 
     def _all_announced(self) -> bool:
         return self._truth.held_by(self.top.life) == _keys(self.top.inventory())

@@ -37,6 +37,8 @@ PROBES: Final = (
     "a block on disk was found to be corrupt",
     "a block on disk could not be read",
     "a tier was taken out of service",
+    "a block left before a read-only disk took it",
+    "a disk took writes again",
     "both copies of a page of the disk were lost",
     "a disk had to be replaced",
 )

@@ -18,7 +18,7 @@ Pure, like `store.py`: this file hands out `TierTransfer`s, `TierMover` moves th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -78,6 +78,8 @@ class TieredStore:
 
     A dirty block is never evicted from the front tier. A block that the backing tier refuses (its
     policy keeps what it has) becomes clean without a copy: `front only`, and lost when evicted.
+    While the backing tier is read-only, the same holds for every block that it does not have; those
+    that are still there when it takes writes again are written back then (design: demotion).
     A cache tier adds a clean copy to any of these places. `take_offline` removes a tier; without
     a backing tier the front tier is the pool: every block is clean, and lost when evicted.
     """
@@ -98,6 +100,11 @@ class TieredStore:
         self._erasable: list[int] = []  # offsets in the backing tier whose records must go
         self._writeback_queue: deque[Entry] = deque()
         self._writeback_bytes = 0  # of the queue; kept up to date, because it is read often
+        #: The backing tier takes no writes: `stop_writing` and `resume_writing` change it.
+        self.read_only = False
+        #: Clean without a copy since then, in the order of writing. Not a dict, which takes linear
+        #: time to find its first entry when those before it are gone.
+        self._unwritten: OrderedDict[Entry, None] = OrderedDict()
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
         self._unreported = 0  # blocks of offline tiers whose loss is still to be announced
         self._evicting = False  # copies in other tiers leave with their block: announced once
@@ -226,32 +233,24 @@ class TieredStore:
 
     @property
     def waiting(self) -> int:
-        """Blocks in the queue for writing back, those included that have left meanwhile."""
-        return len(self._writeback_queue)
+        """Blocks in the queue for writing back, those included that have left meanwhile.
+
+        None while the backing tier is read-only.
+        """
+        return 0 if self.read_only else len(self._writeback_queue) + len(self._unwritten)
 
     def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
         """The next blocks to copy to the backing tier, then those for the cache tiers.
 
         About `size_max` bytes and `count_max` copies; fewer only where there are no more. Space is
         reserved for them. A block that the backing tier refuses, because its policy keeps what it
-        has, stays in the front tier until it is evicted.
+        has, stays in the front tier until it is evicted. While the backing tier is read-only, those
+        for the cache tiers.
         """
         copies: list[TierTransfer] = []
         taken = 0
-        for _ in range(len(self._writeback_queue)):
-            if taken >= size_max or len(copies) >= count_max:
-                return copies
-            entry = self._writeback_queue.popleft()
-            self._writeback_bytes -= entry.size
-            if entry.state is not State.STORED or entry.clean:
-                continue
-            answer = self._start(copies, entry, self.front_tier, self.backing_tier, now)
-            # An older transfer of a block with the same key still has its reservation.
-            if answer is WriteStatus.IN_PROGRESS:
-                self._queue(entry)
-            elif answer is not WriteStatus.RESERVED:
-                self.front.mark_clean(entry)
-            taken += entry.size
+        if not self.read_only:
+            taken = self._start_writebacks(copies, size_max, count_max, now)
         while self._to_promote and taken < size_max and len(copies) < count_max:
             entry = self._to_promote.popleft()
             if entry.state is State.STORED:
@@ -259,6 +258,12 @@ class TieredStore:
                     if tier not in self.offline_tiers:
                         self._start(copies, entry, self.front_tier, tier, now)
                 taken += entry.size
+        return copies
+
+    def try_writeback(self, now: float) -> list[TierTransfer]:
+        """One block to copy to a read-only backing tier, to see if it takes writes again."""
+        copies: list[TierTransfer] = []
+        self._start_writebacks(copies, 1, 1, now)
         return copies
 
     def start_promotions(
@@ -311,6 +316,26 @@ class TieredStore:
         index = copy.entry.index
         self.stores[copy.source].remove(index.namespace, [copy.entry.digest], reason, index.part)
 
+    def stop_writing(self) -> Iterator[None]:
+        """The backing tier takes no writes: evict as if it had every block, until it does again.
+
+        In steps between which the loop may run. Ends early after `resume_writing`.
+        """
+        self.read_only = True
+        number = 0
+        while self.read_only and self._writeback_queue:
+            entry = self._next_in_queue()
+            if entry.state is State.STORED and not entry.clean:
+                self._queue(entry)
+            number += 1
+            if number % 1024 == 0:
+                yield
+
+    def resume_writing(self) -> int:
+        """The backing tier takes writes again. How many blocks `next_writebacks` returns late."""
+        self.read_only = False
+        return len(self._unwritten)
+
     def take_offline(self, tier: int) -> list[Entry]:
         """A tier is out of service. Returns its blocks, which the caller passes to `report_lost`
         in several steps.
@@ -334,6 +359,8 @@ class TieredStore:
                 self.front.mark_clean(entry)
             self._writeback_queue.clear()
             self._writeback_bytes = 0
+            self._unwritten.clear()
+            self.read_only = False
         return lost
 
     def report_lost(self, entries: Sequence[Entry]) -> None:
@@ -357,6 +384,10 @@ class TieredStore:
         """Offsets in the backing tier that were freed since the last call: erase their records."""
         erasable, self._erasable = self._erasable, []
         return erasable
+
+    def erase_failed(self, offsets: Sequence[int]) -> None:
+        """Their records may still be there: `take_erasable` returns them once more."""
+        self._erasable += offsets
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -461,7 +492,7 @@ class TieredStore:
     @property
     def stored(self) -> int:
         """Approximate number of sealed blocks: one that waits for writing back may count twice."""
-        return self.backing.stored + self.waiting
+        return self.backing.stored + len(self._writeback_queue) + len(self._unwritten)
 
     @property
     def evicted(self) -> int:
@@ -493,6 +524,11 @@ class TieredStore:
         for entry in self.front.inventory():
             if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
                 raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
+        for entry in self._unwritten:
+            if entry.state is not State.STORED or not entry.clean:
+                raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
+        if self._writeback_bytes != sum(entry.size for entry in self._writeback_queue):
+            raise InvariantViolated("the bytes in the queue for writing back are wrong")
 
     def _check_fingerprint(self) -> None:
         expected = MapFingerprint()
@@ -507,9 +543,23 @@ class TieredStore:
     # --- inside -----------------------------------------------------------------------------------
 
     def _queue(self, entry: Entry) -> None:
-        """Add a block to the queue for writing back."""
-        self._writeback_queue.append(entry)
-        self._writeback_bytes += entry.size
+        """Add a dirty block to the queue for writing back."""
+        if self.read_only:
+            self._unwritten[entry] = None
+            self.front.mark_clean(entry)
+        else:
+            self._writeback_queue.append(entry)
+            self._writeback_bytes += entry.size
+
+    def _next_in_queue(self) -> Entry:
+        """The block whose turn it is; those that had to wait for a read-only tier come last."""
+        if self._writeback_queue:
+            entry = self._writeback_queue.popleft()
+            self._writeback_bytes -= entry.size
+        else:
+            entry, _ = self._unwritten.popitem(last=False)
+            entry.clean = False
+        return entry
 
     def _online(self) -> list[Store]:
         return [store for tier, store in enumerate(self.stores) if tier not in self.offline_tiers]
@@ -574,6 +624,26 @@ class TieredStore:
             if entry.reads == self.promote_after:
                 self._to_promote.append(entry)
 
+    def _start_writebacks(
+        self, copies: list[TierTransfer], size_max: int, count_max: int, now: float
+    ) -> int:
+        """Add transfers to the backing tier; the bytes of the blocks that were looked at."""
+        taken = 0
+        for _ in range(len(self._writeback_queue) + len(self._unwritten)):
+            if taken >= size_max or len(copies) >= count_max:
+                break
+            entry = self._next_in_queue()
+            if entry.state is not State.STORED or entry.clean:
+                continue
+            answer = self._start(copies, entry, self.front_tier, self.backing_tier, now)
+            # An older transfer of a block with the same key still has its reservation.
+            if answer is WriteStatus.IN_PROGRESS:
+                self._queue(entry)
+            elif answer is not WriteStatus.RESERVED:
+                self.front.mark_clean(entry)
+            taken += entry.size
+        return taken
+
     def _start(
         self, copies: list[TierTransfer], entry: Entry, source: int, target: int, now: float
     ) -> WriteStatus:
@@ -614,6 +684,7 @@ class TieredStore:
         tier, namespace, part = entry.index.tier, entry.index.namespace, entry.index.part
         if tier == self.backing_tier:
             self._erasable.append(entry.offset)
+        self._unwritten.pop(entry, None)
         if self._evicting:
             return False
         others = [
