@@ -14,7 +14,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvpool.client.pool import Pool, connect
-from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig, read_secret
+from kvpool.config import (
+    ClientConfig,
+    Config,
+    MasterConfig,
+    ServerConfig,
+    local_secret,
+    read_secret,
+)
 from kvpool.errors import (
     BadBuffer,
     BadKey,
@@ -81,6 +88,7 @@ __all__ = [
     "WriteStatus",
     "connect",
     "dev",
+    "local_secret",
     "read_secret",
     "sync",
 ]

@@ -8,10 +8,12 @@ expected; no setting is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import ipaddress
 import os
 import re
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from kvpool.errors import ConfigError
+from kvpool.runtime import make_private_directory, runtime_directory
 from kvpool.types import Cluster
 from kvpool.units import parse_bool, parse_duration, parse_size
 
@@ -129,6 +132,9 @@ class Config(_Section, frozen=True):
     #: File with the cluster's shared secret, at least 16 bytes. Empty: no secret, and every
     #: process that can reach the pool may use it.
     secret_file: str = ""
+    #: Only processes of this user on this host: instead of `secret_file`, a secret that is made at
+    #: the first start and that only this user can read (`local_secret`).
+    local_only: bool = False
     master: MasterConfig = MasterConfig()
     server: ServerConfig = ServerConfig()
     client: ClientConfig = ClientConfig()
@@ -136,7 +142,8 @@ class Config(_Section, frozen=True):
 
 def cluster_of(config: Config) -> Cluster:
     """The cluster that a process belongs to, its secret read from its file. Raises ConfigError."""
-    return Cluster(config.cluster, read_secret(config.secret_file))
+    secret = local_secret() if config.local_only else read_secret(config.secret_file)
+    return Cluster(config.cluster, secret)
 
 
 def read_secret(path: str) -> bytes:
@@ -163,6 +170,36 @@ def read_secret(path: str) -> bytes:
             f"{_SECRET_SIZE_MAX}: openssl rand -hex 32 makes a good one"
         )
     return secret
+
+
+def local_secret_file() -> Path:
+    """The file of `local_secret`."""
+    return runtime_directory() / "secret"
+
+
+def local_secret() -> bytes:
+    """The secret of this user on this host, made by the first process that asks for it.
+
+    It lies in `$XDG_RUNTIME_DIR/kvpool`, or, where that is not set, in `/tmp/kvpool-UID`. A process
+    that knows it is one of this user, or root, because others cannot enter that directory
+    (design: local-only). Raises ConfigError when they can.
+    """
+    path = local_secret_file()
+    try:
+        make_private_directory(path.parent)
+        if not path.exists():
+            # Complete before it has its name: of processes that start together, all read the first.
+            draft = path.with_name(f"secret.{secrets.token_hex(8)}")
+            draft.touch(mode=0o600, exist_ok=False)
+            try:
+                draft.write_text(secrets.token_hex(32))
+                with contextlib.suppress(FileExistsError):
+                    path.hardlink_to(draft)
+            finally:
+                draft.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}") from None
+    return read_secret(str(path))
 
 
 def load(
@@ -258,16 +295,19 @@ def check_bind(address: str, insecure: bool) -> None:
         raise ConfigError(
             f"address {address!r}: expected host:port, such as {DEFAULT_MASTER}"
         ) from None
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not insecure:
+    if not _is_loopback(host) and not insecure:
         raise ConfigError(
             f"address {address} is reachable from other machines, but access needs no secret: give "
             "the cluster a secret (--secret-file; ucx does not check it), listen on 127.0.0.1, or "
             "pass --insecure if the network is trusted"
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -354,6 +394,24 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
+def _check_local_only(config: Config) -> None:
+    if config.secret_file:
+        raise ConfigError("settings 'local_only' and 'secret_file': a cluster has one secret")
+    if config.master.insecure or config.server.insecure:
+        raise ConfigError("settings 'local_only' and 'insecure' contradict each other")
+    for text in (f"tcp://{config.master.bind}", *config.server.listen):
+        address = parse_transport(text).address
+        try:
+            host = urlsplit(address).hostname if not address.startswith("shm:") else None
+        except ValueError:
+            continue  # `check_bind` explains it
+        if host and not _is_loopback(host):
+            raise ConfigError(
+                f"setting 'local_only': address {text} is reachable from other machines, "
+                "choose one on 127.0.0.1"
+            )
+
+
 def _check(config: Config) -> None:
     for tier in config.server.tiers:
         parse_tier(tier)
@@ -368,6 +426,8 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"setting 'server.alignment' is {config.server.alignment}, expected a power of two"
         )
+    if config.local_only:
+        _check_local_only(config)
     if config.server.connections_max < 1:
         raise ConfigError("setting 'server.connections_max': expected at least 1")
     if config.server.identity_file and not config.server.id:

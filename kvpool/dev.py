@@ -24,14 +24,20 @@ from kvpool.types import Cluster
 from kvpool.units import parse_size
 
 _REGISTERED_WITHIN_S = 10.0
+_OPEN = Cluster()
 
 
 class Dev:
     """A master and block servers in this process."""
 
     def __init__(
-        self, master: Master, servers: list[BlockServer], transports: dict[str, Transport]
+        self,
+        master: Master,
+        servers: list[BlockServer],
+        transports: dict[str, Transport],
+        cluster: Cluster = _OPEN,
     ) -> None:
+        self._cluster = cluster
         self.master = master
         self.servers = servers
         self._transports = transports
@@ -45,14 +51,14 @@ class Dev:
     async def pool(self, config: ClientConfig | None = None) -> AsyncIterator[Pool]:
         """A client of this pool, over inproc unless `config` says otherwise."""
         config = config or ClientConfig(masters=[self.address])
-        network = ZmqNetwork()
+        network = ZmqNetwork(self._cluster)
         chosen = {
             scheme: self._transports[scheme]
             for scheme, _, _ in map(parse_transport, config.transports)
             if scheme in self._transports
         }
         pool = Pool(
-            config, cluster=Cluster(), network=network, transports=chosen, owns_network=True
+            config, cluster=self._cluster, network=network, transports=chosen, owns_network=True
         )
         async with pool:
             yield pool
@@ -68,6 +74,7 @@ async def serve(
     transports: Mapping[str, Transport] | None = None,
     prefault: bool = False,
     tiers: Sequence[str] = (),
+    cluster: Cluster = _OPEN,
 ) -> AsyncIterator[Dev]:
     """A master at `bind` and servers of `capacity` bytes each; all end with the `with`.
 
@@ -76,7 +83,7 @@ async def serve(
     server's id, because a file serves one server.
     """
     async with AsyncExitStack() as stack:
-        network = ZmqNetwork()
+        network = ZmqNetwork(cluster)
         stack.callback(network.close)
         chosen = dict(transports or {})
         if missing := [text for text in listen if parse_transport(text).scheme not in chosen]:
@@ -97,7 +104,7 @@ async def serve(
             opened = registry.tiers(config)
             server = BlockServer(
                 config,
-                cluster=Cluster(),
+                cluster=cluster,
                 network=network,
                 transports=chosen,
                 tiers=opened,
@@ -109,7 +116,7 @@ async def serve(
                 asyncio.get_running_loop().time() + _REGISTERED_WITHIN_S
             )
             started.append(server)
-        yield Dev(master, started, chosen)
+        yield Dev(master, started, chosen, cluster)
 
 
 @asynccontextmanager

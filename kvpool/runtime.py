@@ -14,14 +14,18 @@ import os
 import resource
 import signal
 import socket
+import stat
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _FILES = 65_536
+_UID_MIN = 1000  # below are the accounts of services
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -125,6 +129,48 @@ def host_id() -> str:
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def has_other_users(accounts: str = "/etc/passwd") -> bool:
+    """Users besides this one and root have an account to log in with, or run processes.
+
+    As far as this process can see: it is for a hint, not for a decision.
+    """
+    own = {0, os.geteuid()}
+    with contextlib.suppress(OSError), open(accounts) as lines:
+        for fields in (line.rstrip("\n").split(":") for line in lines):
+            if len(fields) != 7 or not fields[2].isdecimal():
+                continue
+            uid, may_log_in = int(fields[2]), not fields[6].endswith(("/nologin", "/false"))
+            if may_log_in and uid >= _UID_MIN and uid not in own:
+                return True
+    with contextlib.suppress(OSError), os.scandir("/proc") as found:
+        for entry in found:
+            with contextlib.suppress(OSError):
+                if entry.name.isdecimal() and entry.stat().st_uid not in own:
+                    return True
+    return False
+
+
+def runtime_directory() -> Path:
+    """Where files of running processes lie that nobody misses after a reboot."""
+    directory = os.environ.get("XDG_RUNTIME_DIR")
+    if directory:
+        return Path(directory) / "kvpool"
+    return Path(tempfile.gettempdir()) / f"kvpool-{os.geteuid()}"
+
+
+def make_private_directory(directory: Path) -> None:
+    """Make it for this user alone. Raises OSError when it is there and somebody else's.
+
+    Everybody may write into /tmp, so another user may have made it first.
+    """
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+    if not private or found.st_uid != os.geteuid():
+        raise PermissionError(0, f"{directory} is not a directory of this user alone")
 
 
 def resident_bytes() -> int:

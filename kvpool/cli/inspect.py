@@ -16,6 +16,7 @@ from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
     Json,
+    LocalOnly,
     Masters,
     SecretFile,
     TransportNames,
@@ -41,6 +42,7 @@ def status(
     masters: Masters = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
     as_json: Json = False,
 ) -> None:
     """Show the servers of a pool: memory, blocks, health.
@@ -49,7 +51,7 @@ def status(
     """
     from kvpool.ops.tables import as_json_object, members_table, tiers_table
 
-    settings = query_settings(config, masters, cluster, secret_file)
+    settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def main() -> list[Member]:
         async with await open_pool(settings) as pool:
@@ -77,6 +79,7 @@ def top(
     ] = 0,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
 ) -> None:
     """Show the servers of a pool and refresh the view."""
     from rich.console import Group
@@ -84,7 +87,7 @@ def top(
 
     from kvpool.ops.tables import members_table, tiers_table
 
-    settings = query_settings(config, masters, cluster, secret_file)
+    settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def watch() -> None:
         pause_s = parse_duration(every)
@@ -127,10 +130,11 @@ def explain(
     masters: Masters = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
     as_json: Json = False,
 ) -> None:
     """Show where blocks are, or why they are not in the pool."""
-    settings = query_settings(config, masters, cluster, secret_file)
+    settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def main() -> list[Explanation]:
         try:
@@ -169,6 +173,7 @@ def doctor(
     masters: Masters = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
     transports: TransportNames = None,
     as_json: Json = False,
 ) -> None:
@@ -178,7 +183,7 @@ def doctor(
     """
     from kvpool.ops.doctor import examine
 
-    settings = query_settings(config, masters, cluster, secret_file, transports)
+    settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     findings = run(examine(settings))
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings]))

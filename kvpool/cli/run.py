@@ -17,6 +17,7 @@ from kvpool.cli.shared import (
     DieWithParent,
     Http,
     Insecure,
+    LocalOnly,
     LogLevel,
     Masters,
     SecretFile,
@@ -25,8 +26,9 @@ from kvpool.cli.shared import (
     settings_of,
     stderr,
 )
-from kvpool.config import Config, MasterConfig, ServerConfig, cluster_of
-from kvpool.errors import Unavailable
+from kvpool.config import Config, MasterConfig, ServerConfig, cluster_of, local_secret_file
+from kvpool.errors import ConfigError, Unavailable
+from kvpool.protocols import Transport
 
 if TYPE_CHECKING:
     from kvpool.net.http_server import Page
@@ -40,21 +42,32 @@ def dev(
     bind: Annotated[
         str, typer.Option(help="Address of the master, e.g. 127.0.0.1:7450.")
     ] = "127.0.0.1:7450",
+    local_only: LocalOnly = False,
     log_level: LogLevel = "warning",
 ) -> None:
     """Run a whole pool in this process, to try it on one machine."""
     from kvpool.dev import serve
     from kvpool.ops.tables import human
 
+    settings = settings_of(None, {"local_only": local_only or None, "master.bind": bind})
+    _say_who_may_use_it(settings)
+
     async def main() -> None:
-        async with serve(capacity, servers=servers, bind=bind, prefault=True) as pool:
+        cluster = cluster_of(settings)
+        async with serve(
+            capacity, servers=servers, bind=bind, prefault=True, cluster=cluster
+        ) as pool:
             console.print(f"[bold]kvpool[/] is up: master at [cyan]{pool.address}[/]")
             for server in pool.servers:
                 size = human(server.store.allocator.capacity)
                 paths = ", ".join(server.addresses[1:])
                 line = f"  server {server.server}, {size}: {paths}"
                 console.print(line, soft_wrap=True, markup=False)
-            console.print(f'\n  pool = await kvpool.connect("{pool.address}")')
+            secret = ', cluster=kvpool.Cluster("default", kvpool.local_secret())'
+            known = secret if settings.local_only else ""
+            console.print(
+                f'\n  pool = await kvpool.connect("{pool.address}"{known})', soft_wrap=True
+            )
             console.print("\nPress Ctrl-C to stop.")
             await runtime.wait_for_signal()
 
@@ -69,6 +82,7 @@ def master(
     http: Http = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
     die_with_parent: DieWithParent = False,
@@ -89,8 +103,11 @@ def master(
             "master.insecure": insecure or None,
             "cluster": cluster,
             "secret_file": secret_file,
+            "local_only": local_only or None,
         },
     )
+
+    _say_who_may_use_it(settings, insecure=settings.master.insecure)
 
     async def main() -> None:
         network = ZmqNetwork(cluster_of(settings))
@@ -144,6 +161,7 @@ def server(
     http: Http = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
     die_with_parent: DieWithParent = False,
@@ -166,8 +184,10 @@ def server(
             "server.insecure": insecure or None,
             "cluster": cluster,
             "secret_file": secret_file,
+            "local_only": local_only or None,
         },
     )
+    _say_who_may_use_it(settings, insecure=settings.server.insecure)
     run(_serve(settings), log_level)
 
 
@@ -190,6 +210,8 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
     running: BlockServer | None = None
     try:
         transports = registry.transports(wanted.listen, strict=True)
+        if settings.local_only:
+            _check_authenticated(transports)
         tiers = registry.tiers(wanted)
         running = BlockServer(
             wanted,
@@ -222,6 +244,32 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
         if running is not None:
             await running.close()
         network.close()
+
+
+def _say_who_may_use_it(settings: Config, *, insecure: bool = False) -> None:
+    """One line about the users of this host. On stderr: scripts read stdout."""
+    if settings.local_only:
+        stderr.print(
+            f"only for processes of this user: the secret is {local_secret_file()}",
+            soft_wrap=True,
+            markup=False,
+        )
+    elif not settings.secret_file and not insecure and runtime.has_other_users():
+        stderr.print(
+            "[yellow]no secret:[/] every user of this host can read and change what is stored; "
+            "--local-only admits processes of this user only",
+            soft_wrap=True,
+        )
+
+
+def _check_authenticated(transports: Mapping[str, Transport]) -> None:
+    """Raises ConfigError for a transport that would serve other users."""
+    for scheme, transport in transports.items():
+        if not transport.authenticated:
+            raise ConfigError(
+                f"transport {scheme!r} does not ask its peers for a secret: with --local-only "
+                "leave it out of --listen"
+            )
 
 
 @asynccontextmanager

@@ -53,6 +53,12 @@ TransportNames = Annotated[
         help="Transport to use, e.g. tcp or ucx?tls=tcp. Repeat it for several, best first.",
     ),
 ]
+LocalOnly = Annotated[
+    bool,
+    typer.Option(
+        "--local-only", help="Only processes of this user on this host, by a secret of this user."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Listen beyond loopback without a secret.")
@@ -78,6 +84,7 @@ def query_settings(
     masters: str | None,
     cluster: str | None,
     secret_file: str | None,
+    local_only: bool,
     transports: list[str] | None = None,
 ) -> Config:
     """Settings of a command that queries the pool."""
@@ -86,6 +93,7 @@ def query_settings(
         "client.transports": transports,
         "cluster": cluster,
         "secret_file": secret_file,
+        "local_only": local_only or None,
     }
     return settings_of(config, flags)
 

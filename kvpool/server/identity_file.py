@@ -13,7 +13,6 @@ import hashlib
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -21,6 +20,7 @@ from typing import Final
 from kvpool import logs
 from kvpool.config import ServerConfig
 from kvpool.errors import ConfigError
+from kvpool.runtime import make_private_directory, runtime_directory
 
 log = logs.get("kvpool.server")
 
@@ -46,7 +46,7 @@ class IdentityFile:
         elif config.id:
             named = "\0".join((cluster, config.id, *sorted(config.masters)))
             name = hashlib.sha256(named.encode()).hexdigest()[:32]
-            self._path = _runtime_directory() / f"{name}.identity"
+            self._path = runtime_directory() / f"{name}.identity"
 
     def __enter__(self) -> IdentityFile:
         """Raises ConfigError when another process holds the file, or it is not usable."""
@@ -54,7 +54,7 @@ class IdentityFile:
             return self
         try:
             if not self.kept:
-                _make_private_directory(self._path.parent)
+                make_private_directory(self._path.parent)
             self._fd = self._open_locked(self._path)
             self.secret = self._read_or_make(self._path)
         except OSError as error:
@@ -131,24 +131,3 @@ class IdentityFile:
             f"identity file {str(path)!r} is damaged: expected {2 * _SECRET_SIZE} hex digits; "
             "remove it, and the server makes a new one"
         )
-
-
-def _runtime_directory() -> Path:
-    """Where files of running processes lie that nobody misses after a reboot."""
-    directory = os.environ.get("XDG_RUNTIME_DIR")
-    if directory:
-        return Path(directory) / "kvpool"
-    return Path(tempfile.gettempdir()) / f"kvpool-{os.geteuid()}"
-
-
-def _make_private_directory(directory: Path) -> None:
-    """Make it for this user alone. Raises OSError when it is there and somebody else's.
-
-    Everybody may write into /tmp, so another user may have made it first.
-    """
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
-    if not private or found.st_uid != os.geteuid():
-        raise PermissionError(0, f"{directory} is not a directory of this user alone")

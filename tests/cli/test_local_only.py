@@ -1,0 +1,221 @@
+"""A pool for one user of a host: what that user types, and what another user gets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import kvpool
+from kvpool import ClientConfig, Cluster, MasterLost, local_secret, runtime
+from kvpool.config import load, local_secret_file
+from kvpool.errors import ConfigError, Unauthenticated
+from kvpool_transports.tcp import TcpTransport
+from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.net.test_secret import command, run
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+SOMEBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "kvpool"
+
+
+@asynccontextmanager
+async def pool_of_one_user() -> AsyncIterator[str]:
+    """A master and a server; the master's address."""
+    async with AsyncExitStack() as stack:
+        line = await stack.enter_async_context(
+            command("master", "--bind", "127.0.0.1:0", "--local-only", says="master at")
+        )
+        address = line.split()[-1]
+        where = ("--masters", address, "--local-only", "--capacity", "4MiB")
+        await stack.enter_async_context(command("server", *where, says="server "))
+        yield address
+
+
+async def test_processes_of_this_user_share_a_pool() -> None:
+    async with pool_of_one_user() as address:
+        for _ in range(50):  # the server may still be on its way to the master
+            code, said, _ = await run("status", "--masters", address, "--local-only")
+            if code == 0:
+                break
+        assert code == 0, said
+        chain = keys("own", 3)
+        cluster = Cluster("default", local_secret())
+        for transport in ("shm", "tcp"):
+            config = ClientConfig(masters=[address], transports=[transport])
+            async with await kvpool.connect(config=config, cluster=cluster) as pool:
+                await pool.write(NAMESPACE, chain, values(chain))
+                got = buffers(3)
+                await pool.read(NAMESPACE, chain, got)
+                assert got == values(chain)
+
+
+async def test_a_process_without_the_secret_is_refused_on_every_port() -> None:
+    async with pool_of_one_user() as address:
+        refused, _, why = await run("status", "--masters", address)
+        assert refused == 1
+        assert "requires a secret" in why
+        cluster = Cluster("default", local_secret())
+        async with await kvpool.connect(address, cluster=cluster) as pool:
+            for _ in range(100):  # the server may still be on its way to the master
+                if members := await pool.members():
+                    break
+                await asyncio.sleep(0.05)
+            (member,) = members
+        (tcp,) = [a for a in member.addresses if a.startswith("tcp://127.0.0.1:")]
+        with pytest.raises(Unauthenticated):
+            await TcpTransport().connect(
+                tcp,
+                cluster=Cluster(),
+                client="another",
+                deadline=asyncio.get_running_loop().time() + 5,
+            )
+        with pytest.raises(MasterLost):
+            await kvpool.connect(config=ClientConfig(masters=[address], timeout_s=0.5))
+
+
+@needs_root
+def test_another_user_cannot_read_the_secret(directory: Path) -> None:
+    local_secret()
+    directory.parent.chmod(0o755)
+    done = subprocess.run(
+        [shutil.which("cat") or "/bin/cat", str(local_secret_file())],
+        capture_output=True,
+        text=True,
+        user=SOMEBODY,
+        group=SOMEBODY,
+        extra_groups=[],
+    )
+    assert done.returncode != 0
+    assert "Permission denied" in done.stderr
+
+
+def test_the_secret_is_made_once(directory: Path) -> None:
+    first = local_secret()
+    assert len(first) == 64
+    assert local_secret() == first
+    assert [path.name for path in directory.iterdir()] == ["secret"]
+    assert stat.S_IMODE(local_secret_file().stat().st_mode) == 0o600
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_processes_that_start_together_have_one_secret(directory: Path) -> None:
+    program = "import kvpool, sys; sys.stdin.read(); print(kvpool.local_secret().hex())"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(4)
+    ]
+    said = {process.communicate()[0] for process in running}
+    assert len(said) == 1
+    assert said != {b""}
+    assert [path.name for path in directory.iterdir()] == ["secret"]
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_others_can_enter_is_refused(directory: Path, mode: int) -> None:
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(ConfigError, match="directory of this user alone"):
+        local_secret()
+    assert not list(directory.iterdir())
+
+
+@needs_root
+def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    os.chown(directory, SOMEBODY, SOMEBODY)
+    with pytest.raises(ConfigError, match="directory of this user alone"):
+        local_secret()
+
+
+def test_a_link_instead_of_the_directory_is_refused(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError):
+        local_secret()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"secret_file": "secret"}, "one secret"),
+        ({"server.insecure": True}, "contradict"),
+        ({"master.insecure": True}, "contradict"),
+        ({"master.bind": "0.0.0.0:7450"}, "127.0.0.1"),
+        ({"server.listen": "shm://,tcp://10.0.0.1:7460"}, "10.0.0.1"),
+        ({"server.listen": "tcp://[2001:db8::1]:7460"}, "2001:db8"),
+    ],
+)
+def test_what_contradicts_it_is_a_sentence(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(flags={**flags, "local_only": True})
+
+
+def test_what_goes_with_it() -> None:
+    listen = "inproc://,shm:///run/x.sock,tcp://127.0.0.1:0,tcp://[::1]:0,tcp://localhost:0"
+    assert load(flags={"server.listen": listen, "local_only": True}).local_only
+    assert load(environment={"KVPOOL_LOCAL_ONLY": "1"}).local_only
+
+
+async def test_a_transport_that_asks_for_no_secret_is_refused() -> None:
+    pytest.importorskip("ucxx", reason="needs ucxx: pip install kvpool[ucx]")
+    code, _, why = await run("server", "--local-only", "--listen", "ucx://127.0.0.1:0")
+    assert code == 2
+    assert "'ucx' does not ask" in why
+
+
+# --- without it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("account", "other"),
+    [
+        ("ada:x:1000:1000::/home/ada:/bin/bash", True),
+        ("bot:x:1001:1001::/home/bot:/usr/sbin/nologin", False),
+        ("www-data:x:33:33::/var/www:/bin/sh", False),
+        ("root:x:0:0::/root:/bin/bash", False),
+        ("a line of another kind", False),
+    ],
+)
+def test_other_users_of_a_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, account: str, other: bool
+) -> None:
+    (tmp_path / "passwd").write_text(f"{account}\n")
+    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(OSError()))
+    assert runtime.has_other_users(str(tmp_path / "passwd")) is other
+
+
+@needs_root
+async def test_a_host_with_several_users_is_told_once() -> None:
+    other = await asyncio.create_subprocess_exec("/bin/sleep", "60", user=SOMEBODY)
+    try:
+        assert runtime.has_other_users("/dev/null")
+        for extra in ([], ["--local-only"]):
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvpool", "master", "--bind", "127.0.0.1:0", *extra),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            await asyncio.wait_for(process.stdout.readline(), 60)
+            process.terminate()
+            _, said = await process.communicate()
+            assert said.count(b"every user of this host") == (0 if extra else 1)
+    finally:
+        other.kill()
+        await other.wait()
