@@ -18,6 +18,8 @@ import xxhash
 from kvpool.types import Namespace
 
 FINGERPRINT_SIZE: Final = 16
+#: The hash of one entry: of a digest, with the `location_seed` of its place. 128 bits.
+entry_hash: Final = xxhash.xxh3_128_intdigest
 _MASK: Final = (1 << 8 * FINGERPRINT_SIZE) - 1
 
 
@@ -43,7 +45,7 @@ class MapFingerprint:
     def count(self, digest: bytes, seed: int, sign: int) -> None:
         """A block has come (`sign` 1) or left (-1); `seed` is the `location_seed` of its place."""
         self.blocks += sign
-        self.total += sign * xxhash.xxh3_128_intdigest(digest, seed)
+        self.total += sign * entry_hash(digest, seed)
 
     def packed(self) -> bytes:
         """The sum as it travels in messages."""

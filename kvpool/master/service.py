@@ -54,6 +54,8 @@ class Master:
         self.requests: Counter[str] = Counter()
         #: Messages of servers that were refused, by reason.
         self.refusals: Counter[str] = Counter()
+        #: Heartbeats after which this master's map was not what the server held.
+        self.differences = 0
         self._refused: set[tuple[str, str]] = set()
         self._handlers: dict[int, Callable[[bytes, str], wire.Message]] = {}
         self._handle(wire.Register, self._register)
@@ -201,7 +203,20 @@ class Master:
             return wire.HeartbeatReply(False)
         hints, last = self._hints.since(m.hints_heard, wire.HINTS_MAX)
         aged = [(hint.session, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints]
-        return wire.HeartbeatReply(True, aged, last)
+        differs = bool(m.fingerprint) and self.directory.differs(
+            m.server, m.epoch, m.sequence, m.blocks, m.fingerprint
+        )
+        listed = self.directory.listed(m.server)
+        if differs:
+            self.differences += 1
+            log.warning(
+                "the map differs from a server's blocks",
+                server=m.server,
+                listed=listed,
+                held=m.blocks,
+            )
+        sequence = self.directory.sequence(m.server)
+        return wire.HeartbeatReply(True, aged, last, sequence, listed, differs)
 
     def _leave(self, m: wire.Leave) -> wire.HeartbeatReply:
         self.directory.leave(m.server, m.epoch)

@@ -81,6 +81,11 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         for reason, count in sorted(master.refusals.items()):
             refusals.add_metric([reason], count)
         yield refusals
+        yield CounterMetricFamily(
+            "kvpool_master_map_differences",
+            "heartbeats after which the map was not what the server held",
+            value=master.differences,
+        )
         yield from _of_members(master.directory.members(now()))
 
     return _pages(collect, lambda: None)

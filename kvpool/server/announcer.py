@@ -13,10 +13,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool import logs
 from kvpool.errors import ConfigError, DeadlineExceeded, KvpoolError, Unavailable
+from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import Link
 from kvpool.server.state.entry import Change, Stretch
 from kvpool.server.state.tiered_store import TieredStore
@@ -38,6 +39,8 @@ _PIECE_STEPS: Final = 8
 #: Seconds between two batches of changes that no caller waits for. Batches save work: the fixed
 #: cost of a message is higher, at both ends, than that of a few more changes in it.
 _NEWS_GAP_S: Final = 0.005
+#: Seconds between two inventories to a master whose map differs after each of them.
+_RESYNC_DELAY_MAX_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,13 @@ class Identity:
     tiers: Sequence[str]
     secret: bytes = field(repr=False)
     kept: bool = False
+
+
+class _Mark(NamedTuple):
+    """What the server held after the first `position` changes; None if it was not known."""
+
+    position: int
+    held: MapFingerprint | None
 
 
 class AnnouncerState(enum.Enum):
@@ -106,6 +116,12 @@ class Announcer:
         self._pending: deque[Change] = deque()
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()  # a caller waits, or a block has left
+        self._marks: deque[_Mark] = deque()
+        self._comparable_from = 0  # what an inventory of a moment says is in no mark before this
+        self._differences_in_row = 0
+        self._resync_not_before = 0.0
+        #: How often this master's map was not what the server held.
+        self.differences = 0
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         # Both count changes since the last inventory began; a caller waits for a position.
         self._enqueued = 0
@@ -140,11 +156,20 @@ class Announcer:
         self._link.close()
         self._unregister()
 
-    def enqueue(self, changes: Sequence[Change]) -> None:
-        """Queue changes for the next batch, unless an inventory is due anyway."""
-        if self._state is AnnouncerState.UNREGISTERED or not changes:
+    def enqueue(self, changes: Sequence[Change], held: MapFingerprint | None) -> None:
+        """Queue changes for the next batch, unless an inventory is due anyway.
+
+        `held` is what the server holds after them. It is compared with the master's map when they
+        are applied there; None: it is not known.
+        """
+        if self._state is AnnouncerState.UNREGISTERED:
             return
         self._enqueued += len(changes)
+        if self._marks and self._marks[-1].position == self._enqueued:
+            self._marks.pop()
+        self._marks.append(_Mark(self._enqueued, held))
+        if not changes:
+            return
         self._pending.extend(changes)
         # A reader that is sent to a block that has left loses a round trip: do not wait for more.
         if any(change.status is not ReadStatus.HIT for change in changes):
@@ -251,6 +276,8 @@ class Announcer:
         # pieces are sent is in none of them. No await between these lines and `inventory`.
         self._pending.clear()
         self._enqueued = self._acknowledged = 0
+        self._marks.clear()
+        self._marks.append(_Mark(0, self._store.fingerprint))
         self._state = AnnouncerState.SYNCING
         self._sequence += 1
         started = self._loop.time()
@@ -263,6 +290,8 @@ class Announcer:
             rest = itertools.chain([following], pieces)
             sent = await self._send_pieces(rest)
             await self._send_piece(sent + 1, [], last=True)
+        # Some pieces may be later than changes in the queue, which the others do not have yet.
+        self._comparable_from = self._enqueued
         await self._send_heartbeat()
         # Too many changes meanwhile have ended the synchronisation: then a new one begins.
         if self._state is AnnouncerState.SYNCING:
@@ -331,6 +360,7 @@ class Announcer:
     async def _send_heartbeat(self) -> None:
         now = self._loop.time()
         self._next_heartbeat = now + self._heartbeat_s
+        held = self._comparable()
         heartbeat = wire.Heartbeat(
             self._identity.server,
             self._identity.epoch,
@@ -338,6 +368,7 @@ class Announcer:
             self._stats(now),
             self._hints_heard,
             self._sequence,
+            *((held.blocks, held.packed()) if held is not None else ()),
         )
         try:
             reply = await self._request(heartbeat, wire.HeartbeatReply)
@@ -350,6 +381,48 @@ class Announcer:
         self._apply_hints(reply.hints)
         if len(reply.hints) == wire.HINTS_MAX:  # there may be more
             self._next_heartbeat = now
+        if reply.sequence > self._sequence:
+            raise Unavailable(f"the master counts {reply.sequence} messages of {self._sequence}")
+        if reply.differs and held is not None:
+            self._map_differs(held, reply)
+        elif held is not None:
+            self._differences_in_row = 0
+
+    def _comparable(self) -> MapFingerprint | None:
+        """What the server held when the last change that the master has applied was made.
+
+        None in the midst of changes that were made in one step, and while the master may have
+        later changes from an inventory.
+        """
+        while len(self._marks) > 1 and self._marks[1].position <= self._acknowledged:
+            self._marks.popleft()
+        streaming = self._state is AnnouncerState.STREAMING
+        if not streaming or not self._marks or self._acknowledged < self._comparable_from:
+            return None
+        mark = self._marks[0]
+        return mark.held if mark.position == self._acknowledged else None
+
+    def _map_differs(self, held: MapFingerprint, reply: wire.HeartbeatReply) -> None:
+        """Send the inventory: at once the first time, then after growing delays.
+
+        An inventory mends any difference but a wrong count of ours, and that must not become a
+        storm of inventories (design: map-fingerprint).
+        """
+        self.differences += 1
+        now = self._loop.time()
+        if now < self._resync_not_before:
+            return
+        again = self._differences_in_row
+        self._differences_in_row += 1
+        self._resync_not_before = now + min(self._heartbeat_s * 2**again, _RESYNC_DELAY_MAX_S)
+        log.warning(
+            "a master's map differs: sending the inventory again",
+            master=self._link.address,
+            listed=reply.blocks,
+            held=held.blocks,
+            again=again,
+        )
+        self._unregister()
 
     async def _wait(self) -> None:
         """Until there are changes or a heartbeat is due."""
@@ -383,6 +456,7 @@ class Announcer:
         """An inventory is due. Callers that wait are released: `flushed` covers living masters."""
         self._state = AnnouncerState.UNREGISTERED
         self._pending.clear()
+        self._marks.clear()
         self._acknowledge(self._enqueued)
 
     def _acknowledge(self, position: int) -> None:

@@ -221,6 +221,7 @@ class BlockServer:
             counters={
                 **context.counters,
                 "connections": context.connections,
+                "map_differences": sum(one.differences for one in context.announcers),
                 "evicted_blocks": store.evicted,
                 "evicted_bytes": store.evicted_bytes,
                 "quarantined": front.quarantined,

@@ -50,9 +50,9 @@ class ServerContext:
     def publish(self) -> None:
         """Queue the store's changes for every master, and wake the mover."""
         changes = self.store.take_changes()
-        if changes:
-            for announcer in self.announcers:
-                announcer.enqueue(changes)
+        held = self.store.fingerprint if self.announcers else None
+        for announcer in self.announcers:
+            announcer.enqueue(changes, held)
         self.mover.wake()
 
     def on_change(self) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from kvpool.errors import BadMessage, KvpoolError, Overloaded, Unauthenticated, VersionMismatch
+from kvpool.fingerprint import FINGERPRINT_SIZE
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
@@ -252,22 +253,32 @@ class Registered(Message, frozen=True, omit_defaults=True):
 
 class Heartbeat(ServerMessage, frozen=True, omit_defaults=True):
     """Sent regularly: the server is alive. With its statistics, the number of the last hint that it
-    received (`hints_heard`), and that of its last announcement (`sequence`)."""
+    received (`hints_heard`), and that of its last announcement (`sequence`).
+
+    `blocks` and `fingerprint` are of what the server held after that announcement. Without a
+    fingerprint there is nothing to compare now."""
 
     stats: ServerStats
     hints_heard: Count = 0
     sequence: Count = 0
+    blocks: Count = 0
+    fingerprint: Annotated[bytes, Meta(max_length=FINGERPRINT_SIZE)] = b""
 
 
 class HeartbeatReply(Message, frozen=True, omit_defaults=True):
     """False asks the server to register and send its inventory.
 
-    The reply to a heartbeat has the hints after `hints_heard`, and the number of the last one.
+    The reply to a heartbeat has the hints after `hints_heard`, and the number of the last one; the
+    number of the server's last message that was applied (`sequence`), and how many blocks the
+    master lists for it. With `differs` these are not the blocks that the server holds.
     """
 
     known: bool
     hints: Annotated[list[WireHint], Meta(max_length=HINTS_MAX)] = []
     hints_heard: Count = 0
+    sequence: Id = 0
+    blocks: Count = 0
+    differs: bool = False
 
 
 class Leave(ServerMessage, frozen=True):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, SequenceCheck
 from kvpool.piecewise_dict import PIECE_KEYS
@@ -547,3 +549,79 @@ def test_no_step_of_a_large_map_is_long() -> None:
     assert max(before - after for before, after in itertools.pairwise(left)) <= 100 + largest
     assert len(directory) == 15_000
     directory.check()
+
+
+def fingerprint(*held: tuple[Namespace, int, int, list[bytes]]) -> tuple[int, bytes]:
+    """The blocks and the fingerprint of a server with these: namespace, part, tier, digests."""
+    counted = MapFingerprint()
+    for namespace, part, tier, digests in held:
+        for digest in digests:
+            counted.count(digest, location_seed(namespace, part, tier), 1)
+    return counted.blocks, counted.packed()
+
+
+def test_a_map_that_is_right_does_not_differ() -> None:
+    """Whatever the order of the changes, and with an inventory in between."""
+    directory, chain = directory_of("s", "other"), keys("c", 4)
+    directory.stored("other", ONE, 0, 0, chain)
+    directory.stored("s", ONE, 0, 0, chain[:3])
+    directory.stored("s", ONE, 0, 0, chain[2:])  # one again
+    directory.stored("s", TWO, 1, 0, chain[:1])
+    directory.removed("s", ONE, 0, chain[1:2], ReadStatus.EVICTED)
+    directory.removed("s", ONE, 0, chain[1:2], ReadStatus.EVICTED)  # one again
+    directory.stored("s", ONE, 0, 1, chain[3:])  # to another tier
+    held = fingerprint(
+        (ONE, 0, 0, [chain[2], chain[0]]), (ONE, 0, 1, chain[3:]), (TWO, 1, 0, chain[:1])
+    )
+    assert not directory.differs("s", 1, 0, *held)
+    assert directory.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
+    directory.stored("s", ONE, 0, 0, chain[:2])
+    assert directory.differs("s", 1, 1, *held)  # the server believes that the inventory is complete
+    directory.end_inventory("s")
+    assert directory.differs("s", 1, 1, *held)
+    assert not directory.differs("s", 1, 1, *fingerprint((ONE, 0, 0, chain[:2])))
+    while directory.sweep():
+        pass
+    assert not directory.differs("s", 1, 1, *fingerprint((ONE, 0, 0, chain[:2])))
+    directory.check()
+
+
+WRONG: dict[str, Callable[[Directory, list[bytes]], None]] = {
+    "one is missing": lambda d, c: d.removed("s", ONE, 0, c[:1], ReadStatus.NEVER_WRITTEN),
+    "one too many": lambda d, c: d.stored("s", ONE, 0, 0, keys("x", 1)),
+    "another block": lambda d, c: (
+        d.removed("s", ONE, 0, c[:1], ReadStatus.NEVER_WRITTEN),
+        d.stored("s", ONE, 0, 0, keys("x", 1)),
+    )[0],
+    "another tier": lambda d, c: d.stored("s", ONE, 0, 1, c[:1]),
+    "another part": lambda d, c: (
+        d.removed("s", TWO, 0, c[:1], ReadStatus.NEVER_WRITTEN),
+        d.stored("s", TWO, 1, 0, c[:1]),
+    )[0],
+    "another namespace": lambda d, c: (
+        d.removed("s", ONE, 0, c[:1], ReadStatus.NEVER_WRITTEN),
+        d.stored("s", Namespace("three"), 0, 0, c[:1]),
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_map_that_is_wrong_differs(name: str) -> None:
+    directory, chain = directory_of("s"), keys("c", 3)
+    directory.stored("s", ONE, 0, 0, chain)
+    directory.stored("s", TWO, 0, 0, chain)
+    held = fingerprint((ONE, 0, 0, chain), (TWO, 0, 0, chain))
+    assert not directory.differs("s", 1, 0, *held)
+    WRONG[name](directory, chain)
+    assert directory.differs("s", 1, 0, *held)
+    directory.check()
+
+
+def test_only_maps_of_the_same_moment_are_compared() -> None:
+    directory = directory_of("s")
+    directory.stored("s", ONE, 0, 0, keys("c", 3))
+    nothing = fingerprint()
+    assert directory.differs("s", 1, 0, *nothing)
+    assert not directory.differs("s", 1, 1, *nothing)
+    assert not directory.differs("s", 2, 0, *nothing)
+    assert not directory.differs("nobody", 1, 0, *nothing)

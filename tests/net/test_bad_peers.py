@@ -99,6 +99,37 @@ async def test_a_server_that_takes_the_name_of_another(
         assert (await pool.match(NAMESPACE, fresh)).length == 2  # it is still listened to
 
 
+@pytest.mark.parametrize("damage", ["less", "more", "moved", "numbers"])
+async def test_a_map_that_is_wrong_for_any_reason(watched: dev.Dev, damage: str) -> None:
+    """The next heartbeat shows it, and the server sends its inventory again."""
+    directory, (server,) = watched.master.directory, watched.servers
+    before = server.stats(0.0).counters["map_differences"]
+    await asyncio.sleep(0.1)
+    if damage == "less":
+        directory.removed("dev-0", NAMESPACE, 0, CHAIN[:1], ReadStatus.NEVER_WRITTEN)
+    elif damage == "more":
+        directory.stored("dev-0", NAMESPACE, 0, 0, keys("made up", 2))
+    elif damage == "moved":
+        directory.stored("dev-0", NAMESPACE, 0, 7, CHAIN[:1])
+    else:
+        directory._servers["dev-0"].sequence += 1000
+        fresh = keys("after the jump", 1)  # this announcement is ignored: it counts as an old one
+        async with watched.pool() as pool:
+            await pool.write(NAMESPACE, fresh, values(fresh))
+            assert (await pool.match(NAMESPACE, fresh)).length == 0
+    await asyncio.sleep(2.3)  # two heartbeats, and delivery
+    held = server.stack.fingerprint
+    assert held is not None
+    sequence = directory.sequence("dev-0")
+    assert not directory.differs("dev-0", server.epoch, sequence, held.blocks, held.packed())
+    assert server.stats(0.0).counters["map_differences"] - before == (damage != "numbers")
+    async with watched.pool() as pool:
+        found = await pool.match(NAMESPACE, CHAIN)
+        assert found.length == len(CHAIN)
+        assert {replica.tier for run in found.runs for replica in run.replicas} == {"dram"}
+        assert (await pool.match(NAMESPACE, keys("made up", 2))).length == 0
+
+
 async def test_servers_that_say_too_much_of_themselves(watched: dev.Dev, link: Link) -> None:
     """However much they say, a client learns of all of them: in pages, none too large."""
     wordy = [f"tcp://{'x' * 240}:{port}" for port in range(64)]

@@ -66,7 +66,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 #: Of their own layer these may import, too; nobody else imports a neighbour.
-NEIGHBOURS = {"wire": {"protocols"}, "config": {"wire"}, "checksum": set(), "testing": {"dev"}}
+NEIGHBOURS = {
+    "wire": {"protocols", "fingerprint"},
+    "config": {"wire"},
+    "checksum": set(),
+    "testing": {"dev"},
+}
 PURE = ("kvpool.wire", "kvpool.server.state", "kvpool.server.eviction", "kvpool.master.state")
 #: The root package re-exports what a program imports.
 ROOT_EXPORTS = {"client", "config", "errors", "types", "sync", "dev"}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from kvpool.errors import InvariantViolated
+from kvpool.fingerprint import MapFingerprint, entry_hash, location_seed
 from kvpool.master.state.locations import (
     BlockLocations,
     Location,
@@ -163,6 +164,25 @@ class Directory:
         self._set_alive(record, True)
         return sequence <= record.sequence
 
+    def differs(
+        self, server: str, epoch: int, sequence: int, blocks: int, fingerprint: bytes
+    ) -> bool:
+        """Whether this master lists other blocks than the server had after message `sequence`.
+
+        False if it cannot know: this message is older, or newer, than the last one.
+        (design: map-fingerprint)
+        """
+        record = self._servers.get(server)
+        if record is None or record.epoch != epoch or record.sequence != sequence:
+            return False
+        listed = record.inventory.listed
+        return record.syncing or listed.blocks != blocks or listed.packed() != fingerprint
+
+    def listed(self, server: str) -> int:
+        """The number of blocks that this master lists for a server; 0 if unknown."""
+        record = self._servers.get(server)
+        return record.inventory.blocks if record is not None else 0
+
     def leave(self, server: str, epoch: int) -> None:
         """Mark a server that shuts down as lost."""
         record = self._servers.get(server)
@@ -258,7 +278,8 @@ class Directory:
             blocks = self._blocks[namespace] = PiecewiseDict()
         table, mask, by_id = blocks.table, blocks.mask, self._locations.by_id
         only_here = self._locations.get(namespace.parts, (location,)).id
-        new = moved = 0
+        seed, hashed = location_seed(namespace, part, tier), entry_hash
+        new = moved = total = 0
         # This loop runs for each of a server's blocks when a master starts: no calls for new ones.
         for digest in digests:
             piece = table[hash(digest) & mask]
@@ -266,15 +287,18 @@ class Directory:
             if id is None:
                 piece[digest] = only_here
                 new += 1
+                total += hashed(digest, seed)
             elif id != only_here:
                 held = by_id[id]
                 step = held.after_add.get(location) or self._locations.add(held, location)
                 if step.after is not held:
                     piece[digest] = step.after.id
                     moved += 1
+                    total += hashed(digest, seed)
                     if step.left is not None:
-                        step.left.blocks -= 1
-        inventory.blocks += new + moved
+                        _uncount(namespace, digest, step.left)
+        inventory.listed.blocks += new + moved
+        inventory.listed.total += total
         self._count += new
         blocks.changed(new)
         if self.tombstones:
@@ -299,7 +323,7 @@ class Directory:
             held = self._held(blocks, digest)
             step = self._locations.remove(held, server, part) if held is not None else None
             if blocks is not None and step is not None and step.left is not None:
-                step.left.blocks -= 1
+                _uncount(namespace, digest, step.left)
                 self._put(blocks, namespace, digest, step.after)
                 held = step.after
             # Further parts of this server are no reason to keep quiet: an inventory names a block
@@ -407,7 +431,7 @@ class Directory:
 
     def check(self) -> None:
         """Check every invariant. Raises InvariantViolated; O(blocks)."""
-        counts: dict[ServerInventory, int] = {}
+        listed: dict[ServerInventory, MapFingerprint] = {}
         total = 0
         for namespace, blocks in self._blocks.items():
             if not len(blocks):
@@ -418,15 +442,16 @@ class Directory:
             for digest, id in blocks.items():
                 self._check_block(namespace, digest, id)
                 for one in self._locations.by_id[id].locations:
-                    counts[one.inventory] = counts.get(one.inventory, 0) + 1
+                    seed = location_seed(namespace, one.part, one.tier)
+                    listed.setdefault(one.inventory, MapFingerprint()).count(digest, seed, 1)
         if total != self._count:
             raise InvariantViolated(f"counted {self._count} blocks, has {total}")
         for record in self._servers.values():
             for inventory in (record.inventory, *record.earlier):
-                if inventory.blocks != counts.get(inventory, 0):
+                found = listed.get(inventory, MapFingerprint())
+                if inventory.listed != found:
                     raise InvariantViolated(
-                        f"{record.server}: counted {inventory.blocks} blocks, "
-                        f"has {counts.get(inventory, 0)}"
+                        f"{record.server}: counted {inventory.listed}, has {found}"
                     )
                 if inventory.retired:
                     raise InvariantViolated(f"{record.server} has a retired inventory")
@@ -561,7 +586,8 @@ class Directory:
             if kept.id != id:
                 held = by_id[id]
                 for one in held.locations:
-                    one.inventory.blocks -= one.inventory.retired
+                    if one not in kept.locations:
+                        _uncount(namespace, digest, one)
                 if not kept.locations:
                     self.tombstones.left(namespace, digest, self._reason(namespace, digest, held))
                 self._put(blocks, namespace, digest, kept)
@@ -632,3 +658,12 @@ class Directory:
             f"namespace {namespace.name!r} with {namespace.parts} part(s) has no blocks; "
             f"namespaces with blocks: {others}"
         )
+
+
+def _uncount(namespace: Namespace, digest: bytes, location: Location) -> None:
+    """The block has lost this location. A retired inventory is never compared again."""
+    inventory, tier, part = location
+    if inventory.retired:
+        inventory.listed.blocks -= 1
+    else:
+        inventory.listed.count(digest, location_seed(namespace, part, tier), -1)

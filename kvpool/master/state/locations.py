@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvpool.fingerprint import MapFingerprint
 from kvpool.types import ReadStatus, Replica
 
 
@@ -25,12 +26,17 @@ class ServerInventory:
     | retired  | True      | not readable; `Directory.sweep` removes them step by step         |
     """
 
-    __slots__ = ("blocks", "retired", "server")
+    __slots__ = ("listed", "retired", "server")
 
     def __init__(self, server: str) -> None:
         self.server = server
-        self.blocks = 0
+        #: Its blocks, to be compared with what the server holds (design: map-fingerprint).
+        self.listed = MapFingerprint()
         self.retired = False
+
+    @property
+    def blocks(self) -> int:
+        return self.listed.blocks
 
 
 class Location(NamedTuple):
@@ -45,7 +51,7 @@ class Step(NamedTuple):
     """What a change makes of a set of locations."""
 
     after: BlockLocations
-    left: ServerInventory | None  # this inventory loses the block
+    left: Location | None  # that the block loses
 
 
 class BlockLocations:
@@ -142,7 +148,7 @@ class LocationTable:
             kept, left = [], None
             for one in held.locations:
                 if one.inventory.server == server and one.part == part:
-                    left = one.inventory
+                    left = one
                 else:
                     kept.append(one)
             after = self.get(held.parts, kept) if left is not None else held
