@@ -1,0 +1,334 @@
+"""How a client asks masters: several pages, several messages, several masters.
+
+The masters are scripts; what they answer and when they are asked is known exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus
+from kvpool.client import lookup as lookup_module
+from kvpool.client import pool as pool_module
+from kvpool.client.lookup import Lookup
+from kvpool.client.masters import Masters
+from kvpool.client.servers import Servers
+from kvpool.errors import DeadlineExceeded, LinkBroken, MasterLost, ServerLost
+from kvpool.protocols import BlockStore, Channel, Link, Listener, Transport
+from kvpool.runtime import Host
+from kvpool.types import Cluster, ServerStats
+from kvpool.wire import messages as wire
+from kvpool_transports.streams import StreamChannel
+from tests.conftest import NAMESPACE, buffers, keys, value, values
+
+HERE = Host("here", "here", "here", lambda: 0)
+Answer = Callable[[Any], wire.Message]
+
+
+class ScriptedMaster:
+    """A link whose answers a test gives; a message that arrives while it is silent is lost."""
+
+    def __init__(self, address: str, answer: Answer) -> None:
+        self.address = address
+        self.answer = answer
+        self.asked: list[wire.Message] = []
+        self.is_silent = False
+
+    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+        kind = wire.message_type(type)
+        assert kind is not None
+        message = wire.decode(kind, type, body)
+        self.asked.append(message)
+        if self.is_silent:
+            loop = asyncio.get_running_loop()
+            await asyncio.sleep(deadline - loop.time())
+            raise DeadlineExceeded(f"{self.address} is silent")
+        return wire.encode(self.answer(message))
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedNetwork:
+    authenticated = True
+
+    def __init__(self, **masters: Answer) -> None:
+        self.masters = {name: ScriptedMaster(name, answer) for name, answer in masters.items()}
+
+    def connect(self, address: str) -> Link:
+        return self.masters[address]
+
+    async def serve(self, address: str, handler: object) -> Listener:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def config(network: ScriptedNetwork, **settings: Any) -> ClientConfig:
+    return ClientConfig(masters=list(network.masters), **settings)
+
+
+def later(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def member(server: str, *, epoch: int = 1, host: str = "far") -> wire.MemberInfo:
+    return wire.MemberInfo(server, epoch, host, [f"x://{server}"], ["dram"], True, 0.0, 1, _STATS)
+
+
+_STATS = ServerStats()
+
+
+class ScriptedTransport:
+    """Channels to nowhere; while it is `broken` there are none."""
+
+    scheme = "x"
+    same_host = False
+    authenticated = True
+
+    def __init__(self) -> None:
+        self.broken = True
+        self.connected = 0
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        raise NotImplementedError
+
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
+        self.connected += 1
+        if self.broken:
+            raise LinkBroken("refused")
+        channel = Mock(spec=StreamChannel)
+        channel.close = AsyncMock()
+        return channel
+
+
+def client(
+    network: ScriptedNetwork, transport: ScriptedTransport | None = None, **settings: Any
+) -> tuple[Lookup, Servers]:
+    chosen = config(network, **settings)
+    masters = Masters(network, chosen)
+    counters: Counter[str] = Counter()
+    transports: dict[str, Transport] = {"x": transport or ScriptedTransport()}
+    servers = Servers(chosen, Cluster(), HERE, transports, masters, counters, random.Random(1))
+    return Lookup(masters, servers), servers
+
+
+# --- several pages, several messages -----------------------------------------------------------
+
+
+async def test_every_page_of_the_members_is_asked_for() -> None:
+    names = [f"server-{number:02}" for number in range(7)]
+
+    def answer(question: wire.Members) -> wire.Message:
+        page = [member(name) for name in names if name > question.after][:3]
+        more = page[-1].server < names[-1]
+        return wire.MembersReply("m", 1.0, 0, page, more)
+
+    _, servers = client(ScriptedNetwork(m=answer))
+    assert [one.server for one in await servers.refresh(later(5))] == names
+
+
+async def test_namespaces_with_one_name_are_on_several_pages() -> None:
+    """They differ in their parts: the next page begins behind both."""
+    found = [("a", 1), ("a", 2), ("a", 8), ("b", 1)]
+
+    def answer(question: wire.Namespaces) -> wire.Message:
+        page = [one for one in found if one > (question.after, question.parts)][:1]
+        return wire.NamespacesReply([(*one, 5) for one in page], page[-1] != found[-1])
+
+    network = ScriptedNetwork(m=answer)
+    lookup, _ = client(network)
+    names = await lookup.namespaces(later(5))
+    assert [(one.name, one.parts) for one, _ in names] == found
+    assert len(network.masters["m"].asked) == 4
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks in a message, so that ten take three."""
+    monkeypatch.setattr(lookup_module, "_FIND_KEYS", 4)
+    monkeypatch.setattr(lookup_module, "BATCH_BLOCKS_MAX", 4)
+    monkeypatch.setattr(pool_module, "BATCH_BLOCKS_MAX", 4)
+
+
+@pytest.mark.usefixtures("small_messages")
+async def test_a_chain_that_takes_several_messages_is_matched_and_read(
+    two_servers: Any,
+) -> None:
+    chain = keys("long", 10)
+    async with two_servers.pool() as writer, two_servers.pool() as reader:
+        for number, digest in enumerate(chain):
+            await writer.write_to(f"dev-{number // 5}", NAMESPACE, digest, value(digest))
+        match = await reader.match(NAMESPACE, chain)
+        assert (match.length, match.stopped) == (10, ReadStatus.HIT)
+        assert [(run.first, run.last, run.replicas[0].server) for run in match.runs] == [
+            (0, 3, "dev-0"),
+            (4, 4, "dev-0"),
+            (5, 7, "dev-1"),
+            (8, 9, "dev-1"),
+        ]
+        got = buffers(10)
+        results = await reader.read(NAMESPACE, chain, got, match=match)
+        assert all(result.status.hit for result in results)
+        assert got == values(chain)
+        assert [one.status for one in await reader.explain(NAMESPACE, chain)] == [
+            ReadStatus.HIT
+        ] * 10
+
+
+@pytest.mark.usefixtures("small_messages")
+async def test_misses_in_later_messages_have_their_own_reasons(pool_dev: Any) -> None:
+    chain = keys("long", 10)
+    async with pool_dev.pool() as writer, pool_dev.pool() as reader:
+        await writer.write(NAMESPACE, chain[:9], values(chain[:9]))
+        assert await writer.remove(NAMESPACE, [chain[5], chain[9], chain[6]]) == [True, False, True]
+        assert await writer.remove(NAMESPACE, [*keys("no", 6), chain[8]]) == [False] * 6 + [True]
+        match = await reader.match(NAMESPACE, chain)
+        assert (match.length, match.stopped) == (5, ReadStatus.REMOVED)
+        results = await reader.read(NAMESPACE, chain, buffers(10))
+        explained = await reader.explain(NAMESPACE, chain)
+    removed, never = ReadStatus.REMOVED, ReadStatus.NEVER_WRITTEN
+    expected = [ReadStatus.HIT] * 5 + [removed, removed, ReadStatus.HIT, removed, never]
+    assert [result.status for result in results] == expected
+    assert [one.status for one in explained] == expected
+    assert [one.key.digest for one in explained] == chain
+
+
+# --- several masters ---------------------------------------------------------------------------
+
+
+def tells(name: str) -> Answer:
+    return lambda _: wire.MembersReply(name, 1.0, 0, [], False)
+
+
+async def ask(masters: Masters, timeout_s: float) -> str:
+    reply = await masters.ask(wire.Members(), wire.MembersReply, later(timeout_s))
+    return reply.master
+
+
+async def test_the_master_that_answered_last_is_asked_first() -> None:
+    network = ScriptedNetwork(a=tells("a"), b=tells("b"))
+    masters = Masters(network, config(network, hedge_s=0.05, attempt_s=1.0))
+    assert await ask(masters, 5) == "a"
+    network.masters["a"].is_silent = True
+    assert await ask(masters, 5) == "b"
+    asked = len(network.masters["a"].asked)
+    network.masters["a"].is_silent = False
+    assert await ask(masters, 5) == "b"
+    assert len(network.masters["a"].asked) == asked
+
+
+async def test_a_short_deadline_leaves_time_for_the_other_masters() -> None:
+    network = ScriptedNetwork(a=tells("a"), b=tells("b"))
+    network.masters["a"].is_silent = True
+    masters = Masters(network, config(network, hedge_s=0.3, attempt_s=1.0))
+    assert await ask(masters, 0.2) == "b"
+
+
+async def test_masters_that_are_silent_cost_one_attempt() -> None:
+    network = ScriptedNetwork(a=tells("a"))
+    network.masters["a"].is_silent = True
+    masters = Masters(network, config(network, hedge_s=0.05, attempt_s=0.2))
+    began = later(0)
+    with pytest.raises(MasterLost, match="silent"):
+        await ask(masters, 30)
+    assert 0.15 < later(0) - began < 5
+    began = later(0)
+    with pytest.raises(MasterLost):
+        await ask(masters, 0.1)
+    assert later(0) - began < 0.19
+
+
+# --- what is known of a server -------------------------------------------------------------------
+
+
+def listing(*members: wire.MemberInfo) -> Answer:
+    return lambda _: wire.MembersReply("m", 1.0, 0, list(members), False)
+
+
+async def test_servers_of_this_host_come_first_and_silent_ones_last() -> None:
+    network = ScriptedNetwork(m=listing(member("far"), member("near", host="here")))
+    _, servers = client(network)
+    await servers.refresh(later(5))
+    assert servers.rank(["far", "near"]) == ["near", "far"]
+    servers.mark_unresponsive("near", given_up=False)
+    assert servers.rank(["far", "near"]) == ["far", "near"]
+    # It has restarted: what was known of the process before says nothing.
+    network.masters["m"].answer = listing(member("far"), member("near", epoch=2, host="here"))
+    await servers.refresh(later(5))
+    assert servers.rank(["far", "near"]) == ["near", "far"]
+
+
+async def ping(channel: object) -> str:
+    return "pong"
+
+
+async def test_a_lost_server_is_not_asked_for_a_moment() -> None:
+    """At most 0.4 s at first; meanwhile a call ends at once, and masters are seldom asked."""
+    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
+    _, servers = client(network, transport)
+    with pytest.raises(ServerLost):
+        await servers.call("s", ping, later(5))
+    asked, connected = len(network.masters["m"].asked), transport.connected
+    lost_at = later(0)
+    while later(0) < lost_at + 0.1:
+        with pytest.raises(ServerLost):
+            await servers.call("s", ping, later(5))
+        await asyncio.sleep(0.01)
+    assert transport.connected == connected
+    assert len(network.masters["m"].asked) <= asked + 1
+    transport.broken = False
+    await asyncio.sleep(max(0.0, lost_at + 0.41 - later(0)))
+    assert await servers.call("s", ping, later(5)) == "pong"
+    await servers.close()
+
+
+async def test_while_a_server_is_lost_masters_are_asked_for_a_new_one() -> None:
+    """It may have restarted elsewhere: that is noticed before the delay is over."""
+    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
+    _, servers = client(network, transport)
+    for _ in range(5):  # the delays grow to seconds
+        with pytest.raises(ServerLost):
+            await servers.call("s", ping, later(5))
+        servers._records["s"].retry_at = 0.0
+    servers._records["s"].retry_at = later(60)
+    network.masters["m"].answer = listing(member("s", epoch=2))
+    transport.broken = False
+    await asyncio.sleep(0.55)
+    assert await servers.call("s", ping, later(5)) == "pong"
+    await servers.close()
+
+
+async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
+    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
+    _, servers = client(network, transport)
+    await servers.refresh(later(5))
+    for _ in range(6):
+        servers.mark_unresponsive("s", given_up=False)
+    transport.broken = False
+    assert await servers.call("s", ping, later(5)) == "pong"
+    servers._records["s"].slow_until = 0.0
+    servers.mark_unresponsive("s", given_up=False)
+    assert servers._records["s"].slow_until <= later(0.4)
+    await servers.close()
+
+
+async def test_a_pool_closes_while_a_master_is_silent() -> None:
+    network = ScriptedNetwork(a=tells("a"), b=tells("b"))
+    for master in network.masters.values():
+        master.is_silent = True
+    settings = config(network, hedge_s=0.05, attempt_s=0.2)
+    pool = Pool(settings, cluster=Cluster(), network=network, transports={})
+    match = await pool.match(Namespace("x"), keys("x", 3))
+    assert match.stopped is ReadStatus.NO_MASTER
+    await pool.close()
