@@ -98,9 +98,11 @@ class BatchState:
         if status is _STORED:
             self.stored_on[position].add(server)
 
-    def results(self) -> list[WriteStatus]:
-        """One status per block; SERVER_LOST where no server could be asked."""
-        return [WriteStatus.SERVER_LOST if s is None else s for s in self.statuses]
+    def results(self, now: float) -> list[WriteStatus]:
+        """One status per block; where no server was asked, there is none, or no time was left."""
+        late = now >= self.deadline
+        unasked = WriteStatus.DEADLINE if late else WriteStatus.SERVER_LOST
+        return [unasked if status is None else status for status in self.statuses]
 
 
 class Writer:
@@ -245,7 +247,7 @@ class Writer:
         if copies > 1:
             counts = [max(made.get(i, 0), len(held)) for i, held in enumerate(batch.holders)]
             self._counters["copies_missing"] += sum(max(0, copies - count) for count in counts)
-        return batch.results()
+        return batch.results(self._loop.time())
 
     async def _spread(
         self, batch: BatchState, needed: dict[int, int], sources: Mapping[int, WriteBlock]

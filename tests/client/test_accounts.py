@@ -1,0 +1,273 @@
+"""The client's bounds and accounts: what fits exactly, what is counted, what ends a wait.
+
+Reader and writer are the real ones; servers and masters are scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+
+from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus, dev
+from kvpool.client import buffers as memory
+from kvpool.client.buffers import Buffers
+from kvpool.client.device_staging import Staging
+from kvpool.client.location_cache import CachedLocation, LocationCache
+from kvpool.client.lookup import Lookup
+from kvpool.client.masters import Masters
+from kvpool.client.path_selector import AGAIN_S, AGAIN_S_MAX
+from kvpool.client.reader import Reader
+from kvpool.client.servers import Servers
+from kvpool.client.versions import Versions
+from kvpool.client.writer import Writer
+from kvpool.errors import DeadlineExceeded, LinkBroken
+from kvpool.protocols import WriteOptions
+from kvpool.wire import messages as wire
+from tests.client.test_path_selector import World
+from tests.conftest import NAMESPACE, buffers, keys, values
+
+HIT, NOT_YET = ReadResult(ReadStatus.HIT, 100), ReadResult(ReadStatus.NOT_YET)
+OPTIONS = WriteOptions(NAMESPACE, 0, visible=True)
+
+
+def later(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def host_memory(count: int) -> Buffers:
+    return Buffers([(memoryview(bytearray(100)),) for _ in range(count)], {}, [100] * count)
+
+
+# --- what fits exactly -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([50, 50, 1], [[0, 1], [2]]),
+        ([60, 60, 40, 1], [[0], [1, 2], [3]]),
+        ([200, 1], [[0], [1]]),
+        ([], []),
+    ],
+)
+def test_a_batch_is_filled_exactly(
+    sizes: list[int], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_BATCH_BYTES", 100)
+    assert memory.batches(range(len(sizes)), sizes) == expected
+
+
+def test_a_batch_has_as_many_blocks_as_a_message() -> None:
+    found = memory.batches(range(2049), [1] * 2049)
+    assert [len(batch) for batch in found] == [1024, 1024, 1]
+
+
+def test_the_cache_of_locations_never_has_more_than_its_limit() -> None:
+    locations = LocationCache(limit=100)
+    here = CachedLocation(NAMESPACE, "here", sole_replica=True)
+    for digest in keys("chain", 260):
+        locations.put(here, [digest])
+        assert len(locations) <= 100
+
+
+@pytest.mark.parametrize(
+    ("used", "size", "start"),
+    [
+        ({}, 100, 0),
+        ({}, 101, None),
+        ({0: 40}, 60, 40),
+        ({0: 40}, 61, None),
+        ({0: 10, 30: 70}, 20, 10),
+        ({0: 10, 30: 70}, 21, None),
+        ({20: 80}, 20, 0),
+    ],
+)
+def test_a_round_takes_the_first_gap_that_fits(
+    used: dict[int, int], size: int, start: int | None
+) -> None:
+    staging = Staging.__new__(Staging)
+    staging._capacity, staging._used = 100, used
+    assert staging._gap(size) == start
+
+
+def test_a_slower_path_is_tried_again_after_30_s_then_twice_as_long_to_half_an_hour() -> None:
+    world = World(tcp=1e9, ucx=1e8)
+    trials: list[float] = []
+    while len(trials) < 10:
+        before = world.now
+        if world.call() == "ucx":
+            if not trials or before - trials[-1] > AGAIN_S / 2:
+                trials.append(before)
+        else:
+            world.now += 0.2
+    gaps = [second - first for first, second in pairwise(trials)]
+    expected = [min(AGAIN_S * 2**number, AGAIN_S_MAX) for number in range(len(gaps))]
+    assert gaps == pytest.approx(expected, abs=2)
+
+
+# --- reads -----------------------------------------------------------------------------------
+
+
+class ScriptedServers:
+    """Answers of servers, in order; each takes `seconds`, or never comes for a silent server."""
+
+    def __init__(self, *silent: str, seconds: float = 0.0) -> None:
+        self.silent = silent
+        self.seconds = seconds
+        self.answers: dict[str, list[Any]] = {}
+        self.asked: list[str] = []
+        self.left: list[tuple[str, bool]] = []
+
+    async def call(self, server: str, *_: object) -> object:
+        self.asked.append(server)
+        await asyncio.sleep(60 if server in self.silent else self.seconds)
+        answer = self.answers[server].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def mark_unresponsive(self, server: str, *, given_up: bool) -> None:
+        self.left.append((server, given_up))
+
+
+class ScriptedLookup:
+    def __init__(self, *candidates: str) -> None:
+        self._candidates = candidates
+
+    async def locate(
+        self, namespace: object, part: int, digests: Sequence[bytes], deadline: float
+    ) -> tuple[list[ReadResult], list[list[str]]]:
+        missing = ReadResult(ReadStatus.SERVER_LOST)
+        return [missing] * len(digests), [list(self._candidates) for _ in digests]
+
+
+def reader(servers: ScriptedServers, lookup: ScriptedLookup, **settings: float) -> Reader:
+    config = ClientConfig(masters=["m:1"], **settings)  # type: ignore[arg-type]
+    return Reader(
+        config,
+        cast(Lookup, lookup),
+        cast(Servers, servers),
+        LocationCache(),
+        cast(Callable[[], Staging], None),
+        Counter(),
+    )
+
+
+async def read(reading: Reader, count: int) -> list[ReadStatus]:
+    chain = keys("chain", count)
+    results = await reading.read(NAMESPACE, 0, chain, host_memory(count), None, later(20))
+    return [result.status for result in results]
+
+
+async def test_a_server_that_makes_progress_is_not_left() -> None:
+    """Each answer has one block more: the time of silence begins anew with each."""
+    servers = ScriptedServers(seconds=0.12)
+    servers.answers["a"] = [[HIT, *[NOT_YET] * left] for left in (3, 2, 1, 0)]
+    reading = reader(servers, ScriptedLookup("b", "a"), hedge_s=0.2)
+    assert await read(reading, 4) == [ReadStatus.HIT] * 4
+    assert servers.asked == ["a"] * 4
+
+
+async def test_a_server_that_makes_no_progress_is_left_for_another() -> None:
+    servers = ScriptedServers(seconds=0.12)
+    servers.answers["a"] = [[HIT, NOT_YET], *[[NOT_YET]] * 9]
+    servers.answers["b"] = [[HIT]]
+    reading = reader(servers, ScriptedLookup("b", "a"), hedge_s=0.2)
+    assert await read(reading, 2) == [ReadStatus.HIT] * 2
+    assert servers.asked[-1] == "b"
+    assert 2 <= servers.asked.count("a") <= 4
+
+
+@pytest.mark.parametrize(("sole", "given_up"), [((True, False), False), ((True, True), True)])
+async def test_one_block_with_another_replica_is_enough_to_leave_a_silent_server(
+    sole: tuple[bool, bool], given_up: bool
+) -> None:
+    """Blocks whose location is remembered are asked for together (design: location-cache)."""
+    servers = ScriptedServers("a")
+    servers.answers["b"] = [[HIT, HIT]]
+    reading = reader(servers, ScriptedLookup("b"), hedge_s=0.05, attempt_s=0.3)
+    for digest, alone in zip(keys("chain", 2), sole, strict=True):
+        location = CachedLocation(NAMESPACE, "a", sole_replica=alone)
+        reading._locations.put(location, [digest])
+    assert await read(reading, 2) == [ReadStatus.HIT] * 2
+    assert servers.left == [("a", given_up)]
+    assert servers.asked == ["a", "b"]
+
+
+async def test_the_bytes_of_all_hits_are_counted(pool_dev: dev.Dev) -> None:
+    chain = keys("bytes", 3)
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        await pool.read(NAMESPACE, [*chain, *keys("none", 2)], buffers(5))
+        assert pool.counters["read_bytes"] == 3 * 8192
+        assert pool.counters["read_hit"] == 3
+        assert pool.counters["read_never_written"] == 2
+
+
+# --- writes ----------------------------------------------------------------------------------
+
+
+class PlacingMaster:
+    def __init__(self, *servers: str) -> None:
+        self._servers = list(servers)
+        self.asked = 0
+        self.seconds = 0.0
+
+    async def ask(self, message: wire.Place, answer: object, deadline: float) -> wire.PlaceReply:
+        self.asked += 1
+        await asyncio.sleep(self.seconds)
+        count = len(message.digests) // message.digest_size
+        return wire.PlaceReply(self._servers, bytes(count))
+
+
+async def write(
+    servers: ScriptedServers, master: PlacingMaster, count: int, timeout_s: float = 20
+) -> tuple[list[WriteStatus], LocationCache]:
+    locations = LocationCache()
+    writer = Writer(
+        "host",
+        cast(Masters, master),
+        cast(Servers, servers),
+        locations,
+        cast(Versions, None),  # with one server there is one version
+        cast(Callable[[], Staging], None),
+        Counter(),
+    )
+    chain = keys("chain", count)
+    parents = [b"", *chain[:-1]]
+    statuses = await writer.write(OPTIONS, chain, parents, host_memory(count), 1, later(timeout_s))
+    return statuses, locations
+
+
+async def test_a_block_whose_space_was_not_made_in_time_is_not_stored() -> None:
+    """What was stored before the connection broke stays stored; the rest found no space."""
+    servers = ScriptedServers()
+    stored, not_yet = WriteStatus.STORED, WriteStatus.NOT_YET
+    servers.answers["s"] = [[stored, not_yet, not_yet], [stored, not_yet], LinkBroken("gone")]
+    statuses, locations = await write(servers, PlacingMaster("s"), 3)
+    assert statuses == [stored, stored, WriteStatus.NO_SPACE]
+    assert len(locations) == 2
+
+
+async def test_after_a_batch_that_is_late_nothing_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_BATCH_BYTES", 200)
+    servers, master = ScriptedServers(), PlacingMaster("s")
+    servers.answers["s"] = [DeadlineExceeded("late")]
+    statuses, _ = await write(servers, master, 6)
+    assert statuses == [WriteStatus.DEADLINE] * 6
+    assert master.asked == 1
+
+
+async def test_a_write_that_ran_out_of_time_before_any_server_was_asked_is_late() -> None:
+    servers, master = ScriptedServers(), PlacingMaster("s")
+    master.seconds = 0.1
+    statuses, _ = await write(servers, master, 2, timeout_s=0.05)
+    assert statuses == [WriteStatus.DEADLINE] * 2
+    assert servers.asked == []
