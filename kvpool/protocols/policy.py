@@ -36,10 +36,13 @@ class Decision(enum.Enum):
 
     #: Every evictable block ranks above the new one: the write is refused, and waiting is useless.
     BYPASS = enum.auto()
+    #: The order is not up to date yet, and no more work is done in this call: ask again, after
+    #: others had their turn. Each such call makes progress.
+    NOT_YET = enum.auto()
 
 
 class Policy(Protocol[B]):
-    """An order of eviction. Every call is O(log n) at most, amortised."""
+    """An order of eviction. Every call is O(log n), amortised, and takes 5 ms at most."""
 
     def touch(self, block: B, now: float) -> None:
         """The block was reserved, sealed or read. A lookup is not a use and does not call this.
@@ -62,7 +65,8 @@ class Policy(Protocol[B]):
         None when no block may be evicted: space becomes free when a reader or writer releases a
         block. BYPASS only while the stored blocks were used recently or their session has a resume
         hint, and only for a bounded time: a full pool must not keep old blocks for ever (G9).
-        `newcomer` has not been touched yet.
+        `newcomer` has not been touched yet. A call that would take more than a few hundred steps
+        returns NOT_YET instead: the loop serves no client meanwhile.
 
         A block for which `evictable` returns False leaves the queue too. The store adds it again
         when the pin or reservation that protects it ends.

@@ -14,6 +14,7 @@ from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.protocols import ReserveRequest
 from kvpool.server.context import ServerContext
+from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.types import (
     Extent,
     Namespace,
@@ -51,7 +52,7 @@ class ServerConnection:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         wait_until = now + (deadline - now) / 2
-        answers = self._store.reserve(self._id, request, now)
+        answers = await self._reserve(request, wait_until)
         while True:
             self._context.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
@@ -65,7 +66,7 @@ class ServerConnection:
             await self._context.wait_for_space(wait_until)
             if not self._open:  # closed meanwhile: nothing would free what is reserved now
                 break
-            retried = self._store.reserve(self._id, request.subset(full), self._loop.time())
+            retried = await self._reserve(request.subset(full), wait_until)
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
         self._context.counters["refused_blocks"] += len(full)
@@ -75,6 +76,24 @@ class ServerConnection:
             # The other writer may still wait until the masters have the block. Wait too, or this
             # call would acknowledge a block that no reader can find (design: announcements).
             await self._context.wait_until_announced(wait_until)
+        return answers
+
+    async def _reserve(self, request: ReserveRequest, wait_until: float) -> list[Reservation]:
+        """As `TieredStore.reserve`, in steps in which room is made; NO_SPACE at `wait_until`."""
+        compactor = self._context.compactor
+        answers = self._store.reserve(self._id, request, self._loop.time())
+        try:
+            while rest := [i for i, answer in enumerate(answers) if answer is MAKING_ROOM]:
+                self._context.publish()
+                if not await compactor.make_room(self._id, wait_until):
+                    await self._context.wait_for_space(wait_until)
+                retried = [Reservation(WriteStatus.NO_SPACE)] * len(rest)
+                if self._open and self._loop.time() < wait_until:
+                    retried = self._store.reserve(self._id, request.subset(rest), self._loop.time())
+                for position, answer in zip(rest, retried, strict=True):
+                    answers[position] = answer
+        finally:
+            compactor.stop(self._id)
         return answers
 
     async def seal(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kvpool import logs
 from kvpool.protocols import Addressable, Tier
 from kvpool.server.announcer import Announcer
+from kvpool.server.compactor import Compactor
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
@@ -33,6 +34,7 @@ class ServerContext:
         #: The memory that clients write into and read out of.
         self.memory: Addressable = memory
         self.mover = TierMover(store, tiers, self.on_change)
+        self.compactor = Compactor(store.front, memory, self.on_change)
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
         self.connections = 0

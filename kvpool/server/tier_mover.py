@@ -20,8 +20,9 @@ from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, PersistentTier, ReportsDropped, Tier
 from kvpool.server import tier_traffic
+from kvpool.server.state.entry import MOVER
 from kvpool.server.state.extent_state import State
-from kvpool.server.state.tiered_store import MOVER, TieredStore, TierTransfer
+from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.types import Namespace, ReadStatus, Record, TierUsage
 
 log = logs.get("kvpool.mover")

@@ -8,9 +8,9 @@ import pytest
 
 from kvpool import registry
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.entry import Entry
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import MOVER, TieredStore, TierTransfer
+from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Record, WriteStatus
 from tests.conftest import key, keys
 

@@ -16,10 +16,9 @@ from kvpool.master.state.server_record import SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import ChangeLog, Entry
+from kvpool.server.state.entry import MOVER, ChangeLog, Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import MOVER
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from tests.simulation.blocks import values
 from tests.simulation.truth import BlockPart, GroundTruth
@@ -241,6 +240,15 @@ class WatchedStore(Store):
                     self.truth.fail(f"G4: {entry!r} was unpinned before its bytes were sent")
         super().unpin(owner, id)
         self.inspect_now_and_then()
+
+    def relocate(self, entry: Entry, target: int) -> None:
+        if (entry.offset, entry.generation) in self.corrupted:
+            self.corrupted.add((target, entry.generation))  # what a fault has changed was copied
+        if entry.pins:
+            self.truth.fail(f"G4: {entry!r} was moved under {entry.pins} pins")
+        super().relocate(entry, target)
+        self.verify(entry, "moved")
+        self.truth.probes.add("a block was moved to make room")
 
     def remove(
         self,

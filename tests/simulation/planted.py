@@ -91,15 +91,15 @@ BUGS: Sequence[Bug] = (
         "leak-on-cancel",
         "G3",
         _STORE,
-        "self._unlink(entry)\n        self.allocator.release(entry.offset)\n\n    def cancel_rest",
+        "self._unlink(entry)\n        self._free(entry)\n\n    def cancel_rest",
         "self._unlink(entry)\n\n    def cancel_rest",
     ),
     Bug(
         "double-free",
         "G3",
         _STORE,
-        "        else:\n            self.allocator.release(entry.offset)\n\n    def _link",
-        "        self.allocator.release(entry.offset)\n\n    def _link",
+        "        else:\n            self._free(entry)\n\n    def _link",
+        "        self._free(entry)\n\n    def _link",
     ),
     Bug(
         "pin-outlives-its-read",

@@ -11,6 +11,7 @@ from kvpool.types import Namespace, ReadStatus
 #: Rare events. If a large batch of seeds does not reach each of them, its worlds are too easy.
 PROBES: Final = (
     "made room by evicting",
+    "a block was moved to make room",
     "a full server refused",
     "two writers met",
     "copies of a contested block are equal",

@@ -40,6 +40,8 @@ _BYPASS_S_MAX: Final = 600.0
 #: Seconds within which a refusal and a reservation of one block are one use: another victim was
 #: found after the refusal (design: session-hints).
 _SAME_USE_S: Final = 0.001
+#: Blocks that one call brings into the queue of their class, at most (compare `LRU.oldest`).
+_MOVED_MAX: Final = 256
 #: The rank of blocks that are not expected to be used again.
 _POOREST: Final = -10_000
 
@@ -98,6 +100,8 @@ class Density(Generic[B]):
         self, newcomer: B, evictable: Callable[[B], bool], now: float
     ) -> B | Decision | None:
         while (poorest := self._poorest(now)) is not None:
+            if isinstance(poorest, Decision):
+                return poorest
             age_s = now - poorest.last_used / 1e6
             known = self._ghosts.get(_name(newcomer.digest), 0)
             offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
@@ -112,6 +116,8 @@ class Density(Generic[B]):
 
     def victim_age(self, now: float) -> float:
         poorest = self._poorest(now)
+        if isinstance(poorest, Decision):  # near enough: a look must not take long
+            return max(queue.victim_age(now) for queue in self._queues)
         return max(0.0, now - poorest.last_used / 1e6) if poorest is not None else 0.0
 
     @property
@@ -119,16 +125,24 @@ class Density(Generic[B]):
         """Number of evicted and refused blocks that are kept."""
         return len(self._ghosts)
 
-    def _poorest(self, now: float) -> _Candidate | None:
-        """The leaf of lowest rank among the oldest of each class; of equal ranks the oldest."""
+    def _poorest(self, now: float) -> _Candidate | Decision | None:
+        """The leaf of lowest rank among the oldest of each class; of equal ranks the oldest.
+
+        NOT_YET when that takes more steps: call again.
+        """
         found: B | None = None
         lowest = 0
+        moved = 0
         for number, queue in enumerate(self._queues):
-            while (block := queue.oldest()) is not None and (
-                block.policy_data & _USES
-            ) != number + 1:
+            while True:
+                block = queue.oldest()
+                if isinstance(block, Decision) or moved == _MOVED_MAX:
+                    return Decision.NOT_YET
+                if block is None or block.policy_data & _USES == number + 1:
+                    break
                 queue.take()  # used again since it was queued: it belongs to another class now
                 self.add_candidate(block)
+                moved += 1
             if block is None:
                 continue
             rank = self._lives[number].rank(now - block.last_used / 1e6)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic
+from typing import Final, Generic
 
 from kvpool.protocols.policy import B, Decision
+
+#: Entries of the heap that one call moves or drops, at most. Blocks that were read since the last
+#: eviction, or are pinned, may be millions, and no client is served meanwhile.
+_STEPS_MAX: Final = 512
 
 
 class LRU(Generic[B]):
@@ -45,19 +49,27 @@ class LRU(Generic[B]):
     def victim(
         self, newcomer: B, evictable: Callable[[B], bool], now: float
     ) -> B | Decision | None:
-        while (block := self.oldest()) is not None:
+        for _ in range(_STEPS_MAX):
+            block = self.oldest()
+            if block is None or isinstance(block, Decision):
+                return block
             last_used = block.last_used
             self.take()
             if evictable(block):
                 return block
             if block.last_used != last_used:  # `evictable` learned of a later use of another part
                 self.add_candidate(block)
-        return None
+        return Decision.NOT_YET
 
-    def oldest(self) -> B | None:
-        """The least recently used block. It stays in the heap, and may not be evictable."""
+    def oldest(self) -> B | Decision | None:
+        """The least recently used block. It stays in the heap, and may not be evictable.
+
+        NOT_YET when that takes more steps: call again.
+        """
         heap = self._heap
-        while heap:
+        for _ in range(_STEPS_MAX):
+            if not heap:
+                return None
             last_used, block = heap[0]
             if not block.is_candidate:
                 heappop(heap)
@@ -66,7 +78,7 @@ class LRU(Generic[B]):
                 heapreplace(heap, (block.last_used, block))
             else:
                 return block
-        return None
+        return Decision.NOT_YET if heap else None
 
     def take(self) -> None:
         """Remove the block that `oldest` has just returned."""

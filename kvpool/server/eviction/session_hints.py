@@ -217,6 +217,8 @@ class SessionAwarePolicy:
         found = self.policy.victim(
             newcomer, lambda entry: evictable(entry) and not self._protects(entry), now
         )
+        if found is Decision.NOT_YET:
+            return found
         far = self._next_announced(evictable)
         if far is None or far.session is None or far.session.due is None:
             return found

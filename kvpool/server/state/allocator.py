@@ -4,10 +4,15 @@ Two-level segregated fit (Masmano et al., TLSF, ECRTS 2004): free extents are ke
 classes, eight to each power of two, and a bit mask tells which classes are not empty, so finding
 room takes no search. Neighbours are joined when an extent is freed. Everything is a multiple of
 `alignment`, and `free + allocated == capacity` holds after each call.
+
+One range can be *fenced*: what is free in it, or becomes free, is kept for the one who has fenced
+it. So a range can be emptied in steps while others allocate (design: allocator).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 from kvpool.errors import InvariantViolated, UsageError
@@ -50,6 +55,10 @@ class Allocator:
         self._free_ends: dict[int, int] = {}  # end -> offset, to join with the left neighbour
         self._classes: dict[int, dict[int, None]] = {}  # class -> offsets, newest last
         self._nonempty = 0  # bit i is set when class i has an extent
+        self.fence = (0, 0)  # start and end of the fenced range
+        self.fenced = 0  # bytes in it that are free
+        self._fenced: dict[int, int] = {}  # offset -> size of its free pieces
+        self._fenced_ends: dict[int, int] = {}  # end -> offset, as for the free extents
         self._put_free(0, self.capacity)
 
     def __repr__(self) -> str:
@@ -58,6 +67,11 @@ class Allocator:
     @property
     def free(self) -> int:
         return self.capacity - self.allocated
+
+    @property
+    def available(self) -> int:
+        """Free bytes that `allocate` may use, if they lie together."""
+        return self.free - self.fenced
 
     def rounded(self, size: int) -> int:
         """The bytes that an extent for `size` bytes takes: the next multiple of `alignment`."""
@@ -112,15 +126,91 @@ class Allocator:
         except KeyError:
             raise InvariantViolated(f"no extent is allocated at {offset}: freed twice?") from None
         self.allocated -= size
-        right = offset + size
-        if right in self._free:
-            size += self._take_free(right)
-        left = self._free_ends.get(offset)
-        if left is not None:
-            size += self._take_free(left)
-            offset = left
-        self._put_free(offset, size)
+        start, end = self.fence
+        if start <= offset < end:
+            self._keep(offset, size)
+        else:
+            self._join_free(offset, size)
         return freed
+
+    # --- emptying a range ----------------------------------------------------------------
+
+    def largest_holes(self, count: int) -> list[int]:
+        """The offsets of up to `count` free extents, of the largest classes."""
+        found: list[int] = []
+        classes = self._nonempty
+        while classes and len(found) < count:
+            top = classes.bit_length() - 1
+            classes ^= 1 << top
+            found += islice(self._classes[top], count - len(found))
+        return found
+
+    def hole_size(self, offset: int) -> int:
+        """The size of the free extent that begins there."""
+        return self._free[offset]
+
+    def walk(self, offset: int) -> Iterator[tuple[int, int, bool]]:
+        """The extents from `offset` on, where one must begin: offset, size, and whether it is free.
+
+        Ends at the fence and at the end of the segment. Nothing may change meanwhile.
+        """
+        sizes, free = self._sizes, self._free
+        while offset < self.capacity:
+            size = sizes.get(offset)
+            if size is not None:
+                yield offset, size, False
+            else:
+                size = free.get(offset)
+                if size is None:
+                    return
+                yield offset, size, True
+            offset += size
+
+    def open_fence(self, offset: int) -> None:
+        """Fence an empty range that begins at an extent; `extend_fence` makes it longer."""
+        if self.fence[0] != self.fence[1]:
+            raise InvariantViolated(f"a range is fenced already: {self.fence}")
+        self.fence = (offset, offset)
+
+    def extend_fence(self, size_max: int) -> int | None:
+        """Fence one more extent, of a hole `size_max` bytes at most. None at the segment's end.
+
+        Returns the offset of the extent if it is allocated: it must be emptied. Otherwise -1.
+        """
+        start, end = self.fence
+        size = self._sizes.get(end)
+        if size is not None:
+            self.fence = (start, end + size)
+            return end
+        if end not in self._free:
+            return None
+        size = self._take_free(end)
+        if size > size_max:
+            self._put_free(end + size_max, size - size_max)
+            size = size_max
+        self.fence = (start, end + size)
+        self._keep(end, size)
+        return -1
+
+    def take_fenced(self, size: int) -> int:
+        """Allocate the first `size` bytes of the range, which must be empty; end the fence."""
+        size = self.rounded(size)
+        start, end = self.fence
+        if self.fenced != end - start or not 0 < size <= self.fenced:
+            raise InvariantViolated(f"{self.fenced} bytes of {self.fence} are free, not {size}")
+        self.fence, self.fenced, self._fenced, self._fenced_ends = (0, 0), 0, {}, {}
+        self._sizes[start] = size
+        self.allocated += size
+        if start + size < end:
+            self._join_free(start + size, end - start - size)
+        return start
+
+    def lift_fence(self) -> None:
+        """End the fence: what is free in the range is free for all."""
+        pieces, self._fenced, self._fenced_ends = self._fenced, {}, {}
+        self.fence, self.fenced = (0, 0), 0
+        for offset, size in pieces.items():
+            self._join_free(offset, size)
 
     def extents(self) -> dict[int, int]:
         """Every allocated extent, offset to size; for `Store.check`."""
@@ -128,7 +218,7 @@ class Allocator:
 
     def check(self) -> None:
         """Free and allocated extents tile the segment exactly, and every index agrees."""
-        extents = sorted([*self._sizes.items(), *self._free.items()])
+        extents = sorted([*self._sizes.items(), *self._free.items(), *self._fenced.items()])
         position = 0
         for offset, size in extents:
             if offset != position or size <= 0 or size % self.alignment:
@@ -140,6 +230,13 @@ class Allocator:
             raise InvariantViolated(
                 f"allocated is {self.allocated}, the extents sum to another size"
             )
+        start, end = self.fence
+        if any(not start <= offset < end for offset in self._fenced) or (
+            any(start <= offset < end for offset in self._free)
+        ):
+            raise InvariantViolated(f"what is free within {self.fence} is not kept, or more is")
+        if sum(self._fenced.values()) != self.fenced:
+            raise InvariantViolated(f"{self.fenced} bytes are fenced, the pieces sum to others")
         if {end: offset for offset, size in self._free.items() for end in (offset + size,)} != (
             self._free_ends
         ):
@@ -189,6 +286,30 @@ class Allocator:
             del self._free_ends[offset + whole]
             self._free_ends[offset + rest] = offset
         return offset + rest
+
+    def _keep(self, offset: int, size: int) -> None:
+        """Free bytes of the fenced range. Joined, so that lifting the fence is little work."""
+        self.fenced += size
+        left = self._fenced_ends.pop(offset, None)
+        if left is not None:
+            size += self._fenced.pop(left)
+            offset = left
+        right = self._fenced.pop(offset + size, None)
+        if right is not None:
+            size += right
+        self._fenced[offset] = size
+        self._fenced_ends[offset + size] = offset
+
+    def _join_free(self, offset: int, size: int) -> None:
+        """Free bytes that may have free neighbours."""
+        right = offset + size
+        if right in self._free:
+            size += self._take_free(right)
+        left = self._free_ends.get(offset)
+        if left is not None:
+            size += self._take_free(left)
+            offset = left
+        self._put_free(offset, size)
 
     def _put_free(self, offset: int, size: int) -> None:
         self._free[offset] = size

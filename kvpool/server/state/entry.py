@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
@@ -14,6 +14,9 @@ from kvpool.types import (
     Namespace,
     ReadStatus,
 )
+
+#: The owner of pins and reservations for copies inside a server; connections count from 1.
+MOVER: Final = 0
 
 
 class Session:
@@ -107,6 +110,8 @@ class Owner:
 
     reservations: dict[int, Entry]
     pins: dict[int, Entry]
+    #: The block that no range could be emptied for, and the free bytes that were not enough.
+    gave_up: tuple[bytes, int] | None = None
 
 
 class Change(NamedTuple):

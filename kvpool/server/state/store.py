@@ -22,7 +22,8 @@ from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import Change, ChangeLog, Entry, Index, Owner, Session
+from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
+from kvpool.server.state.entry import MOVER, Change, ChangeLog, Entry, Index, Owner, Session
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -42,6 +43,15 @@ _WRONG_VICTIMS_MAX: Final = 8
 #: How far up a chain is looked for a circle. Only a block whose children came before it is looked
 #: at, so the usual write, head first, never is.
 ANCESTORS_MAX: Final = 4096
+#: How much one `reserve` does `in_steps`, in blocks that are granted: two milliseconds or so. An
+#: eviction is as much work as several grants.
+_STEPS_MAX: Final = 512
+_STEPS_OF_EVICTION: Final = 4
+#: Free space, in sizes of the new block, with which it is refused if pins lie in every range.
+_FREE_MAX: Final = 4
+#: While no range can be emptied, one is searched after each eviction of this part of the size.
+_SEARCHES: Final = 8
+_UNLIMITED: Final = 1 << 62
 
 
 #: Never written to.
@@ -86,6 +96,11 @@ class Store:
         self.tier = 0
         #: Blocks sealed here must be copied to another tier before they may be evicted.
         self.write_back = False
+        #: `reserve` does bounded work in a call, and may begin a `clearing`: then it answers
+        #: NOT_YET. The caller makes the moves, and asks again (design: allocator).
+        self.in_steps = False
+        #: The range that is being emptied for one block (design: allocator).
+        self.clearing: Clearing | None = None
         #: Called when a sealed block leaves; False if another tier has it, so the pool keeps it.
         self.on_leave: Callable[[Entry, Event], bool] | None = None
         #: Of the blocks that readers find in this tier (design: map-fingerprint).
@@ -105,7 +120,11 @@ class Store:
         self._owners: dict[int, Owner] = {}
         self._quarantine: dict[int, list[Entry]] = {}
         self._pending_free: dict[int, Entry] = {}  # by offset
+        self.blocks_at: dict[int, Entry] = {}  # by offset, in each state but FREE
+        self.move_targets: dict[int, int] = {}  # offset -> size, of moves that are under way
         self._next_id = 1
+        self._steps_left = _UNLIMITED
+        self._slack = self.allocator.capacity // 16
 
     def __repr__(self) -> str:
         return f"<Store {self.stored} blocks, {self.allocator!r}>"
@@ -122,17 +141,21 @@ class Store:
 
         One writer gets `RESERVED`; the others get `IN_PROGRESS` or `ALREADY_STORED`. After the
         first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: blocks
-        behind a missing one are of no use to a reader of the chain (design: eviction).
+        behind a missing one are of no use to a reader of the chain (design: eviction). `in_steps`,
+        the rest is MAKING_ROOM when the call has worked for long enough.
         """
         namespace, part, digests, parents, sizes, session_hint = request
         index = self._indexes.get((namespace, part))
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
         reservations = self._owner(owner).reservations
+        blocks_at = self.blocks_at
         session = self.policy.open_session(session_hint, now) if session_hint is not None else None
         granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
+        in_steps = self.in_steps and owner != MOVER
+        self._steps_left = _STEPS_MAX if in_steps else _UNLIMITED
         # Granted, and not yet linked. A batch is linked at once, and always before the policy is
         # asked for a victim or touches another block: so its order is that of single calls.
         fresh: dict[bytes, Entry] = {}
@@ -145,22 +168,25 @@ class Store:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
             elif refusal is not None:
                 answers.append(refusal)
+            elif self._steps_left <= 0:
+                answers.append(MAKING_ROOM)
             else:
+                self._steps_left -= 1
                 self._next_id = id = self._next_id + 1
                 entry = Entry(index, digest, parent, 0, size, id)
                 entry.session = session
                 offset = self.allocator.allocate(size)
                 if offset is None:
                     self._link_all(fresh, now)
-                    made = self._make_room(entry, now)
-                    if isinstance(made, WriteStatus):
-                        refusal = Reservation(made)
+                    made = self._make_room(entry, owner, now)
+                    if isinstance(made, Reservation):
+                        refusal = made
                         answers.append(refusal)
                         continue
                     offset = made
                     self._indexes[namespace, part] = index  # evictions may have emptied it
                 entry.offset = offset
-                fresh[digest] = reservations[id] = entry
+                blocks_at[offset] = fresh[digest] = reservations[id] = entry
                 granted.append(entry)
                 answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
         self._link_all(fresh, now)
@@ -197,7 +223,7 @@ class Store:
         entry = self._take_reservation(owner, id)
         entry.state = after(entry.state, Event.CANCEL)
         self._unlink(entry)
-        self.allocator.release(entry.offset)
+        self._free(entry)
 
     def cancel_rest(self, owner: int) -> None:
         """Give back every reservation that this owner still has."""
@@ -261,7 +287,7 @@ class Store:
             if entry.state is State.PENDING_FREE:
                 entry.state = after(entry.state, Event.LAST_UNPIN)
                 del self._pending_free[entry.offset]
-                self.allocator.release(entry.offset)
+                self._free(entry)
             else:
                 self._add_candidate(entry)
 
@@ -317,7 +343,7 @@ class Store:
         """A quarantined owner has stopped writing, or its process has ended."""
         for entry in self._quarantine.pop(owner, ()):
             entry.state = after(entry.state, Event.WRITER_EXITED)
-            self.allocator.release(entry.offset)
+            self._free(entry)
 
     # --- with other tiers --------------------------------------------------------------
 
@@ -370,6 +396,7 @@ class Store:
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
         entry.state = State.STORED
+        self.blocks_at[offset] = entry
         self._link(entry, restored=True)
         self.stored += 1
         self.stored_bytes += size
@@ -507,7 +534,11 @@ class Store:
                 if entry.offset in held:
                     raise InvariantViolated(f"{entry!r} shares its extent with another block")
                 held[entry.offset] = entry
+        if held != self.blocks_at:
+            raise InvariantViolated("blocks and what lies at their offsets disagree")
         sizes = {offset: self.allocator.rounded(entry.size) for offset, entry in held.items()}
+        for offset, size in self.move_targets.items():
+            sizes[offset] = self.allocator.rounded(size)
         if sizes != self.allocator.extents():
             raise InvariantViolated("allocated extents and blocks disagree (G3)")
         self._check_owners(held)
@@ -561,30 +592,81 @@ class Store:
         self.policy.touch(entry, now)
         return Reservation(WriteStatus.ALREADY_STORED)
 
-    def _make_room(self, newcomer: Entry, now: float) -> int | WriteStatus:
-        """Evict victims until `newcomer` fits: its offset, or the status of the refusal."""
+    def _make_room(self, newcomer: Entry, owner: int, now: float) -> int | Reservation:
+        """Evict victims until `newcomer` fits: its offset, or the refusal.
+
+        Where enough is free, but nowhere together, blocks are moved instead: a `clearing` begins.
+        So little more is evicted than is written, whatever sizes are mixed (design: allocator).
+        """
+        size = self.allocator.rounded(newcomer.size)
+        clearing = self.clearing
+        if clearing is not None and clearing.is_for(owner, newcomer.digest, size):
+            return clearing.take() if clearing.is_ready else MAKING_ROOM
+        enough = min(2 * size, size + self._slack)
+        gave_up = self._owner(owner).gave_up
+        if gave_up is not None and gave_up[0] == newcomer.digest:
+            enough = max(enough, gave_up[1] + 1)
+        in_steps = self.in_steps and owner != MOVER
+        searched = False
         wrong = 0
-        while True:
+        while self._steps_left > 0:
+            if in_steps and self.allocator.available >= enough:
+                if searched or clearing is not None:
+                    break
+                searched = True
+                refusal = self._begin_clearing(owner, newcomer, size)
+                if refusal is not None:
+                    return refusal
+                enough = self.allocator.available + size // _SEARCHES
             victim = self.policy.victim(newcomer, self._evictable, now)
             if victim is None:
-                return WriteStatus.NO_SPACE
+                return Reservation(WriteStatus.NO_SPACE)
             if isinstance(victim, Decision):
-                self.bypassed += 1
-                return WriteStatus.BYPASSED
+                if victim is Decision.BYPASS:
+                    self.bypassed += 1
+                    return Reservation(WriteStatus.BYPASSED)
+                if in_steps:
+                    break
+                continue
             # A policy may be a plug-in. If it ignores `evictable`, a pinned extent must still not
             # go to a writer: a wrong policy costs hits, never bytes (G4).
             if not self._evictable(victim):
                 self._reject(victim)
                 wrong += 1
                 if wrong == _WRONG_VICTIMS_MAX:
-                    return WriteStatus.NO_SPACE
+                    return Reservation(WriteStatus.NO_SPACE)
                 continue
             # All parts leave together: a block with a missing part is of no use (design: eviction).
             for entry in self._parts(victim):
                 self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED)
+                self._steps_left -= _STEPS_OF_EVICTION
             offset = self.allocator.allocate(newcomer.size)
             if offset is not None:
                 return offset
+        return MAKING_ROOM
+
+    def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
+        """Choose a range to empty, if there is one; None when a few more victims may help."""
+        # If the range cannot be emptied after all, the next attempt is made with more free bytes.
+        self._owner(owner).gave_up = newcomer.digest, self.allocator.available
+        start, pinned = cheapest_start(self, size)
+        if start is not None:
+            self.clearing = Clearing(self, owner, newcomer.digest, size, start)
+            return MAKING_ROOM
+        # Evicting does not help against pins: without this, a few pinned blocks between all others
+        # would let one large write empty the pool.
+        enough = pinned and self.allocator.available >= _FREE_MAX * size
+        return Reservation(WriteStatus.NO_SPACE) if enough else None
+
+    def _free(self, entry: Entry) -> None:
+        del self.blocks_at[entry.offset]
+        self.allocator.release(entry.offset)
+
+    def relocate(self, entry: Entry, target: int) -> None:
+        """The bytes of a block are at `target`, too, which was allocated for it: it lies there."""
+        self._free(entry)
+        entry.offset = target
+        self.blocks_at[target] = entry
 
     def _reject(self, victim: Entry) -> None:
         """Take a victim that may not be evicted out of the candidates (design: eviction).
@@ -664,7 +746,7 @@ class Store:
         if entry.state is State.PENDING_FREE:
             self._pending_free[entry.offset] = entry
         else:
-            self.allocator.release(entry.offset)
+            self._free(entry)
 
     def _link_all(self, fresh: dict[bytes, Entry], now: float) -> None:
         """Enter new blocks, each with one touch; then `fresh` is empty."""

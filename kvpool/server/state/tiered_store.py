@@ -26,7 +26,7 @@ from typing import Final
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.entry import Change, Entry, Stretch
+from kvpool.server.state.entry import MOVER, Change, Entry, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.types import (
@@ -43,8 +43,6 @@ from kvpool.types import (
 
 #: Departures in one step of an inventory.
 _DEPARTURES_STEP: Final = 512
-#: The owner of pins and reservations for transfers between tiers; connections count from 1.
-MOVER: Final = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,107 @@
+"""Moves blocks inside the memory that clients use, to make room for large ones.
+
+`state.clearing` decides which blocks go where; this file copies the bytes (design: allocator).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from kvpool.protocols import Addressable
+from kvpool.server.state.clearing import Clearing, Move
+from kvpool.server.state.store import Store
+
+#: Moved in one turn of the loop. Larger blocks are copied by a thread.
+_BLOCKS_MAX: Final = 64
+_INLINE_MAX: Final = 1 << 20
+#: A block that a reader has pinned is tried again after so long.
+_PINNED_WAIT_S: Final = 0.001
+
+
+class Compactor:
+    """Empties the range of a store's `clearing`; the call that needs the range does the work.
+
+    A block is pinned and its target allocated while its bytes are copied, so neither is used for
+    anything else. Readers see the block at its old place until the copy is complete, and if one of
+    them holds it then, it stays there. So no reader, also none that has the memory mapped, can see
+    a block half moved (design: pins).
+    """
+
+    def __init__(self, store: Store, memory: Addressable, on_change: Callable[[], None]) -> None:
+        self._store = store
+        self._memory = memory
+        self._on_change = on_change
+        self.moved_blocks = 0
+        self.moved_bytes = 0
+        store.in_steps = True
+
+    async def make_room(self, owner: int, deadline: float) -> bool:
+        """One step for a `reserve` that answered MAKING_ROOM; then call it again.
+
+        False when the range is being emptied for another call: wait until the space has changed.
+        """
+        clearing = self._store.clearing
+        if clearing is None:
+            await asyncio.sleep(0)  # `reserve` has worked long enough: others have their turn
+            return True
+        if clearing.owner != owner:
+            return False
+        while not (clearing.over or clearing.is_ready) and _now() < deadline:
+            await self._step(clearing)
+        return True
+
+    def stop(self, owner: int) -> None:
+        """This owner needs no more room. The next one that waits for its turn begins."""
+        clearing = self._store.clearing
+        if clearing is not None and clearing.owner == owner:
+            clearing.abandon()
+            self._on_change()
+
+    async def _step(self, clearing: Clearing) -> None:
+        moves = deque(clearing.next_moves(_BLOCKS_MAX, _INLINE_MAX))
+        if not moves:
+            await asyncio.sleep(0 if clearing.over or clearing.is_ready else _PINNED_WAIT_S)
+            return
+        try:
+            while moves:
+                await self._copy(moves[0])
+                clearing.move_done(moves.popleft(), good=True)
+        finally:
+            for move in moves:
+                clearing.move_done(move, good=False)
+        await asyncio.sleep(0)
+
+    async def _copy(self, move: Move) -> None:
+        """When it returns or raises, nothing is copied any more."""
+        size = move.entry.size
+        self.moved_blocks += 1
+        self.moved_bytes += size
+        source = self._memory.view(move.entry.offset, size)
+        target = self._memory.view(move.target, size)
+        if size <= _INLINE_MAX:
+            target[:] = source
+            return
+        copying = asyncio.get_running_loop().run_in_executor(None, _copy, target, source)
+        try:
+            await asyncio.shield(copying)
+        finally:
+            # Cancelled: the thread still writes into the target, for some milliseconds.
+            while not copying.done():
+                try:
+                    await asyncio.wait([copying])
+                except asyncio.CancelledError:
+                    continue
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """numpy's copy releases the GIL, a memoryview's does not."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
