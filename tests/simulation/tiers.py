@@ -15,9 +15,8 @@ import numpy as np
 from kvpool.errors import InvariantViolated
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
-from kvpool.server.state.entry import Entry
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import Event
-from kvpool.server.state.tiered_store import MOVER
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
 from tests.simulation.memory import SimTier
