@@ -291,6 +291,22 @@ def test_a_few_pinned_blocks_do_not_let_one_write_empty_the_pool() -> None:
     store.check()
 
 
+def test_a_range_that_its_writer_needs_no_more_is_given_up() -> None:
+    """Another writer has begun the block meanwhile, and the rest of the batch needs a range."""
+    writer = full(16 * KIB, 8 * MIB)
+    store = writer.store
+    clearing, moves = begin(writer)
+    for move in moves:
+        clearing.move_done(move, good=True)
+    while not clearing.is_ready:
+        writer.step(clearing)
+    rest = ReserveRequest(ONE, 0, [key("next")], [key("large")], [MIB])
+    (answer,) = store.reserve(2, rest, writer.now)
+    assert clearing.over
+    assert answer.extent is not None or store.clearing is not clearing
+    store.check()
+
+
 # --- any order of calls ----------------------------------------------------------------------
 
 

@@ -85,9 +85,9 @@ class Clearing:
     def __repr__(self) -> str:
         return f"<Clearing {self._allocator.fence} for {self.size} bytes>"
 
-    def is_for(self, owner: int, digest: bytes, size: int) -> bool:
-        """The range is emptied for this block of this owner."""
-        return (owner, digest, size) == (self.owner, self.digest, self.size)
+    def is_for(self, digest: bytes, size: int) -> bool:
+        """The range is emptied for this block of its owner."""
+        return (digest, size) == (self.digest, self.size)
 
     @property
     def is_ready(self) -> bool:

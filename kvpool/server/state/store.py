@@ -600,8 +600,11 @@ class Store:
         """
         size = self.allocator.rounded(newcomer.size)
         clearing = self.clearing
-        if clearing is not None and clearing.is_for(owner, newcomer.digest, size):
-            return clearing.take() if clearing.is_ready else MAKING_ROOM
+        if clearing is not None and clearing.owner == owner:
+            if clearing.is_for(newcomer.digest, size):
+                return clearing.take() if clearing.is_ready else MAKING_ROOM
+            clearing.abandon()  # its block found a place, or another writer has begun it
+            clearing = None
         enough = min(2 * size, size + self._slack)
         gave_up = self._owner(owner).gave_up
         if gave_up is not None and gave_up[0] == newcomer.digest:
