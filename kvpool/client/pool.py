@@ -390,6 +390,9 @@ class Pool:
     ) -> list[bool]:
         """Remove blocks, every part and copy; True where the pool had one.
 
+        No read finds them any more. Their bytes are not overwritten: they stay in the memory of
+        servers and in files until other blocks are stored in their place (SECURITY.md).
+
         Raises BadKey, and MasterLost when no master answers.
         """
         deadline = self._begin(timeout)

@@ -22,6 +22,7 @@ from kvpool.protocols import (
     Listener,
     Network,
     Peer,
+    PersistentTier,
     Tier,
     Transport,
 )
@@ -246,7 +247,13 @@ def _front_tier(tiers: Sequence[Tier]) -> int:
 
 
 def _stores(tiers: Sequence[Tier], alignment: int, policy: Policy[Entry] | None) -> list[Store]:
-    """A store for each tier, their extents rounded alike; the lowest follows the policy."""
+    """A store for each tier, their extents rounded alike; the lowest follows the policy.
+
+    A file is filled from its start: it may be made smaller (design: nvme-format).
+    """
     alignment = max(alignment, *(tier.alignment for tier in tiers))
     stores = [Store(tier.capacity, alignment=alignment) for tier in tiers[:-1]]
-    return [*stores, Store(tiers[-1].capacity, alignment=alignment, policy=policy)]
+    lowest = tiers[-1]
+    from_front = isinstance(lowest, PersistentTier)
+    last = Store(lowest.capacity, alignment=alignment, policy=policy, from_front=from_front)
+    return [*stores, last]

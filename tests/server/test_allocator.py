@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -94,3 +96,25 @@ def test_a_capacity_is_rounded_down_to_whole_extents() -> None:
         Allocator(100)
     with pytest.raises(UsageError, match="power of two"):
         Allocator(1 << 20, alignment=3000)
+
+
+def test_from_the_front_nothing_lies_behind_what_was_once_in_use() -> None:
+    """A file may be cut at its end: the highest end is that of the most that was ever in use."""
+    chance = random.Random(3)
+    allocator = Allocator(1000 * 4096, from_front=True)
+    assert [allocator.allocate(4096) for _ in range(3)] == [0, 4096, 8192]
+    allocator.release(4096)
+    assert allocator.allocate(4000) == 4096
+    held = [0, 4096, 8192]
+    most, highest = 3, 0
+    for _ in range(3000):
+        if chance.random() < 0.5 and len(held) < 300:
+            offset = allocator.allocate(4096)
+            assert offset is not None
+            held.append(offset)
+            highest = max(highest, offset + 4096)
+        elif held:
+            allocator.release(held.pop(chance.randrange(len(held))))
+        most = max(most, len(held))
+        allocator.check()
+    assert highest == most * 4096

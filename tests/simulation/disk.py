@@ -62,6 +62,9 @@ class SimDisk:
     async def write(self, offset: int, buffer: memoryview) -> None:
         await self._call(Transfer(self, offset, buffer, writes=True))
 
+    async def truncate(self, size: int) -> None:
+        assert size == self.size, "disks of simulated servers keep their size"
+
     def close(self) -> None:
         """Calls that have not begun raise Closed; the platter is released when the others end."""
         self._closed = True

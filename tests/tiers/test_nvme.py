@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,12 @@ class MemoryDisk:
             self.bytes[offset : offset + size] = buffer[:size]
             raise Unavailable("the process has died")
         self.bytes[offset : offset + len(buffer)] = buffer
+
+    async def truncate(self, size: int) -> None:
+        await asyncio.sleep(0)
+        if size in self.writes_fail or self.writes_left <= 0:
+            raise Unavailable("EIO")
+        del self.bytes[size:]
 
     def close(self) -> None:
         pass
@@ -251,13 +258,112 @@ async def test_it_grows_and_shrinks_with_its_capacity(path: Path) -> None:
         assert await tier.recover() == [inside, across]
         assert await is_intact(tier, across)
         assert await is_intact(tier, inside)
+    moved = across._replace(offset=4 * PAGE)
     with tier_at(path, GROUP_SIZE) as tier:
+        assert await tier.recover() == [inside, moved]
+        assert not tier.dropped
+        assert os.stat(path).st_size == Nvme.disk_size(GROUP_SIZE)
+    with tier_at(path, small) as tier:
         assert await tier.recover() == [inside]
         assert tier.dropped["beyond"] == 1
-        assert os.stat(path).st_size == Nvme.disk_size(GROUP_SIZE)
+        assert "1 beyond headers dropped" in tier.status_text
+        assert os.stat(path).st_size == Nvme.disk_size(small)
     with tier_at(path, large) as tier:
         assert await tier.recover() == [inside]
+        assert not tier.dropped, "headers of what was cut off are not there any more"
         assert await is_intact(tier, inside)
+
+
+async def larger_disk(chance: random.Random, units: int) -> tuple[MemoryDisk, list[Record]]:
+    """A disk of so many units, partly full of extents of one unit to nine, the newest last."""
+    disk = MemoryDisk(Nvme.disk_size(units * PAGE))
+    tier = Nvme(units * PAGE, path="memory", disk=disk)
+    await tier.recover()
+    records: list[Record] = []
+    unit = 0
+    while unit < units - 9:
+        count = chance.choice((1, 2, 9))
+        size = count * PAGE - chance.choice((0, 1, 4000))
+        records.append(record(unit * PAGE, size, chance.getrandbits(40)))
+        unit += count + chance.choice((0, 0, 1, 12))
+    await write(tier, *records)
+    return disk, sorted(records, key=lambda one: one.generation)
+
+
+def blocks(records: Iterable[Record]) -> dict[bytes, Record]:
+    return {one.digest: one for one in records}
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_what_lies_behind_a_new_end_is_moved_newest_first(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the process dies meanwhile, nothing that had room is lost."""
+    monkeypatch.setattr("kvpool_tiers.nvme.format.GROUP_SIZE", 64 * PAGE)
+    monkeypatch.setattr("kvpool_tiers.nvme.tier._MOVED_AT_ONCE", 20 * PAGE)
+    chance = random.Random(seed)
+    disk, records = await larger_disk(chance, 300)
+    units = chance.choice((250, 192, 150, 100, 64, 20))
+    capacity = units * PAGE
+    while chance.random() < 0.7:
+        disk.writes_left, disk.torn = chance.randrange(40), chance.choice((0, 512, PAGE))
+        with contextlib.suppress(Unavailable):
+            await Nvme(capacity, path="memory", disk=disk).recover()
+    disk.writes_left = 1 << 60
+    tier = Nvme(capacity, path="memory", disk=disk)
+    kept = await tier.recover()
+    assert disk.size == Nvme.disk_size(capacity)
+    assert blocks(kept).keys() <= blocks(records).keys()
+    assert all([await is_intact(tier, one) for one in kept])
+    places = sorted((one.offset, one.offset + one.size) for one in kept)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+    lost = [one for one in records if one.digest not in blocks(kept)]
+    stayed = [one for one in records if one.offset + one.size <= capacity]
+    assert not {one.digest for one in stayed} & {one.digest for one in lost}
+    # Newest first: whatever is older than a lost one of the same size did not move, either.
+    moved = [one for one in records if one not in stayed and one.digest in blocks(kept)]
+    for one in moved:
+        assert not [
+            other for other in lost if other.generation > one.generation and other.size <= one.size
+        ]
+    again = Nvme(capacity, path="memory", disk=disk)
+    assert sorted(await again.recover()) == sorted(kept)
+    assert not again.dropped
+
+
+async def test_a_file_that_is_cut_to_half_keeps_what_has_room(path: Path) -> None:
+    """Exactly: the last free place is used, too."""
+    half = 128 * PAGE
+    records = [record(n * PAGE, PAGE, 1 + n) for n in range(0, 256, 2)]
+    with tier_at(path, 2 * half) as tier:
+        await write(tier, *records)
+    with tier_at(path, half) as tier:
+        kept = await tier.recover()
+        assert blocks(kept).keys() == blocks(records).keys()
+        assert not tier.dropped
+        assert all([await is_intact(tier, one) for one in kept])
+
+
+async def test_moving_ends_after_a_minute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_tiers.nvme.tier._MOVE_MAX_S", 0.0)
+    with tier_at(path) as tier:
+        await write(tier, record(0), record(CAPACITY - PAGE))
+    with tier_at(path, CAPACITY // 2) as tier:
+        assert await tier.recover() == [record(0)]
+        assert tier.dropped == {"beyond": 1}
+
+
+async def test_a_place_that_cannot_be_read_costs_its_own_extent() -> None:
+    disk = MemoryDisk(Nvme.disk_size(CAPACITY))
+    tier = Nvme(CAPACITY, path="memory", disk=disk)
+    await tier.recover()
+    last = [record(CAPACITY - n * PAGE, PAGE, n) for n in range(1, 9)]
+    await write(tier, *last)
+    (bad,) = Geometry(CAPACITY, PAGE).pieces(last[3].offset, 1)
+    disk.reads_fail = range(bad.position, bad.position + 1)
+    tier = Nvme(CAPACITY // 2, path="memory", disk=disk)
+    assert blocks(await tier.recover()).keys() == blocks(last).keys() - {last[3].digest}
+    assert tier.dropped == {"beyond": 1}
 
 
 # --- bytes -------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def _class_that_fits(units: int) -> int:
 class Allocator:
     """Hands out non-overlapping extents of one segment; offsets and sizes are bytes."""
 
-    def __init__(self, capacity: int, alignment: int = 4096) -> None:
+    def __init__(self, capacity: int, alignment: int = 4096, *, from_front: bool = False) -> None:
+        """With `from_front` the segment fills from its start, so that it may be cut at its end."""
         if alignment < 1 or alignment & (alignment - 1):
             raise UsageError(f"alignment is {alignment}, expected a power of two")
         if capacity < alignment:
@@ -50,6 +51,7 @@ class Allocator:
         self.alignment = alignment
         self.capacity = capacity - capacity % alignment
         self.allocated = 0
+        self._from_front = from_front
         self._sizes: dict[int, int] = {}  # offset -> size of each allocated extent
         self._free: dict[int, int] = {}  # offset -> size of each free extent
         self._free_ends: dict[int, int] = {}  # end -> offset, to join with the left neighbour
@@ -276,6 +278,11 @@ class Allocator:
         """
         whole = self._free[offset]
         rest = whole - size
+        if self._from_front:
+            self._take_free(offset)
+            if rest:
+                self._put_free(offset + size, rest)
+            return offset
         before = _class_of(whole // self.alignment)
         if not rest or _class_of(rest // self.alignment) != before:
             self._take_free(offset)

@@ -83,8 +83,9 @@ class Store:
         policy: Policy[Entry] | None = None,
         hint_budget: float = 0.8,
         tombstones_max: int = 65_536,
+        from_front: bool = False,
     ) -> None:
-        self.allocator = Allocator(capacity, alignment)
+        self.allocator = Allocator(capacity, alignment, from_front=from_front)
         budget = int(self.allocator.capacity * hint_budget)
         self.policy = (
             policy

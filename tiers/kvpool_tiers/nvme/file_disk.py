@@ -69,6 +69,9 @@ class Disk(Protocol):
     async def write(self, offset: int, buffer: memoryview) -> None:
         """Store all of `buffer`. Raises Unavailable (ENOSPC, EIO); then any part may be stored."""
 
+    async def truncate(self, size: int) -> None:
+        """Cut off what lies behind `size`, when no call uses it. Raises Unavailable."""
+
     def close(self) -> None:
         """Refuse new calls. Idempotent; never waits, not even for a stuck disk."""
 
@@ -110,14 +113,13 @@ class FileDisk:
 
         A new or empty file begins with `head`. For any other file `accept` gets its first
         `len(head)` bytes, or fewer if the file is shorter, and raises ConfigError if the file
-        belongs to another program; nothing is changed before that. A larger file is truncated, a
-        smaller one grows. `queue_depth` threads read and write. Raises ConfigError, which names the
-        path and what to do.
+        belongs to another program; nothing is changed before that. A smaller file grows; a larger
+        one stays as it is, until `truncate`. `queue_depth` threads read and write. Raises
+        ConfigError, which names the path and what to do.
         """
         if queue_depth < 1:
             raise ConfigError(f"queue_depth is {queue_depth}, expected at least 1")
         self.path = Path(path)
-        self.size = size
         self._fd = _open(self.path)
         try:
             # Lock before looking at the contents: another server may be writing (design: disks).
@@ -125,7 +127,7 @@ class FileDisk:
             empty = not os.fstat(self._fd).st_size
             try:
                 _claim(self._fd, self.path, head, accept)
-                _resize(self._fd, self.path, size)
+                self.size = _grow(self._fd, self.path, size)
             except ConfigError:
                 if empty:  # it was empty: do not leave a file behind, its capacity is too large
                     os.unlink(self.path)
@@ -154,6 +156,10 @@ class FileDisk:
 
     async def write(self, offset: int, buffer: memoryview) -> None:
         await self._call(_IoRequest(self._write, offset, buffer, len(buffer)))
+
+    async def truncate(self, size: int) -> None:
+        await self._call(_IoRequest(self._truncate, size, _NO_BYTES, PAGE))
+        self.size = min(self.size, size)
 
     def close(self) -> None:
         """Calls that no thread has begun end with Closed; the others keep the file open till then.
@@ -320,6 +326,10 @@ class FileDisk:
                 bounce = self._bounce(len(piece))
                 _copy(piece, bounce)
                 _write(self._direct, offset + start, bounce)
+
+    def _truncate(self, size: int, _: memoryview) -> None:
+        if os.fstat(self._fd).st_size > size:
+            os.ftruncate(self._fd, size)
 
     def _bounce(self, size: int) -> memoryview:
         """This thread's own aligned memory: whole pages for `size` bytes, at most _BOUNCE_BYTES."""
@@ -558,15 +568,14 @@ def _read_head(fd: int, size: int) -> bytes:
     return bytes(head)
 
 
-def _resize(fd: int, path: Path, size: int) -> None:
-    """Give the file exactly `size` bytes, all allocated: no other file can use them up later.
+def _grow(fd: int, path: Path, size: int) -> int:
+    """Give the file at least `size` bytes, all allocated: no other file can use them up later.
 
-    Raises ConfigError instead of using space that the file system reserves for root.
+    Returns its size in whole pages. Raises ConfigError instead of using space that the file system
+    reserves for root.
     """
     before = os.fstat(fd).st_size
     try:
-        if before > size:
-            os.ftruncate(fd, size)
         missing = size - os.fstat(fd).st_blocks * 512
         volume = os.fstatvfs(fd)
         free = volume.f_bavail * volume.f_frsize
@@ -581,9 +590,10 @@ def _resize(fd: int, path: Path, size: int) -> None:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 os.ftruncate(fd, min(before, size))
                 raise
-            os.ftruncate(fd, size)  # such a file system may still run full later: ENOSPC
+            os.ftruncate(fd, max(before, size))  # it may still run full later: ENOSPC
     except OSError as error:
         raise ConfigError(f"{path} cannot have {size} bytes: {_error_text(error)}") from None
+    return max(size, before - before % PAGE)
 
 
 def _open_direct(fd: int) -> int:

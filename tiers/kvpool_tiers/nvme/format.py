@@ -91,6 +91,14 @@ class Geometry:
         #: About 1/32 more than the capacity with the smallest alignment.
         self.file_size = _HEAD_SIZE + groups * self._headers_size + capacity
 
+    @classmethod
+    def of_file(cls, size: int, alignment: int) -> Geometry:
+        """That of a file of so many bytes."""
+        group = cls(GROUP_SIZE, alignment)
+        groups, rest = divmod(max(size - _HEAD_SIZE, 0), group._group_size)
+        capacity = groups * GROUP_SIZE + max(rest - group._headers_size, 0)
+        return cls(capacity - capacity % alignment, alignment)
+
     def pieces(self, offset: int, size: int) -> list[FilePiece]:
         """The extent's bytes: one piece, or one for each group that it reaches into."""
         pieces = []
@@ -113,6 +121,11 @@ class Geometry:
         for offset in range(0, self.capacity, GROUP_SIZE):
             units = min(GROUP_SIZE, self.capacity - offset) // self.alignment
             yield HeaderRegion(self.header(offset), units * HEADER_SIZE, offset)
+
+    def unused_headers(self) -> HeaderRegion:
+        """The slots of the last group that no unit has, because the group is not whole."""
+        units = -self.capacity % GROUP_SIZE // self.alignment
+        return HeaderRegion(self.header(self.capacity), units * HEADER_SIZE, self.capacity)
 
     @staticmethod
     def namespace(index: int, copy: int) -> int:

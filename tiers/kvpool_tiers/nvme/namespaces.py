@@ -207,6 +207,10 @@ class UnnamedExtents:
         """Its header is erased, or another one is written there."""
         self._sizes.pop(offset, None)
 
+    def extents(self) -> list[tuple[int, int]]:
+        """Offset and size of each."""
+        return list(self._sizes.items())
+
     def within(self, offset: int, size: int) -> list[int]:
         """The offsets of those that share a byte with `size` bytes at `offset`."""
         first = max(bisect_right(self._starts, offset) - 1, 0)  # it may reach over `offset`

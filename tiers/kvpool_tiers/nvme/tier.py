@@ -46,6 +46,7 @@ from kvpool_tiers.nvme.format import (
     unpack_header,
     used_slots,
 )
+from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.namespaces import NamespaceTable, UnnamedExtents
 
 log = logs.get("kvpool.nvme")
@@ -60,6 +61,9 @@ _REGIONS_AT_ONCE: Final = 4
 _YIELD_EVERY: Final = 128
 #: Headers that are erased at once.
 _ERASED_MAX: Final = 1024
+#: Bytes that are moved at once when the file becomes smaller; no more are after so many seconds.
+_MOVED_AT_ONCE: Final = 32 << 20
+_MOVE_MAX_S: Final = 60.0
 
 
 class Nvme:
@@ -80,7 +84,7 @@ class Nvme:
     ) -> None:
         """Open the file at `path`, or make it where there is none; its directory must exist.
 
-        A file of another capacity keeps what lies within the new one, and grows or shrinks. Only an
+        A file of another capacity grows, or shrinks in `recover`, and keeps what fits. Only an
         empty file or one of ours is ever written to. With `direct` the payload goes past the page
         cache, if the file system can; `status_text` has the result. `queue_depth` threads read and
         write. A larger `alignment` (bytes, a power of two) makes the headers fewer; choose it close
@@ -222,6 +226,8 @@ class Nvme:
         Reads the headers only, not the payload, and lets other coroutines run every millisecond.
         What it drops is counted in `dropped`, and erased, so that it does not come back later; but
         for extents without a namespace, whose headers stay until something is written over them.
+        In a file that was larger, extents behind the new end are moved to free places, the newest
+        first, as long as there is room, for a minute at most. Then the file is cut.
         Raises Unavailable when the superblock, the namespaces or all headers cannot be read,
         ConfigError if the disk that was given to this tier is not one of ours.
         """
@@ -230,7 +236,10 @@ class Nvme:
         namespaces = await self._table.recover(self._disk)
         resolver = OverlapResolver()
         invalid: list[InvalidHeader] = []
-        regions = self._geometry.regions()
+        whole = Geometry.of_file(self._disk.size, self.alignment)
+        if whole.capacity < self.capacity:
+            whole = self._geometry
+        regions = whole.regions()
         problem: BaseException | None = None
         read_any = False
         while ahead := list(islice(regions, _REGIONS_AT_ONCE)):
@@ -241,16 +250,17 @@ class Nvme:
                     self.dropped["unreadable"] += 1
                 else:
                     read_any = True
-                    await self._parse_region(region, headers, namespaces, resolver, invalid)
+                    capacity = whole.capacity
+                    await self._parse_region(
+                        region, headers, capacity, namespaces, resolver, invalid
+                    )
         if problem is not None and not (read_any and isinstance(problem, Unavailable)):
             raise problem
         resolver.finish()
-        records = [one for one in resolver.kept if isinstance(one, Record)]
-        for one in resolver.kept:
-            if isinstance(one, UnnamedHeader):
-                self._unnamed.add(one.offset, one.size)
-                self.dropped[self._table.lost(one)] += 1
+        records, beyond = self._sort_out(resolver.kept)
         await self._drop(invalid + resolver.superseded)
+        if whole.capacity > self.capacity:
+            records += await self._shrink(records, beyond)
         return records
 
     # --- recovery, step by step --------------------------------------------------------------
@@ -272,10 +282,89 @@ class Nvme:
             if any(head):
                 log.warning("the superblock is mended", path=str(self.path))
 
+    def _sort_out(
+        self, found: Sequence[Record | UnnamedHeader]
+    ) -> tuple[list[Record], list[Record]]:
+        """Records within the capacity, and those that reach beyond it."""
+        records: list[Record] = []
+        beyond: list[Record] = []
+        for one in found:
+            inside = one.offset + one.size <= self.capacity
+            if isinstance(one, UnnamedHeader):
+                self.dropped[self._table.lost(one)] += 1
+                if inside:
+                    self._unnamed.add(one.offset, one.size)
+            else:
+                (records if inside else beyond).append(one)
+        return records, beyond
+
+    async def _shrink(self, inside: Sequence[Record], beyond: Sequence[Record]) -> list[Record]:
+        """Move what lies behind the new end, then cut the file. Returns what has moved.
+
+        A copy is complete with its header before the file is cut, so a crash costs nothing: the
+        next start finds the copies, and moves the rest.
+        """
+        known = {(one.namespace, one.part, one.digest) for one in inside}
+        left = [one for one in beyond if (one.namespace, one.part, one.digest) not in known]
+        places = FreePlaces(self.capacity, self.alignment)
+        # One that reaches over the new end may not be written over before it is moved.
+        across = [one for one in beyond if one.offset < self.capacity]
+        taken = [(one.offset, one.size) for one in (*inside, *across)] + self._unnamed.extents()
+        places.set_taken(sorted(taken))
+        end = asyncio.get_running_loop().time() + _MOVE_MAX_S
+        moved: list[Record] = []
+        batch: list[tuple[int, Record]] = []
+        size = 0
+        for record in sorted(left, key=_generation, reverse=True):
+            if asyncio.get_running_loop().time() > end:
+                break
+            if (offset := places.take(record.size)) is not None:
+                batch.append((record.offset, record._replace(offset=offset)))
+                size += record.size
+            if size >= _MOVED_AT_ONCE:
+                moved += await self._move(batch)
+                batch, size = [], 0
+        moved += await self._move(batch)
+        for one in beyond:
+            self._table.use(self._namespace_of.pop(one.offset, None), -1)
+        if lost := len(left) - len(moved):
+            self.dropped["beyond"] += lost
+        report = log.warning if lost else log.info
+        report("the file is smaller", path=str(self.path), moved=len(moved), dropped=lost)
+        with contextlib.suppress(Unavailable):  # the next start does it again
+            await self.erase([one.offset for one in across])
+            unused = self._geometry.unused_headers()
+            if unused.size:  # or a file that grows again would have headers of what was cut off
+                await self._disk.write(unused.position, memoryview(bytes(unused.size)))
+            await self._disk.truncate(self._geometry.file_size)
+        return moved
+
+    async def _move(self, batch: Sequence[tuple[int, Record]]) -> list[Record]:
+        """Copy extents from where they were to their new places, and persist those that arrived."""
+
+        async def copy(source: int, record: Record) -> Record:
+            buffer = memoryview(bytearray(record.size))
+            for position, start, stop in self._geometry.pieces(source, record.size):
+                await self._disk.read(position, buffer[start:stop])
+            await self.write_from(record.offset, buffer)
+            return record
+
+        outcomes = await asyncio.gather(*(copy(*one) for one in batch), return_exceptions=True)
+        arrived = [one for one in outcomes if isinstance(one, Record)]
+        for one in outcomes:
+            if isinstance(one, BaseException) and not isinstance(one, Unavailable):
+                raise one
+        try:
+            await self.persist(arrived)
+        except Unavailable:
+            return []
+        return arrived
+
     async def _parse_region(
         self,
         region: HeaderRegion,
         headers: memoryview,
+        capacity: int,
         namespaces: Sequence[NamespaceEntry | None],
         resolver: OverlapResolver,
         invalid: list[InvalidHeader],
@@ -284,7 +373,7 @@ class Nvme:
             if number % _YIELD_EVERY == 0:
                 await asyncio.sleep(0)
             offset = region.offset + slot * self.alignment
-            header = unpack_header(headers, slot, offset, self.capacity, namespaces)
+            header = unpack_header(headers, slot, offset, capacity, namespaces)
             if isinstance(header, ValidHeader):
                 self._reference(offset, header.namespace_index)
                 resolver.add(header.record)
@@ -299,7 +388,8 @@ class Nvme:
         self.dropped.update(reason for _, reason in dropped)
         for first in range(0, len(dropped), _ERASED_MAX):
             with contextlib.suppress(Unavailable):
-                await self.erase([offset for offset, _ in dropped[first : first + _ERASED_MAX]])
+                step = [offset for offset, _ in dropped[first : first + _ERASED_MAX]]
+                await self.erase([offset for offset in step if offset < self.capacity])
 
     async def _read_region(self, region: HeaderRegion) -> memoryview:
         return await self._read(region.position, region.size)
