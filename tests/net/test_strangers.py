@@ -209,5 +209,5 @@ async def test_wrong_proofs_shut_their_own_address_out_for_a_while(
             assert all(result.status.hit for result in results)
         monkeypatch.setattr(strangers_module, "WRONG_PROOFS_PER_S", 1e9)
         assert await prove(running, "127.0.0.2", OURS) == "Welcome"
-    lines = [record for record in caplog.records if record.message == "connection closed"]
+    lines = [r for r in caplog.records if vars(r).get("event") == "connection closed"]
     assert [(line.levelname, vars(line)["peer"]) for line in lines] == [("WARNING", "127.0.0.2")]
