@@ -91,6 +91,21 @@ def transports(specs: Iterable[str], *, strict: bool = False) -> dict[str, Trans
     return found
 
 
+def check_settings(specs: Iterable[str]) -> None:
+    """Raises ConfigError for a setting that a transport does not have, or of another type.
+
+    Transports that are not installed, or cannot be loaded, are not looked at.
+    """
+    known = installed(TRANSPORTS)
+    for scheme, _, settings in map(parse_transport, specs):
+        if settings and scheme in known:
+            try:
+                make = _load(TRANSPORTS, scheme, "transport")
+            except ConfigError:
+                continue
+            settings_of(make, settings, f"transport {scheme!r}")
+
+
 def tiers(config: ServerConfig) -> list[Tier]:
     """A server's tiers, opened, in their order. Raises ConfigError; then none is left open."""
     specs = [parse_tier(text) for text in config.tiers] or [

@@ -21,6 +21,7 @@ from kvpool.cli.shared import (
     SecretFile,
     TransportNames,
     console,
+    fail,
     open_pool,
     query_settings,
     run,
@@ -179,11 +180,16 @@ def doctor(
 ) -> None:
     """Check this machine and a pool for problems, and show what to do about them.
 
-    Exit code 1 if a check failed.
+    Exit code 1 if a check failed, 2 if an option is wrong.
     """
+    from kvpool import registry
     from kvpool.ops.doctor import examine
 
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
+    try:
+        registry.check_settings(settings.client.transports)
+    except ConfigError as error:
+        fail(ConfigError(f"--transport (setting client.transports): {error}"))
     findings = run(examine(settings))
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings]))

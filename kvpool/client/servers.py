@@ -198,7 +198,7 @@ class Servers:
                 # they are taken for a while.
                 for path in record.channels if record.remote is not None else ():
                     if not self._transports[path.scheme].same_host:
-                        self._broken_until[path] = now + _BACKOFF_S_MAX
+                        self._mark_broken(path)
                 self._close_channels(record)
             log.warning("server is silent", server=server)
 
@@ -411,7 +411,7 @@ class Servers:
         self, record: KnownServer, path: _Path, deadline: float, *, last: bool = True
     ) -> Channel:
         """The channel of a path. While there are other paths, it may take half of an attempt."""
-        broken_until = self._broken_until.get(path)
+        broken_until = self._broken_until.get(path, 0.0)
         try:
             async with asyncio.timeout_at(deadline):
                 await record.connecting.acquire()
@@ -422,7 +422,7 @@ class Servers:
             if channel is None:
                 # The call that held the lock before this one has just found the path broken:
                 # if each waiting call found out by itself, the last would wait for all of them.
-                if self._broken_until.get(path) != broken_until:
+                if self._broken_until.get(path, 0.0) > broken_until:
                     raise LinkBroken(f"{path.address} cannot be reached")
                 began = self._loop.time()
                 until = min(deadline, began + self._config.attempt_s / (1 if last else 2))
@@ -438,7 +438,7 @@ class Servers:
                 except asyncio.CancelledError:
                     # Hedged while it connected: the next call takes another path first.
                     if not last and self._loop.time() - began >= self._config.hedge_s:
-                        self._broken_until[path] = self._loop.time() + _BACKOFF_S_MAX
+                        self._mark_broken(path)
                     raise
                 record.channels[path] = channel
                 log.debug("connected", server=record.server, address=path.address)
@@ -453,9 +453,16 @@ class Servers:
         # Another call may have replaced it already: a fresh channel is not closed for an old one.
         if channel is not None and record.channels.get(path) is channel:
             self._abort_and_close(record.channels.pop(path))
-        self._broken_until[path] = self._loop.time() + _BACKOFF_S_MAX
+        self._mark_broken(path)
         self._counters[f"failed_{path.scheme}"] += 1
         log.warning("transport failed", server=record.server, address=path.address, why=str(error))
+
+    def _mark_broken(self, path: _Path) -> None:
+        """The path comes last for a while. Paths whose time is over are forgotten: a server that
+        restarts has new ones each time."""
+        now = self._loop.time()
+        self._broken_until = {p: until for p, until in self._broken_until.items() if until > now}
+        self._broken_until[path] = now + _BACKOFF_S_MAX
 
     def _close_channels(self, record: KnownServer) -> None:
         while record.channels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,3 +69,20 @@ def test_it_says_how_blocks_reach_a_gpu_and_why_not(monkeypatch: pytest.MonkeyPa
         assert device_memory(ClientConfig(device_staging=1 << 20)).verdict == "warn"
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "not used" in device_memory(ClientConfig()).text
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("tcp?x=1", "transport 'tcp' has no setting 'x'; its settings: none"),
+        ("ucx?rails=many", "setting 'rails'"),
+    ],
+)
+def test_a_wrong_setting_of_a_transport_is_a_usage_error(spec: str, why: str) -> None:
+    """And no check that failed: starting a master would not help."""
+    command = [sys.executable, "-m", "kvpool", "doctor", "--transport", spec]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--transport" in done.stderr
+    assert why in done.stderr
+    assert done.stdout == ""

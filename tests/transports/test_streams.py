@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from kvpool.errors import DeadlineExceeded
 from kvpool.wire.messages import TYPES, Hello, Message, Unpin
+from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.stream import Stream
 from tests.wire.offline import Wire
 
@@ -68,6 +69,34 @@ async def test_a_stream_that_is_lost_says_nothing() -> None:
 
 def hello() -> Message:
     return Hello("default", "test")
+
+
+async def test_streams_that_the_server_has_closed_keep_no_place() -> None:
+    """Or a pool whose idle streams were lost once would dial for nearly every call from then on."""
+    loop = asyncio.get_running_loop()
+    dialled: list[Stream] = []
+
+    async def dial(deadline: float) -> Stream:
+        stream = Stream()
+        Wire(stream)
+        dialled.append(stream)
+        return stream
+
+    async def at_once(streams: StreamPool, calls: int) -> None:
+        async with AsyncExitStack() as stack:
+            for _ in range(calls):
+                await stack.enter_async_context(streams.stream(loop.time() + 5))
+
+    streams = StreamPool(dial)
+    await at_once(streams, 20)
+    for stream in dialled[:]:
+        if not stream.lost:
+            stream.eof_received()  # the server has closed those that are idle
+    await at_once(streams, 8)
+    assert len(dialled) == 28  # none of the lost ones was used
+    await at_once(streams, 8)
+    assert len(dialled) == 28
+    streams.abort()
 
 
 async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:

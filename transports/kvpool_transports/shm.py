@@ -48,6 +48,7 @@ from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import Sessions, StreamSession
+from kvpool_transports.streams.strangers import Strangers
 from kvpool_transports.streams.stream import Ending, Stream, wait_until
 
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
@@ -103,6 +104,7 @@ class _ShmListener:
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._sessions = Sessions(store, mapped=True, scheme="shm")
+        self._strangers = Strangers()
         self._read_only = -1
         self._address = ""
         self._path = ""
@@ -182,7 +184,8 @@ class _ShmListener:
         except BaseException:
             sock.close()
             raise
-        await _ShmSession(stream, self._store, sock, self._read_only, self._memory.fd).run()
+        fds = self._read_only, self._memory.fd
+        await _ShmSession(stream, self._store, self._strangers, sock, *fds).run()
 
     def _refuse(self, sock: socket.socket, pid: int, uid: int) -> None:
         report = log.debug if uid in self._warned else log.warning
@@ -198,9 +201,15 @@ class _ShmSession(StreamSession):
     """Passes the segment to a client that has completed the handshake."""
 
     def __init__(
-        self, stream: Stream, store: BlockStore, sock: socket.socket, read_only: int, writable: int
+        self,
+        stream: Stream,
+        store: BlockStore,
+        strangers: Strangers,
+        sock: socket.socket,
+        read_only: int,
+        writable: int,
     ) -> None:
-        super().__init__(stream, store, mapped=True, scheme="shm")
+        super().__init__(stream, store, mapped=True, scheme="shm", strangers=strangers)
         self._socket = sock
         self._read_only = read_only
         self._writable = writable
@@ -427,7 +436,7 @@ class _BareStream:
         finally:
             self._loop.remove_reader(self._socket.fileno())
         if error is not None:
-            raise error
+            raise error.fresh()
 
     def _read(self) -> int:
         size, ancillary, flags, _ = self._socket.recvmsg_into(

@@ -46,8 +46,6 @@ class StreamPool:
             raise
         else:
             self._busy.pop(stream, None)
-            if len(self._idle) >= _IDLE_MAX:  # one that the server has closed keeps no place
-                self._idle = [idle for idle in self._idle if not idle.lost]
             if stream.lost or self._closed or len(self._idle) >= _IDLE_MAX:
                 stream.abort()
             else:

@@ -1,0 +1,56 @@
+"""What a client remembers of servers and of the paths to them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpool import dev
+from kvpool.client import servers as servers_module
+from kvpool.errors import LinkBroken
+
+BACKOFF_S = 0.05
+
+
+def fail(servers: servers_module.Servers, address: str) -> None:
+    """A path to the only server has failed."""
+    (record,) = servers._records.values()
+    path = servers_module._Path("tcp", address)
+    servers._path_failed(record, path, None, LinkBroken("gone"))
+
+
+async def test_paths_that_failed_are_forgotten_in_time(
+    monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev
+) -> None:
+    """A server has another port after each restart: a client must not keep them all."""
+    monkeypatch.setattr(servers_module, "_BACKOFF_S_MAX", BACKOFF_S)
+    async with pool_dev.pool() as pool:
+        await pool.members()
+        servers = pool._servers
+        for port in range(3):
+            fail(servers, f"tcp://127.0.0.1:{port}")
+        assert len(servers._broken_until) == 3
+        await asyncio.sleep(2 * BACKOFF_S)
+        fail(servers, "tcp://127.0.0.1:9")
+        assert list(servers._broken_until) == [("tcp", "tcp://127.0.0.1:9")]
+
+
+async def test_a_call_that_waited_to_connect_is_not_misled_by_another_path(
+    monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev
+) -> None:
+    """That an old failure is forgotten while the call waits is no new failure of its path."""
+    monkeypatch.setattr(servers_module, "_BACKOFF_S_MAX", BACKOFF_S)
+    async with pool_dev.pool() as pool:
+        await pool.members()
+        servers = pool._servers
+        (record,) = servers._records.values()
+        path = record.paths[0]
+        servers._path_failed(record, path, None, LinkBroken("gone"))
+        deadline = asyncio.get_running_loop().time() + 5
+        await record.connecting.acquire()
+        waiting = asyncio.create_task(servers._connect(record, path, deadline))
+        await asyncio.sleep(2 * BACKOFF_S)
+        fail(servers, "tcp://127.0.0.1:9")
+        record.connecting.release()
+        assert await waiting is record.channels[path]
