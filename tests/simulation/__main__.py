@@ -33,9 +33,9 @@ from tests.simulation.planted import BUGS, Bug
 from tests.simulation.truth import PROBES
 from tests.simulation.world import HistoryReport, run
 
-#: What `--without` may name: kinds of fault, `disk` for the disks themselves, and `contests` for
-#: writers that disagree.
-_PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, "disk", "contests")
+#: What `--without` may name: kinds of fault, `disk` for the disks themselves, `contests` for
+#: writers that disagree, and `circles` for blocks that are their own ancestors.
+_PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, "disk", "contests", "circles")
 #: Seeds that one process plays before it reports.
 _CHUNK: Final = 20
 #: Each planted bug must be found within this many seeds.

@@ -8,7 +8,7 @@ a function of its key (`blocks.value`), so every byte can be checked at any time
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
@@ -19,9 +19,12 @@ from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, ChangeLog, Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import ROOT, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from tests.simulation.blocks import values
 from tests.simulation.truth import BlockPart, GroundTruth
+
+#: The owner of the block that takes the place of all others.
+EVERYTHING: Final = -17
 
 
 class WatchedAllocator(Allocator):
@@ -152,7 +155,43 @@ class WatchedStore(Store):
         except InvariantViolated as error:
             self.truth.fail(f"G3/G4: store of {self.life}: {error}")
 
+    def check_evictable(self) -> None:
+        """If nothing were pinned or reserved, every block could be evicted, tails first (G9)."""
+        entries = [entry for index in self._indexes.values() for entry in index.blocks.values()]
+        children = {entry: entry.children for entry in entries}
+        tails = [entry for entry in entries if not entry.children]
+        while tails:
+            tail = tails.pop()
+            del children[tail]
+            parent = tail.index.blocks.get(tail.parent)
+            if parent is not None:
+                children[parent] -= 1
+                if not children[parent]:
+                    tails.append(parent)
+        if children:
+            self.truth.fail(
+                f"G9: {len(children)} blocks of {self.life} can never be evicted: "
+                f"they are their own ancestors, as {next(iter(children))!r}"
+            )
+
+    def check_all_can_go(self, now: float) -> None:
+        """When nothing is pinned or reserved, a block as large as the store finds space (G9)."""
+        self.check_evictable()
+        size = self.allocator.capacity
+        request = ReserveRequest(Namespace("sim/all"), 0, [b"all" * 6], [ROOT], [size])
+        (answer,) = self.reserve(EVERYTHING, request, now)
+        if answer.status is not WriteStatus.RESERVED:
+            self.truth.fail(
+                f"G9: {self.allocator.allocated} of {size} bytes of {self.life} are in use by "
+                f"blocks that cannot be evicted: {answer.status.label}"
+            )
+        self.drop_owner(EVERYTHING)
+
     # --- the calls --------------------------------------------------------------------------
+
+    def _leave_parent(self, entry: Entry) -> None:
+        super()._leave_parent(entry)
+        self.truth.probes.add("a circle of parents was cut")
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         self._evicted_now.clear()

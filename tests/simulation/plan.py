@@ -38,6 +38,7 @@ class WorldPlan:
     policy: str = "lru"
     kept_secrets: bool = False  # a restarted server has the secret of the process before
     contests: bool = False  # writers disagree about the bytes of some blocks
+    circles: bool = False  # some blocks are their own ancestors, in writes and in files
 
     @property
     def alignment(self) -> int:
@@ -79,6 +80,8 @@ class WorldPlan:
         # Separate streams keep the other worlds as they were.
         contests = random.Random(f"{seed}/contests").random() < 0.4
         plan = replace(plan, contests=contests and "contests" not in without)
+        circles = random.Random(f"{seed}/circles").random() < 0.3
+        plan = replace(plan, circles=circles and "circles" not in without)
         rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
             return plan

@@ -137,6 +137,20 @@ BUGS: Sequence[Bug] = (
         "        self._store.front.writer_exited(self._id)\n",
         "",
     ),
+    Bug(
+        "only-its-own-parent-is-a-circle",
+        "G9",
+        _STORE,
+        "            above = blocks.get(above.parent)\n        return True",
+        "            return False\n        return True",
+    ),
+    Bug(
+        "circles-in-files-are-believed",
+        "G9",
+        _STACK,
+        "        yield from store.cut_circles(entries)\n",
+        "",
+    ),
     # --- writing
     Bug(
         "seal-unwritten",
@@ -600,6 +614,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "no-hedge": 102,
     "full-disk-cannot-be-read": 17,
     "read-only-for-ever": 17,
+    "circles-in-files-are-believed": 15,
     "one-copy-of-a-namespace": 16,
     "unwritten-blocks-are-forgotten": 17,
     "hanging-disk-is-waited-for": 124,

@@ -7,7 +7,8 @@ bytes that are not on that list must be there and be right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import Event
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
+from kvpool_tiers.nvme.tier import Nvme
+from tests.simulation.disk import SimDisk
 from tests.simulation.memory import SimTier
 from tests.simulation.oracles import WatchedStore
 from tests.simulation.platter import PAGE, Damage
@@ -105,6 +108,28 @@ class DiskMemory:
         return found
 
 
+class CircularNvme(Nvme):
+    """The tier over a file in which some other program has made blocks their own ancestors."""
+
+    def __init__(self, capacity: int, path: str, *, disk: SimDisk, rng: random.Random) -> None:
+        super().__init__(capacity, path, disk=disk)
+        self._rng = rng
+
+    async def recover(self) -> list[Record]:
+        records = list(await super().recover())
+        places = list(range(len(records)))
+        self._rng.shuffle(places)
+        while places:
+            count = self._rng.randint(1, 6)
+            circle, places = places[:count], places[count:]
+            names = {(records[n].namespace, records[n].part) for n in circle}
+            if len(names) == 1 and self._rng.random() < 0.5:
+                parents = [records[n].digest for n in circle]
+                for n, parent in zip(circle, parents[-1:] + parents[:-1], strict=True):
+                    records[n] = records[n]._replace(parent=parent)
+        return records
+
+
 class PreviousDisk(NamedTuple):
     """What a server must find on its disk when it starts."""
 
@@ -183,6 +208,12 @@ class WatchedDiskStore(WatchedStore):
             self.truth.sealed(self.life, key)
             self.verify(entry, "found on the disk")
         return entry
+
+    def cut_circles(self, entries: Sequence[Entry]) -> Iterator[None]:
+        before = self.circles_cut
+        yield from super().cut_circles(entries)
+        if self.circles_cut > before:
+            self.truth.probes.add("a circle of parents in a file was cut")
 
     def activate_restored(self, entries: Sequence[Entry], now: float) -> None:
         super().activate_restored(entries, now)

@@ -12,6 +12,8 @@ from kvpool.types import Namespace, ReadStatus
 PROBES: Final = (
     "made room by evicting",
     "a block was moved to make room",
+    "a circle of parents was cut",
+    "a circle of parents in a file was cut",
     "a full server refused",
     "two writers met",
     "copies of a contested block are equal",

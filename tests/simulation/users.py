@@ -124,6 +124,8 @@ class SimClient:
             kinds.append((0.02, self._storm))
         if world.plan.contests:
             kinds.append((0.06, self._contest))
+        if world.plan.circles:
+            kinds.append((0.06, self._circle))
         (operation,) = self._rng.choices([k for _, k in kinds], [share for share, _ in kinds])
         self._timeout_s = _TIMEOUT_S
         if "hurry" in world.plan.faults and self._rng.random() < 0.15:
@@ -290,6 +292,7 @@ class SimClient:
         chain: Sequence[bytes],
         part: int = 0,
         *,
+        parent: bytes = ROOT,
         copies: int = 1,
         visible: bool = True,
     ) -> list[WriteStatus]:
@@ -301,7 +304,7 @@ class SimClient:
                 namespace,
                 chain,
                 buffers,
-                parent=ROOT,
+                parent=parent,
                 part=part,
                 copies=copies,
                 visible=visible,
@@ -389,6 +392,27 @@ class SimClient:
                 world.loop.fail(f"G2: {digest.hex()[:12]} has no version left of {VERSIONS}")
             if len(held) > 1:
                 world.truth.probes.add("copies of a contested block are equal")
+
+    async def _circle(self) -> None:
+        """Blocks that are their own ancestors, in several writes, in any order (G9).
+
+        A client refuses a circle in one call; no client sees one that several calls make.
+        """
+        rng = self._world.rng[f"circles/{self.name}"]
+        circle = self._world.catalog.fresh(rng.randint(2, 9))
+        copies = rng.choice([1, len(self._world.servers)])
+        stretches, first = [], 0
+        while first < len(circle):
+            last = min(first + rng.randint(1, 3), len(circle), first + len(circle) - 1)
+            stretches.append((circle[first - 1], circle[first:last]))
+            first = last
+        rng.shuffle(stretches)
+        for parent, stretch in stretches:
+            await self._write_now(ONE, stretch, parent=parent, copies=copies)
+        if rng.random() < 0.3:  # a block that leaves and comes back finds its children
+            parent, stretch = rng.choice(stretches)
+            await self._remove_now(ONE, stretch)
+            await self._write_now(ONE, stretch, parent=parent, copies=copies)
 
     async def _lose_owner(self) -> None:
         """Write two copies, freeze or kill one owner while there is no other fault, and read."""

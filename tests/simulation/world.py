@@ -44,7 +44,7 @@ from tests.simulation.plan import WorldPlan
 from tests.simulation.platter import PAGE, Platter
 from tests.simulation.random_streams import RandomStreams
 from tests.simulation.sandbox import sandbox
-from tests.simulation.tiers import DiskMemory, TierOracle, WatchedDiskStore, offset_in
+from tests.simulation.tiers import CircularNvme, DiskMemory, TierOracle, WatchedDiskStore, offset_in
 from tests.simulation.truth import GroundTruth
 from tests.simulation.users import SimClient
 
@@ -255,7 +255,7 @@ class World:
         tiers: list[Tier] = [tier]
         stores = [store]
         if node.platter is not None:
-            nvme = Nvme(plan.disk, node.platter.name, disk=SimDisk(node.platter))
+            nvme = self._nvme(life, node.platter)
             tiers.append(nvme)
             below = self._base(node, life, node.platter)
             below.dropped = nvme.dropped
@@ -279,6 +279,13 @@ class World:
             node.process.on_death.append(lambda: self._save_disk(node, base, both))
         node.process.on_death.append(lambda: truth.life_ended(life))
         await server.start()
+
+    def _nvme(self, life: str, platter: Platter) -> Nvme:
+        disk = SimDisk(platter)
+        if self.plan.circles:
+            rng = self.rng[f"circles/{life}"]
+            return CircularNvme(self.plan.disk, platter.name, disk=disk, rng=rng)
+        return Nvme(self.plan.disk, platter.name, disk=disk)
 
     def _new_disk(self, name: str) -> Platter:
         size = Nvme.disk_size(self.plan.disk)
@@ -352,7 +359,9 @@ class World:
         await asyncio.sleep(3)
         for node in self.servers:
             node.store.verify_all("everything is well again")
+            node.store.check_evictable()
             if node.tiers is not None:
+                node.tiers.base.check_evictable()
                 node.tiers.check()
                 node.tiers.base.verify_all("everything is well again")
         for number, client in enumerate(self.clients):
@@ -415,6 +424,8 @@ class World:
             store = node.store
             if store.pins or store.reservations:
                 raise Violation("pins or reservations outlive their clients")
+            if node.tiers is None and not store.quarantined:
+                store.check_all_can_go(self.loop.now)
             await node.process.spawn(node.server.close())
         for master in self.masters:
             assert master.master is not None
