@@ -91,11 +91,12 @@ def freeze_gc() -> None:
     """For processes with millions of blocks: avoid collections that visit all of them.
 
     A full collection stops the loop while it visits every entry, and frees nothing: the index has
-    no cycles that outlive a block. Young garbage is still collected (design: garbage-collection).
+    no cycles that outlive a block. Young garbage is still collected, in portions of some thousand
+    objects, because new entries are young, too (design: garbage-collection).
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 50, 1_000_000)
+    gc.set_threshold(1_000, 3, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
@@ -223,7 +223,7 @@ class Master:
         return wire.HeartbeatReply(True)
 
     def _announce(self, m: wire.Announce) -> wire.Announced:
-        changes = [_checked(change) for change in m.changes]
+        changes = _all_checked(m.changes)
         check = self.directory.check_sequence(m.server, m.epoch, m.sequence)
         if check is SequenceCheck.NEXT:
             for change in changes:
@@ -231,13 +231,14 @@ class Master:
         return wire.Announced(check is not SequenceCheck.GAP)
 
     def _inventory(self, m: wire.Inventory) -> wire.Announced:
-        changes = [_checked(change) for change in m.changes]
+        changes = _all_checked(m.changes)
         check = self.directory.check_piece(m.server, m.epoch, m.sequence, m.piece, last=m.last)
         if check is SequenceCheck.NEXT:
             for change in changes:
                 self._apply(m.server, *change)
             if m.last:
-                self.directory.end_inventory(m.server)
+                gone = self.directory.end_inventory(m.server)
+                log.info("inventory is complete", server=m.server, pieces=m.piece + 1, gone=gone)
         return wire.Announced(check is not SequenceCheck.GAP)
 
     def _apply(
@@ -319,13 +320,22 @@ def _from_anyone(answer: Callable[[M], wire.Message]) -> Callable[[M, str], wire
     return lambda message, caller: answer(message)
 
 
-def _checked(
-    change: wire.BlockChanges,
-) -> tuple[wire.BlockChanges, Namespace, tuple[bytes, ...], ReadStatus]:
-    """A change with all its fields checked, before any change of its message is applied.
+_Checked: TypeAlias = tuple[wire.BlockChanges, Namespace, tuple[bytes, ...], ReadStatus]
 
-    Otherwise a bad message could leave half of itself in the directory.
+
+def _all_checked(changes: Sequence[wire.BlockChanges]) -> list[_Checked]:
+    """The changes of one message with all their fields checked, before one of them is applied.
+
+    Otherwise a bad message could leave half of itself in the directory. And not more blocks than
+    one message may have, so that applying it never stalls the loop.
     """
+    blocks = sum(len(change.digests) // change.digest_size for change in changes)
+    if blocks > wire.ANNOUNCED_BLOCKS_MAX:
+        raise BadMessage(f"{blocks} blocks in one message, limit {wire.ANNOUNCED_BLOCKS_MAX}")
+    return [_checked(change) for change in changes]
+
+
+def _checked(change: wire.BlockChanges) -> _Checked:
     namespace, digests = wire.unpack_keys(change)
     if change.part >= namespace.parts:
         raise BadMessage(f"part {change.part} of a namespace with {namespace.parts} parts")

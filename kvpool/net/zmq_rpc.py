@@ -40,8 +40,10 @@ log = logs.get("kvpool.link")
 
 #: A link opens a new socket when its requests have had no reply for so long.
 RECONNECT_AFTER_S = 2.0
-#: Messages that are taken from a socket before the loop does something else.
+#: Messages that are taken from a socket before the loop does something else, and the time after
+#: which no other one is: a piece of an inventory takes a master up to a millisecond.
 _BURST = 64
+_BURST_S = 0.002
 #: New connections that the kernel keeps until zmq accepts them (at most `somaxconn`). Beyond it an
 #: attempt is dropped, and its kernel tries again after a second.
 _BACKLOG = 1024
@@ -174,6 +176,7 @@ class _Socket:
 
     def _drain(self) -> None:
         self._drain_planned = False
+        until = self._loop.time() + _BURST_S
         for _ in range(_BURST):
             # The check is cheaper than the exception that an empty queue raises.
             if self.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
@@ -190,6 +193,8 @@ class _Socket:
             while self._socket.get(_RCVMORE):
                 parts.append(self._socket.recv(_NOBLOCK))
             self._receive(parts, caller)
+            if self._loop.time() > until:
+                break
         self._drain_soon()
 
     def _drain_soon(self) -> None:

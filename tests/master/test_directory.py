@@ -531,6 +531,15 @@ def test_attempts_at_an_inventory_leave_a_bounded_number_behind() -> None:
     assert (len(directory), prefix(directory, keys("c", 1))) == (1, 1)
 
 
+@pytest.mark.parametrize("wrong", [None, True, False, 0, "text", bytearray(16)])
+def test_only_bytes_are_digests(wrong: object) -> None:
+    directory = directory_of("s")
+    with pytest.raises(TypeError):
+        directory.stored("s", ONE, 0, 0, [key("x"), wrong])  # type: ignore[list-item]
+    assert len(directory) == 0
+    directory.check()
+
+
 def test_no_step_of_a_large_map_is_long() -> None:
     """Counted, not timed: a sweep visits its limit and at most one piece, and pieces are small."""
     directory = directory_of("s", "t")

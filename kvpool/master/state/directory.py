@@ -268,9 +268,11 @@ class Directory:
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
     ) -> None:
-        """The server has this part of these blocks."""
+        """The server has this part of these blocks. Raises TypeError unless all are bytes."""
         if not digests:
             return
+        if set(map(type, digests)) != {bytes}:
+            raise TypeError("a digest is not bytes")
         inventory = self._servers[server].inventory
         location = Location(inventory, tier, part)
         blocks = self._blocks.get(namespace)
