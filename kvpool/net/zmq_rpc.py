@@ -170,17 +170,30 @@ class _Socket:
         self._with_caller = with_caller
         self._loop = asyncio.get_running_loop()
         self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
-        self._loop.add_reader(self._fd, self._drain)
+        self._loop.add_reader(self._fd, self._readable)
         self.closed = False
         self._drain_planned = False
 
+    def _readable(self) -> None:
+        if not self._drain_planned:  # else it is done in this turn anyway: not twice in one
+            self._drain()
+
     def _drain(self) -> None:
-        self._drain_planned = False
+        self._drain_planned = True  # replies that are sent meanwhile plan no other one
+        try:
+            more = self._take_messages()
+        finally:
+            self._drain_planned = False
+        if more:
+            self._drain_soon()
+
+    def _take_messages(self) -> bool:
+        """Receive a burst of messages; True if there may be more."""
         until = self._loop.time() + _BURST_S
         for _ in range(_BURST):
             # The check is cheaper than the exception that an empty queue raises.
             if self.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
-                return
+                return False
             caller = ""
             if self._with_caller:
                 # Only a frame has the peer's address. It costs 1.5 µs more than plain bytes.
@@ -195,7 +208,7 @@ class _Socket:
             self._receive(parts, caller)
             if self._loop.time() > until:
                 break
-        self._drain_soon()
+        return True
 
     def _drain_soon(self) -> None:
         if not self._drain_planned and not self.closed:
