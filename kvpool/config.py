@@ -89,6 +89,13 @@ class ServerConfig(_Section, frozen=True):
     #: Client connections at the same time. The server refuses more with Overloaded, so that its
     #: memory for connections is bounded.
     connections_max: int = 1024
+    #: Bytes of memory that readers may pin at a time: half by reads that copy, half by `read_view`.
+    #: A larger read goes in several steps; further views are refused. 0: a quarter of the memory
+    #: that clients read from (design: budgets).
+    pinned_max: Size = 0
+    #: Bytes of memory that writers may have reserved and not yet sealed at a time. A larger write
+    #: goes in several steps. 0: a quarter of the memory that clients write into.
+    reserved_max: Size = 0
     #: Number of reads after which a block is promoted to a tier above the one that clients read
     #: from (design: promotion).
     promote_after: int = 1

@@ -108,11 +108,13 @@ class ReadStatus(enum.IntEnum):
     PART_MISSING = 8
     #: No master answered, so the client could not look up where the block is.
     NO_MASTER = 9
-    #: The server refused for load: too many pending requests.
+    #: The server refused for load: too many pending requests, or the memory that `read_view` may
+    #: pin at a time is used up; `read` copies such a block.
     REFUSED = 10
     #: The caller's buffer is smaller than the block. The client raises `BadBuffer` for it.
     BUFFER_TOO_SMALL = 11
-    #: The server is copying the block up from a slow tier: ask again. Never a final answer.
+    #: The server is copying the block up from a slow tier, or readers have pinned as much as they
+    #: may: ask again. Never a final answer.
     NOT_YET = 12
     #: It could not be read from the tier that it lay in, or that tier is out of service.
     TIER_LOST = 13
@@ -152,8 +154,9 @@ class WriteStatus(enum.IntEnum):
     #: The server's policy ranks every block that it stores above this one, and refused it at once.
     #: Waiting would not help (design: eviction).
     BYPASSED = 9
-    #: Space becomes free when blocks that this write has reserved are sealed and demoted to another
-    #: tier: ask again for this block then. Never a final answer (design: demotion).
+    #: Blocks that this write has reserved must be sealed first, because it has reserved as much as
+    #: it may, or so that they can be demoted: ask again for this block then. Never a final answer
+    #: (design: budgets, demotion).
     NOT_YET = 10
 
     @property
@@ -342,6 +345,21 @@ class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     ] = False
 
 
+class ClientUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The memory that one client keeps a server from reusing at the moment, over one transport.
+
+    Bytes are the sum of its `connections` that hold any; `oldest_pin_s` is the age of its oldest
+    pin. No metrics: clients come and go.
+    """
+
+    name: Name
+    transport: Name
+    connections: Count = 1
+    pinned_bytes: Count = 0
+    oldest_pin_s: Seconds = 0.0
+    reserved_bytes: Count = 0
+
+
 class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The figures of one server, as every heartbeat carries them. Bytes, counts and seconds.
 
@@ -362,6 +380,11 @@ class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     counters: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
     #: Each tier has its own figures: metrics of the tier.
     usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
+    pinned_bytes: Annotated[Count, Figure("pinned_bytes", "held by readers")] = 0
+    oldest_pin_s: Annotated[Seconds, Figure("oldest_pin_seconds", "since the oldest pin")] = 0.0
+    reserved_bytes: Annotated[Count, Figure("reserved_bytes", "held by writers")] = 0
+    #: The clients that hold most.
+    clients: Annotated[list[ClientUsage], Meta(max_length=64)] = []
 
 
 class Member(NamedTuple):

@@ -50,7 +50,7 @@ def status(
 
     Exit code 1 if no server is up.
     """
-    from kvpool.ops.tables import as_json_object, members_table, tiers_table
+    from kvpool.ops.tables import as_json_object, clients_table, members_table, tiers_table
 
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
@@ -65,6 +65,9 @@ def status(
         console.print(members_table(members))
         console.print()
         console.print(tiers_table(members))
+        if any(member.stats.clients for member in members):
+            console.print()
+            console.print(clients_table(members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)
 
 

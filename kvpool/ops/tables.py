@@ -55,6 +55,27 @@ def members_table(members: list[Member]) -> Table:
     return table
 
 
+def clients_table(members: list[Member]) -> Table:
+    """The clients that hold memory at the moment, so that servers cannot reuse it."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("server", "client", "transport"):
+        table.add_column(name)
+    for name in ("connections", "pinned", "oldest pin", "reserved"):
+        table.add_column(name, justify="right")
+    for m in sorted(members):
+        for client in m.stats.clients:
+            table.add_row(
+                escape(m.server),
+                escape(client.name),
+                escape(client.transport),
+                f"{client.connections:,}",
+                human(client.pinned_bytes),
+                f"{client.oldest_pin_s:.0f} s" if client.pinned_bytes else "-",
+                human(client.reserved_bytes),
+            )
+    return table
+
+
 def human(size: float) -> str:
     """Bytes for people: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -122,4 +143,5 @@ def as_json_object(member: Member) -> dict[str, Any]:
     """A member for JSON: every figure by the name of its field, beside what masters know."""
     seen = {name: value for name, value in member._asdict().items() if name != "stats"}
     usage = [structs.asdict(tier) for tier in member.stats.usage]
-    return {**seen, **structs.asdict(member.stats), "usage": usage}
+    clients = [structs.asdict(client) for client in member.stats.clients]
+    return {**seen, **structs.asdict(member.stats), "usage": usage, "clients": clients}

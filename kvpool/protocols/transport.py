@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvpool.errors import Overloaded
 from kvpool.protocols.tier import Tier
 from kvpool.types import (
     Cluster,
@@ -24,11 +25,27 @@ from kvpool.types import (
 # --- the server's side of a transport ----------------------------------------------------
 
 
+class ClientLink(Protocol):
+    """The server's end of one client's connection, as far as the server itself may use it."""
+
+    def progress(self) -> object:
+        """A value that is equal to that of the last call if since then no byte has moved, and only
+        the client could move one."""
+
+    def hang_up(self, why: Overloaded) -> None:
+        """End the connection, and tell the client why if that is possible. `Connection.close`
+        follows in the usual order, when nothing uses the memory any more."""
+
+
 class Peer(NamedTuple):
-    """The client of one connection, as the server's logs show it."""
+    """The client of one connection, as the server's logs show it.
+
+    Without a `link` the server waits for this client as long as the client likes.
+    """
 
     name: str
     transport: str = ""
+    link: ClientLink | None = None
 
 
 class ReserveRequest(NamedTuple):
@@ -62,7 +79,9 @@ class Connection(Protocol):
         """Reserve an extent for each block; one answer each, in their order.
 
         Waits for space until `deadline`, then answers NO_SPACE. Answers BYPASSED at once where the
-        policy prefers the stored blocks. Only RESERVED comes with an extent to write to.
+        policy prefers the stored blocks, and NOT_YET for blocks that the client must ask for again
+        when it has sealed the others (design: budgets). Only RESERVED comes with an extent to write
+        to.
         """
 
     async def seal(
@@ -76,12 +95,21 @@ class Connection(Protocol):
         """
 
     async def pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        buffer_sizes: Sequence[int],
+        *,
+        view: bool = False,
     ) -> list[Pin]:
         """Pin the blocks that are stored; the extent of a hit is not reused before `unpin`.
 
-        NOT_YET where a block is being promoted from a slow tier: ask for that block again. If there
-        is no hit at all, the call waits a moment for some of those blocks (design: promotion).
+        NOT_YET where a block is being promoted from a slow tier, or this connection has pinned as
+        much as it may: ask for that block again. If there is no hit at all, the call waits a moment
+        for some of those blocks (design: promotion, budgets). With `view` the client uses the
+        memory for as long as it likes: these pins have a budget of their own, beyond which a block
+        is REFUSED.
         """
 
     def unpin(self, pins: Sequence[Pin]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from kvpool import logs
 from kvpool.config import ServerConfig, check_bind, parse_transport
@@ -31,6 +32,7 @@ from kvpool.runtime import Host, this_host
 from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
+from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
@@ -38,6 +40,9 @@ from kvpool.types import Cluster, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
+
+#: Clients in one heartbeat: those that hold most.
+_CLIENTS_SHOWN: Final = 16
 
 
 class BlockServer:
@@ -78,6 +83,10 @@ class BlockServer:
             stores or _stores(tiers, config.alignment, policy),
             front_tier=_front_tier(tiers),
             promote_after=config.promote_after,
+        )
+        memory = store.front.allocator.capacity
+        store.front.limits = Limits.of(
+            config.pinned_max or memory // 4, config.reserved_max or memory // 4
         )
         self._context = ServerContext(self.server, store, self.tiers)
         self._listeners: list[Listener] = []
@@ -188,11 +197,12 @@ class BlockServer:
     def connect(self, peer: Peer) -> Connection:
         """One more client. Raises Overloaded above `connections_max`."""
         context = self._context
-        if context.connections >= self._config.connections_max:
-            raise Overloaded(f"{context.connections} clients are connected, the limit")
-        context.connections += 1
+        if len(context.connections) >= self._config.connections_max:
+            raise Overloaded(f"{len(context.connections)} clients are connected, the limit")
         self._connection_id += 1
-        return ServerConnection(context, self._connection_id)
+        connection = ServerConnection(context, self._connection_id, peer)
+        context.connections.add(connection)
+        return connection
 
     def count(self, event: str) -> None:
         self._context.counters[event] += 1
@@ -212,16 +222,20 @@ class BlockServer:
         """The figures of this server now; masters, `kvpool status` and `/metrics` show them."""
         context, store = self._context, self._context.store
         front, base = store.front, store.backing
+        clients = context.clients(now)
         return ServerStats(
             used=base.allocator.allocated,
             blocks=store.stored,
             pins=front.pins,
             reservations=front.reservations,
+            pinned_bytes=sum(client.pinned_bytes for client in clients),
+            oldest_pin_s=max((client.oldest_pin_s for client in clients), default=0.0),
+            reserved_bytes=sum(client.reserved_bytes for client in clients),
             rss=self.host.resident(),
             victim_age_s=base.policy.victim_age(now),
             counters={
                 **context.counters,
-                "connections": context.connections,
+                "connections": len(context.connections),
                 "map_differences": sum(one.differences for one in context.announcers),
                 "evicted_blocks": store.evicted,
                 "evicted_bytes": store.evicted_bytes,
@@ -229,6 +243,7 @@ class BlockServer:
                 **base.hint_counters,
             },
             usage=context.mover.usage(now),
+            clients=clients[:_CLIENTS_SHOWN],
         )
 
 

@@ -12,10 +12,12 @@ from typing import Final
 
 from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
-from kvpool.protocols import ReserveRequest
+from kvpool.errors import Overloaded
+from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.context import ServerContext
 from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.types import (
+    ClientUsage,
     Extent,
     Namespace,
     Pin,
@@ -30,9 +32,12 @@ log = logs.get("kvpool.server")
 _HASH_STEP: Final = 1 << 20
 #: A removal waits this long until the masters have applied it, then it is answered anyway.
 _REMOVE_VISIBLE_S: Final = 1.0
-#: A reader of blocks in a slow tier is answered after this long, even if none has arrived: a server
-#: must not look dead because its disk is slow (design: unresponsive-servers).
-_PROMOTE_WAIT_S: Final = 0.05
+#: A reader that gets no block now, because all are in a slow tier or other readers have pinned all
+#: they may, is answered after this long: a server must not look dead because its disk is slow
+#: (design: unresponsive-servers).
+_PIN_WAIT_S: Final = 0.05
+#: A client that moves no byte for so long is cut off while others wait for what it holds.
+STALLED_S: Final = 3.0
 
 
 class ServerConnection:
@@ -41,10 +46,14 @@ class ServerConnection:
     `id` names it in the store, where it owns reservations and pins.
     """
 
-    def __init__(self, context: ServerContext, id: int) -> None:
+    def __init__(self, context: ServerContext, id: int, peer: Peer) -> None:
+        self.peer = peer
         self._context = context
         self._store = context.store
         self._id = id
+        #: What `peer.link` and the store showed when they were last looked at, and since when.
+        self._sample: object = None
+        self._sampled_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._open = True
 
@@ -112,9 +121,15 @@ class ServerConnection:
         return statuses
 
     async def pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        buffer_sizes: Sequence[int],
+        *,
+        view: bool = False,
     ) -> list[Pin]:
-        pins = self._pin(namespace, part, digests, buffer_sizes)
+        pins = self._pin(namespace, part, digests, buffer_sizes, view=view)
         later = [
             digest
             for digest, pin in zip(digests, pins, strict=True)
@@ -124,18 +139,27 @@ class ServerConnection:
         if later and any(pin.extent is not None for pin in pins):
             mover.prefetch(namespace, part, later)  # while the reader is busy with the others
         elif later:
-            await mover.prefetch_and_wait(
-                namespace, part, later, self._loop.time() + _PROMOTE_WAIT_S
-            )
+            until = self._loop.time() + _PIN_WAIT_S
+            if self._store.front.peek(namespace, part, later[0]) is not None:
+                await self._context.wait_for_space(until)  # other readers have pinned all they may
+            else:
+                await mover.prefetch_and_wait(namespace, part, later, until)
             if self._open:
-                pins = self._pin(namespace, part, digests, buffer_sizes)
+                pins = self._pin(namespace, part, digests, buffer_sizes, view=view)
         return pins
 
     def _pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        buffer_sizes: Sequence[int],
+        *,
+        view: bool = False,
     ) -> list[Pin]:
         """What is in reach now. Between this and the answer nothing is awaited."""
-        pins = self._store.pin(self._id, namespace, part, digests, self._loop.time(), buffer_sizes)
+        now = self._loop.time()
+        pins = self._store.pin(self._id, namespace, part, digests, now, buffer_sizes, view=view)
         hits = [pin.extent.size for pin in pins if pin.extent is not None]
         counters = self._context.counters
         counters["read_blocks"] += len(hits)
@@ -165,17 +189,19 @@ class ServerConnection:
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
-        pins = self._pin(namespace, part, digests, [1 << 62] * len(digests))
         half = namespace_seed(namespace, part)
         corrupt = [False] * len(digests)
-        try:
-            for position, pin in enumerate(pins):
-                if pin.extent is not None:
-                    seed = block_seed(half, digests[position])
-                    (data,) = self.views([pin.extent])
-                    corrupt[position] = pin.checksum != await _checksum_of(data, seed)
-        finally:
-            self.unpin(pins)
+        for position, digest in enumerate(digests):
+            # One at a time: a batch could pin more than a connection may.
+            pins = self._pin(namespace, part, [digest], [1 << 62])
+            try:
+                for pin in pins:
+                    if pin.extent is not None:
+                        (data,) = self.views([pin.extent])
+                        got = await _checksum_of(data, block_seed(half, digest))
+                        corrupt[position] = pin.checksum != got
+            finally:
+                self.unpin(pins)
         bad = [digest for digest, is_bad in zip(digests, corrupt, strict=True) if is_bad]
         if bad:
             log.error("blocks are corrupt", server=self._context.server, blocks=len(bad))
@@ -190,11 +216,53 @@ class ServerConnection:
         view = self._context.memory.view
         return list(map(view, [e.offset for e in extents], [e.size for e in extents]))
 
+    def usage(self, now: float) -> ClientUsage | None:
+        """What it holds at the moment, for `kvpool status`; None if that is nothing."""
+        holder = self._store.front.holder(self._id)
+        if holder is None or not (holder.pinned_bytes or holder.reserved_bytes):
+            return None
+        return ClientUsage(
+            self.peer.name,
+            self.peer.transport,
+            pinned_bytes=holder.pinned_bytes,
+            oldest_pin_s=max(0.0, now - holder.pinned_at) if holder.pins else 0.0,
+            reserved_bytes=holder.reserved_bytes,
+        )
+
+    def cut_if_stalled(self, now: float) -> None:
+        """End the connection if it holds memory that may be taken back and moved no byte for
+        STALLED_S. Called while others wait (design: budgets)."""
+        holder, link = self._store.front.holder(self._id), self.peer.link
+        if link is None or holder is None:
+            return
+        holds_pins = holder.pinned_bytes and not holder.views
+        sample = (link.progress(), holder.pinned_at, holder.sealed_bytes)
+        if not (holds_pins or holder.reserved_bytes) or sample != self._sample:
+            self._sample, self._sampled_at = sample, now
+        elif now - self._sampled_at >= STALLED_S:
+            self._sampled_at = now
+            self._context.counters["cut_connections"] += 1
+            log.warning(
+                "client is cut off",
+                why="it moves no bytes, and others wait for the memory that it holds",
+                client=self.peer.name,
+                transport=self.peer.transport,
+                pinned_bytes=holder.pinned_bytes,
+                reserved_bytes=holder.reserved_bytes,
+                stalled_s=STALLED_S,
+            )
+            link.hang_up(
+                Overloaded(
+                    f"no byte moved for {STALLED_S:g} s, and others waited for the memory that "
+                    "this connection held"
+                )
+            )
+
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         if not self._open:
             return False
         self._open = False
-        self._context.connections -= 1
+        self._context.connections.discard(self)
         quarantined = self._store.front.drop_owner(
             self._id, writer_may_be_alive=writer_may_be_alive
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final, Protocol
 
 from kvpool import logs
 from kvpool.protocols import Addressable, Tier
@@ -14,8 +15,22 @@ from kvpool.server.compactor import Compactor
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
+from kvpool.types import ClientUsage
 
 log = logs.get("kvpool.server")
+
+#: While a call waits for space, connections are looked at so often.
+SAMPLE_S: Final = 0.25
+
+
+class Holder(Protocol):
+    """A connection, as far as the others on this server are concerned."""
+
+    def cut_if_stalled(self, now: float) -> None:
+        """Others wait: end it if it holds memory and does nothing."""
+
+    def usage(self, now: float) -> ClientUsage | None:
+        """The memory that it holds."""
 
 
 class ServerContext:
@@ -37,10 +52,11 @@ class ServerContext:
         self.compactor = Compactor(store.front, memory, self.on_change)
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
-        self.connections = 0
+        self.connections: set[Holder] = set()
         for one in store.stores:
             one.on_rejected_victim = self._policy_is_wrong
         self._waiting_for_space: dict[asyncio.Future[None], None] = {}  # in their order
+        self._sampled_at = 0.0
 
     def _policy_is_wrong(self, victim: Entry) -> None:
         """Count it, and log it once: such a policy may be wrong in every reservation."""
@@ -77,13 +93,51 @@ class ServerContext:
             if not future.done():
                 future.set_result(None)
 
+    def clients(self, now: float) -> list[ClientUsage]:
+        """What each client holds at the moment, over all of its connections; the largest first."""
+        clients: dict[tuple[str, str], ClientUsage] = {}
+        for connection in self.connections:
+            one = connection.usage(now)
+            if one is not None:
+                other = clients.get((one.name, one.transport))
+                clients[one.name, one.transport] = one if other is None else _sum(one, other)
+
+        def held(client: ClientUsage) -> int:
+            return client.pinned_bytes + client.reserved_bytes
+
+        return sorted(clients.values(), key=held, reverse=True)
+
+    def _cut_stalled(self, now: float) -> None:
+        """Others wait: end connections that hold memory and do nothing (design: budgets)."""
+        if now - self._sampled_at >= SAMPLE_S:
+            self._sampled_at = now
+            for connection in list(self.connections):
+                connection.cut_if_stalled(now)
+
     async def wait_for_space(self, deadline: float) -> None:
-        """Return at the next `space_changed`, or at `deadline`."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Return at the next `space_changed`, at `deadline`, or after SAMPLE_S.
+
+        A caller that needs more space or pins calls it again; each call looks for connections that
+        hold some and are stalled (design: budgets).
+        """
+        loop = asyncio.get_running_loop()
+        self._cut_stalled(loop.time())
+        future: asyncio.Future[None] = loop.create_future()
         self._waiting_for_space[future] = None
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + SAMPLE_S)):
                     await future
         finally:  # the deadline came first, or the writer has gone
             self._waiting_for_space.pop(future, None)
+
+
+def _sum(one: ClientUsage, other: ClientUsage) -> ClientUsage:
+    return ClientUsage(
+        one.name,
+        one.transport,
+        one.connections + other.connections,
+        one.pinned_bytes + other.pinned_bytes,
+        max(one.oldest_pin_s, other.oldest_pin_s),
+        one.reserved_bytes + other.reserved_bytes,
+    )

@@ -283,9 +283,15 @@ class _Watched:
         return statuses
 
     async def pin(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], buffer_sizes: Sequence[int]
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        buffer_sizes: Sequence[int],
+        *,
+        view: bool = False,
     ) -> list[Pin]:
-        pins = await self._inner.pin(namespace, part, digests, buffer_sizes)
+        pins = await self._inner.pin(namespace, part, digests, buffer_sizes, view=view)
         for key, pin in zip(digests, pins, strict=True):
             if pin.extent is not None:
                 self._pinned[pin.id] = (namespace, part, key, pin.extent)
@@ -546,7 +552,10 @@ class TransportCheck:
 async def staged(check: str, make: Callable[[], Transport], address: str) -> AsyncIterator[Stage]:
     """A stage for one check of a transport, and its end."""
     tier = registry.tier(TierSpec("dram", "", CAPACITY, {}), prefault=False)
-    config = ServerConfig(id="conformance", masters=[], listen=[])
+    # Without budgets: a channel passes on NOT_YET, and a client asks again (design: budgets).
+    config = ServerConfig(
+        id="conformance", masters=[], listen=[], pinned_max=1 << 40, reserved_max=1 << 40
+    )
     network = ZmqNetwork(CLUSTER)
     server = BlockServer(config, cluster=CLUSTER, network=network, transports={}, tiers=[tier])
     stage = Stage(check, make(), make(), server, address)

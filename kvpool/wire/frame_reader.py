@@ -140,6 +140,11 @@ class FrameReader:
         self._choose = self._target = self._frame = None
         self._hold(0)
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Differs from an earlier value if bytes of this frame have arrived since then."""
+        return self._filled, self._target.missing if self._target is not None else 0
+
     # --- for the code that receives the bytes ------------------------------------------------
 
     def received(self, count: int) -> bool:

@@ -155,11 +155,15 @@ class Sealed(Message, frozen=True):
     statuses: Statuses
 
 
-class Read(Keys, frozen=True):
-    """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`)."""
+class Read(Keys, frozen=True, omit_defaults=True):
+    """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`).
+
+    With `view` the client uses the pinned memory itself, not a copy of it.
+    """
 
     part: Small
     buffer_sizes: Counts
+    view: bool = False
 
 
 class Data(Message, frozen=True):
@@ -179,8 +183,14 @@ class Pinned(Message, frozen=True):
     checksums: Hashes
 
 
-class Unpin(Message, frozen=True):
-    """The reader has finished with every block pinned on this stream. Not answered."""
+class Unpin(Message, frozen=True, omit_defaults=True):
+    """The reader has finished with every block pinned on this stream. Answered only if it asks."""
+
+    confirm: bool = False
+
+
+class Unpinned(Message, frozen=True):
+    """The blocks of this stream were pinned until its `Unpin` came (design: budgets)."""
 
 
 class Remove(Keys, frozen=True, omit_defaults=True):
@@ -445,6 +455,7 @@ TYPES: Final[dict[type[Message], int]] = {
     Removed: 15,
     Challenge: 16,
     Proof: 17,
+    Unpinned: 18,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,

@@ -80,9 +80,9 @@ def fall_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     asked: list[str] = []
     pin = ServerConnection.pin
 
-    async def never(self: ServerConnection, *question: Any) -> Any:
+    async def never(self: ServerConnection, *question: Any, **options: Any) -> Any:
         if self._context.server != name:
-            return await pin(self, *question)
+            return await pin(self, *question, **options)
         asked.append(name)
         await asyncio.Event().wait()
 

@@ -21,6 +21,7 @@ from kvpool import (
     WriteStatus,
     dev,
 )
+from kvpool.server.state.budget import Limits
 from kvpool_transports.streams import StreamChannel
 from tests.conftest import NAMESPACE, buffers, key, keys, patient, value, values
 
@@ -195,6 +196,7 @@ async def test_a_viewed_block_survives_a_full_pool(pool_dev: dev.Dev) -> None:
 async def test_no_space_is_said_by_the_deadline(pool_dev: dev.Dev) -> None:
     """G9: with everything pinned a write is refused in time; when the pins go, it succeeds."""
     config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
+    pool_dev.servers[0].store.limits = Limits.none()
     async with pool_dev.pool(config) as pool:
         chain = keys("all", 16)
         await pool.write(NAMESPACE, chain, values(chain, 1 << 20))

@@ -19,7 +19,7 @@ from kvpool.master.service import Master
 from kvpool.ops import metrics
 from kvpool.ops.tables import as_json_object
 from kvpool.server.block_server import BlockServer
-from kvpool.types import Member, ServerStats, TierUsage
+from kvpool.types import ClientUsage, Member, ServerStats, TierUsage
 from kvpool.wire import messages as wire
 from tests.wire.offline import NoNetwork
 
@@ -38,7 +38,8 @@ def distinct(stats: type[TierUsage | ServerStats], first: int) -> dict[str, Any]
 
 def reported() -> ServerStats:
     usage = TierUsage(**distinct(TierUsage, 2000))
-    return ServerStats(**{**distinct(ServerStats, 1000), "counters": {"n": 7}, "usage": [usage]})
+    lists = {"usage": [usage], "clients": [ClientUsage("engine", "shm", 2, 3, 4.0, 5)]}
+    return ServerStats(**{**distinct(ServerStats, 1000), "counters": {"n": 7}, **lists})
 
 
 async def master_of(stats: ServerStats) -> Master:
@@ -60,7 +61,8 @@ async def test_every_figure_is_in_metrics() -> None:
         ("tier", stats.usage[0], '{server="s",tier="dram"}'),
     ):
         figures = metrics.figures_of(type(one))
-        shown = {field.name for field in structs.fields(one)} - NO_METRIC - {"counters", "usage"}
+        lists = {"counters", "usage", "clients"}
+        shown = {field.name for field in structs.fields(one)} - NO_METRIC - lists
         assert set(figures) == shown, "a field without a `Figure`"
         for field, figure in figures.items():
             name = f"kvpool_{subject}_{figure.metric}" + "_total" * figure.grows
@@ -81,9 +83,10 @@ async def test_every_figure_is_in_status_json() -> None:
     assert info.stats == stats
     shown = as_json_object(Member(**structs.asdict(info)))
     for field in structs.fields(ServerStats):
-        if field.name != "usage":
+        if field.name not in ("usage", "clients"):
             assert shown[field.name] == getattr(stats, field.name), field.name
     assert shown["usage"] == [structs.asdict(stats.usage[0])]
+    assert shown["clients"] == [structs.asdict(stats.clients[0])]
 
 
 async def test_a_server_measures_every_figure(pool_dev: dev.Dev) -> None:

@@ -56,6 +56,9 @@ class Endpoint(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
+    def get_write_buffer_size(self) -> int:
+        return sum(map(len, self.backlog))
+
     def is_closing(self) -> bool:
         return self._closing or self._lost
 

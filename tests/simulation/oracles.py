@@ -242,9 +242,11 @@ class WatchedStore(Store):
         part: int,
         digests: Sequence[bytes],
         now: float,
-        room: Sequence[int] | None = None,
+        buffer_sizes: Sequence[int] | None = None,
+        *,
+        view: bool = False,
     ) -> list[Pin]:
-        pins = super().pin(owner, namespace, part, digests, now, room)
+        pins = super().pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         for pin in pins:
             if pin.extent is not None:
                 hold = ("pin", owner, pin.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvpool.types import ServerStats, TierUsage
+from kvpool.types import ClientUsage, ServerStats, TierUsage
 from kvpool.wire import messages
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
@@ -16,7 +16,8 @@ KEYS: Final[dict[str, Any]] = {
     "digests": DIGESTS,
 }
 USAGE: Final = TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0)
-STATS: Final = ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1}, [USAGE])
+CLIENT: Final = ClientUsage("engine", "shm", 1, 2, 0.5, 3)
+STATS: Final = ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1}, [USAGE], 7, 0.5, 8, [CLIENT])
 MEMBER: Final = messages.MemberInfo("s", 1, "h", ["tcp://x:1"], ["dram"], True, 0.5, 9, STATS)
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
@@ -33,9 +34,12 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Seal([7], [2**64 - 1], True, 1.0),
     messages.Sealed(b"\x00"),
     messages.Read(**KEYS, part=0, buffer_sizes=[1, 2]),
+    messages.Read(**KEYS, part=0, buffer_sizes=[1, 2], view=True),
     messages.Data(b"\x00", [10], [20]),
     messages.Pinned(b"\x00", [0], [10], [20]),
     messages.Unpin(),
+    messages.Unpin(confirm=True),
+    messages.Unpinned(),
     messages.Remove(**KEYS),
     messages.ReportCorruption(**KEYS, part=0),
     messages.Removed(b"\x01"),

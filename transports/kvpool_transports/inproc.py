@@ -212,7 +212,9 @@ class _InprocChannel:
         async with self._connection() as connection:
             async with self._until(deadline):
                 buffer_sizes = [1 << 62] * len(digests)
-                pins = await connection.pin(options.namespace, options.part, digests, buffer_sizes)
+                pins = await connection.pin(
+                    options.namespace, options.part, digests, buffer_sizes, view=True
+                )
                 extents = [pin.extent for pin in pins if pin.extent is not None]
                 memory = iter(connection.views(extents))
                 views = [

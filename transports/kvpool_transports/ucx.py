@@ -443,6 +443,9 @@ class UcxStream(Stream):
         super().connection_made(transport)
         tune(transport)
 
+    def progress(self) -> object:
+        return super().progress() if self._transfer is None else self._transfer.completed
+
     def _ucx_path(self) -> UcxPath:
         if self._path is None:
             if self.lost:  # `_fail` has run already: a path made now would never be closed

@@ -266,6 +266,7 @@ class Transfer:
         self._room = 0
         self._waiter: Ending | None = None
         self._why: KvpoolError | None = None
+        self.completed = 0
         worker.watch(self)
 
     def __repr__(self) -> str:
@@ -323,6 +324,7 @@ class Transfer:
         while self._requests and self._requests[0].completed:
             request = self._requests.popleft()
             self._keep.popleft()
+            self.completed += 1
             if self._why is None:
                 try:
                     with ucx_errors("transfer"):

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
+from kvpool.server.state.budget import START
 from kvpool.server.state.extent_state import State
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -110,8 +111,23 @@ class Owner:
 
     reservations: dict[int, Entry]
     pins: dict[int, Entry]
+    limited: bool  # False for the server's own transfers
+    reserved_bytes: int = 0
+    pinned_bytes: int = 0
+    sealed_bytes: int = 0  # since the connection began
+    views: bool = False  # its pins are those of `read_view`
+    pinned_at: float = 0.0  # when it got the pins that it has now
     #: The block that no range could be emptied for, and the free bytes that were not enough.
     gave_up: tuple[bytes, int] | None = None
+
+    def may_evict(self, each: int) -> bool:
+        """Whether blocks may be evicted for one more reservation, of which it may hold `each`.
+
+        Before it has sealed anything, a connection has evictions for START bytes only; then for
+        twice what it has sealed. So what a writer throws out is in proportion to what it
+        stores (design: budgets).
+        """
+        return self.reserved_bytes < min(each, max(START, 2 * self.sealed_bytes))
 
 
 class Change(NamedTuple):

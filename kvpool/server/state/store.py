@@ -22,6 +22,7 @@ from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
+from kvpool.server.state.budget import Budget, Limits
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
 from kvpool.server.state.entry import MOVER, Change, ChangeLog, Entry, Index, Owner, Session
 from kvpool.server.state.extent_state import Event, State, after
@@ -52,6 +53,9 @@ _FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
 _SEARCHES: Final = 8
 _UNLIMITED: Final = 1 << 62
+_ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
+_PIN_LATER: Final = Pin(ReadStatus.NOT_YET)
+_VIEW_REFUSED: Final = Pin(ReadStatus.REFUSED)
 
 
 #: Never written to.
@@ -93,6 +97,8 @@ class Store:
             else SessionAwarePolicy(policy or LRU(), budget)
         )
         self.change_log = ChangeLog(tombstones_max)
+        #: What connections may pin and reserve (design: budgets).
+        self.limits = Limits.none()
         #: Which tier of its server this is, counted from the top.
         self.tier = 0
         #: Blocks sealed here must be copied to another tier before they may be evicted.
@@ -142,14 +148,18 @@ class Store:
 
         One writer gets `RESERVED`; the others get `IN_PROGRESS` or `ALREADY_STORED`. After the
         first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: blocks
-        behind a missing one are of no use to a reader of the chain (design: eviction). `in_steps`,
-        the rest is MAKING_ROOM when the call has worked for long enough.
+        behind a missing one are of no use to a reader of the chain (design: eviction). A writer
+        that holds as much as it may gets `NOT_YET` for the rest: it asks again for that when it has
+        sealed the first blocks (design: budgets). `in_steps`, the rest is MAKING_ROOM when the call
+        has worked for long enough.
         """
         namespace, part, digests, parents, sizes, session_hint = request
         index = self._indexes.get((namespace, part))
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
-        reservations = self._owner(owner).reservations
+        holder = self._owner(owner)
+        reservations = holder.reservations
+        left = self.limits.writes.left(holder.reserved_bytes) if holder.limited else _UNLIMITED
         blocks_at = self.blocks_at
         session = self.policy.open_session(session_hint, now) if session_hint is not None else None
         granted: list[Entry] = []
@@ -168,6 +178,9 @@ class Store:
             elif size > self.allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
             elif refusal is not None:
+                answers.append(refusal)
+            elif left <= 0:
+                refusal = _ASK_AGAIN if reservations else Reservation(WriteStatus.NO_SPACE)
                 answers.append(refusal)
             elif self._steps_left <= 0:
                 answers.append(MAKING_ROOM)
@@ -188,6 +201,7 @@ class Store:
                     self._indexes[namespace, part] = index  # evictions may have emptied it
                 entry.offset = offset
                 blocks_at[offset] = fresh[digest] = reservations[id] = entry
+                left -= self._charge_write(holder, size)
                 granted.append(entry)
                 answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
         self._link_all(fresh, now)
@@ -205,6 +219,7 @@ class Store:
         announced: the caller does it where readers must be sent to this tier (design: promotion).
         """
         entry = self._take_reservation(owner, id)
+        self._owner(owner).sealed_bytes += self.allocator.rounded(entry.size)
         entry.state = after(entry.state, Event.SEAL)
         entry.checksum = checksum
         # Only a block that no other tier has must be written back before it may be evicted.
@@ -241,14 +256,26 @@ class Store:
         digests: Sequence[bytes],
         now: float,
         buffer_sizes: Sequence[int] | None = None,
+        *,
+        view: bool = False,
     ) -> list[Pin]:
         """Pin each block that is here until it is unpinned; a reason for each that is not.
 
-        `buffer_sizes` is how many bytes the reader has for each; a larger block is not pinned.
+        `buffer_sizes` is how many bytes the reader has for each; a larger block is not pinned. A
+        reader that has pinned as much as it may gets `NOT_YET` for the rest: it asks again when it
+        has released those pins. With `view` it will not do so soon, and gets `REFUSED`
+        (design: budgets).
         """
         index = self._indexes.get((namespace, part))
         blocks = index.blocks if index is not None else _NO_BLOCKS
-        pins = self._owner(owner).pins
+        holder = self._owner(owner)
+        pins = holder.pins
+        if not pins:
+            holder.views, holder.pinned_at = view, now
+        budget = self._pin_budget(holder)
+        left = first_left = budget.left(holder.pinned_bytes)
+        over = _VIEW_REFUSED if holder.views else _PIN_LATER
+        mask = self.allocator.alignment - 1  # a budget counts whole extents
         answers: list[Pin] = []
         used: list[Entry] = []
         id = self._next_id
@@ -263,7 +290,10 @@ class Store:
                 answers.append(Pin(ReadStatus.BEING_WRITTEN))
             elif buffer_sizes is not None and buffer_sizes[position] < entry.size:
                 answers.append(Pin(ReadStatus.BUFFER_TOO_SMALL))
+            elif left <= 0:
+                answers.append(over)
             else:
+                left -= (entry.size + mask) & ~mask
                 entry.pins += 1
                 id += 1
                 pins[id] = entry
@@ -272,6 +302,8 @@ class Store:
                 extent = Extent(entry.offset, entry.size, entry.generation)
                 answers.append(Pin(ReadStatus.HIT, id, extent, entry.checksum))
         self._next_id = id
+        holder.pinned_bytes += first_left - left
+        budget.used += first_left - left
         touch = self.policy.touch
         for entry in used:
             touch(entry, now)
@@ -279,10 +311,12 @@ class Store:
 
     def unpin(self, owner: int, id: int) -> None:
         """Release one pin. Raises BadMessage when the owner does not hold it."""
-        entry = self._owner(owner).pins.pop(id, None)
+        holder = self._owner(owner)
+        entry = holder.pins.pop(id, None)
         if entry is None:
             raise BadMessage(f"unpin of {id}, which this connection does not hold")
         entry.pins -= 1
+        self._charge_pin(holder, entry, -1)
         # The last reader decides: a removed block's extent is freed only now (design: pins).
         if entry.pins == 0:
             if entry.state is State.PENDING_FREE:
@@ -331,7 +365,7 @@ class Store:
         for id, entry in list(held.reservations.items()):
             if writer_may_be_alive:
                 # Out of the index, so another writer may store the block; the extent is not reused.
-                del held.reservations[id]
+                self._take_reservation(owner, id)
                 entry.state = after(entry.state, Event.WRITER_LOST)
                 self._unlink(entry)
                 self._quarantine.setdefault(owner, []).append(entry)
@@ -354,11 +388,18 @@ class Store:
         return index.blocks if index is not None else _NO_BLOCKS
 
     def pin_internal(self, owner: int, entry: Entry) -> int:
-        """Pin a sealed block for a transfer; the policy does not count it as a use."""
+        """Pin a sealed block for a transfer, also beyond the budget; the policy does not count it
+        as a use."""
+        holder = self._owner(owner)
         entry.pins += 1
         id = self._new_id()
-        self._owner(owner).pins[id] = entry
+        holder.pins[id] = entry
+        self._charge_pin(holder, entry, 1)
         return id
+
+    def holder(self, owner: int) -> Owner | None:
+        """What one connection holds; None if it never held anything. Live: do not change it."""
+        return self._owners.get(owner)
 
     def pinned_by(self, owner: int) -> list[Entry]:
         """The entries that one owner has pinned, each as often as it is pinned."""
@@ -566,13 +607,47 @@ class Store:
         stored = [entry for entry in held.values() if entry.state is State.STORED]
         if (len(stored), sum(entry.size for entry in stored)) != (self.stored, self.stored_bytes):
             raise InvariantViolated("the counts of stored blocks and bytes are wrong")
+        self._check_budgets()
+
+    def _check_budgets(self) -> None:
+        """Each budget counts exactly what connections hold."""
+        used = {id(budget): 0 for budget in self.limits}
+        for owner in self._owners.values():
+            pinned, reserved = (
+                sum(self.allocator.rounded(entry.size) for entry in held.values()) * owner.limited
+                for held in (owner.pins, owner.reservations)
+            )
+            if (pinned, reserved) != (owner.pinned_bytes, owner.reserved_bytes):
+                raise InvariantViolated(f"a connection holds {pinned}, {reserved} bytes: {owner!r}")
+            used[id(self._pin_budget(owner))] += pinned
+            used[id(self.limits.writes)] += reserved
+        for budget in self.limits:
+            if budget.used != used[id(budget)]:
+                raise InvariantViolated(f"{budget!r}, but {used[id(budget)]} bytes are held")
 
     # --- inside ----------------------------------------------------------------------
+
+    def _pin_budget(self, holder: Owner) -> Budget:
+        return self.limits.views if holder.views else self.limits.copies
+
+    def _charge_write(self, holder: Owner, size: int) -> int:
+        """Count a reservation, or with a negative size its end; returns the bytes of its extent."""
+        held = self.allocator.rounded(size) if size > 0 else -self.allocator.rounded(-size)
+        if holder.limited:
+            holder.reserved_bytes += held
+            self.limits.writes.used += held
+        return held
+
+    def _charge_pin(self, holder: Owner, entry: Entry, pins: int) -> None:
+        if holder.limited:
+            held = self.allocator.rounded(entry.size) * pins
+            holder.pinned_bytes += held
+            self._pin_budget(holder).used += held
 
     def _owner(self, owner: int) -> Owner:
         held = self._owners.get(owner)
         if held is None:
-            held = self._owners[owner] = Owner({}, {})
+            held = self._owners[owner] = Owner({}, {}, limited=owner != MOVER)
         return held
 
     def _new_id(self) -> int:
@@ -580,9 +655,11 @@ class Store:
         return self._next_id
 
     def _take_reservation(self, owner: int, id: int) -> Entry:
-        entry = self._owner(owner).reservations.pop(id, None)
+        holder = self._owner(owner)
+        entry = holder.reservations.pop(id, None)
         if entry is None:
             raise BadMessage(f"reservation {id} does not belong to this connection")
+        self._charge_write(holder, -entry.size)
         return entry
 
     def _already_here(self, entry: Entry, session: Session | None, now: float) -> Reservation:
@@ -606,8 +683,12 @@ class Store:
                 return clearing.take() if clearing.is_ready else MAKING_ROOM
             clearing.abandon()  # its block found a place, or another writer has begun it
             clearing = None
+        holder = self._owner(owner)
+        # The first block always: a writer must be able to show that it sends (design: budgets).
+        if holder.limited and holder.reservations and not holder.may_evict(self.limits.writes.each):
+            return _ASK_AGAIN
         enough = min(2 * size, size + self._slack)
-        gave_up = self._owner(owner).gave_up
+        gave_up = holder.gave_up
         if gave_up is not None and gave_up[0] == newcomer.digest:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
@@ -640,6 +721,13 @@ class Store:
                 if wrong == _WRONG_VICTIMS_MAX:
                     return Reservation(WriteStatus.NO_SPACE)
                 continue
+            # A chain that does not fit keeps its head: no block is stored in place of its parent.
+            # Where it goes to a slower tier, it is not lost.
+            namespace = newcomer.index.namespace
+            its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
+            if its_parent and not self.write_back:
+                self.policy.add_candidate(victim)
+                return Reservation(WriteStatus.NO_SPACE)
             # All parts leave together: a block with a missing part is of no use (design: eviction).
             for entry in self._parts(victim):
                 self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED)

@@ -163,12 +163,14 @@ class TieredStore:
         digests: Sequence[bytes],
         now: float,
         buffer_sizes: Sequence[int],
+        *,
+        view: bool = False,
     ) -> list[Pin]:
-        """As `Store.pin`; NOT_YET for a block of a slower tier, which `start_promotions` copies
-        (design: promotion)."""
+        """As `Store.pin`; NOT_YET also for a block of a slower tier, which `start_promotions`
+        copies (design: promotion)."""
         front = self.front
         if len(self.stores) == 1:
-            return front.pin(owner, namespace, part, digests, now, buffer_sizes)
+            return front.pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         below = [self._in_slower_tier(namespace, part, digest) for digest in digests]
         if any(below):
             here = [position for position, entry in enumerate(below) if entry is None]
@@ -180,6 +182,7 @@ class TieredStore:
                     [digests[i] for i in here],
                     now,
                     [buffer_sizes[i] for i in here],
+                    view=view,
                 )
             )
             pins = [
@@ -193,7 +196,7 @@ class TieredStore:
                 for i, entry in enumerate(below)
             ]
         else:
-            pins = front.pin(owner, namespace, part, digests, now, buffer_sizes)
+            pins = front.pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         hits = [digest for digest, pin in zip(digests, pins, strict=True) if pin.id]
         self.hits[self.front_tier] += len(hits)
         self._touch_others(namespace, part, hits, now)

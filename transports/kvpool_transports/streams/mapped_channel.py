@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from kvpool.checksum import block_seeds
-from kvpool.errors import BadMessage, LinkBroken
+from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BLOCK_SIZE_MAX,
@@ -22,7 +22,7 @@ from kvpool.types import (
     WriteBlock,
     WriteStatus,
 )
-from kvpool.wire.messages import Pinned, Unpin
+from kvpool.wire.messages import Pinned, Unpin, Unpinned
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
@@ -117,10 +117,14 @@ class MappedChannel:
                 ]
                 with _borrowed(sources, jobs):
                     got = await self._copies.run(jobs, deadline=deadline)
-                if not stream.lost:
-                    stream.send_deferred(Unpin())
-                elif not options.verify:
-                    raise LinkBroken("the pins were lost while their bytes were copied")
+                if options.verify and got == pinned.checksums:
+                    if not stream.lost:
+                        stream.send_deferred(Unpin())
+                else:
+                    # Not verified, or not right: were the blocks pinned until now? A server takes
+                    # the pins of a client back that was frozen for long (design: budgets).
+                    await stream.send(Unpin(confirm=True), deadline=deadline)
+                    await stream.expect(Unpinned, deadline=deadline)
         if not hits:
             return [ReadResult(status) for status in statuses]
         expected = pinned.checksums if options.verify else [0] * len(hits)
@@ -139,7 +143,9 @@ class MappedChannel:
         """Views of the mapped segment, pinned until the `with` ends (design: zero-copy-views)."""
         blocks = [ReadBlock(digest, (), BLOCK_SIZE_MAX) for digest in digests]
         async with self._streams.stream(deadline) as stream:
-            statuses, pinned, hits, sources = await self._pin(stream, options, blocks, deadline)
+            statuses, pinned, hits, sources = await self._pin(
+                stream, options, blocks, deadline, view=True
+            )
             views = [View(status) for status in statuses]
             checksums = [0] * len(digests)
             for index, position in enumerate(hits):
@@ -190,8 +196,10 @@ class MappedChannel:
         options: ReadOptions,
         blocks: Sequence[ReadBlock],
         deadline: float,
+        *,
+        view: bool = False,
     ) -> tuple[list[ReadStatus], Pinned, list[int], list[memoryview]]:
-        await stream.send(requests.read_request(options, blocks), deadline=deadline)
+        await stream.send(requests.read_request(options, blocks, view=view), deadline=deadline)
         pinned = await stream.expect(Pinned, deadline=deadline)
         if options.idle_timeout is not None:
             options.idle_timeout.disarm()

@@ -151,7 +151,7 @@ async def seal(
     return write_statuses(sealed.statuses, len(ids))
 
 
-def read_request(options: ReadOptions, blocks: Sequence[ReadBlock]) -> Read:
+def read_request(options: ReadOptions, blocks: Sequence[ReadBlock], *, view: bool = False) -> Read:
     """The request for these blocks; the server refuses those larger than their memory."""
     return Read(
         namespace=options.namespace.name,
@@ -160,6 +160,7 @@ def read_request(options: ReadOptions, blocks: Sequence[ReadBlock]) -> Read:
         digests=b"".join([block.digest for block in blocks]),
         part=options.part,
         buffer_sizes=[block.size for block in blocks],
+        view=view,
     )
 
 

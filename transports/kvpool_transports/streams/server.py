@@ -16,6 +16,7 @@ from kvpool.errors import (
     BadMessage,
     KvpoolError,
     LinkBroken,
+    Overloaded,
     Unauthenticated,
     VersionMismatch,
 )
@@ -43,6 +44,7 @@ from kvpool.wire.messages import (
     Seal,
     Sealed,
     Unpin,
+    Unpinned,
     Welcome,
     decode,
     message_type,
@@ -166,6 +168,8 @@ class StreamSession:
             while True:
                 frame = await self.stream.receive(deadline=None)
                 if self._unpin_previous(self._connection) and frame.type == TYPES[Unpin]:
+                    if decode(Unpin, frame.type, frame.body).confirm:
+                        await self._send(Unpinned())
                     continue
                 # Work for a client that has hung up must end: it may wait for space for seconds.
                 async with self.stream.cancel_on_disconnect():
@@ -201,7 +205,7 @@ class StreamSession:
         if cluster.secret:
             self._strangers.check(self.stream.peer_address, self._loop.time())
             await self._challenge(hello.nonce, deadline)
-        connection = self._store.connect(Peer(hello.client, self._scheme))
+        connection = self._store.connect(Peer(hello.client, self._scheme, self))
         size = self._store.tier.capacity if self._mapped else 0
         try:
             await self.welcome(hello, Welcome(self._store.server, size))
@@ -213,6 +217,17 @@ class StreamSession:
     async def welcome(self, hello: Hello, welcome: Welcome) -> None:
         """Send `welcome` to a client that may use the pool. For a transport that passes more."""
         await self._send(welcome)
+
+    def progress(self) -> object:
+        """As `ClientLink.progress`."""
+        return self.stream.progress()
+
+    def hang_up(self, why: Overloaded) -> None:
+        """As `ClientLink.hang_up`; the task that serves the stream ends, and closes what it has."""
+        if self._mapped:  # the client may still write, so its stream must end by its own side
+            self.stream.interrupt(why)
+        else:
+            self.stream.abort()
 
     async def _challenge(self, theirs: bytes, deadline: float) -> None:
         """Let the client prove that it knows the secret. Raises Unauthenticated."""
@@ -325,7 +340,8 @@ class StreamSession:
         _check_part(namespace, read.part)
         if len(read.buffer_sizes) != len(digests):
             raise BadMessage(f"{len(digests)} digests, {len(read.buffer_sizes)} sizes")
-        pins = await connection.pin(namespace, read.part, digests, read.buffer_sizes)
+        view = read.view and self._mapped
+        pins = await connection.pin(namespace, read.part, digests, read.buffer_sizes, view=view)
         self._pins = [pin for pin in pins if pin.extent is not None]
         if self._mapped:
             await self._send_offsets(pins)

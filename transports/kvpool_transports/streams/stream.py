@@ -95,6 +95,7 @@ class Stream(asyncio.BufferedProtocol):
         self.lost = False
         self._deferred_message: Message | None = None
         self._why: KvpoolError | None = None
+        self._portions = 0  # sent
 
     def __repr__(self) -> str:
         state = "lost" if self.lost else "receiving" if self._done else "idle"
@@ -130,6 +131,7 @@ class Stream(asyncio.BufferedProtocol):
             if not first:
                 await asyncio.sleep(0)  # a fast peer must not keep other tasks from running
             first = False
+            self._portions += 1
             for together in portion:
                 transport = self._writable()  # the connection may be lost since the last write
                 if len(together) == 1:
@@ -222,6 +224,21 @@ class Stream(asyncio.BufferedProtocol):
             self._resume_reading()
             self._transport.write_eof()
             await self._closing
+
+    def progress(self) -> object:
+        """Equal to an earlier value if since then no byte has moved, and the owner waits for the
+        peer."""
+        if self._done is not None:
+            return self._reader.position
+        if self._flushed is not None and self._transport is not None:
+            return self._portions, self._transport.get_write_buffer_size()
+        return object()
+
+    def interrupt(self, error: KvpoolError) -> None:
+        """End the owner's wait for the peer with this error; the connection stays open for now."""
+        for future in (self._done, self._flushed):
+            if future is not None and not future.done():
+                future.set_result(error)
 
     def abort(self) -> None:
         """Drop the connection at once. Synchronous, idempotent."""

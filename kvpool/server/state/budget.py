@@ -1,0 +1,65 @@
+"""How many bytes the connections of a server may hold at a time (design: budgets)."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+#: Bytes for which a connection may have blocks evicted before it has sealed any.
+START: Final = 1 << 20
+
+_UNLIMITED: Final = 1 << 62
+
+
+class Budget:
+    """Bytes that connections may hold: `each` of them, and all together (`total`).
+
+    A connection may take a block while it holds less than `each` and all hold less than `total`, so
+    a limit is exceeded by one block at most, and a block of any size can be taken in the end. What
+    is used of the budget `inside` counts here, too.
+    """
+
+    __slots__ = ("each", "inside", "total", "used")
+
+    def __init__(
+        self, each: int = _UNLIMITED, total: int = _UNLIMITED, inside: Budget | None = None
+    ) -> None:
+        self.each = each
+        self.total = total
+        self.inside = inside
+        self.used = 0
+
+    def __repr__(self) -> str:
+        return f"<Budget {self.used} of {self.total}>"
+
+    def left(self, held: int) -> int:
+        """What a connection that holds `held` bytes may still take; nothing if that is below 1."""
+        inside = self.inside.used if self.inside is not None else 0
+        return min(self.each - held, self.total - self.used - inside)
+
+
+class Limits(NamedTuple):
+    """The budgets of a store. Without arguments there is no limit."""
+
+    #: Pins of readers that copy the bytes: a server may take them back (design: pins).
+    copies: Budget
+    #: Pins of readers that use the memory itself, for as long as they like.
+    views: Budget
+    #: Reservations that are not sealed.
+    writes: Budget
+
+    @classmethod
+    def none(cls) -> Limits:
+        """No limits: each budget only counts."""
+        return cls(Budget(), Budget(), Budget())
+
+    @classmethod
+    def of(cls, pinned_max: int, reserved_max: int) -> Limits:
+        """Bytes for all pins and all reservations: one connection gets at most half of them, and
+        all views together get half of the pins, so that reads that copy always go on."""
+        half = max(1, pinned_max // 2)
+        views = Budget(half, half)
+        return cls(
+            Budget(half, pinned_max, inside=views),
+            views,
+            Budget(max(1, reserved_max // 2), reserved_max),
+        )

@@ -1,0 +1,386 @@
+"""What one connection may keep from being reused is bounded, and comes back (design: budgets)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from kvpool import Namespace, ReadStatus, WriteStatus, dev
+from kvpool.client.pool import Pool
+from kvpool.config import ClientConfig
+from kvpool.protocols import ReserveRequest
+from kvpool.server import connection, context
+from kvpool.server.state.budget import START, Budget, Limits
+from kvpool.server.state.entry import MOVER
+from kvpool.server.state.store import Store
+from kvpool.types import ROOT, Pin, Reservation
+from kvpool.wire import messages as wire
+from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
+from tests.support.raw_peers import frame, raw, read
+
+PAGE = 4096
+ONE = Namespace("one")
+
+
+class Books:
+    """A store of `pages` pages with budgets, checked after each step."""
+
+    def __init__(self, pages: int, *, pinned: int = 0, reserved: int = 0) -> None:
+        self.store = Store(pages * PAGE)
+        pinned, reserved = pinned or pages, reserved or 4 * pages
+        self.store.limits = Limits.of(pinned * PAGE, reserved * PAGE)
+
+    def reserve(self, owner: int, chain: Sequence[bytes], size: int = PAGE) -> list[Reservation]:
+        parents = [ROOT, *chain[:-1]]
+        request = ReserveRequest(ONE, 0, chain, parents, [size] * len(chain))
+        answers = self.store.reserve(owner, request, 1.0)
+        self.store.check()
+        return answers
+
+    def seal(self, owner: int, answers: Sequence[Reservation]) -> None:
+        for answer in answers:
+            if answer.extent is not None:
+                self.store.seal(owner, answer.id, 7, 2.0)
+        self.store.check()
+
+    def fill(self, chain: Sequence[bytes]) -> None:
+        limits, self.store.limits = self.store.limits, Limits.none()
+        self.seal(99, self.reserve(99, chain))
+        self.store.drop_owner(99)
+        self.store.limits = limits
+
+    def pin(self, owner: int, chain: Sequence[bytes], *, view: bool = False) -> list[Pin]:
+        pins = self.store.pin(owner, ONE, 0, chain, 3.0, view=view)
+        self.store.check()
+        return pins
+
+    def unpin(self, owner: int, pins: Sequence[Pin]) -> None:
+        for pin in pins:
+            if pin.extent is not None:
+                self.store.unpin(owner, pin.id)
+        self.store.check()
+
+
+def statuses(answers: Sequence[Pin] | Sequence[Reservation]) -> list[str]:
+    return [answer.status.name for answer in answers]
+
+
+# --- pins ------------------------------------------------------------------------------
+
+
+def test_a_read_beyond_the_budget_goes_in_steps() -> None:
+    books = Books(16, pinned=8)
+    chain = keys("chain", 10)
+    books.fill(chain)
+    got = []
+    rest = chain
+    while rest:
+        pins = books.pin(1, rest)
+        hits = statuses(pins).count("HIT")
+        assert hits == min(4, len(rest))  # half of 8 pages for one connection
+        assert set(statuses(pins)[hits:]) <= {"NOT_YET"}
+        got += rest[:hits]
+        books.unpin(1, pins)
+        rest = rest[hits:]
+    assert got == chain
+    assert books.store.limits.copies.used == 0
+
+
+def test_two_connections_share_the_budget_of_all() -> None:
+    books = Books(16, pinned=8)
+    chain = keys("chain", 10)
+    books.fill(chain)
+    first, second = books.pin(1, chain), books.pin(2, chain)
+    assert statuses(books.pin(3, chain[:1])) == ["NOT_YET"]
+    books.unpin(1, first)
+    assert statuses(books.pin(3, chain[:1])) == ["HIT"]
+    books.unpin(2, second)
+
+
+def test_views_leave_half_of_the_budget_to_reads_that_copy() -> None:
+    books = Books(16, pinned=8)
+    chain = keys("chain", 10)
+    books.fill(chain)
+    views = books.pin(1, chain, view=True)
+    assert statuses(views) == ["HIT"] * 4 + ["REFUSED"] * 6
+    assert statuses(books.pin(2, chain[:1], view=True)) == ["REFUSED"]
+    assert statuses(books.pin(3, chain)).count("HIT") == 4
+    books.unpin(1, views)
+    assert statuses(books.pin(4, chain)).count("HIT") == 4
+
+
+def test_a_block_larger_than_the_budget_can_be_read_and_written() -> None:
+    books = Books(16, pinned=2, reserved=2)
+    answers = books.reserve(1, keys("large", 2), 6 * PAGE)
+    assert statuses(answers) == ["RESERVED", "NOT_YET"]
+    books.seal(1, answers)
+    for view in (False, True):
+        pins = books.pin(1, keys("large", 1), view=view)
+        assert statuses(pins) == ["HIT"]
+        books.unpin(1, pins)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_closed_connection_gives_its_pins_back(view: bool) -> None:
+    books = Books(16, pinned=8)
+    chain = keys("chain", 10)
+    books.fill(chain)
+    books.pin(1, chain, view=view)
+    books.store.remove(ONE, chain)  # what is pinned is freed later, and counts until then
+    books.store.check()
+    books.store.drop_owner(1)
+    books.store.check()
+    assert [budget.used for budget in books.store.limits] == [0, 0, 0]
+
+
+def test_transfers_between_tiers_have_no_budget() -> None:
+    books = Books(16, pinned=1, reserved=1)
+    answers = books.reserve(MOVER, keys("promoted", 8))
+    assert statuses(answers) == ["RESERVED"] * 8
+    assert statuses(books.reserve(1, keys("other", 1))) == ["RESERVED"]
+    books.seal(MOVER, answers)
+    for entry in books.store.inventory():
+        books.store.pin_internal(MOVER, entry)
+    assert statuses(books.pin(1, keys("promoted", 1))) == ["HIT"]
+
+
+# --- reservations ------------------------------------------------------------------------
+
+
+def test_who_has_stored_nothing_evicts_little() -> None:
+    pages = 4 * START // PAGE
+    books = Books(pages)
+    books.fill(keys("honest", pages))
+    answers = books.reserve(1, keys("stranger", 1024))
+    assert statuses(answers).count("RESERVED") == START // PAGE
+    assert set(statuses(answers)) == {"RESERVED", "NOT_YET"}
+    assert books.store.evicted == START // PAGE
+
+
+def test_reserving_and_aborting_again_evicts_no_more() -> None:
+    pages = 4 * START // PAGE
+    books = Books(pages)
+    books.fill(keys("honest", pages))
+    for stranger in range(1, 40):
+        books.reserve(stranger, keys(stranger, 1024))
+        books.store.drop_owner(stranger)
+        books.store.check()
+    assert books.store.evicted == START // PAGE
+    assert [budget.used for budget in books.store.limits] == [0, 0, 0]
+
+
+def test_a_writer_may_evict_in_proportion_to_what_it_has_stored() -> None:
+    pages = 8 * START // PAGE
+    books = Books(pages)
+    books.fill(keys("honest", pages))
+    steps, rest = [], keys("mine", 7 * START // PAGE)
+    while rest:
+        answers = books.reserve(1, rest[:1024])
+        books.seal(1, answers)
+        steps.append(statuses(answers).count("RESERVED") * PAGE / START)
+        rest = rest[round(steps[-1] * START / PAGE) :]
+    assert steps == [1, 2, 4]
+
+
+def test_free_memory_is_reserved_at_once() -> None:
+    books = Books(2048)
+    assert statuses(books.reserve(1, keys("new", 1024))) == ["RESERVED"] * 1024
+
+
+def test_what_all_have_reserved_is_bounded() -> None:
+    books = Books(64, reserved=16)
+    assert statuses(books.reserve(1, keys("a", 10))).count("RESERVED") == 8
+    assert statuses(books.reserve(2, keys("b", 10))).count("RESERVED") == 8
+    assert statuses(books.reserve(3, keys("c", 10))) == ["NO_SPACE"] * 10  # nothing to seal first
+    books.store.cancel_rest(1)
+    assert statuses(books.reserve(3, keys("c", 10))).count("RESERVED") == 8
+    books.store.drop_owner(2, writer_may_be_alive=True)
+    books.store.check()
+    assert statuses(books.reserve(4, keys("d", 10))).count("RESERVED") == 8
+
+
+def test_a_chain_that_does_not_fit_keeps_its_head() -> None:
+    books = Books(8, reserved=8)
+    chain = keys("chain", 12)
+    stored: list[bytes] = []
+    rest = chain
+    for _ in range(10):
+        answers = books.reserve(1, rest) if len(rest) == 12 else _continue(books, chain, rest)
+        books.seal(1, answers)
+        hits = statuses(answers).count("RESERVED")
+        stored += rest[:hits]
+        rest = rest[hits:]
+    assert stored == chain[:8]
+    assert statuses(answers) == ["NO_SPACE"] * 4
+    assert books.store.evicted == 0
+
+
+def _continue(books: Books, chain: list[bytes], rest: list[bytes]) -> list[Reservation]:
+    parents = [chain[chain.index(digest) - 1] for digest in rest]
+    request = ReserveRequest(ONE, 0, rest, parents, [PAGE] * len(rest))
+    return books.store.reserve(1, request, 5.0)
+
+
+# --- with real servers and clients -----------------------------------------------------------
+
+
+BLOCK = 64 << 10
+SIZE = 16 << 20  # of `pool_dev`
+
+
+def large(each: int = SIZE // 2) -> Limits:
+    """Half of the pool for a connection: more than the buffers of a socket hold."""
+    return Limits(Budget(each, SIZE - BLOCK), Budget(), Budget())
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers cut stalled clients after 0.5 s."""
+    monkeypatch.setattr(connection, "STALLED_S", 0.5)
+    monkeypatch.setattr(context, "SAMPLE_S", 0.05)
+
+
+@pytest.fixture
+async def full(pool_dev: dev.Dev) -> AsyncIterator[tuple[Pool, list[bytes]]]:
+    """A pool that is full of blocks, and a client that reads over tcp."""
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool:
+        chain = keys("honest", SIZE // BLOCK)
+        assert set(await pool.write(NAMESPACE, chain, values(chain, BLOCK))) == {WriteStatus.STORED}
+        yield pool, chain
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "inproc"])
+@pytest.mark.parametrize("verify", [True, False])
+async def test_a_large_call_goes_in_steps_and_loses_nothing(
+    pool_dev: dev.Dev, transport: str, verify: bool
+) -> None:
+    (server,) = pool_dev.servers
+    config = ClientConfig(masters=[pool_dev.address], transports=[transport], verify=verify)
+    async with pool_dev.pool(config) as pool:
+        for name in ("first", "second"):  # the second has to evict the first
+            chain = keys(name, 15 << 20 >> 16)
+            written = await pool.write(NAMESPACE, chain, values(chain, BLOCK))
+            assert set(written) == {WriteStatus.STORED}
+            got = buffers(len(chain), BLOCK)
+            results = await pool.read(NAMESPACE, chain, got)
+            assert {result.status for result in results} == {ReadStatus.HIT}
+            assert got == values(chain, BLOCK)
+        await eventually(lambda: [budget.used for budget in server.store.limits] == [0, 0, 0])
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_frozen_readers_stop_nobody(
+    pool_dev: dev.Dev, full: tuple[Pool, list[bytes]], scheme: str, impatient: None
+) -> None:
+    """They pin all that they can and do nothing more; an honest client reads and writes."""
+    (server,) = pool_dev.servers
+    pool, chain = full
+    server.store.limits = large()
+    async with raw(pool_dev, scheme) as one, raw(pool_dev, scheme) as two:
+        for peer in (one, two):
+            await peer.ask(wire.Hello("default", "frozen"), wire.Welcome)
+            await peer.send(frame(read(*chain)))
+        await eventually(lambda: server.store.limits.copies.used >= SIZE - BLOCK)
+        (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
+        assert status is WriteStatus.STORED
+        stats = server.stats(asyncio.get_running_loop().time() + 1)
+        assert stats.clients[0].name == "frozen"
+        assert stats.clients[0].connections == 2
+        assert stats.clients[0].pinned_bytes == stats.pinned_bytes >= SIZE - BLOCK
+        assert stats.oldest_pin_s >= 1.0
+        got = buffers(8, BLOCK)
+        results = await pool.read(NAMESPACE, chain[:8], got)
+        assert {result.status for result in results} <= {ReadStatus.HIT, ReadStatus.EVICTED}
+        assert results[-1].status is ReadStatus.HIT
+        assert server.stats(0.0).counters["cut_connections"] >= 1
+        if scheme == "shm":
+            assert "Overloaded" in (await one.refusal(), await two.refusal())
+    await eventually(lambda: server.store.pins == 0)
+
+
+async def test_silent_reservers_stop_nobody(
+    pool_dev: dev.Dev, full: tuple[Pool, list[bytes]], impatient: None
+) -> None:
+    (server,) = pool_dev.servers
+    pool, _ = full
+    server.store.limits = Limits.of(SIZE // 4, 2 * START)
+    async with raw(pool_dev) as one, raw(pool_dev) as two:
+        for peer in (one, two):
+            await peer.ask(wire.Hello("default", "silent"), wire.Welcome)
+            strange = [key(f"{peer}/{number}") for number in range(64)]
+            packed, parents = b"".join(strange), bytes(32 * 64)
+            await peer.ask(
+                wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [BLOCK] * 64, 60.0),
+                wire.Reserved,
+            )
+        assert server.store.limits.writes.used == 2 * START
+        assert server.store.evicted == 2 * START // BLOCK
+        (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
+        assert status is WriteStatus.STORED
+        assert server.stats(0.0).counters["cut_connections"] >= 1
+
+
+async def test_a_slow_reader_is_not_cut(
+    pool_dev: dev.Dev, full: tuple[Pool, list[bytes]], impatient: None
+) -> None:
+    """It takes far longer than a frozen reader may, but its bytes move."""
+    (server,) = pool_dev.servers
+    _, chain = full
+    server.store.limits = large(SIZE)
+    loop = asyncio.get_running_loop()
+    async with raw(pool_dev) as slow:
+        await slow.ask(wire.Hello("default", "slow"), wire.Welcome)
+        await slow.send(frame(read(*chain)))
+        await eventually(lambda: server.store.pins > 0)
+        until = loop.time() + 1.2
+        while loop.time() < until:
+            assert await loop.sock_recv(slow.socket, 256 << 10)
+            await server._context.wait_for_space(loop.time() + 0.05)
+        assert server.store.pins
+        assert not server.stats(0.0).counters.get("cut_connections")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+async def test_a_reader_that_was_cut_reads_again(
+    pool_dev: dev.Dev, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pins that are taken back while a client copies cost it one more connection, no wrong byte."""
+    (server,) = pool_dev.servers
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm"], verify=verify)
+    chain = keys("chain", 4)
+    async with pool_dev.pool(config) as pool:
+        await pool.write(NAMESPACE, chain, values(chain, BLOCK))
+        await pool.read(NAMESPACE, chain, buffers(4, BLOCK))
+        from kvpool_transports.copy_pool import CopyPool
+
+        copy, cuts = CopyPool.run, []
+
+        async def interrupted(self: CopyPool, jobs: object, **options: object) -> object:
+            if not cuts:
+                for one in list(server._context.connections):
+                    holder = server.store.holder(one._id)  # type: ignore[attr-defined]
+                    if holder is not None and holder.pins:
+                        cuts.append(one)
+                        one.peer.link.hang_up(connection.Overloaded("test"))  # type: ignore[attr-defined]
+                await eventually(lambda: server.store.pins == 0)
+                for entry in server.store.inventory():  # another writer has the memory now
+                    kept = bytes(server.tier.view(entry.offset, 64))  # type: ignore[attr-defined]
+                    server.tier.view(entry.offset, 64)[:] = bytes(64)  # type: ignore[attr-defined]
+                    cuts.append((entry, kept))
+            got = await copy(self, jobs, **options)  # type: ignore[arg-type]
+            while len(cuts) > 1:
+                entry, kept = cuts.pop()
+                server.tier.view(entry.offset, 64)[:] = kept  # type: ignore[attr-defined]
+            return got
+
+        monkeypatch.setattr(CopyPool, "run", interrupted)
+        got = buffers(4, BLOCK)
+        results = await pool.read(NAMESPACE, chain, got)
+        assert len(cuts) == 1
+        for result, one, right in zip(results, got, values(chain, BLOCK), strict=True):
+            assert result.status is ReadStatus.HIT, result
+            assert one == right
+        assert not pool.counters["corrupt"]
