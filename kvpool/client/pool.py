@@ -288,7 +288,8 @@ class Pool:
         The digests are a chain: each block's parent is the one before it, and the first one's is
         `parent` (ROOT at the start of a prompt), unless `parents` names them all. Each of `copies`
         is on another server. With fewer servers, or no space on some, there are fewer copies,
-        which `counters["copies_missing"]` counts; a block with one copy is stored.
+        which `counters["copies_missing"]` counts; a block with one copy is stored. Further copies
+        of a block that the pool has are of its bytes, not of the caller's (design: versions).
 
         A buffer is memory of exactly the block's size, or a list of pieces whose concatenation is
         the block. It may be on a CUDA device: what is stored is what the work that is now on the

@@ -37,6 +37,8 @@ _PROGRESS_S: Final = 10.0
 _RELEASED_S: Final = 10.0
 #: Results without explanation that are printed with each line of progress.
 _SHOWN: Final = 5
+#: Blocks of each size that several clients write at once.
+_CONTESTS: Final = 5
 #: Blocks of one request of the checks.
 _BATCH: Final = 64
 
@@ -149,6 +151,7 @@ class Chaos:
                         await self._compare(name, asked, block_set, batch, held)
                     self.report.map_checked += len(batch)
                 await self._write_and_read(pool, block_set)
+                await self._write_versions(list(masters.values()), block_set)
 
     async def _held(self, pool: Pool, block_set: BlockSet, batch: list[bytes]) -> list[set[str]]:
         """The servers that have each block, as reads of each server show; no master is asked."""
@@ -208,6 +211,31 @@ class Chaos:
             self.report.broken.append(f"liveness: after the last fault a write returned: {found}")
         elif not all(await self._read(pool, block_set, fresh, None)):
             self.report.broken.append("G5: after the last fault a block was written and not found")
+
+    async def _write_versions(self, pools: list[Pool], block_set: BlockSet) -> None:
+        """Clients write other bytes for one block at once: in the end its copies are equal."""
+        namespace, size = block_set.namespace, block_set.payload.size
+        for number in range(_CONTESTS):
+            digest = block_set.payload.digest((1 << 62) + number)
+            writes = [
+                pools[version % len(pools)].write_to(
+                    server, namespace, digest, bytes([version + 1]) * size
+                )
+                for version, server in enumerate(self._cluster.servers)
+            ]
+            copied = pools[0].write(namespace, [digest], [bytes([255]) * size], copies=2)
+            await asyncio.gather(copied, *writes)
+            versions = set()
+            for server in self._cluster.servers:
+                match = Match((Run(0, 0, (Replica(server, "dram"),)),), 1, ReadStatus.HIT)
+                memory = bytearray(size)
+                (result,) = await pools[0].read(namespace, [digest], [memory], match=match)
+                if result.status.hit:
+                    versions.add(bytes(memory))
+            if len(versions) != 1:
+                self.report.broken.append(
+                    f"G2: several clients wrote a block at once, and {len(versions)} versions stay"
+                )
 
     # --- leaks ------------------------------------------------------------------------------
 
