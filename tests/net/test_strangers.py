@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -18,6 +21,7 @@ from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import strangers as strangers_module
 from kvpool_transports.streams.strangers import (
     ADDRESSES_MAX,
+    HANDSHAKES_MAX,
     LOG_EVERY_S,
     WRONG_PROOFS_MAX,
     WRONG_PROOFS_PER_S,
@@ -213,3 +217,33 @@ async def test_wrong_proofs_shut_their_own_address_out_for_a_while(
         assert await prove(running, "127.0.0.2", OURS) == "Welcome"
     lines = [r for r in caplog.records if vars(r).get("event") == "connection closed"]
     assert [(line.levelname, vars(line)["peer"]) for line in lines] == [("WARNING", "127.0.0.2")]
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "handshakes"),
+    [(400, 100), (1 << 20, HANDSHAKES_MAX), (2, 1), (resource.RLIM_INFINITY, HANDSHAKES_MAX)],
+)
+async def test_handshakes_leave_files_for_clients(
+    monkeypatch: pytest.MonkeyPatch, files: int, handshakes: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    strangers = Strangers()
+    streams = [Stream() for _ in range(handshakes + 1)]
+    assert [strangers.arrived(stream) for stream in streams] == [False] * handshakes + [True]
+
+
+def test_a_process_may_open_as_many_files_as_it_is_allowed_to() -> None:
+    program = """
+import resource
+from kvpool.runtime import raise_file_limit
+hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 5000)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+raise_file_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+raise_file_limit()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
