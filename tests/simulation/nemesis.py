@@ -219,6 +219,16 @@ class Nemesis:
 
     async def _harm_disk(self, fault: DiskFault) -> None:
         node = self._rng.choice(self._world.servers)
+        lasts = [5, 40] if fault.name == "stuck disk" else [0.05, 0.5, 5, 20, 40]
+        if fault.name == "full disk" and self._rng.random() < 0.5:
+            # Twice: the server must try again as soon after the second time as after the first.
+            await self._break_disk(node, fault, 10)
+            await asyncio.sleep(_WRITABLE_AFTER_S + 4)
+            await self._break_disk(node, fault, 2)
+        else:
+            await self._break_disk(node, fault, self._rng.choice(lasts))
+
+    async def _break_disk(self, node: ServerNode, fault: DiskFault, lasts_s: float) -> None:
         platter = node.platter
         assert platter is not None
         with self._world.incident(fault.name, node.name):
@@ -229,9 +239,7 @@ class Nemesis:
             if fault.name == "slow disk":
                 platter.counts["crawled"] += 1
             process, frozen_s = node.process, node.process.frozen_s
-            lasts = [5, 40] if fault.name == "stuck disk" else [0.05, 0.5, 5, 20, 40]
-            lasted = self._rng.choice(lasts)
-            await asyncio.sleep(lasted)
+            await asyncio.sleep(lasts_s)
             ran = process.alive and not process.frozen and process.frozen_s == frozen_s
             if ran and node.tiers is not None:
                 node.tiers.check_timeout(platter.hung_s)
@@ -241,10 +249,10 @@ class Nemesis:
             """Tries come after delays that double: one in the time that the fault has lasted."""
             still = process.alive and not process.frozen and process.frozen_s == frozen_s
             if still and node.disk_faults == number and tiers is not None:
-                tiers.check_writable(lasted + _WRITABLE_AFTER_S)
+                tiers.check_writable(lasts_s + _WRITABLE_AFTER_S)
 
         if fault.name == "full disk" and ran and was_writable:
-            self._world.loop.call_later(lasted + _WRITABLE_AFTER_S, check_writable)
+            self._world.loop.call_later(lasts_s + _WRITABLE_AFTER_S, check_writable)
         if fault.silent and self._rng.random() < 0.5:
             await self._kill(node)  # the next process reads what the disk has done
 

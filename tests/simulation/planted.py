@@ -577,6 +577,13 @@ BUGS: Sequence[Bug] = (
         "            self._unwritten[entry] = None\n",
         "",
     ),
+    Bug(
+        "next-outage-begins-with-the-longest-delay",
+        "G6",
+        _MOVER,
+        "                self._retry.reset()\n",
+        "",
+    ),
     # --- the world outside
     Bug(
         "wall-clock",
@@ -616,6 +623,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "read-only-for-ever": 17,
     "circles-in-files-are-believed": 15,
     "one-copy-of-a-namespace": 16,
+    "next-outage-begins-with-the-longest-delay": 83,
     "unwritten-blocks-are-forgotten": 17,
     "hanging-disk-is-waited-for": 124,
     "record-of-a-removed-block": 127,

@@ -263,10 +263,11 @@ async def test_it_grows_and_shrinks_with_its_capacity(path: Path) -> None:
         assert await tier.recover() == [inside, moved]
         assert not tier.dropped
         assert os.stat(path).st_size == Nvme.disk_size(GROUP_SIZE)
+        await write(tier, record(20 * PAGE, 3 * PAGE))
     with tier_at(path, small) as tier:
         assert await tier.recover() == [inside]
-        assert tier.dropped["beyond"] == 1
-        assert "1 beyond headers dropped" in tier.status_text
+        assert tier.dropped["beyond"] == 2
+        assert "2 beyond headers dropped" in tier.status_text
         assert os.stat(path).st_size == Nvme.disk_size(small)
     with tier_at(path, large) as tier:
         assert await tier.recover() == [inside]
@@ -314,6 +315,7 @@ async def test_what_lies_behind_a_new_end_is_moved_newest_first(
     kept = await tier.recover()
     assert disk.size == Nvme.disk_size(capacity)
     assert blocks(kept).keys() <= blocks(records).keys()
+    assert len(blocks(kept)) == len(kept), "a block that had moved before is not moved again"
     assert all([await is_intact(tier, one) for one in kept])
     places = sorted((one.offset, one.offset + one.size) for one in kept)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
@@ -342,6 +344,20 @@ async def test_a_file_that_is_cut_to_half_keeps_what_has_room(path: Path) -> Non
         assert blocks(kept).keys() == blocks(records).keys()
         assert not tier.dropped
         assert all([await is_intact(tier, one) for one in kept])
+
+
+@pytest.mark.usefixtures("three_namespaces")
+async def test_the_number_of_a_namespace_that_was_cut_off_is_free_again(path: Path) -> None:
+    names = [Namespace(f"model/{n}") for n in range(4)]
+    with tier_at(path) as tier:
+        await write(tier, *(record(n * PAGE, PAGE, 9, names[0]) for n in range(128)))
+        await write(tier, record(CAPACITY - PAGE, PAGE, 1, names[1]))
+        await write(tier, record(CAPACITY - 2 * PAGE, PAGE, 2, names[2]))
+    with tier_at(path, CAPACITY // 2) as tier:
+        assert len(await tier.recover()) == 128
+        await tier.erase([0])
+        await write(tier, record(0, PAGE, 10, names[3]))
+        assert not tier.not_persisted
 
 
 async def test_moving_ends_after_a_minute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
