@@ -37,7 +37,7 @@ _REMOVE_VISIBLE_S: Final = 1.0
 #: (design: unresponsive-servers).
 _PIN_WAIT_S: Final = 0.05
 #: A client that moves no byte for so long is cut off while others wait for what it holds.
-STALLED_S: Final = 3.0
+STALLED_S: Final = 2.0
 
 
 class ServerConnection:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tests.simulation.platter import DISK_FAULTS, DiskFault
+from tests.simulation.stranger import Stranger
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
@@ -44,6 +45,10 @@ FAULTS: Final = (
 _WRITABLE_AFTER_S: Final = 5.0
 #: Further kinds in worlds whose servers have disks.
 FAULTS_OF_DISKS: Final = (*(fault.name for fault in DISK_FAULTS), "power cut")
+
+
+#: A further kind, in worlds where strangers come.
+HOARD: Final = "hoard"
 
 
 class Nemesis:
@@ -78,6 +83,7 @@ class Nemesis:
             disk_faults = [fault for fault in DISK_FAULTS if fault.name in faults]
             self._kinds += [partial(self._harm_disk, fault) for fault in disk_faults]
             self._kinds += [self._cut_power] * ("power cut" in faults)
+        self._kinds += [self._hoard] * (HOARD in faults)
         if "chop" in faults:
             self._net.conditions.piece_max = rng.choice([61, 251, 1021])
         self._net.conditions.delay_s = rng.choice([0.0003, 0.0005, 0.01])
@@ -255,6 +261,21 @@ class Nemesis:
             self._world.loop.call_later(lasts_s + _WRITABLE_AFTER_S, check_writable)
         if fault.silent and self._rng.random() < 0.5:
             await self._kill(node)  # the next process reads what the disk has done
+
+    async def _hoard(self) -> None:
+        """A stranger pins or reserves all that it gets; clients must still be able to write."""
+        world = self._world
+        node = self._rng.choice(world.servers)
+        if not node.process.alive or node.process.frozen or node.restarting:
+            return
+        with world.incident(HOARD, node.name):
+            stranger = Stranger(world, node, writes=self._rng.random() < 0.5)
+            await stranger.take(self._rng.choice([1, 3, 6]))
+            await asyncio.sleep(self._rng.choice([0.5, 4, 12]))
+            alone = world.only_incident
+            if alone is not None and alone.name == HOARD:
+                await self._rng.choice(world.clients).write_beside(stranger.process.name)
+            stranger.process.kill()
 
     async def _partition(self) -> None:
         world = self._world

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS
+from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, HOARD
 from tests.simulation.platter import PAGE
 
 ALIGNMENT: Final = 64
@@ -82,6 +82,8 @@ class WorldPlan:
         plan = replace(plan, contests=contests and "contests" not in without)
         circles = random.Random(f"{seed}/circles").random() < 0.3
         plan = replace(plan, circles=circles and "circles" not in without)
+        if random.Random(f"{seed}/strangers").random() < 0.4 and HOARD not in without:
+            plan = replace(plan, faults=plan.faults | {HOARD})
         rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
             return plan

@@ -151,6 +151,49 @@ BUGS: Sequence[Bug] = (
         "        yield from store.cut_circles(entries)\n",
         "",
     ),
+    # --- budgets of connections
+    Bug(
+        "pins-stay-charged",
+        "G9",
+        _STORE,
+        "        self._charge_pin(holder, entry, -1)\n",
+        "",
+    ),
+    Bug(
+        "pins-are-never-charged",
+        "G9",
+        _STORE,
+        "        budget.used += first_left - left\n",
+        "",
+    ),
+    Bug(
+        "aborted-reservations-stay-charged",
+        "G9",
+        _STORE,
+        "        self._charge_write(holder, -entry.size)\n",
+        "",
+    ),
+    Bug(
+        "second-step-of-a-write-is-lost",
+        "G5",
+        _WRITER,
+        "while waiting := [i for i, status in enumerate(statuses) if status is _NOT_YET]:",
+        "if waiting := [i for i, status in enumerate(statuses) if status is _NOT_YET]:",
+    ),
+    Bug(
+        "stalled-clients-stay",
+        "G9",
+        _CONNECTION,
+        "        elif now - self._sampled_at >= STALLED_S:\n",
+        "        elif now - self._sampled_at >= STALLED_S * 1e6:\n",
+    ),
+    Bug(
+        "taken-back-pins-are-trusted",
+        "G1",
+        _MAPPED,
+        "                if options.verify and got == pinned.checksums:\n",
+        "                if not options.verify or got == pinned.checksums:\n",
+    ),
     # --- writing
     Bug(
         "seal-unwritten",

@@ -52,9 +52,9 @@ PINNED_WITH_DISKS = {
     577: "a block was removed after its record was written and before the store had the copy",
 }
 #: Without disks, a seed gives the same world as before disks were added.
-NO_DISK = frozenset({"disk", "contests", "circles"})
+NO_DISK = frozenset({"disk", "contests", "circles", "hoard"})
 #: Without contests and circles, a seed gives the same world as before they were added.
-NO_CONTESTS = frozenset({"contests", "circles"})
+NO_CONTESTS = frozenset({"contests", "circles", "hoard"})
 
 
 @pytest.mark.parametrize("seed", PINNED)

@@ -481,6 +481,23 @@ class SimClient:
             if spent > self._timeout_s + _SLACK_S:
                 world.loop.fail(f"G6: {name} took {spent:.3f} s, its timeout is {self._timeout_s}")
 
+    async def write_beside(self, stranger: str) -> None:
+        """A stranger holds what it can, and nothing else is wrong: a block is stored in time."""
+
+        async def write() -> None:
+            world = self._world
+            (digest,) = world.catalog.fresh(1)
+            world.truth.probes.add("a block was written beside a stranger")
+            (status,) = await self.pool.write(
+                ONE, [digest], [value(ONE, digest, 0)], timeout=_TIMEOUT_S
+            )
+            alone = world.only_incident
+            if not status.present and alone is not None and alone.name == "hoard":
+                world.loop.fail(f"G9: beside {stranger} a write returned: {status.label}")
+
+        if self.process.alive and not self.restarting:
+            await self.process.spawn(write())
+
     # --- the final check --------------------------------------------------------------------------
 
     async def final_check(self, chains: Sequence[list[bytes]]) -> None:
