@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from kvpool import ClientConfig, WriteStatus, dev
+from kvpool.server.state.budget import Limits
 from tests.conftest import NAMESPACE, eventually, keys, value
 
 
@@ -14,6 +15,7 @@ from tests.conftest import NAMESPACE, eventually, keys, value
 async def test_a_writer_that_waits_no_more_keeps_no_place(pool_dev: dev.Dev, ends: str) -> None:
     """Nothing in the store changes meanwhile, so nothing else would empty the list."""
     (server,) = pool_dev.servers
+    server.store.limits = Limits.none()
     chain = keys("full", 16)
     config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
     async with pool_dev.pool() as reader, pool_dev.pool(config) as writer:
@@ -33,6 +35,8 @@ async def test_a_writer_that_waits_no_more_keeps_no_place(pool_dev: dev.Dev, end
 
 
 async def test_a_writer_that_waits_gets_space_that_becomes_free(pool_dev: dev.Dev) -> None:
+    (server,) = pool_dev.servers
+    server.store.limits = Limits.none()
     chain = keys("full", 16)
     config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
     async with pool_dev.pool() as reader, pool_dev.pool(config) as writer:
@@ -41,6 +45,5 @@ async def test_a_writer_that_waits_gets_space_that_becomes_free(pool_dev: dev.De
             write = asyncio.ensure_future(
                 writer.write(NAMESPACE, keys("new", 1), [bytes(1 << 20)], timeout=20)
             )
-            (server,) = pool_dev.servers
             await eventually(lambda: bool(server._context._waiting_for_space))
         assert await write == [WriteStatus.STORED]
