@@ -51,6 +51,15 @@ class MasterConfig(_Section, frozen=True):
     #: Time for which the master keeps the record of a lost server. If the server comes back before,
     #: its blocks are found again at once.
     forget_s: Seconds = 600.0
+    #: Servers that have a record, lost ones included. At the limit the server that has been lost
+    #: for the longest time is forgotten; if none is lost, a new one is refused.
+    servers_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
+    #: The same for servers that register from one address. Raise it if servers of several hosts
+    #: reach the master through one address.
+    servers_per_host_max: Annotated[int, Meta(ge=1, le=4096)] = 64
+    #: Blocks in the map; each takes some 100 to 150 bytes of the master's memory. Servers of one
+    #: address may use half of it. Blocks beyond the limit are not listed, so nobody finds them.
+    blocks_max: Annotated[int, Meta(ge=1)] = 50_000_000
     #: Host and port for metrics, health and readiness over HTTP, usually 127.0.0.1:7452. Empty, the
     #: default: no HTTP server, because several masters may share a host.
     http: str = ""

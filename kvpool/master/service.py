@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
-from kvpool.errors import BadMessage, Unauthenticated
+from kvpool.errors import BadMessage, Overloaded, Unauthenticated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
@@ -44,7 +44,13 @@ class Master:
         self._config = config
         self._network = network
         if directory is None:
-            directory = Directory(timeout_s=config.timeout_s, forget_s=config.forget_s)
+            directory = Directory(
+                timeout_s=config.timeout_s,
+                forget_s=config.forget_s,
+                servers_max=config.servers_max,
+                servers_per_host_max=config.servers_per_host_max,
+                blocks_max=config.blocks_max,
+            )
         self.directory = directory
         self._hints = HintLog()
         self._listener: Listener | None = None
@@ -183,7 +189,12 @@ class Master:
             token=m.token,
             kept=m.kept,
             sequence=m.sequence,
+            blocks_max=m.blocks_max,
+            caller=caller,
         )
+        if refusal is not None and refusal.full:
+            self._log_refusal("too many servers", "", caller, (), m.addresses)
+            raise Overloaded(refusal.problem)
         if refusal is not None:
             self._log_refusal("server id is taken", m.server, caller, refusal.holder, m.addresses)
             return wire.Registered(
@@ -225,34 +236,35 @@ class Master:
     def _announce(self, m: wire.Announce) -> wire.Announced:
         changes = _all_checked(m.changes)
         check = self.directory.check_sequence(m.server, m.epoch, m.sequence)
-        if check is SequenceCheck.NEXT:
-            for change in changes:
-                self._apply(m.server, *change)
-        return wire.Announced(check is not SequenceCheck.GAP)
+        unlisted = self._apply(m.server, changes) if check is SequenceCheck.NEXT else 0
+        return self._announced(m.server, check, unlisted)
 
     def _inventory(self, m: wire.Inventory) -> wire.Announced:
         changes = _all_checked(m.changes)
         check = self.directory.check_piece(m.server, m.epoch, m.sequence, m.piece, last=m.last)
+        unlisted = 0
         if check is SequenceCheck.NEXT:
-            for change in changes:
-                self._apply(m.server, *change)
+            unlisted = self._apply(m.server, changes)
             if m.last:
                 gone = self.directory.end_inventory(m.server)
                 log.info("inventory is complete", server=m.server, pieces=m.piece + 1, gone=gone)
-        return wire.Announced(check is not SequenceCheck.GAP)
+        return self._announced(m.server, check, unlisted)
 
-    def _apply(
-        self,
-        server: str,
-        change: wire.BlockChanges,
-        namespace: Namespace,
-        digests: tuple[bytes, ...],
-        status: ReadStatus,
-    ) -> None:
-        if status is ReadStatus.HIT:
-            self.directory.stored(server, namespace, change.part, change.tier, digests)
-        else:
-            self.directory.removed(server, namespace, change.part, digests, status)
+    def _apply(self, server: str, changes: Sequence[_Checked]) -> int:
+        """Apply changes in order; returns for how many blocks the map has no room."""
+        unlisted = 0
+        for change, namespace, digests, status in changes:
+            if status is ReadStatus.HIT:
+                listed = self.directory.within_limits(server, namespace, change.part, digests)
+                self.directory.stored(server, namespace, change.part, change.tier, listed)
+                unlisted += len(digests) - len(listed)
+            else:
+                self.directory.removed(server, namespace, change.part, digests, status)
+        return unlisted
+
+    def _announced(self, server: str, check: SequenceCheck, unlisted: int) -> wire.Announced:
+        problem = self.directory.limit_reached(server) if unlisted else ""
+        return wire.Announced(check is not SequenceCheck.GAP, unlisted, problem)
 
     # --- from clients ------------------------------------------------------------------
 
@@ -320,6 +332,7 @@ def _from_anyone(answer: Callable[[M], wire.Message]) -> Callable[[M, str], wire
     return lambda message, caller: answer(message)
 
 
+#: A change, its namespace, its digests and its status.
 _Checked: TypeAlias = tuple[wire.BlockChanges, Namespace, tuple[bytes, ...], ReadStatus]
 
 

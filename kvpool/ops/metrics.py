@@ -32,7 +32,9 @@ from kvpool.server.block_server import BlockServer
 from kvpool.types import Figure, Member, ServerStats, TierUsage
 
 #: Of a server's counters, those that go up and down.
-_LEVELS: Final = frozenset(("connections", "quarantined", "sessions", "announced_bytes"))
+_LEVELS: Final = frozenset(
+    ("connections", "quarantined", "sessions", "announced_bytes", "unlisted_blocks")
+)
 #: Counters come from servers over the wire; what could be no name of ours is left out.
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_total)")
 

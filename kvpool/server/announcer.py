@@ -41,6 +41,8 @@ _PIECE_STEPS: Final = 8
 _NEWS_GAP_S: Final = 0.005
 #: Seconds between two inventories to a master whose map differs after each of them.
 _RESYNC_DELAY_MAX_S: Final = 60.0
+#: Seconds after which a master that could not list all blocks gets the inventory again.
+_RELIST_AFTER_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,9 @@ class Announcer:
         self._urgent = asyncio.Event()  # a caller waits, or a block has left
         self._marks: deque[_Mark] = deque()
         self._comparable_from = 0  # what an inventory of a moment says is in no mark before this
+        #: Blocks that this master does not list, because its map is full.
+        self.unlisted = 0
+        self._relist_at = 0.0
         self._differences_in_row = 0
         self._resync_not_before = 0.0
         #: How often this master's map was not what the server held.
@@ -220,7 +225,10 @@ class Announcer:
         """Send a numbered message until it is answered: whether the master has applied it."""
         while self._state is not AnnouncerState.UNREGISTERED:
             try:
-                return (await self._request(message, wire.Announced)).applied
+                announced = await self._request(message, wire.Announced)
+                if announced.unlisted:
+                    self._not_listed(announced)
+                return announced.applied
             except DeadlineExceeded as error:
                 self._not_answered(error)
         raise Unavailable("too many changes are queued for this master: it gets an inventory")
@@ -239,6 +247,7 @@ class Announcer:
                 self._store.backing.allocator.capacity,
                 self._sequence,
                 identity.kept,
+                self._store.blocks_max,
             ),
             wire.Registered,
         )
@@ -246,6 +255,7 @@ class Announcer:
             raise self._id_is_taken(registered, asked_at)
         self._refused_at = None
         self._hints_heard = registered.hints_heard
+        self.unlisted = 0
         # A master never goes back, so this server has to go on from its number.
         self._sequence = max(self._sequence, registered.sequence)
 
@@ -383,10 +393,24 @@ class Announcer:
             self._next_heartbeat = now
         if reply.sequence > self._sequence:
             raise Unavailable(f"the master counts {reply.sequence} messages of {self._sequence}")
-        if reply.differs and held is not None:
+        if self.unlisted and now >= self._relist_at:
+            self._unregister()
+        elif reply.differs and held is not None:
             self._map_differs(held, reply)
         elif held is not None:
             self._differences_in_row = 0
+
+    def _not_listed(self, announced: wire.Announced) -> None:
+        """Readers do not find these blocks through this master: try again after a while."""
+        if not self.unlisted:
+            self._relist_at = self._loop.time() + _RELIST_AFTER_S
+            log.warning(
+                "a master does not list all blocks",
+                master=self._link.address,
+                why=announced.problem,
+                again_in_s=_RELIST_AFTER_S,
+            )
+        self.unlisted += announced.unlisted
 
     def _comparable(self) -> MapFingerprint | None:
         """What the server held when the last change that the master has applied was made.
@@ -396,7 +420,7 @@ class Announcer:
         """
         while len(self._marks) > 1 and self._marks[1].position <= self._acknowledged:
             self._marks.popleft()
-        streaming = self._state is AnnouncerState.STREAMING
+        streaming = self._state is AnnouncerState.STREAMING and not self.unlisted
         if not streaming or not self._marks or self._acknowledged < self._comparable_from:
             return None
         mark = self._marks[0]

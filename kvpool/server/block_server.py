@@ -236,6 +236,7 @@ class BlockServer:
             counters={
                 **context.counters,
                 "connections": len(context.connections),
+                "unlisted_blocks": sum(one.unlisted for one in context.announcers),
                 "map_differences": sum(one.differences for one in context.announcers),
                 "evicted_blocks": store.evicted,
                 "evicted_bytes": store.evicted_bytes,

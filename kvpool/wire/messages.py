@@ -233,7 +233,8 @@ class ServerMessage(Message, frozen=True):
 class Register(ServerMessage, frozen=True, omit_defaults=True):
     """With `sequence`, the number of the last announcement that this process has sent.
 
-    `kept` says that the next process of this server will have the same token.
+    `kept` says that the next process of this server will have the same token. `blocks_max` is the
+    number of blocks that its memory can hold; 0: as many of 4 KiB as `capacity` has room for.
     """
 
     host: Name
@@ -242,6 +243,7 @@ class Register(ServerMessage, frozen=True, omit_defaults=True):
     capacity: Annotated[int, Meta(ge=1, lt=2**48)]
     sequence: SequenceNumber = 0
     kept: bool = False
+    blocks_max: Count = 0
 
 
 class Registered(Message, frozen=True, omit_defaults=True):
@@ -319,10 +321,15 @@ class Inventory(ServerMessage, frozen=True):
     changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
 
 
-class Announced(Message, frozen=True):
-    """False: there is a gap, send the inventory."""
+class Announced(Message, frozen=True, omit_defaults=True):
+    """False: there is a gap, send the inventory.
+
+    For `unlisted` blocks of this message the map has no room; `problem` is the limit.
+    """
 
     applied: bool
+    unlisted: Count = 0
+    problem: Text = ""
 
 
 # --- control plane: client to master ---------------------------------------------------

@@ -634,3 +634,83 @@ def test_only_maps_of_the_same_moment_are_compared() -> None:
     assert not directory.differs("s", 1, 1, *nothing)
     assert not directory.differs("s", 2, 0, *nothing)
     assert not directory.differs("nobody", 1, 0, *nothing)
+
+
+def at(directory: Directory, caller: str, server: str, now: float = 0.0) -> Refusal | None:
+    return directory.register(server, 1, HOST, [], ["dram"], 1 << 40, now, caller=caller)
+
+
+def test_the_servers_of_one_address_are_limited_and_lost_ones_make_room() -> None:
+    directory = Directory(servers_max=5, servers_per_host_max=3)
+    for number in range(3):
+        assert at(directory, "10.0.0.1", f"s{number}", now=number) is None
+    refusal = at(directory, "10.0.0.1", "s3")
+    assert refusal is not None
+    assert refusal.full
+    assert "3 servers are registered from 10.0.0.1" in refusal.problem
+    assert "master.servers_per_host_max" in refusal.problem
+    assert at(directory, "10.0.0.1", "s1") is None  # it is registered already
+    assert at(directory, "10.0.0.2", "t0") is None
+    directory.leave("s2", 1)
+    directory.leave("s0", 1)
+    assert at(directory, "10.0.0.1", "s3") is None  # in the place of s0, which was lost for longer
+    assert {member.server for member in directory.members(3.0)} == {"s1", "s2", "s3", "t0"}
+    assert at(directory, "10.0.0.3", "u0") is None  # five in all
+    assert at(directory, "10.0.0.4", "v0") is None  # in the place of s2
+    refusal = at(directory, "10.0.0.5", "w0")
+    assert refusal is not None
+    assert "5 servers are registered, the limit (master.servers_max)" in refusal.problem
+    directory.check()
+
+
+def listed(directory: Directory, server: str, digests: list[bytes]) -> int:
+    """Announce blocks as the master does; returns how many were listed."""
+    within = directory.within_limits(server, ONE, 0, digests)
+    directory.stored(server, ONE, 0, 0, within)
+    return len(within)
+
+
+def test_a_server_lists_as_many_blocks_as_it_can_hold() -> None:
+    directory, chain = Directory(), keys("c", 9)
+    assert directory.register("s", 1, HOST, [], ["dram"], 1, 0.0, blocks_max=5) is None
+    assert listed(directory, "s", chain[:4]) == 4
+    assert listed(directory, "s", chain[:4] + chain[5:8]) == 5  # the same ones, and one more
+    assert listed(directory, "s", chain[8:]) == 0
+    assert "'s' has 5 blocks" in directory.limit_reached("s")
+    directory.removed("s", ONE, 0, chain[:2], ReadStatus.EVICTED)
+    assert listed(directory, "s", chain[:1]) == 1
+    assert directory.register("t", 1, HOST, [], ["dram"], 3 * 4096 + 1, 0.0) is None
+    assert listed(directory, "t", chain) == 3
+    directory.check()
+
+
+def test_a_full_map_and_the_share_of_one_address() -> None:
+    directory, digests = Directory(blocks_max=10), keys("c", 30)
+    for caller, server in (("a", "a0"), ("a", "a1"), ("b", "b0"), ("c", "c0")):
+        assert at(directory, caller, server) is None
+    assert listed(directory, "a0", digests[:4]) == 4
+    assert listed(directory, "b0", digests[4:6]) == 2
+    assert listed(directory, "a1", digests[6:9]) == 1
+    assert "the servers at a have 5 blocks" in directory.limit_reached("a1")
+    assert listed(directory, "b0", digests[9:12]) == 3
+    assert listed(directory, "c0", digests[12:]) == 0
+    assert directory.limit_reached("c0") == "this map has 10 blocks, the limit (master.blocks_max)"
+    directory.leave("a0", 1)
+    listed(directory, "c0", digests[12:])  # this forgets the server that has left
+    while directory.sweep():
+        pass
+    assert listed(directory, "c0", digests[12:]) == 4
+    directory.check()
+
+
+def test_an_inventory_at_the_limit_lists_again_what_was_listed() -> None:
+    directory, chain = Directory(blocks_max=6), keys("c", 6)
+    assert at(directory, "a", "s") is None
+    assert at(directory, "b", "t") is None
+    assert listed(directory, "s", chain[:3]) == 3
+    assert listed(directory, "t", chain[3:]) == 3
+    assert directory.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
+    assert listed(directory, "s", chain[:3]) == 3
+    directory.end_inventory("s")
+    assert prefix(directory, chain) == 6
+    directory.check()

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from kvpool import ClientConfig, Pool, WriteStatus, dev
-from kvpool.errors import LinkBroken, PeerError, Unauthenticated, Unavailable
+from kvpool.errors import LinkBroken, Overloaded, PeerError, Unauthenticated, Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Channel, Link, WriteOptions
 from kvpool.types import ROOT, Cluster, ReadStatus, ServerStats, WriteBlock
 from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
-from tests.conftest import CHAIN, NAMESPACE, buffers, keys, values
+from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, keys, values
 from tests.support.raw_peers import KEYS, REGISTER, TOKEN, ask, frame
 
 # --- servers that lie ---------------------------------------------------------------------
@@ -128,6 +128,49 @@ async def test_a_map_that_is_wrong_for_any_reason(watched: dev.Dev, damage: str)
         assert found.length == len(CHAIN)
         assert {replica.tier for run in found.runs for replica in run.replicas} == {"dram"}
         assert (await pool.match(NAMESPACE, keys("made up", 2))).length == 0
+
+
+async def test_made_up_servers_and_blocks_are_bounded(
+    link: Link, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Servers of one address, and the blocks of one server by the memory that it registered."""
+    accepted = 0
+    for number in range(100):
+        liar = msgspec.structs.replace(REGISTER, server=f"liar-{number:03}")
+        with contextlib.suppress(Overloaded):
+            accepted += (await ask(link, liar, wire.Registered)).accepted
+    assert accepted == 63  # and the real one
+    with pytest.raises(Overloaded, match=re.escape("master.servers_per_host_max")):
+        await ask(link, liar, wire.Registered)
+    found = 0
+    for sequence in range(1, 11):  # 1 MiB has room for 256 blocks of 4 KiB
+        many = {**KEYS, "digests": os.urandom(32 * 1024)}
+        changes = [wire.BlockChanges(**many, part=0, tier=0, status=0)]
+        answer = await ask(
+            link, wire.Announce("liar-000", 7, TOKEN, sequence, changes), wire.Announced
+        )
+        assert answer.applied
+        assert answer.unlisted == (768 if sequence == 1 else 1024)
+        assert "'liar-000' has 256 blocks" in answer.problem
+    found = (await ask(link, wire.Members(), wire.MembersReply)).blocks
+    assert found == 256 + len(CHAIN)
+    assert (await ask(link, wire.Leave("liar-001", 7, TOKEN), wire.HeartbeatReply)).known
+    assert (await ask(link, liar, wire.Registered)).accepted  # in its place
+
+
+async def test_a_server_whose_blocks_are_not_all_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told, its other blocks stay, and all are there when the map has room."""
+    monkeypatch.setattr("kvpool.server.announcer._RELIST_AFTER_S", 0.5)
+    async with dev.serve("16MiB") as running, running.pool() as pool:
+        directory, (server,) = running.master.directory, running.servers
+        directory.blocks_max, chain = 8, keys("many", 6)
+        await pool.write(NAMESPACE, chain, values(chain))
+        assert (await pool.match(NAMESPACE, chain)).length == 4
+        assert server.stats(0.0).counters["unlisted_blocks"] == 2
+        directory.blocks_max = 100
+        await eventually(lambda: directory.match(NAMESPACE, chain).length == 6)
+        assert server.stats(0.0).counters["unlisted_blocks"] == 0
+        assert server.stats(0.0).counters["map_differences"] == 0
 
 
 async def test_servers_that_say_too_much_of_themselves(watched: dev.Dev, link: Link) -> None:

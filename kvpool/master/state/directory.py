@@ -8,8 +8,8 @@ count as reachable, never which bytes are right. (design: announcements, invento
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
 
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, entry_hash, location_seed
@@ -37,6 +37,8 @@ from kvpool.types import (
 )
 
 #: From digest to the `BlockLocations.id` of the block's locations.
+#: Assumed size of the smallest block of a server that says nothing about it.
+_BLOCK_SIZE: Final = 4096
 Blocks: TypeAlias = PiecewiseDict[bytes, int]
 
 
@@ -48,10 +50,20 @@ class Directory:
     """
 
     def __init__(
-        self, *, timeout_s: float = 3.0, forget_s: float = 600.0, tombstones_max: int = 65_536
+        self,
+        *,
+        timeout_s: float = 3.0,
+        forget_s: float = 600.0,
+        tombstones_max: int = 65_536,
+        servers_max: int = 1024,
+        servers_per_host_max: int = 64,
+        blocks_max: int = 50_000_000,
     ) -> None:
         self.timeout_s = timeout_s
         self.forget_s = forget_s
+        self.servers_max = servers_max
+        self.servers_per_host_max = servers_per_host_max
+        self.blocks_max = blocks_max
         self.tombstones = Tombstones(tombstones_max)
         self._servers: dict[str, ServerRecord] = {}
         self._blocks: PiecewiseDict[Namespace, Blocks] = PiecewiseDict()
@@ -86,12 +98,15 @@ class Directory:
         token: bytes = b"",
         kept: bool = False,
         sequence: int = 0,
+        blocks_max: int = 0,
+        caller: str = "",
     ) -> Refusal | None:
         """Add a server; the reason when another one has its id. (design: server-identity)
 
         The same epoch is the same process: it keeps its record and its blocks. A new epoch is a
         restarted server: it has no blocks until its inventory arrives, whose number follows
-        `sequence`, the last one that this process has sent.
+        `sequence`, the last one that this process has sent. `blocks_max` is how many blocks its
+        memory can hold; 0: as many of 4 KiB as `capacity` has room for.
         """
         record = self._servers.get(server)
         if record is not None:
@@ -105,6 +120,10 @@ class Directory:
             record.sequence = max(record.sequence, sequence)
             self._set_alive(record, True)
             return None
+        if record is None:
+            refusal = self._make_room_for_server(caller)
+            if refusal is not None:
+                return refusal
         inventory = ServerInventory(server)
         added = ServerRecord(
             server,
@@ -118,6 +137,8 @@ class Directory:
             token=token,
             kept=kept,
             sequence=sequence,
+            blocks_max=blocks_max or max(1, capacity // _BLOCK_SIZE),
+            caller=caller,
         )
         if record is not None:
             self._retire_all(record)
@@ -204,8 +225,7 @@ class Directory:
         for record in list(self._servers.values()):
             silent_s = now - record.last_seen
             if silent_s >= self.forget_s:
-                del self._servers[record.server]
-                self._retire_all(record)
+                self._forget(record)
             elif silent_s >= self.timeout_s:
                 self._set_alive(record, False)
 
@@ -264,6 +284,48 @@ class Directory:
         for inventory in replaced:
             self._retire(inventory)
         return sum(inventory.blocks for inventory in replaced)
+
+    def within_limits(
+        self, server: str, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> Sequence[bytes]:
+        """The first of the `digests` for which there is room, and those that are listed already.
+
+        Where there is none, servers that are lost make room: their blocks are swept step by step,
+        so it is there a little later. (design: bounded-map)
+        """
+        record = self._servers[server]
+        room = self._room(record, len(digests))
+        if room >= len(digests):
+            return digests
+        if self._count >= self.blocks_max // 2:
+            self._forget_lost(lambda one: one.inventory.blocks > 0)
+        blocks = self._blocks.get(namespace)
+        listed = []
+        for digest in digests:
+            held = self._held(blocks, digest)
+            if held is not None and any(
+                one.inventory.server == server and one.part == part for one in held.locations
+            ):
+                listed.append(digest)
+            elif room > 0:
+                room -= 1
+                listed.append(digest)
+        return listed
+
+    def limit_reached(self, server: str) -> str:
+        """Why blocks of this server are not listed: the limit, and its setting."""
+        record = self._servers[server]
+        if record.inventory.blocks >= record.blocks_max:
+            return (
+                f"{server!r} has {record.blocks_max} blocks in this map, as many as fit into the "
+                "memory that it registered"
+            )
+        if self._count < self.blocks_max:
+            return (
+                f"the servers at {record.caller} have {self._blocks_of(record.caller)} blocks in "
+                f"this map, and half of master.blocks_max ({self.blocks_max}) is the limit"
+            )
+        return f"this map has {self._count} blocks, the limit (master.blocks_max)"
 
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
@@ -540,6 +602,48 @@ class Directory:
                 lasting=True,
             )
         return None
+
+    def _make_room_for_server(self, caller: str) -> Refusal | None:
+        """Forget a lost server if there are too many; the reason when none is lost."""
+        records = self._servers.values()
+        here = sum(record.caller == caller for record in records) if caller else 0
+        if here >= self.servers_per_host_max and not self._forget_lost(
+            lambda record: record.caller == caller
+        ):
+            problem = (
+                f"{here} servers are registered from {caller}, the limit "
+                "(master.servers_per_host_max)"
+            )
+            return Refusal(problem, (), 0.0, full=True)
+        full = len(self._servers) >= self.servers_max
+        if full and not self._forget_lost(lambda record: True):
+            problem = f"{self.servers_max} servers are registered, the limit (master.servers_max)"
+            return Refusal(problem, (), 0.0, full=True)
+        return None
+
+    def _forget_lost(self, wanted: Callable[[ServerRecord], bool]) -> bool:
+        """Forget the `wanted` server that has been lost for the longest time, if there is one."""
+        lost = [one for one in self._servers.values() if not one.alive and wanted(one)]
+        if not lost:
+            return False
+        self._forget(min(lost, key=lambda record: record.last_seen))
+        return True
+
+    def _forget(self, record: ServerRecord) -> None:
+        del self._servers[record.server]
+        self._retire_all(record)
+
+    def _room(self, record: ServerRecord, wanted: int) -> int:
+        """How many of the `wanted` blocks may be listed for this server; perhaps more."""
+        room = min(record.blocks_max - record.inventory.blocks, self.blocks_max - self._count)
+        half = self.blocks_max // 2
+        if record.caller and self._count + wanted > half:  # else no host can have more
+            room = min(room, half - self._blocks_of(record.caller))
+        return max(0, room)
+
+    def _blocks_of(self, caller: str) -> int:
+        """Blocks that the servers at one address have in this map."""
+        return sum(one.inventory.blocks for one in self._servers.values() if one.caller == caller)
 
     def _retire(self, inventory: ServerInventory) -> None:
         """Its blocks are not readable any more, and are to be swept if there are any."""

@@ -32,6 +32,7 @@ class Refusal(NamedTuple):
     holder: tuple[str, ...]
     heard_s: float
     lasting: bool = False
+    full: bool = False  # the id is free, but there is no room for another server
 
 
 class SequenceCheck(enum.Enum):
@@ -81,6 +82,8 @@ class ServerRecord:
     last_seen: float
     inventory: ServerInventory
     token: bytes = field(default=b"", repr=False)
+    caller: str = ""  # the address of the host that it registered from
+    blocks_max: int = 0  # that its memory can hold
     kept: bool = False  # the next process of this server will have the same token
     #: Of earlier processes of this server, whose last messages may still arrive.
     former_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=_FORMER_EPOCHS))

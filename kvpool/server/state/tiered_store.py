@@ -443,6 +443,12 @@ class TieredStore:
         return entries
 
     @property
+    def blocks_max(self) -> int:
+        """How many blocks fit, if each is as small as an extent can be."""
+        allocators = [store.allocator for store in self.stores]
+        return sum(one.capacity // one.rounded(1) for one in allocators)
+
+    @property
     def fingerprint(self) -> MapFingerprint | None:
         """Of the blocks that readers find here, and where, when all changes are announced.
 
