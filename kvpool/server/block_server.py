@@ -240,6 +240,8 @@ class BlockServer:
                 "map_differences": sum(one.differences for one in context.announcers),
                 "evicted_blocks": store.evicted,
                 "evicted_bytes": store.evicted_bytes,
+                "moved_blocks": context.compactor.moved_blocks,
+                "moved_bytes": context.compactor.moved_bytes,
                 "quarantined": front.quarantined,
                 **base.hint_counters,
             },

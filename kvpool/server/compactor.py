@@ -16,7 +16,7 @@ from kvpool.protocols import Addressable
 from kvpool.server.state.clearing import Clearing, Move
 from kvpool.server.state.store import Store
 
-#: Moved in one turn of the loop. Larger blocks are copied by a thread.
+#: Moved in one turn of the loop, at most.
 _BLOCKS_MAX: Final = 64
 _INLINE_MAX: Final = 1 << 20
 #: A block that a reader has pinned is tried again after so long.
@@ -36,6 +36,8 @@ class Compactor:
         self._store = store
         self._memory = memory
         self._on_change = on_change
+        #: Larger blocks are copied by a thread.
+        self.inline_max = _INLINE_MAX
         self.moved_blocks = 0
         self.moved_bytes = 0
         store.in_steps = True
@@ -83,7 +85,7 @@ class Compactor:
         self.moved_bytes += size
         source = self._memory.view(move.entry.offset, size)
         target = self._memory.view(move.target, size)
-        if size <= _INLINE_MAX:
+        if size <= self.inline_max:
             target[:] = source
             return
         copying = asyncio.get_running_loop().run_in_executor(None, _copy, target, source)

@@ -38,6 +38,8 @@ _ANNOUNCER = "kvpool.server.announcer"
 _STREAMS = "kvpool_transports.streams.stream"
 _SERVING = "kvpool_transports.streams.server"
 _MAPPED = "kvpool_transports.streams.mapped_channel"
+_CLEARING = "kvpool.server.state.clearing"
+_COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
 _FORMAT = "kvpool_tiers.nvme.format"
@@ -45,6 +47,34 @@ _NAMESPACES = "kvpool_tiers.nvme.namespaces"
 
 BUGS: Sequence[Bug] = (
     # --- the server's memory
+    Bug(
+        "moved-before-it-is-copied",
+        "G1",
+        _COMPACTOR,
+        """\
+                await self._copy(moves[0])
+                clearing.move_done(moves.popleft(), good=True)""",
+        """\
+                clearing.move_done(moves[0], good=True)
+                await self._copy(moves.popleft())""",
+    ),
+    Bug(
+        "range-given-up-stays-fenced",
+        "G3",
+        _CLEARING,
+        """\
+            self._store.clearing = None
+            self._allocator.lift_fence()""",
+        "            self._store.clearing = None",
+    ),
+    Bug(
+        "range-is-never-given-up",
+        "G5",
+        _COMPACTOR,
+        "        if clearing is not None and clearing.owner == owner:\n            clearing.abandon()",
+        "        if clearing is not None and clearing.owner == owner and clearing.over:\n"
+        "            clearing.abandon()",
+    ),
     Bug(
         "evict-pinned",
         "G4",
@@ -643,6 +673,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "inventory-merged-not-replaced": 6,
     "stall-credits-the-future": 6,
     "base-evicts-alone": 6,
+    "range-is-never-given-up": 5,
     "quarantine-never-ends": 9,
     "inventory-begins-again": 9,
     "skip-checksum": 13,

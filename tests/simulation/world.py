@@ -272,6 +272,8 @@ class World:
             secret=node.name.encode() if plan.kept_secrets else b"",
             keeps_secret=plan.kept_secrets,
         )
+        if plan.copy_s > 0.001:
+            server._context.compactor.inline_max = 0  # moves take time, as those of large blocks
         truth.life_began(life)
         base = stores[-1]
         if isinstance(base, WatchedDiskStore):
@@ -376,6 +378,8 @@ class World:
                     f"{store.pins} pins, {store.reservations} reservations, "
                     f"{store.quarantined} extents in quarantine remain"
                 )
+            if store.clearing is not None or store.move_targets:
+                return f"{node.name}: {store.clearing!r} is left, and nobody needs it"
             if node.tiers is not None and (problem := node.tiers.first_problem()) is not None:
                 return f"{node.name}: {problem}"
         for master in self.masters:
