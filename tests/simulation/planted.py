@@ -71,7 +71,8 @@ BUGS: Sequence[Bug] = (
         "range-is-never-given-up",
         "G5",
         _COMPACTOR,
-        "        if clearing is not None and clearing.owner == owner:\n            clearing.abandon()",
+        "        if clearing is not None and clearing.owner == owner:\n"
+        "            clearing.abandon()",
         "        if clearing is not None and clearing.owner == owner and clearing.over:\n"
         "            clearing.abandon()",
     ),
