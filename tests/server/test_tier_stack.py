@@ -300,9 +300,10 @@ async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
     async with tiered.pool() as pool:
         disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
         for outage in range(2):
-            disk.error = "ENOSPC: No space left on device"
+            disk.error = f"ENOSPC: No space left on device, outage {outage}"
             await write(pool, keys(f"outage {outage}", 4))
             await eventually(lambda: stack.read_only)
+            assert disk.error in mover.usage(0.0)[1].status_text
             await eventually(lambda: mover._retry.failures >= 2, within_s=10)
             disk.error = ""
             await eventually(lambda: not stack.read_only, within_s=10)
@@ -311,6 +312,20 @@ async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
             disk.error = "EIO: Input/output error"
             await write(pool, keys(f"one {outage}", 1))
             await asyncio.sleep(0.15)
+            disk.error = ""
+            await saved(tiered)
+            assert not stack.read_only
+
+
+async def test_writes_that_fail_now_and_then_are_no_outage(tiered: dev.Dev) -> None:
+    (server,) = tiered.servers
+    stack, nvme, mover = server.stack, server.tiers[1], server._context.mover
+    async with tiered.pool() as pool:
+        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
+        for number in range(12):
+            disk.error, before = "EIO: Input/output error", mover.usage(0.0)[1].failures
+            await write(pool, keys(f"one {number}", 1))
+            await eventually(lambda before=before: mover.usage(0.0)[1].failures > before)
             disk.error = ""
             await saved(tiered)
             assert not stack.read_only

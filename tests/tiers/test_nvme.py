@@ -856,6 +856,24 @@ async def test_the_number_of_a_lost_namespace_is_used_again_without_its_blocks()
 
 
 @pytest.mark.usefixtures("three_namespaces")
+@pytest.mark.parametrize("copy", range(COPIES))
+async def test_a_copy_whose_write_was_lost_is_the_older_one(copy: int) -> None:
+    """Also if the other one was written by a later process."""
+    disk, records = await file_of_namespaces(3, 60)
+    others = {one for one in records if one.namespace.name != "model/0"}
+    _, tier = await found(disk)
+    await tier.erase([one.offset for one in records - others])
+    page = slice(Geometry.namespace(0, copy), Geometry.namespace(0, copy) + PAGE)
+    before = disk.bytes[page]
+    fresh = record(100 * PAGE, PAGE, 500, Namespace("new"))
+    await write(tier, fresh)
+    disk.bytes[page] = before
+    kept, tier = await found(disk)
+    assert kept == others | {fresh}
+    assert "1 pages mended" in tier.status_text
+
+
+@pytest.mark.usefixtures("three_namespaces")
 @pytest.mark.parametrize("torn", [0, 512, PAGE - 512, PAGE])
 @pytest.mark.parametrize("writes", range(5))
 async def test_a_crash_while_a_namespace_is_written_costs_nothing(writes: int, torn: int) -> None:
