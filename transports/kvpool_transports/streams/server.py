@@ -157,6 +157,7 @@ class StreamSession:
         finally:
             self._strangers.left(self.stream)
             self.stream.abort()
+            self._connection = None  # its peer refers to this session (design: garbage-collection)
 
     async def _serve(self) -> Connection | None:
         """Serve until the connection ends. Returns it if its client may still write to our
