@@ -7,12 +7,18 @@ cost (`trials.py`). In the others several faults happen at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
+from kvpool.errors import KvpoolError
+from kvpool.types import BATCH_BLOCKS_MAX, Cluster
+from kvpool.wire.messages import Read, Reserve, pack_parents
+from kvpool_transports.streams import Stream, requests
 from tests.chaos.client import ClientNode
 from tests.chaos.cluster import Node, ProcessCluster
+from tests.chaos.load import BlockSet, block_sets
 from tests.chaos.proxy import Proxy
 from tests.chaos.report import SETTLE_S, ChaosReport
 from tests.chaos.trials import Trials
@@ -60,6 +66,7 @@ class ProcessNemesis:
             self._degrade_link,
             self._cut_link,
             self._storm,
+            self._hoard,
         ]
 
     async def run(self, seconds: float) -> None:
@@ -187,6 +194,47 @@ class ProcessNemesis:
         for client in self._clients:
             client.storm(int(self._storm_size / len(self._clients) * self._rng.uniform(1, 3)))
         await asyncio.sleep(2)
+
+    async def _hoard(self) -> None:
+        """Strangers pin or reserve all that a server gives them, and do nothing more."""
+        name = self._rng.choice(sorted(self._cluster.servers))
+        writes = self._rng.random() < 0.5
+        block_set = self._rng.choice(block_sets(self._report.seed))
+        streams: list[Stream] = []
+        with self._report.incident(self._loop.time, "hoard", name):
+            for number in range(self._rng.choice([1, 4, 16])):
+                with contextlib.suppress(KvpoolError, OSError):  # the server may be frozen or dead
+                    digests = block_set.digests[:BATCH_BLOCKS_MAX]
+                    if writes:
+                        digests = [digest[:-1] + bytes([number]) for digest in digests]
+                    streams.append(await self._stranger(name, block_set, digests, writes=writes))
+            await asyncio.sleep(self._rng.choice(_FREEZES_S))
+            for stream in streams:
+                stream.abort()
+
+    async def _stranger(
+        self, name: str, block_set: BlockSet, digests: Sequence[bytes], *, writes: bool
+    ) -> Stream:
+        host, _, port = self._cluster.addresses[name].rpartition(":")
+        deadline = self._loop.time() + 1
+        async with asyncio.timeout_at(deadline):
+            _, stream = await self._loop.create_connection(Stream, host, int(port))
+        try:
+            await requests.handshake(
+                stream, cluster=Cluster(), client="stranger", server="", deadline=deadline
+            )
+            keys = (block_set.namespace.name, 1, len(digests[0]), b"".join(digests), 0)
+            sizes = [block_set.payload.size] * len(digests)
+            message = (
+                Reserve(*keys, pack_parents([b""] * len(digests), len(digests[0])), sizes, 60.0)
+                if writes
+                else Read(*keys, sizes)
+            )
+            await stream.send(message, deadline=deadline)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
 
 
 def _name(node: Node) -> str:

@@ -218,13 +218,6 @@ BUGS: Sequence[Bug] = (
         "        elif now - self._sampled_at >= STALLED_S:\n",
         "        elif now - self._sampled_at >= STALLED_S * 1e6:\n",
     ),
-    Bug(
-        "taken-back-pins-are-trusted",
-        "G1",
-        _MAPPED,
-        "                if options.verify and got == pinned.checksums:\n",
-        "                if not options.verify or got == pinned.checksums:\n",
-    ),
     # --- writing
     Bug(
         "seal-unwritten",
@@ -700,6 +693,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "one-copy-of-a-namespace": 16,
     "next-outage-begins-with-the-longest-delay": 83,
     "unwritten-blocks-are-forgotten": 17,
+    "stalled-clients-stay": 16,
     "hanging-disk-is-waited-for": 124,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,
