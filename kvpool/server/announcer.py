@@ -398,7 +398,7 @@ class Announcer:
         elif reply.differs and held is not None:
             self._map_differs(held, reply)
         elif held is not None:
-            self._differences_in_row = 0
+            self._differences_in_row, self._resync_not_before = 0, 0.0
 
     def _not_listed(self, announced: wire.Announced) -> None:
         """Readers do not find these blocks through this master: try again after a while."""

@@ -32,10 +32,11 @@ from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, HOARD
 from tests.simulation.planted import BUGS, Bug
 from tests.simulation.truth import PROBES
 from tests.simulation.world import HistoryReport, run
+from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 
 #: What `--without` may name: kinds of fault, `disk` for the disks themselves, `contests` for
 #: writers that disagree, and `circles` for blocks that are their own ancestors.
-_PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, HOARD, "disk", "contests", "circles")
+_PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, "disk", "contests", "circles")
 #: Seeds that one process plays before it reports.
 _CHUNK: Final = 20
 #: Each planted bug must be found within this many seeds.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.simulation.platter import DISK_FAULTS, DiskFault
 from tests.simulation.stranger import Stranger
+from tests.simulation.wrong_maps import MapFaults
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
@@ -84,6 +85,9 @@ class Nemesis:
             self._kinds += [partial(self._harm_disk, fault) for fault in disk_faults]
             self._kinds += [self._cut_power] * ("power cut" in faults)
         self._kinds += [self._hoard] * (HOARD in faults)
+        maps = MapFaults(world, world.rng["maps"])
+        self._kinds += [maps.wrong_map] * ("wrong map" in faults)
+        self._kinds += [maps.impostor] * ("impostor" in faults)
         if "chop" in faults:
             self._net.conditions.piece_max = rng.choice([61, 251, 1021])
         self._net.conditions.delay_s = rng.choice([0.0003, 0.0005, 0.01])

@@ -365,6 +365,8 @@ class WatchedDirectory(Directory):
         check = super().check_piece(server, epoch, sequence, piece, last=last)
         if known is not None and known.sequence < before:
             self.truth.fail(f"G7: the directory went back from {before} to {known.sequence}")
+        if known is not None and known.sequence > before + 1:
+            self.truth.fail(f"G7: the directory jumped from {before} to {known.sequence}")
         if check is SequenceCheck.DUPLICATE:
             self.truth.probes.add("a piece of an inventory came twice")
         elif check is SequenceCheck.GAP:

@@ -8,6 +8,7 @@ from typing import Final
 
 from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, HOARD
 from tests.simulation.platter import PAGE
+from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 
 ALIGNMENT: Final = 64
 
@@ -84,6 +85,9 @@ class WorldPlan:
         plan = replace(plan, circles=circles and "circles" not in without)
         if random.Random(f"{seed}/strangers").random() < 0.4 and HOARD not in without:
             plan = replace(plan, faults=plan.faults | {HOARD})
+        rng = random.Random(f"{seed}/maps")
+        of_maps = {name for name in FAULTS_OF_MAPS if rng.random() < 0.35}
+        plan = replace(plan, faults=plan.faults | (of_maps - without))
         rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
             return plan

@@ -458,6 +458,56 @@ BUGS: Sequence[Bug] = (
         "        if record.epoch == epoch:\n            record.retry_at",
         "        if True:\n            record.retry_at",
     ),
+    # --- identities and fingerprints of maps
+    Bug(
+        "hash-ignores-removals",
+        "G7",
+        _DIRECTORY,
+        "        inventory.listed.count(digest, location_seed(namespace, part, tier), -1)\n",
+        "        inventory.listed.blocks -= 1\n",
+    ),
+    Bug(
+        "maps-compared-by-count",
+        "G7",
+        _DIRECTORY,
+        "record.syncing or listed.blocks != blocks or listed.packed() != fingerprint",
+        "record.syncing or listed.blocks != blocks",
+    ),
+    Bug(
+        "maps-never-compared",
+        "G7",
+        _ANNOUNCER,
+        "        elif reply.differs and held is not None:\n",
+        "        elif False:\n",
+    ),
+    Bug(
+        "numbers-never-compared",
+        "G7",
+        _ANNOUNCER,
+        "        if reply.sequence > self._sequence:\n",
+        "        if False:\n",
+    ),
+    Bug(
+        "identity-not-checked",
+        "G11",
+        "kvpool.master.service",
+        "            if not self.directory.belongs_to(server, message.token):\n",
+        "            if False:\n",
+    ),
+    Bug(
+        "registration-not-checked",
+        "G11",
+        _SERVER_RECORD,
+        "        return hmac.compare_digest(token, self.token)\n",
+        "        return True\n",
+    ),
+    Bug(
+        "jump-accepted",
+        "G7",
+        _SERVER_RECORD,
+        "            if piece or sequence != self.sequence + 1:\n",
+        "            if piece:\n",
+    ),
     # --- tiers
     Bug(
         "staged-without-a-look",

@@ -30,6 +30,8 @@ PROBES: Final = (
     "an announcement came twice",
     "an announcement came out of order",
     "a piece of an inventory came twice",
+    "a wrong map was mended",
+    "an impostor was refused",
     "a block was demoted to the disk",
     "a block was promoted from the disk",
     "a block left the disk while it was copied",

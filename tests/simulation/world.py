@@ -410,7 +410,7 @@ class World:
         for namespace, digest in self.catalog.every_key():
             for replica in master.master.directory.explain(namespace, [digest])[0].replicas:
                 if replica.server == node.name:
-                    known.add((namespace, digest, replica.part, ranks[replica.tier]))
+                    known.add((namespace, digest, replica.part, ranks.get(replica.tier)))
         if here != known:
             return (
                 f"{master.name} lists {len(known)} blocks of {node.name}, which holds {len(here)}: "

@@ -1,0 +1,194 @@
+"""Faults of maps and identities: a master's map is changed at random, and an impostor speaks.
+
+A map that was changed must be right again after two heartbeats and the delivery of an inventory
+(design: map-fingerprint). Nothing that an impostor sends may be accepted (design: server-identity).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from kvpool.errors import KvpoolError
+from kvpool.types import Namespace, ReadStatus, ServerStats
+from kvpool.wire import auth
+from kvpool.wire import messages as wire
+from tests.simulation.control_plane import SimNetwork
+
+if TYPE_CHECKING:
+    from tests.simulation.loop import Process
+    from tests.simulation.nodes import MasterNode, ServerNode
+    from tests.simulation.world import World
+
+FAULTS_OF_MAPS: Final = ("wrong map", "impostor")
+#: Two heartbeats, and an inventory that is delivered over the slowest network without a fault.
+HEALED_S: Final = 2 * 1.0 + 1.0
+#: A number that no server reaches.
+_FAR_AHEAD: Final = 2**62
+
+
+Parts: TypeAlias = list[tuple[Namespace, int, bytes]]
+
+
+class MapFaults:
+    """Changes maps, and judges whether they heal."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self._world = world
+        self._rng = rng
+
+    async def wrong_map(self) -> None:
+        """Some entries of one server are dropped, added or moved in the map of one master."""
+        world, rng = self._world, self._rng
+        master, node = rng.choice(world.masters), rng.choice(world.servers)
+        if not self._is_quiet(master, node):
+            return
+        assert master.master is not None
+        with world.incident("wrong map", node.name, settle_s=3.0):
+            calm = world.only_incident
+            lives = master.process, node.process, node.process.frozen_s, master.process.frozen_s
+            kind = rng.choice(["drop", "add", "move", "swap", "number"])
+            for _ in range(rng.randint(1, 4)):
+                self._change(master, node, kind)
+            struck = world.loop.now
+            while world.loop.now < struck + HEALED_S:
+                await asyncio.sleep(0.05)
+                if self._problem(master, node) is None:
+                    world.truth.probes.add("a wrong map was mended")
+                    return
+            same = (
+                master.process,
+                node.process,
+                node.process.frozen_s,
+                master.process.frozen_s,
+            ) == lives
+            if calm is not None and world.only_incident is calm and same:
+                problem = self._problem(master, node)
+                world.loop.fail(f"G7: {HEALED_S:g} s after the map was changed: {problem}")
+
+    def _is_quiet(self, master: MasterNode, node: ServerNode) -> bool:
+        """Both run, and the master has all of the server's blocks, so that a change is one."""
+        processes = (master.process, node.process)
+        runs = all(process.alive and not process.frozen for process in processes)
+        starting = master.restarting or node.restarting or node.server is None
+        return runs and not starting and self._problem(master, node) is None
+
+    def _problem(self, master: MasterNode, node: ServerNode) -> str | None:
+        """How the map differs from the server; changes on their way differ, too, for a moment."""
+        if master.master is None or node.server is None:
+            return None
+        held = node.server.stack.fingerprint
+        known = {member.server for member in master.master.directory.members(0.0)}
+        if held is None or node.name not in known:
+            return "the server is not known"
+        for announcer in node.server._context.announcers:
+            sent, counted = announcer._sequence, master.master.directory.sequence(node.name)
+            if announcer._link.address == master.address and counted > sent:
+                return f"it counts {counted} messages, the server has sent {sent}"
+        directory = master.master.directory
+        if directory.differs(
+            node.name,
+            node.server.epoch,
+            directory.sequence(node.name),
+            held.blocks,
+            held.packed(),
+        ):
+            return f"it lists {directory.listed(node.name)} blocks, the server holds {held.blocks}"
+        return None
+
+    def _change(self, master: MasterNode, node: ServerNode, kind: str) -> None:
+        world, rng = self._world, self._rng
+        assert master.master is not None
+        assert node.server is not None
+        directory, stack = master.master.directory, node.server.stack
+        here = sorted(
+            {(one.index.namespace, one.index.part, one.digest) for one in stack.inventory()},
+            key=repr,
+        )
+        if kind == "number":
+            directory._servers[node.name].sequence += rng.randint(1, 1000)
+        elif kind == "add" or not here:
+            for namespace, part, digest in self._others(here):
+                directory.stored(node.name, namespace, part, 0, [digest])
+        else:
+            namespace, part, digest = rng.choice(here)
+            if kind == "move":  # to a tier in which it is not
+                entry = stack.peek(namespace, part, digest)
+                assert entry is not None
+                tier = (entry.index.tier + 1) % 2
+                directory.stored(node.name, namespace, part, tier, [digest])
+            else:
+                unknown = ReadStatus.NEVER_WRITTEN
+                directory.removed(node.name, namespace, part, [digest], unknown)
+            if kind == "swap":  # the number of blocks stays right
+                for other_namespace, other_part, other in self._others(here):
+                    directory.stored(node.name, other_namespace, other_part, 0, [other])
+        world.note(f"map of {master.name} for {node.name}: {kind}")
+
+    def _others(self, here: Parts) -> Parts:
+        """One block that some server has had, and this one has not."""
+        written = {key for key, history in self._world.truth.histories.items() if history.lives}
+        absent = sorted({(n, part, digest) for n, digest, part in written} - set(here), key=repr)
+        return [self._rng.choice(absent)] if absent else []
+
+    # --- an impostor -----------------------------------------------------------------------------
+
+    async def impostor(self) -> None:
+        """A process of the cluster speaks in the name of a living server."""
+        world, rng = self._world, self._rng
+        master, node = rng.choice(world.masters), rng.choice(world.servers)
+        if not self._is_quiet(master, node):
+            return
+        process = world.process("impostor", "host-0")
+        assert node.server is not None
+        secret = node.server._secret
+        with world.incident("impostor", node.name, settle_s=3.0):
+            # With the server's own token, too: a server that is confused makes up numbers.
+            tokens = [bytes(auth.TOKEN_SIZE), auth.server_token(secret, master.address)]
+            speaking = self._speak(process, master, node, tokens)
+            await process.spawn(speaking)
+            process.kill()
+
+    async def _speak(
+        self, process: Process, master: MasterNode, node: ServerNode, tokens: list[bytes]
+    ) -> None:
+        world = self._world
+        link = SimNetwork(world.net).connect(master.address)
+        assert node.server is not None
+        foreign = (node.name, node.server.epoch, tokens[0])
+        own = (node.name, node.server.epoch, tokens[1])
+        assert master.master is not None
+        number = master.master.directory.sequence(node.name) + 1
+        gone = [
+            wire.BlockChanges(n.name, n.parts, len(digest), digest, 0, 0, ReadStatus.REMOVED)
+            for n, digest in world.catalog.every_key()[:4]
+        ]
+        said: list[wire.Message] = [
+            wire.Register(*foreign, "host-0", ["tcp://127.0.0.1:1"], ["dram"], 4096),
+            wire.Announce(*foreign, number, gone),
+            wire.Inventory(*foreign, number, 0, True, []),
+            wire.Heartbeat(*foreign, ServerStats()),
+            wire.Inventory(*own, _FAR_AHEAD, 0, True, []),
+            wire.Announce(*own, _FAR_AHEAD, gone),
+            wire.Leave(*foreign),
+        ]
+        for message in said:
+            try:
+                deadline = asyncio.get_running_loop().time() + 0.5
+                answer = await link.request(*wire.encode(message), deadline=deadline)
+            except KvpoolError:
+                continue
+            world.truth.probes.add("an impostor was refused")
+            if self._is_accepted(message, answer):
+                world.loop.fail(f"an impostor's {type(message).__name__} was accepted")
+
+    @staticmethod
+    def _is_accepted(message: wire.Message, answer: tuple[int, bytes]) -> bool:
+        if answer[0] == wire.TYPES[wire.Error]:
+            return False
+        if isinstance(message, wire.Register):
+            return wire.decode_answer(wire.Registered, *answer).accepted
+        if isinstance(message, wire.Heartbeat | wire.Leave):
+            return wire.decode_answer(wire.HeartbeatReply, *answer).known
+        return wire.decode_answer(wire.Announced, *answer).applied
