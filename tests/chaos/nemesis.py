@@ -57,6 +57,7 @@ class ProcessNemesis:
             self._kill_an_owner,
             self._freeze_an_owner,
             self._restart_a_master,
+            self._impersonate_an_owner,
         ]
         self._faults: list[Callable[[], Awaitable[None]]] = [
             self._kill_node,
@@ -95,6 +96,9 @@ class ProcessNemesis:
     async def _freeze_an_owner(self) -> None:
         frozen_s = self._rng.choice(_FREEZES_S[1:])
         await self._trials.freeze_an_owner(self._rng, frozen_s)
+
+    async def _impersonate_an_owner(self) -> None:
+        await self._trials.impersonate_an_owner(self._rng)
 
     async def _freeze_for_long(self) -> None:
         await self._trials.freeze_an_owner(self._rng, _LONG_S)

@@ -11,9 +11,10 @@ from typing import Final
 from kvpool.client.pool import Pool
 from kvpool.types import ReadStatus
 from tests.chaos.cluster import Node, ProcessCluster
+from tests.chaos.impostor import impersonate
 from tests.chaos.load import block_sets
 from tests.chaos.report import ChaosReport, Restart
-from tests.chaos.witness import ObservedRead, Witness
+from tests.chaos.witness import NAMESPACE, ObservedRead, Witness
 
 #: A restarted master must know all blocks after two heartbeats. It is observed for longer.
 _WATCHED_S: Final = 10.0
@@ -111,6 +112,26 @@ class Trials:
                 found = ", ".join(sorted(missed))
                 report.broken.append(f"G6: {kind}: the other owner was not read: {found}")
                 return
+
+    async def impersonate_an_owner(self, rng: random.Random) -> None:
+        """G11: a process that speaks in the name of an owner is refused; reads do not notice."""
+        self._witnesses += 1
+        async with Witness(self._cluster, self._report.seed, self._witnesses) as witness:
+            owners = sorted(witness.owners)
+            if not owners:
+                return  # one of the servers had no space, so nothing can be measured
+            victim = rng.choice(owners)
+            accepted: list[str] = []
+            with self._report.incident(self._loop.time, "impostor", victim):
+                struck = self._loop.time()
+                for address in self._cluster.masters_of("clients"):
+                    digests = witness.digests
+                    accepted += await impersonate(address, victim, NAMESPACE, digests)
+                await asyncio.sleep(1.5)  # a heartbeat: whatever it has changed has its effect
+                await self._judge("impostor", witness, victim, await witness.reads_since(struck))
+            if accepted:
+                found = ", ".join(accepted)
+                self._report.broken.append(f"G11: a master accepted an impostor's {found}")
 
     async def restart_a_master(self, name: str, away_s: float) -> None:
         """G7: a killed master knows every living block again two heartbeats after its start."""
