@@ -96,7 +96,7 @@ class MovesAside(Store):
         self.in_steps = True
 
 
-class Run:
+class PlayedStore:
     """One store under one workload, and what was counted."""
 
     def __init__(self, store: Store) -> None:
@@ -168,7 +168,7 @@ class Run:
         return result
 
 
-def small_then_large(run: Run, small: int, large: int, writes: int) -> None:
+def small_then_large(run: PlayedStore, small: int, large: int, writes: int) -> None:
     """A pool of small blocks, used in random order; then a few large ones."""
     digests = [_digest(number) for number in range(run.store.allocator.capacity // small)]
     for digest in digests:
@@ -181,7 +181,7 @@ def small_then_large(run: Run, small: int, large: int, writes: int) -> None:
         run.write(_digest(1 << 40 | number), large)
 
 
-def alternating(run: Run, small: int, large: int) -> None:
+def alternating(run: PlayedStore, small: int, large: int) -> None:
     """One small block, one large block, and so on, until three times the capacity is written."""
     written = number = 0
     while written < 3 * run.store.allocator.capacity:
@@ -192,7 +192,7 @@ def alternating(run: Run, small: int, large: int) -> None:
         number, written = number + 1, written + size
 
 
-def lognormal(run: Run) -> None:
+def lognormal(run: PlayedStore) -> None:
     """Independent blocks of 4 KiB to 16 MiB, half of them below 128 KiB; new and known ones."""
     rng, written, number = random.Random(3), 0, 0
     counted = False
@@ -212,7 +212,7 @@ def lognormal(run: Run) -> None:
             written += size
 
 
-def models_in_turn(run: Run, sizes: Sequence[int]) -> None:
+def models_in_turn(run: PlayedStore, sizes: Sequence[int]) -> None:
     """Conversations of models with blocks of different sizes; each has the pool for a while."""
     rng, number = random.Random(4), 0
     chains: dict[int, list[list[bytes]]] = {size: [] for size in sizes}
@@ -238,7 +238,7 @@ def models_in_turn(run: Run, sizes: Sequence[int]) -> None:
                 known.remove(chain)
 
 
-WORKLOADS: Sequence[tuple[str, int, Callable[[Run], None], int]] = (
+WORKLOADS: Sequence[tuple[str, int, Callable[[PlayedStore], None], int]] = (
     (
         "16 KiB, then 20 x 1 MiB",
         256 * _MIB,
@@ -281,7 +281,7 @@ def main() -> None:
     for name, capacity, play, largest in WORKLOADS:
         ways = (("evict", Store), ("empty", EmptiesRanges), ("move", MovesAside))
         for way, make in ways:
-            run = Run(make(capacity))
+            run = PlayedStore(make(capacity))
             play(run)
             table.add_row(name, way, *run.row(largest))
     Console().print(table)

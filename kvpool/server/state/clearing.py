@@ -45,7 +45,7 @@ class Move:
         return f"<Move {self.entry!r} to {self.target}>"
 
 
-class Blocks(Protocol):
+class MovableBlocks(Protocol):
     """What a clearing uses of its store."""
 
     allocator: Allocator
@@ -70,7 +70,9 @@ class Clearing:
     | over    | lifted                     | (none; moves that are under way still end)         |
     """
 
-    def __init__(self, store: Blocks, owner: int, digest: bytes, size: int, start: int) -> None:
+    def __init__(
+        self, store: MovableBlocks, owner: int, digest: bytes, size: int, start: int
+    ) -> None:
         self.owner = owner
         self.digest = digest
         self.size = size
@@ -177,7 +179,7 @@ def movable(entry: Entry) -> bool:
     return entry.state is State.STORED and not entry.pins
 
 
-def cheapest_start(store: Blocks, size: int) -> tuple[int | None, bool]:
+def cheapest_start(store: MovableBlocks, size: int) -> tuple[int | None, bool]:
     """Where to begin a range of `size` bytes so that little must be moved; None if nowhere.
 
     And whether pins were in the way. A block in the range must fit in a hole that lies elsewhere,
