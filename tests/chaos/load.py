@@ -30,7 +30,7 @@ from kvpool.errors import Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.tools.workloads import Payload
-from kvpool.types import Cluster, Match, Namespace, ReadStatus, WriteStatus
+from kvpool.types import ROOT, Cluster, Match, Namespace, ReadStatus, WriteStatus
 
 T = TypeVar("T")
 
@@ -184,6 +184,7 @@ class User:
             (0.05, self._view),
             (0.03, self._remove),
             (0.02, self._explain),
+            (0.01, self._circle),
         ]
         operations, weights = [kind for _, kind in kinds], [weight for weight, _ in kinds]
         while not self._load.stopped:
@@ -287,7 +288,18 @@ class User:
         block_set, _, chain = self._chosen()
         await self._store(block_set, chain, copies=self._rng.choice([2, 2, 2, 1]))
 
-    async def _store(self, block_set: BlockSet, chain: Sequence[bytes], copies: int) -> None:
+    async def _circle(self) -> None:
+        """Blocks that are their own ancestors, one write each, in any order (G9)."""
+        block_set = self._load.block_sets[0]
+        count = self._rng.randint(2, 6)
+        circle = [block_set.payload.digest(self._rng.getrandbits(60)) for _ in range(count)]
+        for place in self._rng.sample(range(count), count):
+            parent, block = circle[place - 1], circle[place]
+            await self._store(block_set, [block], copies=2, parent=parent)
+
+    async def _store(
+        self, block_set: BlockSet, chain: Sequence[bytes], copies: int, parent: bytes = ROOT
+    ) -> None:
         buffers = []
         for digest in chain:
             buffer = np.empty(block_set.payload.size, np.uint8)
@@ -297,7 +309,12 @@ class User:
         statuses = await self._timed(
             "write",
             self._pool.write(
-                block_set.namespace, chain, buffers, copies=copies, timeout=self._timeout_s
+                block_set.namespace,
+                chain,
+                buffers,
+                parent=parent,
+                copies=copies,
+                timeout=self._timeout_s,
             ),
         )
         ended = self._loop.time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import random
 import re
@@ -19,7 +20,7 @@ from rich.markup import escape
 
 from kvpool.client.pool import Pool
 from kvpool.errors import KvpoolError
-from kvpool.types import Match, ReadStatus, Replica, Run, WriteStatus
+from kvpool.types import Match, Namespace, ReadStatus, Replica, Run, WriteStatus
 from tests.chaos.client import ClientNode
 from tests.chaos.cluster import Node, ProcessCluster, open_sockets
 from tests.chaos.load import TIMEOUT_S, BlockSet, block_sets
@@ -152,6 +153,7 @@ class Chaos:
                     self.report.map_checked += len(batch)
                 await self._write_and_read(pool, block_set)
                 await self._write_versions(list(masters.values()), block_set)
+            await self._replace_everything(pool)
 
     async def _held(self, pool: Pool, block_set: BlockSet, batch: list[bytes]) -> list[set[str]]:
         """The servers that have each block, as reads of each server show; no master is asked."""
@@ -235,6 +237,18 @@ class Chaos:
             if len(versions) != 1:
                 self.report.broken.append(
                     f"G2: several clients wrote a block at once, and {len(versions)} versions stay"
+                )
+
+    async def _replace_everything(self, pool: Pool) -> None:
+        """Nothing is pinned or reserved: a block as large as a server finds space there (G9)."""
+        namespace, data = Namespace("chaos/all"), bytes(CAPACITY)
+        for server in self._cluster.servers:
+            digest = hashlib.sha256(server.encode()).digest()
+            status = await pool.write_to(server, namespace, digest, data, timeout=20.0)
+            if status is not WriteStatus.STORED:
+                self.report.broken.append(
+                    f"G9: not every block of {server} could be evicted: a block of its capacity "
+                    f"was answered with {status.label}"
                 )
 
     # --- leaks ------------------------------------------------------------------------------
