@@ -32,8 +32,12 @@ log = logs.get("kvpool.server")
 #: them change (design: inventory).
 _PENDING_MAX: Final = 100_000
 _PENDING_SHARE: Final = 0.25
+#: Blocks in one piece of an inventory.
+_PIECE_BLOCKS: Final = wire.ANNOUNCED_BLOCKS_MAX
 #: Pieces of an inventory that are sent before the first of them is answered.
 _PIECES_IN_FLIGHT: Final = 4
+#: Heartbeat intervals after which a message is sent again at the latest, if it is not answered.
+_RESEND_INTERVALS_MAX: Final = 4
 #: Steps of the index that make one piece, at most: an index of many empty parts has many of them.
 _PIECE_STEPS: Final = 8
 #: Seconds between two batches of changes that no caller waits for. Batches save work: the fixed
@@ -223,14 +227,17 @@ class Announcer:
 
     async def _deliver(self, message: wire.Announce | wire.Inventory) -> bool:
         """Send a numbered message until it is answered: whether the master has applied it."""
+        within_s = self._heartbeat_s
         while self._state is not AnnouncerState.UNREGISTERED:
             try:
-                announced = await self._request(message, wire.Announced)
+                announced = await self._request(message, wire.Announced, within_s)
                 if announced.unlisted:
                     self._not_listed(announced)
                 return announced.applied
             except DeadlineExceeded as error:
                 self._not_answered(error)
+                # A master that is late with many pieces would get more of them at each repetition.
+                within_s = min(2 * within_s, _RESEND_INTERVALS_MAX * self._heartbeat_s)
         raise Unavailable("too many changes are queued for this master: it gets an inventory")
 
     async def _register(self) -> None:
@@ -499,13 +506,12 @@ class Announcer:
 def _pieces(steps: Iterator[list[Stretch]]) -> Iterator[list[wire.BlockChanges]]:
     """The pieces of an inventory, at least one. Each is made when it is asked for, in a time that
     does not depend on the number of blocks: of at most `_PIECE_STEPS` steps."""
-    limit = wire.ANNOUNCED_BLOCKS_MAX
     piece: list[wire.BlockChanges] = []
     blocks = taken = sent = 0
     for stretches in steps:
         for group in itertools.chain.from_iterable(map(_packed, stretches)):
             count = len(group.digests) // group.digest_size
-            if blocks + count > limit:
+            if blocks + count > _PIECE_BLOCKS:
                 yield piece
                 sent += 1
                 piece, blocks, taken = [], 0, 0
@@ -527,8 +533,8 @@ def _packed(stretch: Stretch) -> Iterator[wire.BlockChanges]:
     for digest in digests:
         by_size.setdefault(len(digest), []).append(digest)
     for size, same in by_size.items():
-        for first in range(0, len(same), wire.ANNOUNCED_BLOCKS_MAX):
-            packed = b"".join(same[first : first + wire.ANNOUNCED_BLOCKS_MAX])
+        for first in range(0, len(same), _PIECE_BLOCKS):
+            packed = b"".join(same[first : first + _PIECE_BLOCKS])
             yield wire.BlockChanges(
                 namespace.name, namespace.parts, size, packed, part, tier, status
             )

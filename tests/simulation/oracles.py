@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
-from kvpool.master.state.server_record import SequenceCheck
+from kvpool.master.state.server_record import EARLIER_MAX, SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
@@ -362,11 +362,15 @@ class WatchedDirectory(Directory):
     ) -> SequenceCheck:
         known = self._servers.get(server)
         before = known.sequence if known is not None else 0
+        readable = self._readable(server)
         check = super().check_piece(server, epoch, sequence, piece, last=last)
         if known is not None and known.sequence < before:
             self.truth.fail(f"G7: the directory went back from {before} to {known.sequence}")
         if known is not None and known.sequence > before + 1:
             self.truth.fail(f"G7: the directory jumped from {before} to {known.sequence}")
+        few = known is None or len(known.earlier) < EARLIER_MAX
+        if few and self._readable(server) != readable:
+            self.truth.fail("G7: an inventory that has only begun took blocks away")
         if check is SequenceCheck.DUPLICATE:
             self.truth.probes.add("a piece of an inventory came twice")
         elif check is SequenceCheck.GAP:
@@ -374,6 +378,14 @@ class WatchedDirectory(Directory):
         elif piece == 0 and self._servers[server].earlier:
             self.truth.probes.add("an inventory replaced another")
         return check
+
+    def _readable(self, server: str) -> int:
+        """How many blocks of this server are in inventories that are in force."""
+        record = self._servers.get(server)
+        if record is None:
+            return 0
+        inventories = (record.inventory, *record.earlier)
+        return sum(one.blocks for one in inventories if not one.retired)
 
     def end_inventory(self, server: str) -> int:
         gone = super().end_inventory(server)

@@ -39,6 +39,7 @@ class WorldPlan:
     policy: str = "lru"
     kept_secrets: bool = False  # a restarted server has the secret of the process before
     contests: bool = False  # writers disagree about the bytes of some blocks
+    piece_blocks: int = 1024  # blocks in one piece of an inventory
     circles: bool = False  # some blocks are their own ancestors, in writes and in files
 
     @property
@@ -88,6 +89,8 @@ class WorldPlan:
         rng = random.Random(f"{seed}/maps")
         of_maps = {name for name in FAULTS_OF_MAPS if rng.random() < 0.35}
         plan = replace(plan, faults=plan.faults | (of_maps - without))
+        pieces = random.Random(f"{seed}/pieces").choice([1, 3, 10, 1024])
+        plan = replace(plan, piece_blocks=pieces)
         rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
             return plan

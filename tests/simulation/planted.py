@@ -409,6 +409,20 @@ BUGS: Sequence[Bug] = (
         "        if piece == 0 or sequence != self.sequence:\n            if piece:",
     ),
     Bug(
+        "last-stretch-is-left-out",
+        "G7",
+        _ANNOUNCER,
+        "    if piece or not sent:\n        yield piece\n",
+        "    if not sent:\n        yield piece\n",
+    ),
+    Bug(
+        "inventory-retires-what-it-replaces",
+        "G7",
+        _DIRECTORY,
+        "            for inventory in record.surplus():\n",
+        "            for inventory in record.earlier:\n",
+    ),
+    Bug(
         "lost-news-is-not-repeated",
         "G7",
         _ANNOUNCER,

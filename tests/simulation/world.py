@@ -26,6 +26,7 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.master.service import Master
 from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
+from kvpool.server import announcer
 from kvpool.server.block_server import BlockServer
 from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
@@ -92,6 +93,7 @@ class World:
         self.only_incident: Incident | None = (
             None  # the fault that is going on, if it is the only one
         )
+        vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace

@@ -1,0 +1,152 @@
+"""Announcing to a master over a link that loses answers: the numbers show what is missing (G7)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from kvpool.config import MasterConfig
+from kvpool.errors import DeadlineExceeded
+from kvpool.master.service import Master
+from kvpool.protocols import ReserveRequest
+from kvpool.server import announcer as module
+from kvpool.server.announcer import Announcer, Identity
+from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.types import ROOT, Namespace, ServerStats
+from kvpool.wire import messages as wire
+from tests.conftest import eventually, keys
+
+ONE = Namespace("one")
+HEARTBEAT_S = 0.02
+
+
+class LossyLink:
+    """To a master in this process. `lost` answers are not delivered, or their requests neither."""
+
+    address = "master"
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self.lost = ""
+        self.sent: Counter[str] = Counter()
+        self.in_flight = self.most_in_flight = 0
+
+    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+        message = wire.message_type(type)
+        assert message is not None
+        self.sent[message.__name__] += 1
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        lost = self.lost
+        answer = self._master.handle(type, body) if lost != "requests" else None
+        try:
+            await asyncio.sleep(HEARTBEAT_S if lost else 0)
+        finally:
+            self.in_flight -= 1
+        if lost or answer is None:
+            raise DeadlineExceeded("the master did not answer in time")
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+class Setup:
+    """A store of one server, its announcer, and the master."""
+
+    def __init__(self) -> None:
+        self.master = Master(MasterConfig(), cast(Any, None))
+        self.link = LossyLink(self.master)
+        self.store = TieredStore([Store(1 << 20, alignment=64)])
+        identity = Identity("s", 1, "host", [], ["dram"], b"secret")
+        self.announcer = Announcer(
+            identity,
+            self.store,
+            self.link,
+            HEARTBEAT_S,
+            stats=lambda now: ServerStats(),
+            apply_hints=lambda hints: None,
+        )
+
+    def write(self, digests: list[bytes]) -> None:
+        count = len(digests)
+        request = ReserveRequest(ONE, 0, digests, [ROOT] * count, [64] * count)
+        for answer in self.store.reserve(1, request, 0.0):
+            self.store.seal(1, answer.id, 0, 0.0)
+        self.announcer.enqueue(self.store.take_changes(), self.store.fingerprint)
+
+    async def until_known(self, digests: list[bytes]) -> None:
+        known = self.master.directory
+        await eventually(lambda: known.match(ONE, digests).length == len(digests))
+        await eventually(lambda: not self.link.in_flight)
+
+
+@asynccontextmanager
+async def running(blocks: list[bytes]) -> AsyncIterator[Setup]:
+    setup = Setup()
+    setup.write(blocks)
+    setup.announcer.start()
+    await setup.until_known(blocks)
+    try:
+        yield setup
+    finally:
+        await setup.announcer.close()
+
+
+async def test_late_answers_are_no_gap() -> None:
+    """Neither lost answers nor lost requests, for many heartbeats, cost an inventory."""
+    chain = keys("c", 60)
+    async with running(chain[:20]) as setup:
+        inventories = setup.link.sent["Inventory"]
+        for count, lost in ((40, "answers"), (60, "requests")):
+            setup.link.lost = lost
+            setup.write(chain[count - 20 : count])
+            async with asyncio.timeout(5):
+                await setup.announcer.flushed()  # nobody waits for a master that is late
+            await asyncio.sleep(8 * HEARTBEAT_S)
+            assert not setup.announcer.registered
+            setup.link.lost = ""
+            await setup.until_known(chain[:count])
+        assert setup.link.sent["Inventory"] == inventories
+        assert len(setup.master.directory) == 60
+        setup.master.directory.check()
+
+
+async def test_pieces_are_sent_side_by_side_and_again_when_answers_are_late() -> None:
+    chain = keys("c", 12_000)
+    setup = Setup()
+    setup.write(chain)
+    setup.link.lost = "answers"
+    setup.announcer.start()
+    await asyncio.sleep(3 * HEARTBEAT_S)
+    setup.link.lost = ""
+    await setup.until_known(chain)
+    assert setup.link.most_in_flight == module._PIECES_IN_FLIGHT
+    await eventually(lambda: setup.announcer.registered)
+    assert setup.master.directory._servers["s"].earlier == []
+    setup.master.directory.check()
+    await setup.announcer.close()
+
+
+async def test_blocks_that_come_and_go_during_an_inventory_are_right_in_the_end() -> None:
+    """Pieces are made from the index as it is then; changes follow the last piece."""
+    chain, later = keys("c", 8_000), keys("later", 3_000)
+    setup = Setup()
+    setup.write(chain)
+    setup.announcer.start()
+    for _ in range(1000):
+        await asyncio.sleep(0)
+        if len(setup.master.directory):
+            break
+    setup.write(later)
+    setup.store.remove(ONE, chain[::2])
+    setup.announcer.enqueue(setup.store.take_changes(), setup.store.fingerprint)
+    assert len(setup.master.directory) < 8_000, "the inventory is under way"
+    await setup.until_known(chain[1::2] + later)
+    await eventually(lambda: len(setup.master.directory) == 7_000)
+    setup.master.directory.check()
+    await setup.announcer.close()
