@@ -7,7 +7,8 @@ forgotten, and a number that is off by one or by a unit.
 
 from __future__ import annotations
 
-import random
+import hashlib
+import heapq
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -238,16 +239,23 @@ def _is_left_alone(node: Node, line: str) -> bool:
 def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> list[Mutant]:
     """`count` different mistakes, the same for the same source and seed.
 
-    Files are drawn by their number of possible mistakes. `rooms`: only these files and
-    the files in these folders.
+    Files are drawn by their number of possible mistakes. Each mistake has a random place in one
+    long queue, and the sample is its beginning: when a file changes, the mistakes of other files
+    stay in the sample, and what is known of them stays useful. `rooms`: only these files and the
+    files in these folders.
     """
-    everything = [
+
+    def place(mutant: Mutant) -> bytes:
+        name = f"{seed} {mutant.path} {mutant.operator} {mutant.occurrence}"
+        return hashlib.sha256(name.encode()).digest()
+
+    everything = (
         mutant
         for path in product_files(root)
         if not rooms or any(f"{path}/".startswith(f"{room.rstrip('/')}/") for room in rooms)
         for mutant in mutants_of(root, path)
-    ]
-    return random.Random(seed).sample(everything, min(count, len(everything)))
+    )
+    return heapq.nsmallest(count, everything, key=place)
 
 
 @lru_cache(maxsize=32)
