@@ -48,7 +48,7 @@ class WrittenBlock(NamedTuple):
     others: set[str]
 
 
-class StoredBlock(NamedTuple):
+class StoredVersion(NamedTuple):
     """A block as a server has it, or the reason why it could not be read from there."""
 
     status: ReadStatus
@@ -81,7 +81,7 @@ class Versions:
 
     async def stored(
         self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
-    ) -> list[StoredBlock]:
+    ) -> list[StoredVersion]:
         """These blocks as `server` has them, verified. Blocks larger than ours are not read.
 
         The caller bounds the bytes: it passes the blocks of one of `rounds`.
@@ -98,7 +98,7 @@ class Versions:
             deadline,
         )
         return [
-            StoredBlock(
+            StoredVersion(
                 result.status,
                 block._replace(pieces=(view[: result.size],), size=result.size)
                 if result.status is ReadStatus.HIT
@@ -190,7 +190,7 @@ def rounds(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-async def differs(ours: WriteBlock, theirs: StoredBlock) -> bool:
+async def differs(ours: WriteBlock, theirs: StoredVersion) -> bool:
     """Whether a server has other bytes than ours. What could not be read counts as equal."""
     if theirs.block is None:
         return theirs.status is ReadStatus.BUFFER_TOO_SMALL

@@ -21,7 +21,7 @@ import pytest
 import kvpool
 from kvpool import ClientConfig, Cluster, dev
 from kvpool.errors import ConfigError, Unauthenticated, Unavailable
-from kvpool.protocols import Channel, ReadOptions, WriteOptions
+from kvpool.protocols import Channel, Peer, ReadOptions, WriteOptions
 from kvpool.types import ROOT, ReadBlock, WriteBlock, WriteStatus
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
@@ -151,12 +151,14 @@ async def test_a_request_instead_of_the_proof_gets_no_memory() -> None:
 
 async def test_a_server_that_is_full_passes_no_memory() -> None:
     async with pool_of(OPEN) as running, stranger(running) as (peer, got):
-        running.servers[0]._context.connections = 1 << 20
+        server = running.servers[0]
+        held = [server.connect(Peer("test")) for _ in range(1024)]
         await peer.send(frame(wire.Hello("default", "x")))
         await got.until(None)
         assert b"Overloaded" in got.data
         assert got.fds == []
-        running.servers[0]._context.connections = 0
+        for connection in held:
+            connection.close()
 
 
 # --- after it ------------------------------------------------------------------------------

@@ -400,7 +400,8 @@ async def test_more_clients_than_a_server_takes(installed: None) -> None:
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         pool = await s.enter_async_context(running.pool(config))
         chain = await stored(pool, "before", 2)
-        held = [server.connect(Peer("test")) for _ in range(1024 - server._context.connections)]
+        free = 1024 - len(server._context.connections)
+        held = [server.connect(Peer("test")) for _ in range(free)]
         late = await s.enter_async_context(running.pool(config))
         with pytest.raises(Overloaded, match="the limit"):
             await late.write_to("dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2)
@@ -603,7 +604,7 @@ async def test_idle_workers_sleep(installed: None, monkeypatch: pytest.MonkeyPat
 
 async def test_a_reset_in_mid_transfer_ends_that_call_only(installed: None) -> None:
     """UCX loses an endpoint: the call that used it is Unavailable, the channel goes on."""
-    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
+    async with dev.serve("256MiB", listen=("ucx://127.0.0.1:0",)) as running:
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         async with running.pool(config) as pool:
             chain = await stored(pool, "reset", 8)
