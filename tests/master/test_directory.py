@@ -306,6 +306,18 @@ def test_a_restarted_server_has_its_id_at_once_and_its_past_is_over() -> None:
     assert registered(directory, "s", 2, now=3.4) is None  # the later one is lost
 
 
+def test_a_server_whose_id_was_taken_and_is_free_again_keeps_it() -> None:
+    """Its epoch is one of the earlier server's, and yet of no earlier process of its own."""
+    directory = directory_of("s")
+    assert registered(directory, "s", 2, token=OTHER, now=3.0) is None
+    assert registered(directory, "s", 1, now=6.0) is None  # the other one is lost
+    assert registered(directory, "s", 1, sequence=5, now=6.1) is None  # it lost an announcement
+    assert registered(directory, "s", 3, now=6.2) is None
+    refusal = registered(directory, "s", 1, now=6.3)  # now it is an earlier process
+    assert refusal is not None
+    assert refusal.lasting
+
+
 def test_an_identity_that_is_kept_reserves_its_id() -> None:
     """Longer than it takes to restart: nobody takes the id of a server that is away."""
     directory = Directory(timeout_s=3.0, forget_s=60.0)

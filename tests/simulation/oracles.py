@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
-from kvpool.master.state.server_record import EARLIER_MAX, SequenceCheck
+from kvpool.master.state.server_record import EARLIER_MAX, Refusal, SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
@@ -356,6 +356,51 @@ class WatchedDirectory(Directory):
                 self.check()
             except InvariantViolated as error:
                 self.truth.fail(f"G7: directory: {error}")
+
+    def register(
+        self,
+        server: str,
+        epoch: int,
+        host: str,
+        addresses: Sequence[str],
+        tiers: Sequence[str],
+        capacity: int,
+        now: float,
+        *,
+        token: bytes = b"",
+        kept: bool = False,
+        sequence: int = 0,
+        blocks_max: int = 0,
+        caller: str = "",
+    ) -> Refusal | None:
+        before = self._servers.get(server)
+        refusal = super().register(
+            server,
+            epoch,
+            host,
+            addresses,
+            tiers,
+            capacity,
+            now,
+            token=token,
+            kept=kept,
+            sequence=sequence,
+            blocks_max=blocks_max,
+            caller=caller,
+        )
+        if refusal is None and before is not None and token != before.token:
+            silent_s = now - before.last_seen
+            if before.kept and silent_s < self.forget_s:
+                self.truth.fail(f"an impostor got {server}, which is reserved for its identity")
+            if before.alive and silent_s < self.timeout_s:
+                self.truth.fail(f"an impostor got {server} {silent_s:.3f} s after its last message")
+            self.truth.probes.add("the id of a lost server was taken")
+        return refusal
+
+    def holds(self, server: str, token: bytes) -> bool:
+        """Whether the id is registered with this token."""
+        known = self._servers.get(server)
+        return known is not None and known.token == token
 
     def check_piece(
         self, server: str, epoch: int, sequence: int, piece: int, *, last: bool = False

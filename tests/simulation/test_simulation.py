@@ -51,6 +51,12 @@ PINNED_WITH_DISKS = {
     1436: "(an oracle:) which server reported a removal is not always known",
     577: "a block was removed after its record was written and before the store had the copy",
 }
+#: The same, in worlds with all that can be drawn.
+PINNED_WITH_CONTESTS = {
+    97287: "(an oracle:) a writer ran out of time during its look, and two versions stay",
+    98062: "(an oracle:) a full server evicted a writer's copy and took the other version",
+    97199: "(an oracle:) an id is free when its server is lost and has no identity file",
+}
 #: Without disks, a seed gives the same world as before disks were added.
 NO_DISK = frozenset({"disk", "contests", "circles", "hoard"})
 #: Without contests and circles, a seed gives the same world as before they were added.
@@ -67,6 +73,11 @@ def test_a_history_that_failed_once_ends_well(seed: int) -> None:
 @pytest.mark.parametrize("seed", PINNED_SHORT)
 def test_a_short_history_ends_well(seed: int) -> None:
     assert run(seed, ops=40, without=NO_DISK).failure is None, PINNED_SHORT[seed]
+
+
+@pytest.mark.parametrize("seed", PINNED_WITH_CONTESTS)
+def test_a_history_with_contests_and_impostors_ends_well(seed: int) -> None:
+    assert run(seed, ops=40).failure is None, PINNED_WITH_CONTESTS[seed]
 
 
 @pytest.mark.parametrize("seed", [*range(6), *PINNED_WITH_DISKS])

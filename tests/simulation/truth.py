@@ -32,6 +32,7 @@ PROBES: Final = (
     "a piece of an inventory came twice",
     "a wrong map was mended",
     "an impostor was refused",
+    "the id of a lost server was taken",
     "a block was demoted to the disk",
     "a block was promoted from the disk",
     "a block left the disk while it was copied",

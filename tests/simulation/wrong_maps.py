@@ -1,7 +1,8 @@
 """Faults of maps and identities: a master's map is changed at random, and an impostor speaks.
 
 A map that was changed must be right again after two heartbeats and the delivery of an inventory
-(design: map-fingerprint). Nothing that an impostor sends may be accepted (design: server-identity).
+(design: map-fingerprint). What an impostor sends is refused, except a registration for an id that
+is free (design: server-identity): `WatchedDirectory.register` judges that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.simulation.control_plane import SimNetwork
+from tests.simulation.oracles import WatchedDirectory
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 FAULTS_OF_MAPS: Final = ("wrong map", "impostor")
 #: Two heartbeats, and an inventory that is delivered over the slowest network without a fault.
 HEALED_S: Final = 2 * 1.0 + 1.0
+#: An impostor that got an id is silent for so long; then the owner's heartbeat asks for it.
+_TAKEN_S: Final = 3.0 + 2 * 1.0
 #: A number that no server reaches.
 _FAR_AHEAD: Final = 2**62
 
@@ -146,13 +150,15 @@ class MapFaults:
         with world.incident("impostor", node.name, settle_s=3.0):
             # With the server's own token, too: a server that is confused makes up numbers.
             tokens = [bytes(auth.TOKEN_SIZE), auth.server_token(secret, master.address)]
-            speaking = self._speak(process, master, node, tokens)
-            await process.spawn(speaking)
+            taken = await process.spawn(self._speak(process, master, node, tokens))
             process.kill()
+            if taken:  # until the master counts the impostor as lost, and the owner registers
+                await asyncio.sleep(_TAKEN_S)
 
     async def _speak(
         self, process: Process, master: MasterNode, node: ServerNode, tokens: list[bytes]
-    ) -> None:
+    ) -> bool:
+        """Returns whether the impostor has the id now, or may have it soon."""
         world = self._world
         link = SimNetwork(world.net).connect(master.address)
         assert node.server is not None
@@ -178,10 +184,22 @@ class MapFaults:
                 deadline = asyncio.get_running_loop().time() + 0.5
                 answer = await link.request(*wire.encode(message), deadline=deadline)
             except KvpoolError:
+                if isinstance(message, wire.Register):
+                    return True  # it may still arrive; to speak as its owner then proves nothing
                 continue
+            if isinstance(message, wire.Register) and self._holds(master, foreign):
+                return True
             world.truth.probes.add("an impostor was refused")
             if self._is_accepted(message, answer):
                 world.loop.fail(f"an impostor's {type(message).__name__} was accepted")
+        return False
+
+    @staticmethod
+    def _holds(master: MasterNode, identity: tuple[str, int, bytes]) -> bool:
+        assert master.master is not None
+        directory = master.master.directory
+        assert isinstance(directory, WatchedDirectory)
+        return directory.holds(identity[0], identity[2])
 
     @staticmethod
     def _is_accepted(message: wire.Message, answer: tuple[int, bytes]) -> bool:

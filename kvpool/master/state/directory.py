@@ -142,7 +142,8 @@ class Directory:
         )
         if record is not None:
             self._retire_all(record)
-            added.former_epochs.extend((*record.former_epochs, record.epoch))
+            if record.shows(token):  # else they are epochs of another server, this one's perhaps
+                added.former_epochs.extend((*record.former_epochs, record.epoch))
         self._servers[server] = added
         self._version += 1
         return None
