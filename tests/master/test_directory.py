@@ -304,6 +304,7 @@ def test_a_restarted_server_has_its_id_at_once_and_its_past_is_over() -> None:
         assert refusal.lasting
     assert directory.heartbeat("s", 3, ServerStats(), 0.3)
     assert registered(directory, "s", 2, now=3.4) is None  # the later one is lost
+    assert registered(directory, "s", 2, now=3.5) is None  # again: it lost an announcement
 
 
 def test_a_server_whose_id_was_taken_and_is_free_again_keeps_it() -> None:

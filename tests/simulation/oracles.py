@@ -388,6 +388,9 @@ class WatchedDirectory(Directory):
             blocks_max=blocks_max,
             caller=caller,
         )
+        own = before is not None and (token, epoch) == (before.token, before.epoch)
+        if refusal is not None and own:
+            self.truth.fail(f"G11: {server} was refused the id that it has: {refusal.problem}")
         if refusal is None and before is not None and token != before.token:
             silent_s = now - before.last_seen
             if before.kept and silent_s < self.forget_s:

@@ -142,8 +142,9 @@ class Directory:
         )
         if record is not None:
             self._retire_all(record)
-            if record.shows(token):  # else they are epochs of another server, this one's perhaps
-                added.former_epochs.extend((*record.former_epochs, record.epoch))
+            former = (*record.former_epochs, record.epoch)
+            # Not its own, which comes back after a process that had the id in the meantime.
+            added.former_epochs.extend(one for one in former if one != epoch)
         self._servers[server] = added
         self._version += 1
         return None
