@@ -89,12 +89,11 @@ class SimClient:
 
     async def finish(self) -> None:
         """Wait until all operations have ended, in this process or a later one."""
-        while self._ops_left > 0 or (self._working is not None and not self._working.done()):
+        while self._working is None or not self._working.done():  # an error ends it early
             if not self.process.alive and self._ops_left <= 0:
                 return
             await asyncio.sleep(0.5)
-        if self._working is not None:
-            await self._working
+        await self._working
 
     async def close(self) -> None:
         await self.process.spawn(self.pool.close())
@@ -515,7 +514,11 @@ class SimClient:
                 world.loop.fail(f"G9: beside {stranger} a write returned: {status.label}")
 
         if self.process.alive and not self.restarting:
-            await self.process.spawn(write())
+            process, writing = self.process, self.process.spawn(write())
+            while process.alive and not writing.done():  # the tasks of a killed process never end
+                await asyncio.sleep(0.1)
+            if writing.done():
+                writing.result()
 
     # --- the final check --------------------------------------------------------------------------
 

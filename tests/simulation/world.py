@@ -93,6 +93,9 @@ class World:
         self.only_incident: Incident | None = (
             None  # the fault that is going on, if it is the only one
         )
+        #: Maps that a fault has changed and that are not right yet, and since when all are right.
+        self.wrong_maps = 0
+        self.maps_right_from = 0.0
         vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()

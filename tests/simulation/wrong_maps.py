@@ -53,12 +53,15 @@ class MapFaults:
             calm = world.only_incident
             lives = master.process, node.process, node.process.frozen_s, master.process.frozen_s
             kind = rng.choice(["drop", "add", "move", "swap", "number"])
+            world.wrong_maps += 1
             for _ in range(rng.randint(1, 4)):
                 self._change(master, node, kind)
             struck = world.loop.now
             while world.loop.now < struck + HEALED_S:
                 await asyncio.sleep(0.05)
                 if self._problem(master, node) is None:
+                    world.wrong_maps -= 1
+                    world.maps_right_from = world.loop.now
                     world.truth.probes.add("a wrong map was mended")
                     return
             same = (
@@ -113,6 +116,7 @@ class MapFaults:
         if kind == "number":
             directory._servers[node.name].sequence += rng.randint(1, 1000)
         elif kind == "add" or not here:
+            kind = "add"
             for namespace, part, digest in self._others(here):
                 directory.stored(node.name, namespace, part, 0, [digest])
         else:
