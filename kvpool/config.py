@@ -103,7 +103,8 @@ class ServerConfig(_Section, frozen=True):
     #: that clients read from (design: budgets).
     pinned_max: Size = 0
     #: Bytes of memory that writers may have reserved and not yet sealed at a time. A larger write
-    #: goes in several steps. 0: a quarter of the memory that clients write into (all, below 4 MiB).
+    #: goes in several steps. 0: a quarter of the memory that clients write into (three quarters,
+    #: below 4 MiB).
     reserved_max: Size = 0
     #: Number of reads after which a block is promoted to a tier above the one that clients read
     #: from (design: promotion).

@@ -12,6 +12,7 @@ from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.protocols import ReserveRequest
 from kvpool.server import connection, context
+from kvpool.server.block_server import default_reserved_max
 from kvpool.server.state.budget import START, Budget, Limits
 from kvpool.server.state.entry import MOVER
 from kvpool.server.state.store import Store
@@ -199,6 +200,17 @@ def test_what_all_have_reserved_is_bounded() -> None:
     books.store.drop_owner(2, writer_may_be_alive=True)
     books.store.check()
     assert statuses(books.reserve(4, keys("d", 10))).count("RESERVED") == 8
+
+
+def test_writers_may_not_reserve_all_of_a_small_server() -> None:
+    memory = 16 * PAGE
+    books = Books(16, reserved=default_reserved_max(memory) // PAGE)
+    for stranger in range(1, 5):
+        books.reserve(stranger, keys(f"{stranger}", 16))
+    for stranger in range(1, 5):  # stopped, and cut off: its memory stays in quarantine
+        books.store.drop_owner(stranger, writer_may_be_alive=True)
+    assert statuses(books.reserve(9, keys("new", 1))) == ["RESERVED"]
+    assert default_reserved_max(16 * START) == 4 * START
 
 
 def test_a_chain_that_does_not_fit_keeps_its_head() -> None:

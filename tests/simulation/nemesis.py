@@ -267,7 +267,7 @@ class Nemesis:
             await self._kill(node)  # the next process reads what the disk has done
 
     async def _hoard(self) -> None:
-        """A stranger pins or reserves all that it gets; clients must still be able to write."""
+        """A stranger pins or reserves all that it gets; clients must still read and write."""
         world = self._world
         node = self._rng.choice(world.servers)
         if not node.process.alive or node.process.frozen or node.restarting:
@@ -278,7 +278,10 @@ class Nemesis:
             await asyncio.sleep(self._rng.choice([0.5, 4, 12]))
             alone = world.only_incident
             if alone is not None and alone.name == HOARD:
-                await self._rng.choice(world.clients).write_beside(stranger.process.name)
+                client = self._rng.choice(world.clients)
+                if not stranger.writes:
+                    await client.read_beside(stranger.process.name, node)
+                await client.write_beside(stranger.process.name)
             stranger.process.kill()
 
     async def _partition(self) -> None:

@@ -26,7 +26,7 @@ class Stranger:
     def __init__(self, world: World, node: ServerNode, *, writes: bool) -> None:
         self._world = world
         self._node = node
-        self._writes = writes
+        self.writes = writes
         self._rng = world.rng["strangers"]
         self._streams: list[Stream] = []
         self.process = world.process(f"stranger-{world.loop.now:g}", node.host)
@@ -54,7 +54,7 @@ class Stranger:
         await requests.handshake(
             stream, cluster=Cluster(), client="stranger", server="", deadline=deadline
         )
-        if self._writes:
+        if self.writes:
             digests = self._world.catalog.fresh(12)
             sizes = [len(value(ONE, digest, 0)) for digest in digests]
             parents = pack_parents([b""] * len(digests), len(digests[0]))

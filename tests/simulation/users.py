@@ -32,6 +32,7 @@ from tests.simulation.loop import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
+    from tests.simulation.nodes import ServerNode
     from tests.simulation.world import World
 
 T = TypeVar("T")
@@ -40,6 +41,13 @@ T = TypeVar("T")
 #: A call may end this much after its deadline, because it waits for a copy in progress.
 _SLACK_S: Final = 0.3
 _TIMEOUT_S: Final = 5.0
+#: A read that had enough time, and whose server is well, has none of these results.
+_NO_ANSWER: Final = (
+    ReadStatus.DEADLINE,
+    ReadStatus.NOT_YET,
+    ReadStatus.REFUSED,
+    ReadStatus.SERVER_LOST,
+)
 
 
 class SimClient:
@@ -513,12 +521,38 @@ class SimClient:
             if not status.present and alone is not None and alone.name == "hoard":
                 world.loop.fail(f"G9: beside {stranger} a write returned: {status.label}")
 
-        if self.process.alive and not self.restarting:
-            process, writing = self.process, self.process.spawn(write())
-            while process.alive and not writing.done():  # the tasks of a killed process never end
-                await asyncio.sleep(0.1)
-            if writing.done():
-                writing.result()
+        await self._beside(write())
+
+    async def read_beside(self, stranger: str, node: ServerNode) -> None:
+        """The same for a read of a block that this server has."""
+
+        async def read() -> None:
+            world = self._world
+            here = [e for e in node.store.inventory() if e.index.namespace == ONE]
+            if not here:
+                return
+            entry = self._rng.choice(here)
+            world.truth.probes.add("a block was read beside a stranger")
+            (result,) = await self.pool.read(
+                ONE, [entry.digest], [bytearray(entry.size)], timeout=_TIMEOUT_S
+            )
+            alone = world.only_incident
+            if result.status in _NO_ANSWER and alone is not None and alone.name == "hoard":
+                world.loop.fail(f"G9: beside {stranger} a read returned: {result.status.label}")
+
+        await self._beside(read())
+
+    async def _beside(self, call: Coroutine[None, None, None]) -> None:
+        """Run it in this client's process; return also when that is killed meanwhile."""
+        process = self.process
+        if not process.alive or self.restarting:
+            call.close()
+            return
+        task = process.spawn(call)
+        while process.alive and not task.done():  # the tasks of a killed process never end
+            await asyncio.wait([task], timeout=0.1)
+        if task.done():
+            task.result()
 
     # --- the final check --------------------------------------------------------------------------
 
