@@ -167,16 +167,16 @@ class Servers:
         record = self._records.get(server)
         if record is None or not record.paths or self._loop.time() < record.retry_at:
             record = await self._resolve(server, deadline)
-        epoch = record.epoch
+        before = record.epoch, record.paths
         try:
             return await self._call(record, operation, deadline, size, bytes_moved)
         except ServerLost as error:
             why = str(error)  # and not the error, which refers to this frame
-        # It may have restarted elsewhere. It becomes lost only when no master knows of that:
+        # It may be elsewhere now. It becomes lost only when no master knows of that:
         # before the answer, other calls to it would get ServerLost from a server that is well.
         with contextlib.suppress(MasterLost):
             await self.refresh(deadline)
-        if record.epoch == epoch:
+        if not record.paths or (record.epoch, record.paths) == before:
             record.retry_at = self._loop.time() + record.backoff.next_delay()
             record.paths = []
             raise ServerLost(why)

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from kvpool import dev
+from kvpool import WriteStatus, dev
 from kvpool.client import servers as servers_module
 from kvpool.errors import LinkBroken
+from tests.conftest import NAMESPACE, keys
 
 BACKOFF_S = 0.05
 
@@ -54,3 +55,14 @@ async def test_a_call_that_waited_to_connect_is_not_misled_by_another_path(
         fail(servers, "tcp://127.0.0.1:9")
         record.connecting.release()
         assert await waiting is record.channels[path]
+
+
+async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: dev.Dev) -> None:
+    """Another process may have had its id for a time: the epoch need not be another one."""
+    async with pool_dev.pool() as pool:
+        await pool.members()
+        (record,) = pool._servers._records.values()
+        record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1")]
+        statuses = await pool.write(NAMESPACE, keys("moved", 1), [b"a" * 100])
+        assert statuses == [WriteStatus.STORED]
+        assert not record.retry_at

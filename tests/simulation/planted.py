@@ -469,8 +469,8 @@ BUGS: Sequence[Bug] = (
         "restarted-server-is-not-found",
         "liveness",
         _SERVERS,
-        "        if record.epoch == epoch:\n            record.retry_at",
-        "        if True:\n            record.retry_at",
+        "        if not record.paths or (record.epoch, record.paths) == before:\n",
+        "        if True:\n",
     ),
     # --- identities and fingerprints of maps
     Bug(

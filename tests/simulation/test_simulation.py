@@ -55,7 +55,7 @@ PINNED_WITH_DISKS = {
 PINNED_WITH_CONTESTS = {
     97287: "(an oracle:) a writer ran out of time during its look, and two versions stay",
     98062: "(an oracle:) a full server evicted a writer's copy and took the other version",
-    97199: "(an oracle:) an id is free when its server is lost and has no identity file",
+    97199: "(an oracle:) an impostor's registration while the server was cut off",
 }
 #: Without disks, a seed gives the same world as before disks were added.
 NO_DISK = frozenset({"disk", "contests", "circles", "hoard"})

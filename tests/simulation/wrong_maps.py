@@ -143,11 +143,17 @@ class MapFaults:
     # --- an impostor -----------------------------------------------------------------------------
 
     async def impostor(self) -> None:
-        """A process of the cluster speaks in the name of a living server."""
+        """A process speaks in the name of a server; of one that is lost, if there is one soon."""
         world, rng = self._world, self._rng
         master, node = rng.choice(world.masters), rng.choice(world.servers)
-        if not self._is_quiet(master, node):
-            return
+        for _ in range(20):  # servers are away for seconds
+            if (lost := self._lost(master)) and not master.restarting:
+                node = rng.choice(lost)
+                break
+            await asyncio.sleep(0.5)
+        else:
+            if not self._is_quiet(master, node):
+                return
         process = world.process("impostor", "host-0")
         assert node.server is not None
         secret = node.server._secret
@@ -158,6 +164,14 @@ class MapFaults:
             process.kill()
             if taken:  # until the master counts the impostor as lost, and the owner registers
                 await asyncio.sleep(_TAKEN_S)
+
+    def _lost(self, master: MasterNode) -> list[ServerNode]:
+        """The servers that this master counts as lost."""
+        if master.master is None:
+            return []
+        members = master.master.directory.members(0.0)
+        lost = {member.server for member in members if not member.alive}
+        return [one for one in self._world.servers if one.name in lost and one.server is not None]
 
     async def _speak(
         self, process: Process, master: MasterNode, node: ServerNode, tokens: list[bytes]
