@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -188,17 +189,19 @@ class Writer:
     ) -> list[WriteStatus]:
         """`Channel.write` on the best path to that server, and again while blocks are NOT_YET.
 
-        Then the server makes space: what was written before moves to a slower tier. Reads ask
-        again in the same shape (`Reader._attempt`). Raises what `Servers.call` raises when the
-        first of these calls fails.
+        Then the server makes space: what was written before moves to a slower tier. Each step must
+        be an answer for one more block, or the rest is NO_SPACE. Reads ask again in the same shape
+        (`Reader._attempt`). Raises what `Servers.call` raises when the first of these calls fails.
         """
         statuses = await self._write_once(server, options, blocks, deadline)
+        before = len(blocks)
         while waiting := [i for i, status in enumerate(statuses) if status is _NOT_YET]:
             rest = [blocks[i] for i in waiting]
-            try:
-                answer = await self._write_once(server, options, rest, deadline)
-            except Unavailable:  # what was stored before stays stored
-                answer = [WriteStatus.NO_SPACE] * len(rest)
+            answer = [WriteStatus.NO_SPACE] * len(rest)
+            if len(rest) < before:  # a server that takes nothing would be asked for ever
+                with contextlib.suppress(Unavailable):  # what was stored before stays stored
+                    answer = await self._write_once(server, options, rest, deadline)
+            before = len(rest)
             for position, status in zip(waiting, answer, strict=True):
                 statuses[position] = status
         return statuses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import NoReturn
 
 import pytest
@@ -404,6 +405,26 @@ async def test_a_lost_copy_is_read_from_the_other_server(two_servers: dev.Dev) -
         results = await pool.read(NAMESPACE, chain, got)
         assert [result.status for result in results] == [ReadStatus.HIT] * len(chain)
         assert got == values(chain)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+async def test_a_write_goes_on_only_as_long_as_each_step_stores_something(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """A server that answers NOT_YET for ever would keep its client busy until the deadline."""
+    asked: list[int] = []
+
+    async def some(_: object, options: object, blocks: Sequence[object], **__: object) -> object:
+        asked.append(len(blocks))
+        assert len(asked) < 10
+        return [WriteStatus.STORED] * taken + [WriteStatus.NOT_YET] * (len(blocks) - taken)
+
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool:
+        monkeypatch.setattr(StreamChannel, "write", some)
+        statuses = await pool.write(NAMESPACE, keys("new", 3), [bytes(100)] * 3)
+    assert asked == ([3, 2, 1] if taken else [3])
+    assert set(statuses) == {WriteStatus.STORED if taken else WriteStatus.NO_SPACE}
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -757,7 +757,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "one-copy-of-a-namespace": 16,
     "next-outage-begins-with-the-longest-delay": 83,
     "unwritten-blocks-are-forgotten": 17,
-    "stalled-clients-stay": 16,
+    "stalled-clients-stay": 27,
     "hanging-disk-is-waited-for": 124,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,

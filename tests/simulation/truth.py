@@ -64,6 +64,7 @@ class PartHistory:
     ends: set[ReadStatus] = field(default_factory=set)  # each reason for which a copy was lost
     corrupted: int = 0  # copies that a fault has changed
     removed: dict[str, float] = field(default_factory=dict)  # server -> when it was removed there
+    sealed: dict[str, float] = field(default_factory=dict)  # server -> when it last became visible
     erased: set[str] = field(
         default_factory=set
     )  # servers where it must not reappear after a restart
@@ -92,6 +93,7 @@ class GroundTruth:
         history.holders.add(life)
         history.lives.add(life)
         history.changed_at = self.now()
+        history.sealed[life.partition("#")[0]] = self.now()
         history.erased.discard(life.partition("#")[0])
         self._living[life].add(key)
 
@@ -122,8 +124,11 @@ class GroundTruth:
         if len(servers) != 1:  # any of them may have answered
             return set()
         for history in histories:
-            written_again = {life.partition("#")[0] for life in history.holders}
-            history.erased |= (servers & history.removed.keys()) - written_again
+            for server in servers & history.removed.keys():
+                # Also by a process that has died since (seed 20).
+                written_again = history.sealed[server] >= history.removed[server]
+                if not written_again:
+                    history.erased.add(server)
         return servers
 
     def held_by(self, life: str) -> set[BlockPart]:
