@@ -9,7 +9,6 @@ import pytest
 
 from tests.connector.vllm.helpers import (
     Engine,
-    LocalPool,
     PoolProcess,
     SlowServer,
     closing,
@@ -17,6 +16,7 @@ from tests.connector.vllm.helpers import (
     transfer,
     wait_for,
 )
+from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(400)
 
