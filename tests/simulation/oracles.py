@@ -441,7 +441,11 @@ class WatchedDirectory(Directory):
         return gone
 
     def check_sequence(self, server: str, epoch: int, sequence: int) -> SequenceCheck:
+        known = self._servers.get(server)
+        before = known.sequence if known is not None else 0
         check = super().check_sequence(server, epoch, sequence)
+        if check is SequenceCheck.NEXT and sequence != before + 1:
+            self.truth.fail(f"G7: announcement {sequence} was applied after {before}")
         if check is SequenceCheck.DUPLICATE:
             self.truth.probes.add("an announcement came twice")
         elif check is SequenceCheck.GAP:

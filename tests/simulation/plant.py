@@ -100,7 +100,7 @@ def main() -> None:
     caught = None
     seeds: range = arguments.seeds
     first = FIRST_SEED.get(bug.name)
-    for seed in (*([first] if first in seeds else []), *seeds):
+    for seed in (*([] if first is None else [first]), *seeds):
         report = run(seed)
         if report.failure is not None:
             caught = {"seed": seed, "failure": report.failure}
