@@ -1,0 +1,25 @@
+"""Histories that fail and whose cause is not mended yet.
+
+Each is a defect that is known and printed by every run. It is not counted as a failure, so that
+the run still says whether a change broke something else. A seed in this list that ends without
+its failure is printed, too: then its line goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+#: By seed, with the default number of operations: the beginning of the failure.
+OPEN_FAILURES: Final[Mapping[int, str]] = {
+    # A read says that a server is lost after the fault that excuses it has ended.
+    77: "G5: e3e9769c0fed: the reason server lost is not true",
+    415: "G5: 2b73be11c5a4: the reason server lost is not true",
+    # A master lists a block that its server has no more.
+    265: "G7: match lists block 0, which no server holds any more",
+    675: "liveness: 60 s after the last fault: master-0 lists 7 blocks of server-0",
+    # Extents in quarantine count against no budget: a stranger that keeps its socket open fills a
+    # small server with them (design: budgets).
+    1535: "G9: beside stranger-4.75186 a write returned: no space",
+    1916: "G9: beside stranger-2.26846 a write returned: no space",
+}
