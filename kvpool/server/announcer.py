@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool import logs
+from kvpool.backoff import Backoff
 from kvpool.errors import ConfigError, DeadlineExceeded, KvpoolError, Unavailable
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import Link
@@ -127,7 +128,7 @@ class Announcer:
         #: Blocks that this master does not list, because its map is full.
         self.unlisted = 0
         self._relist_at = 0.0
-        self._differences_in_row = 0
+        self._resync = Backoff(heartbeat_s, _RESYNC_DELAY_MAX_S)
         self._resync_not_before = 0.0
         #: How often this master's map was not what the server held.
         self.differences = 0
@@ -405,7 +406,8 @@ class Announcer:
         elif reply.differs and held is not None:
             self._map_differs(held, reply)
         elif held is not None:
-            self._differences_in_row, self._resync_not_before = 0, 0.0
+            self._resync.reset()
+            self._resync_not_before = 0.0
 
     def _not_listed(self, announced: wire.Announced) -> None:
         """Readers do not find these blocks through this master: try again after a while."""
@@ -443,9 +445,8 @@ class Announcer:
         now = self._loop.time()
         if now < self._resync_not_before:
             return
-        again = self._differences_in_row
-        self._differences_in_row += 1
-        self._resync_not_before = now + min(self._heartbeat_s * 2**again, _RESYNC_DELAY_MAX_S)
+        again = self._resync.failures
+        self._resync_not_before = now + self._resync.next_delay()
         log.warning(
             "a master's map differs: sending the inventory again",
             master=self._link.address,
