@@ -20,6 +20,7 @@ from kvpool.backoff import Backoff
 from kvpool.errors import ConfigError, DeadlineExceeded, KvpoolError, Unavailable
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import Link
+from kvpool.runtime import task_group
 from kvpool.server.state.entry import Change, Stretch
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ReadStatus, ServerStats
@@ -331,12 +332,9 @@ class Announcer:
             for number, changes in pieces:
                 await self._send_piece(number, changes)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(_PIECES_IN_FLIGHT):
-                    group.create_task(send())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            for _ in range(_PIECES_IN_FLIGHT):
+                group.create_task(send())
         return number
 
     async def _send_piece(

@@ -23,6 +23,7 @@ from rich.console import Console
 from kvpool import registry
 from kvpool.config import ServerConfig, parse_tier
 from kvpool.errors import ConfigError
+from kvpool.runtime import task_group
 from kvpool.tools import cache_bounds, workloads
 from kvpool.tools import policy_study as dry
 from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress
@@ -206,20 +207,10 @@ async def replay(options: ReplayOptions, console: Console) -> ReplayReport:
 
 async def _while_alive(master: Child, play: Coroutine[Any, Any, None]) -> None:
     """Run `play`. Raises ServerLost when the master ends first: every call would time out."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(master.line())
-            await play
-            watching.cancel()
-    except BaseExceptionGroup as errors:
-        raise _first(errors) from None
-
-
-def _first(error: BaseException) -> BaseException:
-    """What went wrong first, out of the groups that it is wrapped in."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    async with task_group() as group:
+        watching = group.create_task(master.line())
+        await play
+        watching.cancel()
 
 
 async def _play(
