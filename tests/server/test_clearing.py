@@ -199,6 +199,16 @@ def begin(writer: Writer, owner: int = 2, size: int = MIB) -> tuple[Clearing, li
     raise AssertionError("no clearing")
 
 
+def emptied(writer: Writer) -> Clearing:
+    """A clearing whose range is ready for a block of owner 2."""
+    clearing, moves = begin(writer)
+    for move in moves:
+        clearing.move_done(move, good=True)
+    while not clearing.is_ready:
+        writer.step(clearing)
+    return clearing
+
+
 def test_a_block_that_a_reader_has_pinned_meanwhile_stays() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store
@@ -244,11 +254,7 @@ def test_a_copy_that_failed_changes_nothing() -> None:
 def test_others_do_not_get_what_was_made_free_for_a_block() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store
-    clearing, moves = begin(writer)
-    for move in moves:
-        clearing.move_done(move, good=True)
-    while not clearing.is_ready:
-        writer.step(clearing)
+    emptied(writer)
     start, end = store.allocator.fence
     for number in range(100):
         (answer,) = store.reserve(
@@ -295,11 +301,7 @@ def test_a_range_that_its_writer_needs_no_more_is_given_up() -> None:
     """Another writer has begun the block meanwhile, and the rest of the batch needs a range."""
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store
-    clearing, moves = begin(writer)
-    for move in moves:
-        clearing.move_done(move, good=True)
-    while not clearing.is_ready:
-        writer.step(clearing)
+    clearing = emptied(writer)
     rest = ReserveRequest(ONE, 0, [key("next")], [key("large")], [MIB])
     (answer,) = store.reserve(2, rest, writer.now)
     assert clearing.over
