@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from kvpool.ops.doctor import Finding
 
-    pass
-
 
 def status(
     config: ConfigFile = None,
