@@ -198,7 +198,8 @@ class TierMover:
             self._spawn(self._promote(copy))
         if copies:
             self._no_promotions.clear()
-            self._on_change()  # their reservations may have evicted blocks
+        if self._store.has_changes:  # their reservations have evicted blocks
+            self._on_change()
 
     async def prefetch_and_wait(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
@@ -231,6 +232,8 @@ class TierMover:
     async def _demote_forever(self) -> None:
         while True:
             copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
+            if self._store.has_changes:  # the reservations below have evicted blocks
+                self._on_change()
             if copies:
                 if not await self._demote(copies):
                     await asyncio.sleep(_AFTER_FAILURE_S)

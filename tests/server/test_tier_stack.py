@@ -20,6 +20,7 @@ from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tier
+from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool_tiers.dram import Dram
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values
@@ -100,6 +101,31 @@ async def test_the_file_evicts_tails_first_when_it_is_full(tiered: dev.Dev, pool
     assert match.stopped is ReadStatus.EVICTED
     assert set(await read(pool, first[: match.length])) <= {ReadStatus.HIT}
     assert set(await read(pool, rest[-1])) == {ReadStatus.HIT}
+
+
+@pytest.mark.parametrize("promotion", [False, True])
+async def test_what_is_evicted_for_copies_that_then_find_no_room_is_announced(
+    tiered: dev.Dev, monkeypatch: pytest.MonkeyPatch, promotion: bool
+) -> None:
+    """G7: no transfer begins, so nothing else would tell the masters (simulator, seed 675)."""
+    chain = keys("evicted below", 4)
+    (server,) = tiered.servers
+    async with tiered.pool() as pool:
+        await write(pool, chain)
+        await saved(tiered)
+
+        def evict_and_refuse(*limits: float) -> list[TierTransfer]:
+            server.stack.remove(NAMESPACE, chain[3:])
+            return []
+
+        name = "start_promotions" if promotion else "next_writebacks"
+        monkeypatch.setattr(server.stack, name, evict_and_refuse)
+        if promotion:
+            server._context.mover.prefetch(NAMESPACE, 0, chain)
+        else:
+            server._context.mover.wake()
+        await eventually(lambda: 3 in tiered.master.directory.find(NAMESPACE, chain)[1])
+        assert (await pool.match(NAMESPACE, chain)).length == 3
 
 
 async def test_a_view_of_blocks_in_the_file_shows_memory(tiered: dev.Dev) -> None:

@@ -15,9 +15,6 @@ OPEN_FAILURES: Final[Mapping[int, str]] = {
     # A read says that a server is lost after the fault that excuses it has ended.
     77: "G5: e3e9769c0fed: the reason server lost is not true",
     415: "G5: 2b73be11c5a4: the reason server lost is not true",
-    # A master lists a block that its server has no more.
-    265: "G7: match lists block 0, which no server holds any more",
-    675: "liveness: 60 s after the last fault: master-0 lists 7 blocks of server-0",
     # Extents in quarantine count against no budget: a stranger that keeps its socket open fills a
     # small server with them (design: budgets).
     1535: "G9: beside stranger-4.75186 a write returned: no space",

@@ -459,6 +459,11 @@ class TieredStore:
         found = [store.fingerprint for store in self._online()]
         return MapFingerprint(sum(one.blocks for one in found), sum(one.total for one in found))
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` has something to return."""
+        return bool(self.change_log.changes)
+
     def take_changes(self) -> list[Change]:
         """As `Store.take_changes`, of all tiers, in order."""
         change_log = self.change_log
