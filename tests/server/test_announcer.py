@@ -150,3 +150,16 @@ async def test_blocks_that_come_and_go_during_an_inventory_are_right_in_the_end(
     await eventually(lambda: len(setup.master.directory) == 7_000)
     setup.master.directory.check()
     await setup.announcer.close()
+
+
+async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays() -> None:
+    async with running(keys("block", 3)) as setup:
+        before = setup.link.sent["Inventory"]
+        setup.master.directory.differs = lambda *heartbeat: True  # type: ignore[method-assign]
+        # After 0, 1 and 2 heartbeats more or less: the unit of the first delay is a heartbeat.
+        await eventually(lambda: setup.link.sent["Inventory"] >= before + 3, within_s=5)
+        await eventually(lambda: setup.announcer.differences >= 30, within_s=20)
+        sent = setup.link.sent["Inventory"] - before
+        assert sent < setup.announcer.differences / 2, "an inventory for each heartbeat is a storm"
+        del setup.master.directory.differs
+        await setup.until_known(keys("block", 3))
