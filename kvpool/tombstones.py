@@ -17,7 +17,7 @@ class Tombstones:
 
     def __init__(self, limit: int = 65_536) -> None:
         self.limit = limit
-        self.forgotten = 0  # departures that have aged out
+        self.forgotten = 0  # departures that have aged out, or had no reason
         self._reasons: OrderedDict[tuple[Namespace, bytes], ReadStatus] = OrderedDict()
 
     def __len__(self) -> int:
@@ -33,7 +33,13 @@ class Tombstones:
         return list(self._reasons.items())
 
     def left(self, namespace: Namespace, digest: bytes, reason: ReadStatus) -> None:
-        """Record that a block left. At the limit the oldest record is dropped."""
+        """Record that a block left. At the limit the oldest record is dropped.
+
+        NEVER_WRITTEN stands for a reason that is not known: then none is recorded.
+        """
+        if reason is ReadStatus.NEVER_WRITTEN:
+            self.forgotten += 1
+            return
         self._reasons.pop((namespace, digest), None)
         self._reasons[namespace, digest] = reason
         if len(self._reasons) > self.limit:

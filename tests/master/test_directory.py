@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -484,7 +484,7 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
         directory.removed(server, ONE, 0, keys("x", 1), ReadStatus.EVICTED)
         directory.end_inventory(server)
     assert directory.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
-    assert directory.match(ONE, keys("x", 2)[1:]).stopped is ReadStatus.SERVER_LOST  # no reason
+    assert directory.match(ONE, keys("x", 2)[1:]).stopped is ReadStatus.NEVER_WRITTEN  # no reason
     while directory.sweep():
         pass
     assert directory.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
@@ -495,6 +495,56 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
     new.end_inventory("s")
     assert new.match(ONE, keys("x", 1)).stopped is ReadStatus.REMOVED
     new.check()
+
+
+def listed_again(directory: Directory, server: str, digests: Sequence[bytes], part: int) -> None:
+    """The whole inventory of a server: one namespace, one part."""
+    sequence = directory.sequence(server) + 1
+    assert directory.check_piece(server, 1, sequence, 0, last=True) is SequenceCheck.NEXT
+    directory.stored(server, TWO, part, 0, digests)
+    directory.end_inventory(server)
+
+
+def test_what_a_living_server_lists_no_more_is_not_lost() -> None:
+    """A wrong map is mended by an inventory that gives no reason for what was made up."""
+    directory, (stays, goes) = directory_of("s", "t"), keys("x", 2)
+    for part, server in enumerate("st"):
+        directory.stored(server, TWO, part, 0, [stays])
+    directory.stored("s", TWO, 0, 0, [goes])
+
+    def explained() -> list[tuple[ReadStatus, str]]:
+        directory.check()
+        return [(one.status, one.text) for one in directory.explain(TWO, [stays, goes])]
+
+    listed_again(directory, "s", [], part=0)
+    for _ in range(2):
+        missing, unknown = explained()
+        assert missing[0] is ReadStatus.PART_MISSING
+        assert "parts [1] of 2" in missing[1]  # `s` lives, and part 0 is nowhere
+        assert unknown[0] is ReadStatus.NEVER_WRITTEN
+        assert "no record" in unknown[1]  # before the sweep and after it: it may have been written
+        while directory.sweep():
+            pass
+    listed_again(directory, "s", [goes], part=0)
+    assert explained()[1][0] is ReadStatus.PART_MISSING
+    directory.leave("s", 1)
+    assert explained()[1][0] is ReadStatus.SERVER_LOST
+    assert registered(directory, "s", 2, now=2.0) is None  # without what it had
+    assert explained()[1][0] is ReadStatus.SERVER_LOST
+    while directory.sweep():
+        pass
+    assert explained()[1][0] is ReadStatus.SERVER_LOST
+
+
+def test_a_lost_copy_is_named_and_no_replaced_one() -> None:
+    directory, chain = directory_of("s", "t"), keys("x", 1)
+    for server in ("s", "t"):
+        directory.stored(server, TWO, 0, 0, chain)
+    listed_again(directory, "s", [], part=0)
+    directory.leave("t", 1)
+    (answer,) = directory.explain(TWO, chain)
+    assert answer.status is ReadStatus.SERVER_LOST
+    assert answer.text == "held by t, which is lost or was restarted"
 
 
 def test_an_inventory_equal_to_what_is_known_leaves_nothing_to_sweep() -> None:

@@ -240,7 +240,8 @@ class Judge:
         if namespace.parts > 1:
             reasons.add(ReadStatus.PART_MISSING)
         # A server loses its tombstones when it dies, and masters get theirs from servers.
-        if world.report.faults["kill server"] or not all(history.lives for history in histories):
+        forgotten = world.report.faults["kill server"] or any(one.made_up for one in histories)
+        if forgotten or not all(history.lives for history in histories):
             reasons.add(ReadStatus.NEVER_WRITTEN)
         return reasons
 

@@ -12,9 +12,6 @@ from typing import Final
 
 #: By seed, with the default number of operations: the beginning of the failure.
 OPEN_FAILURES: Final[Mapping[int, str]] = {
-    # A read says that a server is lost after the fault that excuses it has ended.
-    77: "G5: e3e9769c0fed: the reason server lost is not true",
-    415: "G5: 2b73be11c5a4: the reason server lost is not true",
     # Extents in quarantine count against no budget: a stranger that keeps its socket open fills a
     # small server with them (design: budgets).
     1535: "G9: beside stranger-4.75186 a write returned: no space",

@@ -446,6 +446,13 @@ BUGS: Sequence[Bug] = (
         "        if record is not None and record.shows(token):\n",
     ),
     Bug(
+        "replaced-is-lost",
+        "G5",
+        _DIRECTORY,
+        "            elif inventory.lost or not inventory.retired:",
+        "            else:",
+    ),
+    Bug(
         "dead-servers-stay",
         "G7",
         _DIRECTORY,
@@ -730,7 +737,7 @@ BUGS: Sequence[Bug] = (
 #: The first seed that found a bug, for bugs that need many seeds: it is played first. When the code
 #: around a bug has changed and this seed no longer finds it, all the other seeds are played.
 FIRST_SEED: Final[Mapping[str, int]] = {
-    "inventory-merged-not-replaced": 6,
+    "inventory-merged-not-replaced": 11,
     "stall-credits-the-future": 6,
     "base-evicts-alone": 6,
     "range-is-never-given-up": 5,
@@ -761,6 +768,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "unwritten-blocks-are-forgotten": 17,
     "stalled-clients-stay": 27,
     "hanging-disk-is-waited-for": 124,
+    "replaced-is-lost": 122,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,
 }

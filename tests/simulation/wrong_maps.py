@@ -41,6 +41,8 @@ class MapFaults:
     def __init__(self, world: World, rng: random.Random) -> None:
         self._world = world
         self._rng = rng
+        #: Blocks that a master has listed for a server which did not have them.
+        self._made_up: set[tuple[Namespace, bytes]] = set()
 
     async def wrong_map(self) -> None:
         """Some entries of one server are dropped, added or moved in the map of one master."""
@@ -63,6 +65,7 @@ class MapFaults:
                     world.wrong_maps -= 1
                     world.maps_right_from = world.loop.now
                     world.truth.probes.add("a wrong map was mended")
+                    self._check_reasons(master)
                     return
             same = (
                 master.process,
@@ -73,6 +76,24 @@ class MapFaults:
             if calm is not None and world.only_incident is calm and same:
                 problem = self._problem(master, node)
                 world.loop.fail(f"G7: {HEALED_S:g} s after the map was changed: {problem}")
+
+    def _check_reasons(self, master: MasterNode) -> None:
+        """A block that no server has lost is not reported as lost with its server (G5)."""
+        truth = self._world.truth
+        if master.master is None:
+            return
+        directory = master.master.directory
+        if not all(member.alive for member in directory.members(0.0)):
+            return
+        for namespace, digest in sorted(self._made_up, key=repr):
+            histories = [truth.history(namespace, digest, part) for part in range(namespace.parts)]
+            lives = {life for history in histories for life in history.lives}
+            (answer,) = directory.explain(namespace, [digest])
+            lost = answer.status is ReadStatus.SERVER_LOST
+            if lost and all(truth.is_living(life) for life in lives):
+                self._world.loop.fail(
+                    f"G5: {digest.hex()[:12]} was made up, and its reason is: {answer.text}"
+                )
 
     def _is_quiet(self, master: MasterNode, node: ServerNode) -> bool:
         """Both run, and the master has all of the server's blocks, so that a change is one."""
@@ -117,8 +138,7 @@ class MapFaults:
             directory._servers[node.name].sequence += rng.randint(1, 1000)
         elif kind == "add" or not here:
             kind = "add"
-            for namespace, part, digest in self._others(here):
-                directory.stored(node.name, namespace, part, 0, [digest])
+            self._make_up(master, node, here)
         else:
             namespace, part, digest = rng.choice(here)
             if kind == "move":  # to a tier in which it is not
@@ -130,15 +150,24 @@ class MapFaults:
                 unknown = ReadStatus.NEVER_WRITTEN
                 directory.removed(node.name, namespace, part, [digest], unknown)
             if kind == "swap":  # the number of blocks stays right
-                for other_namespace, other_part, other in self._others(here):
-                    directory.stored(node.name, other_namespace, other_part, 0, [other])
+                self._make_up(master, node, here)
         world.note(f"map of {master.name} for {node.name}: {kind}")
 
-    def _others(self, here: Parts) -> Parts:
-        """One block that some server has had, and this one has not."""
-        written = {key for key, history in self._world.truth.histories.items() if history.lives}
+    def _make_up(self, master: MasterNode, node: ServerNode, here: Parts) -> None:
+        """The master lists one block that some server has had, and this one has not.
+
+        So it drops the reason for which that block has left, if it has; no inventory of this server
+        brings it back.
+        """
+        truth = self._world.truth
+        written = {key for key, history in truth.histories.items() if history.lives}
         absent = sorted({(n, part, digest) for n, digest, part in written} - set(here), key=repr)
-        return [self._rng.choice(absent)] if absent else []
+        if absent:
+            namespace, part, digest = self._rng.choice(absent)
+            assert master.master is not None
+            master.master.directory.stored(node.name, namespace, part, 0, [digest])
+            truth.history(namespace, digest, part).made_up = True
+            self._made_up.add((namespace, digest))
 
     # --- an impostor -----------------------------------------------------------------------------
 

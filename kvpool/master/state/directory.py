@@ -655,7 +655,9 @@ class Directory:
             self._walk_again = True
 
     def _retire_all(self, record: ServerRecord) -> None:
+        """The process that had these blocks is lost, or a later one has taken its place."""
         for inventory in (record.inventory, *record.earlier):
+            inventory.lost = True
             self._retire(inventory)
 
     def _held(self, blocks: Blocks | None, digest: bytes) -> BlockLocations | None:
@@ -707,12 +709,15 @@ class Directory:
         if held.version == self._version:
             return
         replicas = []
+        lost = set()
         for inventory, tier, part in held.locations:
             record = self._servers.get(inventory.server)
             if not inventory.retired and record is not None and record.alive:
                 name = record.tiers[tier] if tier < len(record.tiers) else "?"
                 replicas.append(Replica(inventory.server, name, part))
-        held.resolve(tuple(replicas), self._version)
+            elif inventory.lost or not inventory.retired:
+                lost.add(part)
+        held.resolve(tuple(replicas), lost, self._version)
 
     def _complete_replicas(self, namespace: Namespace, digests: Sequence[bytes]) -> list[int]:
         """For each block: the number of servers from which each of its parts can be read."""
@@ -728,13 +733,15 @@ class Directory:
     def _reason(self, namespace: Namespace, digest: bytes, held: BlockLocations) -> ReadStatus:
         """Why a block that is in the directory cannot be read.
 
-        Its server may be alive, with a new inventory that gave the reason: a tombstone has it.
+        Its server may be alive, with a new inventory that gave the reason: a tombstone has it. If
+        that inventory gave none, this map was wrong or the server has forgotten the reason: then
+        there is no record, but no server is lost.
         """
         self._resolve(held)
-        if held.status is ReadStatus.SERVER_LOST:
-            recorded = self.tombstones.reason(namespace, digest)
-            return held.status if recorded is ReadStatus.NEVER_WRITTEN else recorded
-        return held.status
+        if held.status is ReadStatus.PART_MISSING:
+            return held.status
+        recorded = self.tombstones.reason(namespace, digest)
+        return held.status if recorded is ReadStatus.NEVER_WRITTEN else recorded
 
     def _explanation(
         self, namespace: Namespace, held: BlockLocations | None, status: ReadStatus
@@ -743,17 +750,23 @@ class Directory:
             where = ", ".join(f"{r.server} ({r.tier})" for r in held.replicas)
             return f"present on {where}"
         if status is ReadStatus.PART_MISSING and held is not None:
-            present = sorted({one.part for one in held.locations})
+            present = sorted({replica.part for replica in held.replicas})
             return f"parts {present} of {namespace.parts} are present, the others are missing"
         if status is ReadStatus.SERVER_LOST:
             if held is None:
                 return "its server was lost or restarted empty"
-            servers = ", ".join(sorted({one.inventory.server for one in held.locations}))
+            here = {(replica.server, replica.part) for replica in held.replicas}
+            lost = [
+                one.inventory
+                for one in held.locations
+                if (one.inventory.server, one.part) not in here
+            ]
+            servers = ", ".join(sorted({one.server for one in lost if not one.replaced}))
             return f"held by {servers}, which is lost or was restarted"
         if status is ReadStatus.NEVER_WRITTEN:
             if namespace not in self._blocks:
                 return self._unknown_namespace(namespace)
-            if self.tombstones.forgotten:
+            if held is not None or self.tombstones.forgotten:
                 return "no record: never written, or removed so long ago that the reason is lost"
             return "never written (since this master started)"
         return f"{status.label}: it was stored earlier"

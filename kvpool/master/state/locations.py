@@ -23,20 +23,28 @@ class ServerInventory:
     | latest   | False     | readable as long as the server is alive; new blocks are added     |
     | earlier  | False     | readable, too, while the latest one arrives; each block that is in |
     |          |           | that one moves there                                              |
-    | retired  | True      | not readable; `Directory.sweep` removes them step by step         |
+    | replaced | True      | not readable: the server runs, and did not list them again        |
+    | lost     | True      | not readable: the process that had them is lost or has ended      |
+
+    `Directory.sweep` removes the blocks of retired inventories step by step.
     """
 
-    __slots__ = ("listed", "retired", "server")
+    __slots__ = ("listed", "lost", "retired", "server")
 
     def __init__(self, server: str) -> None:
         self.server = server
         #: Its blocks, to be compared with what the server holds (design: map-fingerprint).
         self.listed = MapFingerprint()
         self.retired = False
+        self.lost = False  # retired together with the process that had the blocks
 
     @property
     def blocks(self) -> int:
         return self.listed.blocks
+
+    @property
+    def replaced(self) -> bool:
+        return self.retired and not self.lost
 
 
 class Location(NamedTuple):
@@ -90,8 +98,12 @@ class BlockLocations:
         self.after_add: dict[Location, Step] = {}
         self.after_remove: dict[tuple[str, int], Step] = {}
 
-    def resolve(self, replicas: tuple[Replica, ...], version: int) -> None:
-        """Derive the status from the `replicas` that can be read at this `version`."""
+    def resolve(self, replicas: tuple[Replica, ...], lost: set[int], version: int) -> None:
+        """Derive the status from the `replicas` that can be read at this `version`.
+
+        `lost` are the parts of which a copy is on a lost server. A copy that its server did not
+        list again is no lost one: that server lives, and has it no more.
+        """
         self.version = version
         self.replicas = replicas
         per_part = Counter(replica.part for replica in replicas)
@@ -99,10 +111,10 @@ class BlockLocations:
         self.complete_replicas = min(per_part.values()) if complete else 0
         if complete:
             self.status = ReadStatus.HIT
-        elif len(per_part) == len({location.part for location in self.locations}):
-            self.status = ReadStatus.PART_MISSING
-        else:
+        elif not lost <= per_part.keys():
             self.status = ReadStatus.SERVER_LOST
+        else:
+            self.status = ReadStatus.PART_MISSING if replicas else ReadStatus.NEVER_WRITTEN
 
 
 class LocationTable:
