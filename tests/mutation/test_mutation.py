@@ -11,6 +11,7 @@ pytest.importorskip("cosmic_ray", reason="make mutants installs it")
 from tests.mutation.coverage_map import CoverageMap, _test_name
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.mutants import mutants_of, planted, product_files, sample
+from tests.mutation.trial import Limits, Verdict, try_mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,6 +124,51 @@ def test_tests_of_a_line_nearest_and_quickest_first() -> None:
 )
 def test_the_name_of_a_test_in_a_context(context: str, name: str) -> None:
     assert _test_name(context) == name
+
+
+#: The first test fails at these of its runs, as one does that is too slow for a busy machine.
+TESTS = """\
+from pathlib import Path
+from product.sizes import is_full
+
+def test_shaky():
+    runs = Path("runs")
+    count = len(runs.read_text()) if runs.exists() else 0
+    runs.write_text("x" * (count + 1))
+    assert count not in {failing}
+
+def test_limit():
+    assert is_full({size})
+"""
+SHAKY, LIMIT = (f"tests/product/test_sizes.py::test_{name}" for name in ("shaky", "limit"))
+
+
+@pytest.mark.parametrize(
+    ("failing", "size", "noticed_by"),
+    [
+        ([0], 4, f"near: {LIMIT}"),  # it failed once: the machine was busy
+        ([0, 1], 5, f"near: {SHAKY}"),
+    ],
+)
+def test_a_test_must_fail_twice_to_have_noticed(
+    tmp_path: Path, failing: list[int], size: int, noticed_by: str
+) -> None:
+    root, tree = tmp_path / "root", tmp_path / "tree"
+    for folder in (root, tree):
+        (folder / "product").mkdir(parents=True)
+        (folder / "product" / "sizes.py").write_text(
+            "def is_full(held: int) -> bool:\n    return held >= 4\n"
+        )
+    (tree / "tests" / "product").mkdir(parents=True)
+    (tree / "tests" / "product" / "test_sizes.py").write_text(
+        TESTS.format(failing=failing, size=size)
+    )
+    (tree / "pytest.ini").write_text("[pytest]\n")
+    tests = CoverageMap({"product/sizes.py": {"2": [SHAKY, LIMIT]}}, {SHAKY: 0.1, LIMIT: 0.2})
+    (mutant,) = (m for m in mutants_of(root, "product/sizes.py") if m.operator.endswith("GtE_Gt"))
+    verdict = try_mutant(tree, root, mutant, tests, Limits(seconds=1, histories=0))
+    assert verdict == Verdict(noticed_by, 2)
+    assert "held >= 4" in (tree / "product" / "sizes.py").read_text()
 
 
 def test_each_equivalent_mistake_still_exists() -> None:
