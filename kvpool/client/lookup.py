@@ -85,11 +85,15 @@ class Lookup:
             last = found[-1][0] if found else None
             question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
             answer = await self._masters.ask(question, wire.NamespacesReply, deadline)
+            page = answer.namespaces
+            # Pages are sorted. A master whose pages do not go on would be asked in vain.
+            if not page or page[-1][:2] <= (question.after, question.parts):
+                break
             try:
-                found += [(Namespace(name, parts), n) for name, parts, n in answer.namespaces]
+                found += [(Namespace(name, parts), count) for name, parts, count in page]
             except BadKey as error:
                 raise MasterLost(f"a master answered with {error}") from None
-            if not answer.more or not answer.namespaces:
+            if not answer.more:
                 break
         return found
 

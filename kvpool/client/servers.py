@@ -143,10 +143,11 @@ class Servers:
             answer = await self._masters.ask(
                 wire.Members(after), wire.MembersReply, deadline, patient=patient
             )
-            infos += answer.members
             # Pages are sorted. A master whose pages do not go on would be asked for ever.
-            goes_on = bool(answer.members) and answer.members[0].server > after
-            more = answer.more and goes_on and len(infos) < _MEMBERS_MAX
+            if not answer.members or answer.members[-1].server <= after:
+                break
+            infos += answer.members
+            more = answer.more and len(infos) < _MEMBERS_MAX
         self._refreshed_at = self._loop.time()
         return [self._update(info) for info in infos]
 

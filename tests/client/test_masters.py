@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus
 from kvpool.client import lookup as lookup_module
 from kvpool.client import pool as pool_module
 from kvpool.client.lookup import Lookup
@@ -151,6 +151,48 @@ async def test_namespaces_with_one_name_are_on_several_pages() -> None:
     names = await lookup.namespaces(later(5))
     assert [(one.name, one.parts) for one, _ in names] == found
     assert len(network.masters["m"].asked) == 4
+
+
+@pytest.mark.parametrize("page", [[], ["a"], ["b", "a"]], ids=str)
+async def test_pages_that_do_not_go_on_come_to_an_end(page: list[str]) -> None:
+    """A master that always has one more page would be asked for ever."""
+
+    def answer(question: wire.Members | wire.Namespaces) -> wire.Message:
+        if isinstance(question, wire.Members):
+            return wire.MembersReply("m", 1.0, 0, [member(name) for name in page], True)
+        return wire.NamespacesReply([(name, 1, 5) for name in page], True)
+
+    network = ScriptedNetwork(m=answer)
+    lookup, servers = client(network)
+    assert [one.server for one in await servers.refresh(later(5))] == page
+    assert [one.name for one, _ in await lookup.namespaces(later(5))] == page
+    assert len(network.masters["m"].asked) <= 4
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 4])
+async def test_an_answer_for_another_number_of_blocks_is_none(blocks: int) -> None:
+    """Three blocks were asked for. What a master answered for two may be of any two of them."""
+
+    def answer(question: wire.Message) -> wire.Message:
+        if isinstance(question, wire.Find):
+            return wire.FindReply([(0, blocks - 1, [("s", "dram", 0)])] if blocks else [], b"")
+        if isinstance(question, wire.Explain):
+            return wire.Explained([(int(ReadStatus.EVICTED), "", [])] * blocks)
+        assert isinstance(question, wire.Place)
+        return wire.PlaceReply(["s"], [0] * blocks)
+
+    network = ScriptedNetwork(m=answer)
+    chain = keys("short", 3)
+    pool = Pool(config(network), cluster=Cluster(), network=network, transports={})
+    match = await pool.match(NAMESPACE, chain)
+    assert (match.length, match.stopped) == (0, ReadStatus.NO_MASTER)
+    results = await pool.read(NAMESPACE, chain, buffers(3))
+    assert [result.status for result in results] == [ReadStatus.NO_MASTER] * 3
+    statuses = await pool.write(NAMESPACE, chain, values(chain))
+    assert statuses == [WriteStatus.NO_MASTER] * 3
+    with pytest.raises(MasterLost, match=f"{blocks} of 3"):
+        await pool.explain(NAMESPACE, chain)
+    await pool.close()
 
 
 @pytest.fixture

@@ -54,6 +54,16 @@ def test_a_faster_path_is_found_and_kept() -> None:
     assert world.taken["tcp"] == CALLS
 
 
+def test_the_first_call_of_a_trial_does_not_count() -> None:
+    """It opens connections. And of those that count, one may have had to wait for another call."""
+    world = World(tcp=1e9, ucx=4e9)
+    world.calls(CALLS)
+    for rate in (1e6, 1e6, 4e9, 4e9):
+        world.rates["ucx"] = rate
+        assert world.call() == "ucx"
+    assert world.selector.best == "ucx"
+
+
 def test_a_path_must_be_clearly_faster() -> None:
     """What is nearly as fast is not worth a change."""
     world = World(tcp=1e9, ucx=1e9 * GAIN * 0.99)

@@ -165,6 +165,36 @@ async def test_of_two_writers_at_once_one_version_stays(far_apart: dev.Dev, copi
         assert winner[0] in (STORED, ALREADY_STORED)
 
 
+@pytest.mark.parametrize("size", [100, 5000, 9000], ids=["shorter", "as long", "longer"])
+@pytest.mark.parametrize("holder", [0, 1, 2])
+@pytest.mark.parametrize("copies", [1, 2])
+async def test_the_version_on_the_first_server_stays(
+    monkeypatch: pytest.MonkeyPatch, copies: int, holder: int, size: int
+) -> None:
+    """Also when another writer's block came after the master had been asked, and is longer."""
+    (digest,) = keys("first", 1)
+    async with dev.serve("16MiB", servers=3) as running, running.pool() as pool:
+        other = b"bc" * 4500  # the shorter ones are beginnings of it
+        await pool.write_to(f"dev-{holder}", NAMESPACE, digest, other[:size])
+        names = [f"dev-{number}" for number in range(3) if number != holder]
+        place = Placement((*names, f"dev-{holder}"), (0,))
+        monkeypatch.setattr(running.master.directory, "place", lambda *_: place)
+        ours = b"a" * 5000 if size == 5000 else other[:5000]
+        (status,) = await pool.write(NAMESPACE, [digest], [ours], copies=copies)
+        (got,) = buffers(1, 9000)
+        (result,) = await pool.read(NAMESPACE, [digest], [got])
+        held = [server.store.peek(NAMESPACE, 0, digest) for server in running.servers]
+    if holder == 0:
+        assert status is ALREADY_STORED
+        assert got[: result.size] == other[:size]
+    else:
+        assert status is STORED
+        assert got[: result.size] == ours
+    sizes = [entry.size for entry in held if entry is not None]
+    # What is longer than the caller's block is not copied.
+    assert sizes == [result.size] * (1 if size == 9000 and holder == 0 else copies)
+
+
 async def test_parts_of_two_writers_are_one_version_each(far_apart: dev.Dev) -> None:
     """The parts of a block are settled one by one, also while others are missing."""
     chain = keys("parts", 20)

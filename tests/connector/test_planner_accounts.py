@@ -111,6 +111,18 @@ def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
 # --- what is given back ----------------------------------------------------------------------
 
 
+def test_all_loads_on_their_way_make_the_next_one_slower() -> None:
+    played = Played()
+    played.planner.prefill_cost.seconds = lambda first, last: 0.015  # type: ignore[method-assign]
+    played.planner.transfer_cost.seconds = lambda size: size / (1000 * MIB)  # type: ignore[method-assign]
+    for name, offered in (("a", 96), ("b", 96), ("c", 0)):  # 6 ms each, if it is alone
+        played.look_up(name, 100, 6)
+        assert played.offer(name, 100) == offered
+        played.allocate(name, 7, offered)
+    played.planner.on_load_result(LoadResult("a", 6 * MIB, True), played.now)
+    assert played.offer("c", 100) == 96
+
+
 @pytest.mark.parametrize("end", ["result", "finish", "restart"])
 def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
     played = Played()
@@ -190,6 +202,19 @@ def test_of_several_ranks_the_one_that_moved_most_is_measured() -> None:
         assert played.planner.transfer_cost.seconds(6 * MIB) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("complete", [(False, True), (True, False), (False, False)])
+def test_a_load_that_failed_on_one_rank_has_failed(complete: tuple[bool, bool]) -> None:
+    """The tokens are computed on every rank, and saved again."""
+    played = Played(ranks=2)
+    load(played, "a")
+    for one in complete:
+        assert played.planner.counters["loads_failed"] == 0
+        played.planner.on_load_result(LoadResult("a", 6 * MIB, one), played.now + 0.1)
+    assert played.planner.counters["loads_failed"] == 1
+    assert played.offer("a", 100) == 0
+    assert played.step("a", 0, 100).blocks_to_pin == [1, 2, 3, 4, 5, 6]
+
+
 def test_hits_are_counted_where_they_were_read() -> None:
     played = Played()
     lookup = played.arrive("a", 100)
@@ -267,6 +292,60 @@ def test_blocks_with_a_hole_between_them_are_looked_up_when_they_are_read() -> N
     (blocks,) = played.idle().loads[0].blocks
     assert blocks.block_ids == (1, 3, 4, 5, 6)
     assert blocks.match is None
+
+
+#: Groups of a hybrid model: blocks of 32 tokens, two hashes each, and of 16 tokens.
+COARSE_AND_FINE = (CacheGroup(32, 2), CacheGroup(16, 1))
+
+
+def saved_blocks(played: Played, start: int, end: int) -> list[tuple[int, ...]]:
+    """The ids that a step saves of each group; block n of the groups is 1 + n and 101 + n."""
+    ids = [[first + number for number in range(20)] for first in (1, 101)]
+    saves = played.idle(ScheduledRequest("a", start, end, ids)).saves
+    return [blocks.block_ids for save in saves for blocks in save.blocks]
+
+
+def test_each_group_saves_its_own_blocks_once() -> None:
+    played = Played(groups=COARSE_AND_FINE)
+    played.arrive("a", 200)
+    assert saved_blocks(played, 0, 50) == [(1,), (101, 102, 103)]
+    assert saved_blocks(played, 50, 64) == [(2,), (104,)]
+    assert saved_blocks(played, 64, 80) == [(105,)]
+    assert saved_blocks(played, 80, 160) == [(3, 4, 5), (106, 107, 108, 109, 110)]
+
+
+def test_what_the_pool_has_of_one_group_is_not_saved_again() -> None:
+    played = Played(groups=COARSE_AND_FINE)
+    lookup = played.arrive("a", 200)
+    assert lookup is not None
+    played.planner.on_lookup_result("a", lookup.serial, [matched(1), matched(7)], "")
+    assert saved_blocks(played, 0, 50) == []
+    assert saved_blocks(played, 50, 160) == [(2, 3, 4, 5), (108, 109, 110)]
+
+
+def test_after_a_failed_load_each_group_saves_what_was_to_be_loaded() -> None:
+    played = Played(groups=COARSE_AND_FINE)
+    lookup = played.arrive("a", 200)
+    assert lookup is not None
+    played.planner.on_lookup_result("a", lookup.serial, [matched(4), matched(10)], "")
+    assert played.offer("a", 200, 64) == 64
+    ids = [[first + number for number in range(20)] for first in (1, 101)]
+    played.planner.on_blocks_allocated("a", ids, 64, played.now)
+    (request,) = played.idle().loads
+    assert [blocks.block_ids for blocks in request.blocks] == [(3, 4), (105, 106, 107, 108)]
+    played.planner.on_load_result(LoadResult("a", 0, False), played.now)
+    assert saved_blocks(played, 64, 192) == [(3, 4, 5, 6), tuple(range(105, 113))]
+
+
+def test_blocks_whose_hashes_are_not_there_yet_are_saved_later() -> None:
+    """An engine may hash a block some steps after it was computed."""
+    played = Played(groups=COARSE_AND_FINE)
+    chain = hashes("a", 128)
+    known = chain[:3]
+    played.planner.on_new_request("a", known, 48, RequestHints(), played.now)
+    assert saved_blocks(played, 0, 128) == [(1,), (101, 102, 103)]
+    known += chain[3:]
+    assert saved_blocks(played, 128, 129) == [(2, 3, 4), (104, 105, 106, 107, 108)]
 
 
 def test_a_retry_belongs_to_no_session() -> None:

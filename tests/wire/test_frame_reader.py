@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import pytest
+import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -133,6 +135,40 @@ def test_payloads_go_where_they_belong(sizes: Sequence[int]) -> None:
     assert reader.take().payload_size == len(payload)
     assert b"".join(blocks) == payload
     assert reader.begun is (len(left) == 0)
+
+
+@FUZZ
+@given(
+    blocks=st.lists(
+        st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), min_size=1, max_size=4
+    ),
+    steps=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    is_hashed=st.booleans(),
+)
+@example([[0, 3, 0, 0, 2], [0, 1], [4, 0]], [12], True)
+def test_a_block_in_any_pieces(blocks: list[list[int]], steps: list[int], is_hashed: bool) -> None:
+    """Empty pieces, too: a caller's layer may have no bytes. Each block has its own checksum."""
+    memory = [[bytearray(size) for size in block] for block in blocks]
+    size = sum(map(sum, blocks))
+    payload = memoryview(bytes(range(1, size + 1)))
+    seeds = list(range(7, 7 + len(blocks))) if is_hashed else None
+    receiver = PayloadReceiver([[memoryview(piece) for piece in one] for one in memory], seeds)
+    arrived = 0
+    for step in itertools.cycle(steps):
+        assert receiver.missing == size - arrived
+        if not receiver.missing:
+            break
+        assert receiver.memory  # or a socket would receive nothing, which means its end
+        count = min(step, len(receiver.memory))
+        receiver.memory[:count] = payload[arrived : arrived + count]
+        receiver.received(count)
+        arrived += count
+    found = [b"".join(pieces) for pieces in memory]
+    assert b"".join(found) == payload
+    assert receiver.checksums == [
+        xxhash.xxh3_64_intdigest(data, seed=seed)
+        for data, seed in zip(found, seeds or (), strict=False)
+    ]
 
 
 def test_a_target_is_filled_without_a_copy() -> None:
