@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import core, policies
+from benchmarks import core, policies, steps
 from kvpool import runtime as process
 from kvpool.tools.bench import BenchOptions, bench, table
 
@@ -23,6 +23,7 @@ def main() -> None:
     report = process.run(bench(BenchOptions(rounds=3 if quick else 15), console))
     report.rows += core.measure(100_000 if quick else 400_000)
     report.rows += policies.measure(10_000 if quick else 30_000)
+    report.rows += steps.measure(quick)
     console.print(table(report.rows))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / time.strftime("%Y%m%d-%H%M%S.json")

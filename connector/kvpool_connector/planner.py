@@ -41,6 +41,8 @@ _ABORT_SHARE_MIN: Final = 0.5
 _LOAD_TIMEOUT_S_MIN: Final = 0.05
 #: The same before the first prefill was measured.
 _FIRST_TIMEOUT_S_MIN: Final = 0.25
+#: More tokens than any request has.
+_NEVER: Final = 1 << 62
 #: Bytes that a probe reads at most.
 _PROBE_BYTES: Final = 4 << 20
 
@@ -121,7 +123,8 @@ TRANSITIONS: Final[Mapping[RequestState, frozenset[RequestState]]] = {
 class ScheduledRequest(NamedTuple):
     """One request in one step: computes tokens `start` to `end` (excluded).
 
-    `block_ids[group][n]` is where block n of that group lies; id 0 is no block.
+    `block_ids[group][n]` is where block n of that group lies; id 0 is no block. Only the blocks
+    that the step completes are read.
     """
 
     request_id: str
@@ -203,6 +206,11 @@ class Planner:
         self.counters: dict[str, float] = defaultdict(float)
         self.transfer_cost = TransferCost()
         self.prefill_cost = PrefillCost()
+        #: For each tracked request: a step after which it has fewer tokens than this completes no
+        #: block of it, and `plan_step` need not know that it was scheduled. 0 while it computes its
+        #: prompt. The engine compares: a call for each request is too slow.
+        #: (design: quiet-requests)
+        self.quiet_until: dict[str, int] = {}
         #: Bytes of a block of each group, of one rank; 0 until the ranks have reported them.
         self.block_bytes: tuple[int, ...] = (0,) * len(groups)
         self._groups = tuple(groups)
@@ -257,6 +265,7 @@ class Planner:
             hashes, tokens, hints, self._serial, now, blocks_saved=[0] * len(self._groups)
         )
         self._requests[request_id] = request
+        self.quiet_until[request_id] = 0
         return self._lookup(request_id, request, tokens)
 
     def on_restart(self, request_id: str, tokens: int, now: float) -> LookupRequest | None:
@@ -266,6 +275,7 @@ class Planner:
         request.serial, request.asked_at = self._serial, now
         request.matches, request.decision = (), None
         request.blocks_saved = [0] * len(self._groups)
+        self.quiet_until[request_id] = 0
         self._end_load(request)
         request.move_to(RequestState.LOOKING_UP)
         return self._lookup(request_id, request, tokens)
@@ -381,6 +391,7 @@ class Planner:
             # The engine asks again: without this the same blocks would be loaded for ever. What
             # the pool has lost is computed, and can be saved again.
             request.matches = ()
+            self.quiet_until[result.request_id] = 0
             request.blocks_saved = [
                 min(blocks, load.first // group.block_size)
                 for blocks, group in zip(request.blocks_saved, self._groups, strict=True)
@@ -404,6 +415,7 @@ class Planner:
     ) -> StepPlan:
         """What is to be loaded, saved and probed with this step; each is in one plan.
 
+        `scheduled` may leave out requests that are quiet (`quiet_until`).
         `still_cached(block_id, group, digest)` says whether a block still has these contents.
         """
         plan = StepPlan(loads=self._loads, probe=self._probe)
@@ -411,13 +423,14 @@ class Planner:
             self._probing = self._ranks
         self._loads, self._probe = [], None
         sessions: dict[tuple[str, float | None], list[SaveItem]] = {}
-        for one in scheduled if self._limits.save else ():
+        for one in scheduled:
             request = self._requests.get(one.request_id)
             if request is None:
                 continue
-            session = (request.hints.session, request.hints.resume_in_s)
-            for item in self._complete_blocks(request, one):
-                sessions.setdefault(session, []).append(item)
+            if self._limits.save and (items := self._complete_blocks(request, one)):
+                session = (request.hints.session, request.hints.resume_in_s)
+                sessions.setdefault(session, []).extend(items)
+            self.quiet_until[one.request_id] = self._next_save_at(request, one.end)
         if retries := self._saves.take_due(still_cached, now):
             sessions.setdefault(("", None), []).extend(retries)
         for (name, resume_in_s), items in sessions.items():
@@ -445,6 +458,7 @@ class Planner:
         request = self._requests.get(request_id)
         if request is not None:
             request.blocks_saved = [0] * len(self._groups)
+            self.quiet_until[request_id] = 0
             if request.state is RequestState.OFFERED:
                 request.move_to(RequestState.ANSWERED)
 
@@ -457,6 +471,7 @@ class Planner:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
+        del self.quiet_until[request_id]
         self._end_load(request)
         return request.hints
 
@@ -613,26 +628,36 @@ class Planner:
             self._probed_at = now
             self._probe = ProbeRequest((blocks,), self._limits.load_timeout_s)
 
-    def _complete_blocks(
-        self, request: _TrackedRequest, one: ScheduledRequest
-    ) -> Iterable[SaveItem]:
+    def _next_save_at(self, request: _TrackedRequest, tokens: int) -> int:
+        """The tokens that the request has when its next block is complete. (`quiet_until`)"""
+        if tokens < request.prompt:
+            return 0
+        if not (self._limits.save and self._limits.save_decode):
+            return _NEVER
+        next_at = _NEVER
+        for blocks, group in zip(request.blocks_saved, self._groups, strict=True):
+            next_at = min(next_at, (blocks + 1) * group.block_size)
+        return next_at
+
+    def _complete_blocks(self, request: _TrackedRequest, one: ScheduledRequest) -> list[SaveItem]:
         """Blocks that are complete after this step and neither stored nor being saved."""
+        items: list[SaveItem] = []
         end = one.end if self._limits.save_decode else min(one.end, request.prompt)
         for number, group in enumerate(self._groups):
-            ids = one.block_ids[number]
+            first = request.blocks_saved[number]
             hashed = len(request.hashes) // group.hashes_per_block
-            stop = min(end // group.block_size, hashed, len(ids))
-            for index in range(request.blocks_saved[number], stop):
-                if ids[index]:
-                    yield SaveItem(
-                        one.request_id,
-                        number,
-                        index,
-                        _digest(request.hashes, group, index),
-                        _digest(request.hashes, group, index - 1) if index else ROOT,
-                        ids[index],
-                    )
-            request.blocks_saved[number] = max(request.blocks_saved[number], stop)
+            stop = min(end // group.block_size, hashed)
+            if stop <= first:
+                continue
+            block_ids = one.block_ids[number][first:stop]
+            parent = _digest(request.hashes, group, first - 1) if first else ROOT
+            for index, block_id in enumerate(block_ids, first):
+                digest = _digest(request.hashes, group, index)
+                if block_id:
+                    items.append(SaveItem(one.request_id, number, index, digest, parent, block_id))
+                parent = digest
+            request.blocks_saved[number] = first + len(block_ids)
+        return items
 
 
 def _digest(hashes: Sequence[bytes], group: CacheGroup, index: int) -> bytes:

@@ -121,9 +121,9 @@ class SaveQueue:
         blocks = tuple(
             GroupBlocks(
                 group,
-                tuple(item.digest for item in members),
-                tuple(item.block_id for item in members),
-                tuple(item.parent for item in members),
+                tuple([item.digest for item in members]),
+                tuple([item.block_id for item in members]),
+                tuple([item.parent for item in members]),
             )
             for group, members in groups.items()
         )
@@ -147,16 +147,17 @@ class SaveQueue:
         self._pinned -= len(job.items)
         stored: list[StoredBlock] = []
         for item in job.items:
-            self._saving.discard((item.group, item.digest))
-            refusal = job.refused.get((item.group, item.digest))
+            name = (item.group, item.digest)
+            self._saving.discard(name)
+            refusal = job.refused.get(name)
             if refusal is None:
-                self._counters["saved_blocks"] += 1
                 stored.append(StoredBlock(item.request_id, item.group, item.number, item.digest))
             elif refusal in _RETRYABLE and item.attempts < self._retries_max:
                 again = item._replace(attempts=item.attempts + 1)
                 self._enqueue(again, now + _RETRY_AFTER_S * 2**again.attempts)
             else:
                 self._counters[f"dropped {refusal.label}"] += 1
+        self._counters["saved_blocks"] += len(stored)
         return [item.block_id for item in job.items], stored
 
     def take_due(
@@ -186,13 +187,14 @@ class SaveQueue:
         """Pin those that no save has, as many as the engine can spare."""
         accepted = []
         for item in items:
-            if (item.group, item.digest) in self._saving:
+            name = (item.group, item.digest)
+            if name in self._saving:
                 continue
             if self._pinned >= self._pinned_blocks_max:
                 self._enqueue(item, now)
                 continue
             self._pinned += 1
-            self._saving.add((item.group, item.digest))
+            self._saving.add(name)
             accepted.append(item)
         return accepted
 

@@ -76,11 +76,15 @@ class LookupResult(NamedTuple):
 
 
 class EngineStep(NamedTuple):
-    """What the engine computes next. `prefill` has tokens first to last (excluded) of prompts."""
+    """What the engine computes next; `scheduled` without the requests that are quiet.
+
+    `prefill` has tokens first to last (excluded) of prompts. `idle`: it computes nothing.
+    """
 
     scheduled: Sequence[ScheduledRequest]
     preempted: Sequence[str]
     prefill: list[tuple[int, int]]
+    idle: bool
 
 
 class ReportOutcome(NamedTuple):
@@ -187,11 +191,10 @@ class ConnectorScheduler:
                 self._preempted.add(request_id)
         self._step += 1
         self._step_timer.on_start(self._step, step.prefill, now)
-        idle = not step.scheduled
         if not self.namespaces:
-            return StepWork(self._step, idle=idle), []
+            return StepWork(self._step, idle=step.idle), []
         plan = self.planner.plan_step(step.scheduled, still_cached, now)
-        work = StepWork(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, idle)
+        work = StepWork(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, step.idle)
         return work, plan.blocks_to_pin
 
     def yield_to_pool_thread(self, work: StepWork) -> None:

@@ -113,7 +113,7 @@ class Engine:
     ) -> WorkerReport:
         prefill = [(one.start, one.end) for one in scheduled]
         work, pins = self.scheduler.plan_step(
-            EngineStep(scheduled, preempted, prefill), lambda *block: True
+            EngineStep(scheduled, preempted, prefill, idle=not scheduled), lambda *block: True
         )
         self.pinned += pins
         report = WorkerReport(work.step)

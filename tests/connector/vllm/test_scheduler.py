@@ -458,6 +458,28 @@ def test_the_hooks_cost_the_scheduler_little(pool: LocalPool, played: Played) ->
     assert played.free == BLOCKS - 1
 
 
+def test_a_decode_step_makes_no_table_of_blocks(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes the ids of a request's blocks when they are asked for: of a long one, 8,192."""
+    played.step()
+    played.add("a", 64)
+    step, _ = played.step()
+    assert step.num_scheduled_tokens == {"a": 64}
+    made: list[str] = []
+    manager = played.scheduler.kv_cache_manager
+    blocks_of, ids_of = played.connector._blocks_of, manager.get_block_ids
+    monkeypatch.setattr(
+        played.connector, "_blocks_of", lambda name: [made.append(name), blocks_of(name)][1]
+    )
+    monkeypatch.setattr(manager, "get_block_ids", lambda name: [made.append(name), ids_of(name)][1])
+    step, work = played.step(saved=played.acknowledged())
+    assert step.num_scheduled_tokens == {"a": 1}
+    assert not made
+    assert not work.idle, "workers of an idle step sleep"
+    played.finish()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
