@@ -13,6 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvpool.client.match_poller import MatchPoller
 from kvpool.client.pool import Pool, connect
 from kvpool.config import (
     ClientConfig,
@@ -73,6 +74,7 @@ __all__ = [
     "MasterConfig",
     "MasterLost",
     "Match",
+    "MatchPoller",
     "Member",
     "Memory",
     "Namespace",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
@@ -29,6 +29,36 @@ _FIND_KEYS: Final = 4096
 _PAGES_MAX: Final = 1000
 
 
+class Asks(Protocol):
+    """What a lookup needs of `Masters`."""
+
+    async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
+        """The first good answer. Raises Unavailable."""
+
+
+async def match(
+    masters: Asks, namespace: Namespace, chain: Sequence[bytes], deadline: float
+) -> Match:
+    """As `Pool.match`. It awaits nothing but `masters.ask`."""
+    size = check_digest_size(chain)
+    runs: list[Run] = []
+    for first in range(0, len(chain), _FIND_KEYS):
+        digests = chain[first : first + _FIND_KEYS]
+        packed = b"".join(digests)
+        if len(packed) != size * len(digests):  # cheaper than a check of each key
+            check_digests(chain)
+        request = wire.Find(namespace.name, namespace.parts, size, packed, True)
+        try:
+            found = await masters.ask(request, wire.FindReply, deadline)
+            runs += _runs(found, first, len(digests))
+        except Unavailable:
+            return Match(tuple(runs), first, ReadStatus.NO_MASTER)
+        if found.misses:
+            length = runs[-1].last + 1 if runs else 0
+            return Match(tuple(runs), length, _miss(found.misses[0]))
+    return Match(tuple(runs), len(chain), ReadStatus.HIT)
+
+
 class Lookup:
     """Requests to masters: the first that answers is believed."""
 
@@ -38,22 +68,7 @@ class Lookup:
 
     async def match(self, namespace: Namespace, chain: Sequence[bytes], deadline: float) -> Match:
         """As `Pool.match`."""
-        size = check_digest_size(chain)
-        runs: list[Run] = []
-        for first in range(0, len(chain), _FIND_KEYS):
-            digests = chain[first : first + _FIND_KEYS]
-            packed = b"".join(digests)
-            if len(packed) != size * len(digests):  # cheaper than a check of each key
-                check_digests(chain)
-            try:
-                found = await self._find(namespace, packed, size, True, deadline)
-                runs += _runs(found, first, len(digests))
-            except Unavailable:
-                return Match(tuple(runs), first, ReadStatus.NO_MASTER)
-            if found.misses:
-                length = runs[-1].last + 1 if runs else 0
-                return Match(tuple(runs), length, _miss(found.misses[0]))
-        return Match(tuple(runs), len(chain), ReadStatus.HIT)
+        return await match(self._masters, namespace, chain, deadline)
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float
@@ -110,7 +125,8 @@ class Lookup:
             batch = digests[first : first + _FIND_KEYS]
             try:
                 packed = b"".join(batch)
-                found = await self._find(namespace, packed, len(batch[0]), False, deadline)
+                request = wire.Find(namespace.name, namespace.parts, len(batch[0]), packed, False)
+                found = await self._masters.ask(request, wire.FindReply, deadline)
                 batch_runs = _runs(found, first, len(batch))
             except Unavailable:
                 break
@@ -156,12 +172,6 @@ class Lookup:
             for position in range(run.first, min(run.last + 1, count)):
                 candidates[position] = servers[:]  # of its own: each block pops from its list
         return candidates
-
-    async def _find(
-        self, namespace: Namespace, packed: bytes, size: int, prefix: bool, deadline: float
-    ) -> wire.FindReply:
-        request = wire.Find(namespace.name, namespace.parts, size, packed, prefix)
-        return await self._masters.ask(request, wire.FindReply, deadline)
 
 
 def _runs(found: wire.FindReply, first: int, count: int) -> list[Run]:

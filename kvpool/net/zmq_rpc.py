@@ -59,7 +59,7 @@ class ZmqNetwork:
     def __init__(self, cluster: Cluster | None = None) -> None:
         cluster = cluster or Cluster()
         self._cluster = cluster_id(cluster.name)
-        self._keys = _keys(cluster) if cluster.secret else None
+        self._keys = master_keys(cluster) if cluster.secret else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
         self._pid = os.getpid()
@@ -112,7 +112,7 @@ class ZmqNetwork:
         self._context.destroy(linger=0)
 
 
-class _Keys(NamedTuple):
+class MasterKeys(NamedTuple):
     """The masters' CURVE keys, derived from the cluster's secret.
 
     The public key is never sent, so a peer that has it knows the secret. (design: authentication)
@@ -122,9 +122,9 @@ class _Keys(NamedTuple):
     secret: bytes
 
 
-def _keys(cluster: Cluster) -> _Keys:
+def master_keys(cluster: Cluster) -> MasterKeys:
     secret = z85.encode(auth.master_key(cluster))
-    return _Keys(zmq.curve_public(secret), secret)
+    return MasterKeys(zmq.curve_public(secret), secret)
 
 
 def endpoint(address: str) -> str:
@@ -152,6 +152,34 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+
+
+def open_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: MasterKeys | None
+) -> zmq.Socket[bytes]:
+    """A caller's socket to the master at `address`, which connects and reconnects by itself.
+
+    Raises ConfigError for an address that is not valid.
+    """
+    socket = context.socket(zmq.DEALER)
+    _limit(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # Queue for established connections only: a request to a master that ended must not reach
+    # the next master at that address, seconds after the caller's deadline.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    if keys is not None:
+        socket.curve_serverkey = keys.public
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    try:
+        socket.connect(endpoint(address))
+    except ConfigError:
+        socket.close(0)
+        raise
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise ConfigError(f"address {address!r}: {zmq.strerror(error.errno or 0)}") from None
+    return socket
 
 
 class _Socket:
@@ -241,7 +269,7 @@ class _ZmqLink:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         cluster: int,
-        keys: _Keys | None,
+        keys: MasterKeys | None,
     ) -> None:
         self._context = context
         self._address = address
@@ -254,25 +282,7 @@ class _ZmqLink:
         self._socket = self._open_socket()
 
     def _open_socket(self) -> _Socket:
-        address, socket = self._address, self._context.socket(zmq.DEALER)
-        _limit(socket)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # Queue for established connections only: a request to a master that ended must not reach
-        # the next master at that address, seconds after the caller's deadline.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        if self._keys is not None:
-            socket.curve_serverkey = self._keys.public
-            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        try:
-            socket.connect(endpoint(address))
-        except ConfigError:
-            socket.close(0)
-            raise
-        except zmq.ZMQError as error:
-            socket.close(0)
-            raise ConfigError(f"address {address!r}: {zmq.strerror(error.errno or 0)}") from None
-        return _Socket(socket, self._on_message)
+        return _Socket(open_dealer(self._context, self._address, self._keys), self._on_message)
 
     def __repr__(self) -> str:
         return f"<Link {self._address} pending={len(self._requests)}>"

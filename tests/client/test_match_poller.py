@@ -1,0 +1,298 @@
+"""Lookups of a program that polls: the answers of `Pool.match`, without a loop or a thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+import kvpool.sync
+from kvpool import (
+    BadKey,
+    ClientConfig,
+    Closed,
+    Cluster,
+    Match,
+    MatchPoller,
+    Namespace,
+    ReadStatus,
+    UsageError,
+    dev,
+)
+from kvpool.client import lookup as lookup_module
+from kvpool.errors import Overloaded
+from kvpool.wire.frames import cluster_id, decode_envelope, encode_envelope
+from kvpool.wire.messages import Error, FindReply, encode
+from tests.conftest import keys
+
+SPACE = Namespace("polled")
+CLUSTER = cluster_id("default")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class FakeMaster:
+    """A master's socket; the test is the master."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.address = f"127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def take(self, within_s: float = 5.0) -> tuple[bytes, int]:
+        assert self.socket.poll(within_s * 1e3), "no request"
+        peer, message = self.socket.recv_multipart()
+        return peer, decode_envelope(message, CLUSTER).id
+
+    def reply(self, peer: bytes, id: int, message: Any) -> None:
+        self.socket.send_multipart([peer, encode_envelope(message_type(message), CLUSTER, id, b"")])
+
+    def answer(self, message: Any) -> None:
+        peer, id = self.take()
+        type, body = encode(message)
+        self.socket.send_multipart([peer, encode_envelope(type, CLUSTER, id, body)])
+
+
+def message_type(message: Any) -> int:
+    return encode(message)[0]
+
+
+@pytest.fixture
+def fakes() -> Iterator[Callable[[int], list[FakeMaster]]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield lambda count: [FakeMaster(context) for _ in range(count)]
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def open_poller() -> Iterator[Callable[..., MatchPoller]]:
+    made = []
+
+    def make(*masters: str, clock: Any = time.monotonic, **settings: Any) -> MatchPoller:
+        config = ClientConfig(masters=list(masters), **settings)
+        made.append(MatchPoller(config, Cluster(), clock))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+Open = Callable[..., MatchPoller]
+
+
+def until(poller: MatchPoller, within_s: float = 10.0) -> tuple[Match, ...]:
+    """The only lookup's matches."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if ended := poller.poll(0.01):
+            (one,) = ended
+            return one.matches
+    raise AssertionError("the lookup did not end")
+
+
+def miss(status: ReadStatus = ReadStatus.NEVER_WRITTEN) -> FindReply:
+    return FindReply([], bytes([status]))
+
+
+def test_answers_are_those_of_a_pool(
+    dev_in_thread: dev.Dev, open_poller: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole chains, prefixes and nothing; of several pages; and several chains at once."""
+    monkeypatch.setattr(lookup_module, "_FIND_KEYS", 4)
+    chain, other = keys("chain", 11), keys("other", 3)
+    config = ClientConfig(masters=[dev_in_thread.address], transports=["tcp"])
+    with kvpool.sync.connect(config=config) as pool:
+        pool.write(SPACE, chain[:9], [b"x" * 100] * 9)
+        pool.write(SPACE, other, [b"y" * 100] * 3)
+        poller = open_poller(dev_in_thread.address)
+        for asked in (chain[:9], chain, chain[:4], chain[:5], chain[9:], other):
+            poller.start("a", [(SPACE, asked)])
+            assert until(poller) == (pool.match(SPACE, asked),)
+        poller.start("both", [(SPACE, other), (SPACE, chain), (Namespace("empty"), chain)])
+        got = until(poller)
+        assert [match.length for match in got] == [3, 9, 0]
+        assert len(poller) == 0
+        assert poller.poll() == []
+
+
+def test_no_thread_of_python_takes_part(dev_in_thread: dev.Dev, open_poller: Open) -> None:
+    before = threading.active_count()
+    poller = open_poller(dev_in_thread.address)
+    poller.start("a", [(SPACE, keys("x", 2))])
+    until(poller)
+    assert threading.active_count() == before
+
+
+def test_a_poll_without_an_answer_returns_at_once(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    (master,) = fakes(1)
+    poller = open_poller(master.address)
+    poller.start("a", [(SPACE, keys("x", 2))])
+    began = time.monotonic()
+    for _ in range(100):
+        assert poller.poll() == []
+    assert time.monotonic() - began < 1.0
+    while not poller.is_sent("a"):
+        poller.poll(0.005)
+    master.answer(miss())
+    assert until(poller) == (Match((), 0, ReadStatus.NEVER_WRITTEN),)
+
+
+def test_a_wait_ends_with_the_reply_and_releases_the_interpreter(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    (master,) = fakes(1)
+    poller = open_poller(master.address)
+    poller.start("a", [(SPACE, keys("x", 2))])
+    thread = threading.Thread(target=master.answer, args=(miss(),))
+    thread.start()
+    began = time.monotonic()
+    polls = 1
+    while not (ended := poller.poll(0.005)):
+        polls += 1
+        assert time.monotonic() - began < 5.0
+    thread.join()
+    assert ended[0].key == "a"
+    # It slept, and did not turn.
+    assert polls < 50 + (time.monotonic() - began) / 0.002
+
+
+def test_a_lookup_ends_when_no_master_answers(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    (master,) = fakes(1)
+    clock = Clock()
+    poller = open_poller(master.address, "127.0.0.1:9", clock=clock, attempt_s=3.0)
+    poller.start("a", [(SPACE, keys("x", 2))])
+    while not poller.is_sent("a"):
+        poller.poll(0.005)
+    peer, id = master.take()
+    clock.ahead_s += 2.5
+    assert poller.poll() == []
+    clock.ahead_s += 0.6
+    assert until(poller) == (Match((), 0, ReadStatus.NO_MASTER),)
+    assert len(poller) == 0
+    master.reply(peer, id, miss())  # too late: of no lookup
+    time.sleep(0.05)
+    assert poller.poll() == []
+
+
+def test_a_lookup_is_sent_when_the_master_comes(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    (gone,) = fakes(1)
+    gone.socket.close(0)
+    poller = open_poller(gone.address, attempt_s=20.0)
+    poller.start("a", [(SPACE, keys("x", 2))])
+    for _ in range(5):
+        assert poller.poll(0.005) == []
+    assert not poller.is_sent("a")
+    assert not poller.connected
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        master = FakeMaster.__new__(FakeMaster)
+        master.socket = context.socket(zmq.ROUTER)
+        master.socket.bind(f"tcp://{gone.address}")
+        while not poller.is_sent("a"):
+            poller.poll(0.005)
+        assert poller.connected
+        master.answer(miss())
+        until(poller)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    first, second = fakes(2)
+    clock = Clock()
+    settings = {"attempt_s": 20.0, "hedge_s": 2.0}
+    poller = open_poller(first.address, second.address, clock=clock, **settings)
+    poller.start("warm", [(SPACE, keys("x", 1))])
+    while not poller.is_sent("warm"):
+        poller.poll(0.005)
+    (first if first.socket.poll(1000) else second).answer(miss())
+    until(poller)
+    time.sleep(0.2)  # both are connected
+    for master in (first, second):
+        while master.socket.poll(0):  # both may have been asked, as neither was connected
+            master.take()
+    preferred, other = (first, second) if poller._preferred == 0 else (second, first)
+
+    poller.start("slow", [(SPACE, keys("x", 1))])
+    preferred.take()
+    poller.poll()
+    assert not other.socket.poll(50)
+    clock.ahead_s += 2.1
+    poller.poll()
+    other.answer(miss())
+    until(poller)
+    preferred, other = other, preferred
+
+    poller.start("refused", [(SPACE, keys("x", 1))])  # the one that answered is asked first
+    preferred.answer(Error("Overloaded", "busy"))
+    while not other.socket.poll(1):
+        poller.poll(0.001)
+    other.answer(Error("Overloaded", "busy, too"))
+    assert until(poller) == (Match((), 0, ReadStatus.NO_MASTER),)
+
+    poller.start("nonsense", [(SPACE, keys("x", 3))])
+    preferred.answer(FindReply([(2, 1, [("a", "dram", 0)])], b"\x01"))
+    assert until(poller)[0].stopped is ReadStatus.NO_MASTER
+
+
+def test_a_link_that_was_never_answered_is_opened_again(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    (master,) = fakes(1)
+    clock = Clock()
+    poller = open_poller(master.address, clock=clock)
+    peers = set()
+    for _ in range(3):
+        poller.start("a", [(SPACE, keys("x", 1))])
+        while not poller.is_sent("a"):
+            poller.poll(0.005)
+        peers.add(master.take()[0])
+        clock.ahead_s += 2.1
+        until(poller)
+    assert len(peers) > 1
+
+
+def test_wrong_calls(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (master,) = fakes(1)
+    poller = open_poller(master.address)
+    with pytest.raises(BadKey):
+        poller.start("a", [(SPACE, keys("x", 1)), (SPACE, [])])
+    assert len(poller) == len(poller._requests) == 0
+    poller.start("a", [(SPACE, keys("x", 1))])
+    with pytest.raises(UsageError):
+        poller.start("a", [(SPACE, keys("x", 1))])
+    with pytest.raises(UsageError):
+        poller.start("b", [])
+    monkeypatch.setattr("kvpool.client.match_poller.PENDING_MAX", 2)
+    poller.start("b", [(SPACE, keys("x", 1))])
+    with pytest.raises(Overloaded):
+        poller.start("c", [(SPACE, keys("x", 1))])
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(Closed):
+        poller.poll()
+    monkeypatch.undo()
+    poller.close()
+    poller.close()
+    with pytest.raises(Closed):
+        poller.start("d", [(SPACE, keys("x", 1))])
