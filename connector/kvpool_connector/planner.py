@@ -39,7 +39,10 @@ from kvpool_connector.save_queue import SaveItem, SaveQueue, StoredBlock
 _ABORT_FACTOR: Final = 3.0
 _ABORT_SHARE_MIN: Final = 0.5
 _LOAD_TIMEOUT_S_MIN: Final = 0.05
-#: The same before the first prefill was measured.
+#: A request waits for its lookup so much of the time that computing its tokens takes.
+_LOOKUP_SHARE: Final = 0.5
+_LOOKUP_TIMEOUT_S_MIN: Final = 0.01
+#: The same of a lookup and of a load before the first prefill was measured.
 _FIRST_TIMEOUT_S_MIN: Final = 0.25
 #: More tokens than any request has.
 _NEVER: Final = 1 << 62
@@ -63,7 +66,7 @@ class PlannerLimits(NamedTuple):
     load: str = "auto"
     save: bool = True
     hit_tokens_min: int = 1
-    lookup_timeout_s: float = 0.05
+    lookup_timeout_s: float = 1.0
     load_timeout_s: float = 10.0
     save_decode: bool = True
     loads_max: int = 32
@@ -104,7 +107,7 @@ class RequestState(enum.Enum):
 #: ANSWERED, when there is nothing to look up). Saving is no state of a request: its blocks are
 #: saved in every state, and after it has finished (`SaveQueue` has their states).
 TRANSITIONS: Final[Mapping[RequestState, frozenset[RequestState]]] = {
-    # on_lookup_result, or no answer within lookup_timeout_s
+    # on_lookup_result: an answer, or the reason why there is none
     RequestState.LOOKING_UP: frozenset({RequestState.LOOKING_UP, RequestState.ANSWERED}),
     # loadable_tokens decides to load; on_restart
     RequestState.ANSWERED: frozenset(
@@ -281,7 +284,7 @@ class Planner:
         return self._lookup(request_id, request, tokens)
 
     def lookup_started(self, request_id: str, now: float) -> None:
-        """`lookup_timeout_s` of this request begins at `now`: before, no master could be asked."""
+        """The time of this lookup begins at `now`: before, no master could be asked."""
         request = self._requests.get(request_id)
         if request is not None:
             request.asked_at = now
@@ -311,6 +314,22 @@ class Planner:
         if not stopped.hit:
             self.counters[f"miss {stopped.label}"] += 1
 
+    def is_looking_up(self, request_id: str) -> bool:
+        return self._requests[request_id].state is RequestState.LOOKING_UP
+
+    def late_lookup(self, request_id: str, tokens: int, computed: int, now: float) -> int | None:
+        """The serial of a lookup that has taken as long as it may; None: there is none.
+
+        It may take a share of what it can save: the time of computing the prompt.
+        (design: load-or-recompute)
+        """
+        request = self._requests[request_id]
+        if request.state is not RequestState.LOOKING_UP:
+            return None
+        if now - request.asked_at < self._lookup_timeout_s(tokens, computed):
+            return None
+        return request.serial
+
     def loadable_tokens(
         self, request_id: str, tokens: int, computed: int, now: float
     ) -> int | None:
@@ -322,9 +341,7 @@ class Planner:
         if request.state is RequestState.LOADING:
             return 0
         if request.state is RequestState.LOOKING_UP:
-            if now - request.asked_at < self._limits.lookup_timeout_s:
-                return None
-            self.on_lookup_result(request_id, request.serial, (), "lookup timeout")
+            return None
         request.move_to(RequestState.ANSWERED)
         if not request.matches:
             request.decision = None
@@ -493,6 +510,15 @@ class Planner:
         )
         self.counters["lookups"] += 1
         return LookupRequest(request_id, request.serial, chains)
+
+    def _lookup_timeout_s(self, tokens: int, computed: int) -> float:
+        limit_s = self._limits.lookup_timeout_s
+        if self._limits.load != "auto":
+            return limit_s
+        prefill_s = self.prefill_cost.seconds(computed, tokens)
+        if prefill_s is None:
+            return min(limit_s, _FIRST_TIMEOUT_S_MIN)
+        return min(limit_s, max(prefill_s * _LOOKUP_SHARE, _LOOKUP_TIMEOUT_S_MIN))
 
     def _available(self, matches: Sequence[Match]) -> int:
         """Tokens that every group has."""

@@ -1,24 +1,23 @@
 """The scheduler half: reports the engine's events to the planner, and carries out its plans.
 
-Runs in the engine's scheduling loop: no hook waits for anything, or does more than a few
-microseconds' work for each new block. What needs the pool runs in the pool's thread
-(`pool_thread.py`), whose answers are taken in the next hook. (design: pool-thread)
+Runs in the engine's scheduling loop: no hook does more than a few microseconds' work for each new
+block, or waits for a lookup longer than `_WAIT_S` in a step. Its own thread asks the masters
+(`lookups.py`); hints are sent by the pool's thread (`pool_thread.py`). (design: pool-thread)
 """
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from kvpool import KvpoolError, Match, Namespace, ReadStatus
-from kvpool.backoff import Backoff
+from kvpool import KvpoolError, MatchPoller, Namespace
 from kvpool_connector import namespace
 from kvpool_connector.cost_model import StepTimer
+from kvpool_connector.lookups import LATE_REASONS, NO_NAMESPACE, Lookups
 from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.planner import (
     CacheGroup,
@@ -35,14 +34,11 @@ from kvpool_connector.worker import IDLE_S
 
 #: Metrics that always have news, such as the hooks' own time, are reported this often.
 _METRICS_EVERY_S: Final = 1.0
-#: After so many lookups in a row without an answer the next ones are misses at once, for
-#: `_PAUSE_S` at first, doubled by each further one.
-_PAUSE_AFTER_LOOKUPS: Final = 3
-_PAUSE_S: Final = 0.5
-_PAUSE_S_MAX: Final = 5.0
-#: Lookups that end for one of these reasons had no answer in time; the log has them this often.
-_LATE_REASONS: Final = ("lookup timeout", "no master", "silent pool")
+#: Lookups without an answer are in the log this often.
 _WARN_EVERY_S: Final = 60.0
+#: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
+#: lookup that is not waited for so long costs its request a whole step. So long in all per step.
+_WAIT_S: Final = 0.001
 #: The estimated speed of computing is reported for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
 
@@ -64,15 +60,6 @@ class EngineInfo(NamedTuple):
     blocks: int
     loads: bool = True
     saves: bool = True
-
-
-class LookupResult(NamedTuple):
-    """The answer to a `LookupRequest`: a match for each group, or none and the reason."""
-
-    request_id: str
-    serial: int
-    matches: tuple[Match, ...]
-    reason: str
 
 
 class EngineStep(NamedTuple):
@@ -133,16 +120,13 @@ class ConnectorScheduler:
         self._metrics_at = -_METRICS_EVERY_S
         self._generation = ""
         self._worker_infos: dict[int, WorkerInfo] = {}
-        self._held_lookups: list[LookupRequest] = []  # until there are namespaces
-        self._results: deque[LookupResult] = deque()  # from the pool's thread
-        self._result_arrived = threading.Event()
-        self._lookups_running = 0
+        self._held_lookups: dict[int, LookupRequest] = {}  # until there are namespaces
+        poller = MatchPoller(settings.client(), settings.member())
+        self._lookups = Lookups(poller, settings.start_wait_s, clock)
+        self._wait_left_s = _WAIT_S
         self._preempted: set[str] = set()
-        self._late_lookups = 0
+        self._late_lookups: Counter[str] = Counter()  # by reason
         self._warned_at = -_WARN_EVERY_S
-        self._unanswered = 0  # lookups in a row
-        self._pause = Backoff(_PAUSE_S, _PAUSE_S_MAX)
-        self._paused_until = 0.0
 
     # --- a request --------------------------------------------------------------------------
 
@@ -160,6 +144,13 @@ class ConnectorScheduler:
             self._preempted.discard(request_id)
             self._start_lookup(self.planner.on_restart(request_id, tokens, now))
         self._take_lookup_results()
+        if self._lookups.waiting and self.planner.is_looking_up(request_id):
+            self._wait_for_lookups()
+        late = self.planner.late_lookup(request_id, tokens, computed, now)
+        if late is not None:
+            held = self._held_lookups.pop(late, None)
+            reason = self._lookups.give_up(late) if held is None else NO_NAMESPACE
+            self.planner.on_lookup_result(request_id, late, (), reason)
         return self.planner.loadable_tokens(request_id, tokens, computed, now)
 
     def on_blocks_allocated(
@@ -190,6 +181,7 @@ class ConnectorScheduler:
                 self.planner.on_preempted(request_id)
                 self._preempted.add(request_id)
         self._step += 1
+        self._wait_left_s = _WAIT_S
         self._step_timer.on_start(self._step, step.prefill, now)
         if not self.namespaces:
             return StepWork(self._step, idle=step.idle), []
@@ -197,15 +189,13 @@ class ConnectorScheduler:
         work = StepWork(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, step.idle)
         return work, plan.blocks_to_pin
 
-    def yield_to_pool_thread(self, work: StepWork) -> None:
-        """Give the pool's thread the GIL, at most `IDLE_S`, if the engine only waits for lookups.
+    def wait_if_idle(self, work: StepWork) -> None:
+        """Wait for a lookup, at most `IDLE_S`, if the engine only waits for lookups.
 
-        Such an engine steps without a pause, and keeps the GIL from the thread that it waits for.
-        (design: pool-thread)
+        Such an engine would step without a pause, and take a core from the masters.
         """
-        if work.idle and not work.loads and self._lookups_running:
-            self._result_arrived.wait(IDLE_S)
-        self._result_arrived.clear()
+        if work.idle and not work.loads and self._lookups.waiting:
+            self._take_lookup_results(IDLE_S)
 
     def on_worker_report(self, report: WorkerReport) -> ReportOutcome:
         """Take what the workers report after a step."""
@@ -233,7 +223,7 @@ class ConnectorScheduler:
         self._metrics_at = now
         metrics = dict(counters)
         counters.clear()
-        self._warn_slow_lookups(metrics, now)
+        self._warn_late_lookups(metrics, now)
         metrics["load_bandwidth_bytes"] = self.planner.transfer_cost.bandwidth
         prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
         if prefill_s:
@@ -246,19 +236,23 @@ class ConnectorScheduler:
         self._make_namespaces()
 
     def close(self) -> None:
+        self._lookups.close()
         self._thread.close(1.0)
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _warn_slow_lookups(self, metrics: Mapping[str, float], now: float) -> None:
+    def _warn_late_lookups(self, metrics: Mapping[str, float], now: float) -> None:
         """One line now and then: a pool that answers too late must be seen in the log as well."""
-        self._late_lookups += int(sum(metrics.get(f"miss {reason}", 0) for reason in _LATE_REASONS))
+        for reason in LATE_REASONS:
+            if count := int(metrics.get(f"miss {reason}", 0)):
+                self._late_lookups[reason] += count
         if self._late_lookups and now - self._warned_at >= _WARN_EVERY_S:
+            late = self._late_lookups
+            reasons = ", ".join(f"{late[name]} {name}" for name in LATE_REASONS if late[name])
             self._log_line(
-                f"{self._late_lookups} prompts were computed without a lookup: the pool did not "
-                f"answer within lookup_timeout_s ({self._settings.lookup_timeout_s:g} s)"
+                f"{self._late_lookups.total()} prompts were computed without a lookup: {reasons}"
             )
-            self._late_lookups = 0
+            self._late_lookups.clear()
             self._warned_at = now
 
     def _on_worker_info(self, info: WorkerInfo) -> None:
@@ -271,8 +265,8 @@ class ConnectorScheduler:
         sizes = [info.block_bytes for info in self._worker_infos.values()]
         self.planner.block_bytes = tuple(max(column) for column in zip(*sizes, strict=True))
         self._make_namespaces()
-        held, self._held_lookups = self._held_lookups, []
-        for lookup in held:
+        held, self._held_lookups = self._held_lookups, {}
+        for lookup in held.values():
             self.planner.lookup_started(lookup.request_id, self._clock())
             self._start_lookup(lookup)
 
@@ -304,47 +298,21 @@ class ConnectorScheduler:
             # The first step brings what is missing, and may be slow: that is no reason to miss.
             start_at = self._clock() + self._settings.start_wait_s
             self.planner.lookup_started(lookup.request_id, start_at)
-            self._held_lookups.append(lookup)
+            self._held_lookups[lookup.serial] = lookup
             return
-        if self._clock() < self._paused_until:
-            self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), "silent pool")
-            return
-        work = partial(self._look_up, lookup, self.namespaces)
-        if self._thread.pool is None or not self._thread.start(work):
-            self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), "no pool")
-        else:
-            self._lookups_running += 1
+        if reason := self._lookups.start(lookup, self.namespaces):
+            self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), reason)
 
-    def _take_lookup_results(self) -> None:
-        while self._results:
-            result = self._results.popleft()
-            self._lookups_running -= 1
-            no_master = any(match.stopped is ReadStatus.NO_MASTER for match in result.matches)
-            if result.matches and not no_master:
-                self._unanswered = 0
-                self._pause.reset()
-            else:
-                self._unanswered += 1
-                if self._unanswered >= _PAUSE_AFTER_LOOKUPS:
-                    # Otherwise every request would wait for its own timeout (design: backoff).
-                    self._paused_until = self._clock() + self._pause.next_delay()
+    def _take_lookup_results(self, wait_s: float = 0.0) -> None:
+        for result in self._lookups.take(wait_s):
             self.planner.on_lookup_result(*result)
 
-    async def _look_up(self, lookup: LookupRequest, namespaces: Sequence[Namespace]) -> None:
-        """In the pool's thread."""
-        pool = self._thread.pool
-        matches: list[Match] = []
-        reason = "no pool"
-        try:
-            for name, chain in zip(namespaces, lookup.chains, strict=True):
-                if pool is not None:
-                    timeout_s = self._settings.lookup_timeout_s
-                    matches.append(await pool.match(name, chain, timeout=timeout_s))
-        except KvpoolError as error:
-            matches, reason = [], type(error).__name__
-        result = LookupResult(lookup.request_id, lookup.serial, tuple(matches), reason)
-        self._results.append(result)
-        self._result_arrived.set()
+    def _wait_for_lookups(self) -> None:
+        """Wait for the next answer, as long as this step's hooks may wait."""
+        if self._wait_left_s > 0:
+            began = time.perf_counter()
+            self._take_lookup_results(_WAIT_S)
+            self._wait_left_s -= time.perf_counter() - began
 
     async def _send_hints(self, hints: RequestHints) -> None:
         """In the pool's thread."""

@@ -39,8 +39,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: Literal["auto", "always", "never"] = "auto"
     #: Tokens. A shorter hit is not loaded, because computing it costs less than the request.
     hit_tokens_min: Annotated[int, Meta(ge=1)] = 1
-    #: Time after which a lookup without an answer counts as a miss.
-    lookup_timeout_s: Seconds = 0.05
+    #: Longest time that a request waits for its lookup. As a rule the planner gives a lookup less:
+    #: half of the time that computing the prompt takes.
+    lookup_timeout_s: Seconds = 1.0
     #: Time after which the engine computes a prompt instead of waiting for its load. The planner
     #: often ends a load earlier, when it takes much longer than estimated.
     load_timeout_s: Seconds = 10.0

@@ -198,7 +198,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if blocks_to_pin:
             self._pool.touch([self._pool.blocks[block] for block in blocks_to_pin])
         self._count_hook(began)
-        self._of_scheduler().yield_to_pool_thread(work)
+        self._of_scheduler().wait_if_idle(work)
         return WorkMetadata(work)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool import WriteStatus
+from kvpool import Match, ReadStatus, WriteStatus
+from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
 from kvpool_connector.block_memory import memory_of
 from kvpool_connector.messages import WorkerReport
@@ -120,7 +121,7 @@ class Engine:
         for worker in self.workers:
             worker.start_loads(work)
             worker.start_saves(work)
-        self.scheduler.yield_to_pool_thread(work)
+        self.scheduler.wait_if_idle(work)
         done = [worker.take_finished() for worker in self.workers]
         self.loaded += set.intersection(*(one.loaded for one in done)) if done else ()
         for one in done:
@@ -437,41 +438,172 @@ def test_late_answers_are_one_line_a_minute(start: Callable[..., Engine]) -> Non
         return [line for line in engine.lines if "without a lookup" in line]
 
     assert len(late(2)) == 1
-    assert late(0)[0].startswith("3 prompts were computed without a lookup")
+    assert late(0)[0] == "3 prompts were computed without a lookup: 2 lookup timeout, 1 no master"
     engine.clock.ahead_s += 59.0
     assert len(late(4)) == 1
     engine.clock.ahead_s += 1.1
-    assert late(1)[1].startswith("8 prompts")
+    assert late(1)[1].startswith("8 prompts were computed without a lookup: 5 lookup timeout, 3")
 
 
-def test_a_pool_that_stays_silent_is_not_waited_for_by_each_request() -> None:
-    local = LocalPool()
-    engine = Engine(local.master, lookup_timeout_s=0.1)
+class FakePoller:
+    """In place of a `MatchPoller`: the test is the masters."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.ended: list[PolledMatches] = []
+        self.connected = True
+        self.sends = True
+        self.waited_s: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def start(self, key: Any, chains: Any) -> None:
+        self.running.append(key)
+
+    def is_sent(self, key: Any) -> bool:
+        return self.sends
+
+    def poll(self, wait_s: float) -> list[PolledMatches]:
+        self.waited_s.append(wait_s)
+        ended, self.ended = self.ended, []
+        return ended
+
+    def end(self, status: ReadStatus = ReadStatus.NEVER_WRITTEN) -> None:
+        """All that runs ends with this answer."""
+        self.ended += [PolledMatches(key, (Match((), 0, status),)) for key in self.running]
+        self.running.clear()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def asked(start: Callable[..., Engine]) -> tuple[Engine, FakePoller, Callable[[str], float]]:
+    """An engine whose masters are the test, and how many requests of a name miss for a reason."""
+    engine = start(lookup_timeout_s=0.1)
+    poller = FakePoller()
+    engine.scheduler._lookups._poller = poller  # type: ignore[assignment]
+    counters = engine.scheduler.planner.counters
+
+    def misses(reason: str) -> float:
+        """One more request, which waits until its lookup has ended."""
+        counters.clear()
+        name = f"r{engine.clock.ahead_s}"
+        tokens = 2 * BLOCK + 1
+        engine.scheduler.on_new_request(name, keys(name, 2), tokens, RequestHints())
+        if engine.loadable(name, tokens) is None:
+            engine.clock.ahead_s += 0.11
+            assert engine.loadable(name, tokens) == 0
+        engine.clock.ahead_s += 0.001
+        return counters[f"miss {reason}"]
+
+    return engine, poller, misses
+
+
+def test_a_silent_pool_costs_three_requests_their_time_and_no_other(asked: Any) -> None:
+    engine, poller, misses = asked
+    assert [misses("lookup timeout") for _ in range(3)] == [1, 1, 1]
+    assert [misses("silent pool") for _ in range(5)] == [1] * 5  # at once
+    poller.end(ReadStatus.NO_MASTER)
+    for _ in range(5):
+        engine.clock.ahead_s += 5.1  # the longest pause: no answer has come
+        assert misses("silent pool") == 1
+        assert len(poller) == 1  # one lookup runs without a request, to notice the pool's return
+    poller.end()
+    assert misses("silent pool") == 0
+
+
+def test_a_pool_whose_answers_are_late_costs_one_request_a_pause(asked: Any) -> None:
+    engine, poller, misses = asked
+    for _ in range(3):
+        assert misses("lookup timeout") == 1
+    poller.end()  # late answers
+    assert misses("silent pool") == 1
+    for pause_s in (0.5, 1.0, 2.0, 4.0, 5.0, 5.0):
+        poller.end()
+        engine.clock.ahead_s += pause_s - 0.2
+        assert misses("silent pool") == 1
+        poller.end()
+        engine.clock.ahead_s += 0.2
+        assert misses("lookup timeout") == 1
+    poller.end()
+    engine.clock.ahead_s += 5.1
+    # An answer in time ends it all.
+    tokens = 2 * BLOCK + 1
+    engine.scheduler.on_new_request("good", keys("good", 2), tokens, RequestHints())
+    poller.end()
+    assert engine.loadable("good", tokens) == 0
+    assert [misses("lookup timeout") for _ in range(3)] == [1, 1, 1]
+    assert misses("silent pool") == 1
+
+
+def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None:
+    engine, poller, misses = asked
+    began_s = engine.clock.ahead_s
+    poller.sends = False
+    assert [misses("no master") for _ in range(5)] == [1] * 5
+    assert engine.clock.ahead_s - began_s < 0.1  # none has waited
+    # But at the start the engine waits for the connection, within the lookup's time.
+    engine.scheduler._lookups._first_at = None
+    poller.connected = False
+    assert misses("no master") == 1
+    assert engine.clock.ahead_s - began_s > 0.1
+    engine.scheduler.on_new_request("w", keys("w", 2), 2 * BLOCK + 1, RequestHints())
+    assert engine.loadable("w", 2 * BLOCK + 1) is None
+    engine.clock.ahead_s += 1.1  # start_wait_s
+    assert engine.loadable("w", 2 * BLOCK + 1) == 0
+    began_s = engine.clock.ahead_s
+    assert misses("no master") == 1
+    assert engine.clock.ahead_s - began_s < 0.1
+
+
+def test_a_lookup_that_masters_refuse_is_a_miss(asked: Any) -> None:
+    engine, poller, _ = asked
+    tokens = 2 * BLOCK + 1
+    engine.scheduler.on_new_request("r", keys("refused", 2), tokens, RequestHints())
+    poller.end(ReadStatus.NO_MASTER)
+    assert engine.loadable("r", tokens) == 0
+    assert engine.scheduler.planner.counters["miss no master"] == 1
+
+
+def test_the_hooks_of_a_step_wait_a_millisecond_in_all(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, poller, _ = asked
+    tokens = 2 * BLOCK + 1
+    busy = ScheduledRequest("x", 0, 1, [[9]])
+    for number in range(20):
+        engine.scheduler.on_new_request(f"r{number}", keys("wait", 2), tokens, RequestHints())
+
+    def waits() -> int:
+        poller.waited_s.clear()
+        for number in range(20):
+            engine.loadable(f"r{number}", tokens)
+        return sum(wait_s > 0 for wait_s in poller.waited_s)
+
+    ticks = iter(range(1000))
+    monkeypatch.setattr("kvpool_connector.scheduler.time.perf_counter", lambda: next(ticks) * 3e-4)
+    assert waits() == 4
+    assert waits() == 0
+    engine.step([busy])
+    assert waits() == 4
+    poller.end()
+    assert waits() == 0
+
+
+def test_a_workers_silence_is_its_own_reason(pool: LocalPool) -> None:
+    engine = Engine(pool.master, lookup_timeout_s=0.1, start_wait_s=2.0)
     try:
-        engine.connected()
-        local.close()
-        counters = engine.scheduler.planner.counters
-
-        def misses(name: str) -> float:
-            counters.clear()
-            tokens = 2 * BLOCK + 1
-            engine.scheduler.on_new_request(name, keys(name, 2), tokens, RequestHints())
-            engine.until(lambda: engine.loadable(name, tokens) is not None)
-            # The answer may come after the timeout; it counts for the pause all the same.
-            while engine.scheduler._lookups_running:
-                engine.loadable(name, tokens)
-                time.sleep(0.002)
-            return counters["miss silent pool"]
-
-        assert [misses(f"r{number}") for number in range(3)] == [0, 0, 0]
-        assert misses("r3") == 1  # at once
-        engine.clock.ahead_s += 0.5
-        assert misses("r4") == 0  # tried again, in vain: the pause doubles
-        engine.clock.ahead_s += 0.6
-        assert misses("r5") == 1
-        for number in range(6, 16):
-            engine.clock.ahead_s += 5.1  # the longest pause
-            assert misses(f"r{number}") == 0
+        engine.scheduler.on_new_request("r", keys("early", 2), 2 * BLOCK + 1, RequestHints())
+        engine.clock.ahead_s += 2.0
+        assert engine.loadable("r", 2 * BLOCK + 1) is None
+        engine.clock.ahead_s += 0.2
+        assert engine.loadable("r", 2 * BLOCK + 1) == 0
+        assert engine.scheduler.planner.counters["miss no namespace"] == 1
+        engine.step()  # the lookup does not start any more
+        assert engine.scheduler.namespaces
+        assert not engine.scheduler._lookups.waiting
     finally:
         engine.close()
 
@@ -529,18 +661,18 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Callable[..., Eng
     engine.scheduler.on_blocks_allocated("r", [[3, 4]], 2 * BLOCK)
     engine.until(lambda: engine.loaded == ["r"])
     transfers = worker._transfer_ended = Waits(worker._transfer_ended)  # type: ignore[assignment]
-    lookups = Waits(engine.scheduler._result_arrived)
-    engine.scheduler._result_arrived = lookups  # type: ignore[assignment]
+    poller = FakePoller()
+    engine.scheduler._lookups._poller = poller  # type: ignore[assignment]
     for _ in range(3):
         engine.step()
-    assert (transfers.count, lookups.count) == (0, 0)
+    assert (transfers.count, poller.waited_s) == (0, [])
     worker._add_running(1)
-    engine.scheduler._lookups_running += 1
+    engine.scheduler.on_new_request("s", hashes, 2 * BLOCK + 1, RequestHints())
     engine.step()
-    assert (transfers.count, lookups.count) == (1, 1)
+    assert (transfers.count, poller.waited_s) == (1, [0.001])
     # An engine that computes something does not wait for transfers or lookups.
     engine.step([ScheduledRequest("x", 0, 1, [[9]])])
-    assert (transfers.count, lookups.count) == (1, 1)
+    assert (transfers.count, poller.waited_s) == (1, [0.001])
 
 
 def test_the_pools_speed_is_probed_after_the_first_save(start: Callable[..., Engine]) -> None:

@@ -66,6 +66,9 @@ class Played:
         self.planner.on_lookup_result(name, lookup.serial, [matched(length)], "")
 
     def offer(self, name: str, tokens: int, computed: int = 0) -> int | None:
+        late = self.planner.late_lookup(name, tokens, computed, self.now)
+        if late is not None:
+            self.planner.on_lookup_result(name, late, (), "lookup timeout")
         return self.planner.loadable_tokens(name, tokens, computed, self.now)
 
     def allocate(self, name: str, blocks: int, tokens: int, first: int = 1) -> None:
@@ -98,6 +101,7 @@ def test_a_lookup_covers_what_can_be_used() -> None:
 
 
 def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
+    """Before a prefill was measured, and where the operator allows no more."""
     played = Played(lookup_timeout_s=0.05)
     lookup = played.arrive("a", 100)
     assert lookup is not None
@@ -109,6 +113,36 @@ def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
     played.planner.on_lookup_result("a", lookup.serial, [matched(6)], "")  # too late
     assert played.offer("a", 100) == 0
     assert played.planner.counters["miss lookup timeout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "computed", "limits", "waits_s"),
+    [
+        (None, 0, {}, 0.25),  # nothing is known yet
+        (None, 0, {"lookup_timeout_s": 0.1}, 0.1),
+        (0.1, 0, {}, 0.05),  # half of what it can save
+        (0.1, 50, {}, 0.025),  # the engine has half of the prompt
+        (0.004, 0, {}, 0.01),
+        (12.6, 0, {}, 1.0),
+        (12.6, 0, {"lookup_timeout_s": 5.0}, 5.0),
+        (12.6, 0, {"lookup_timeout_s": 10.0}, 6.3),
+        (0.1, 0, {"load": "always"}, 1.0),
+    ],
+)
+def test_a_lookup_may_take_a_share_of_what_it_can_save(
+    prefill_s: float | None, computed: int, limits: dict[str, object], waits_s: float
+) -> None:
+    played = Played(**limits)
+    if prefill_s is not None:
+        played.planner.prefill_cost.observe([(0, 100)], prefill_s)
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    played.now += waits_s * 0.99
+    assert played.planner.late_lookup("a", 100, computed, played.now) is None
+    played.now += waits_s * 0.02
+    assert played.planner.late_lookup("a", 100, computed, played.now) == lookup.serial
+    assert played.offer("a", 100, computed) == 0
+    assert played.planner.late_lookup("a", 100, computed, played.now) is None
 
 
 def test_a_lookup_that_could_not_begin_has_its_time_from_its_beginning() -> None:
