@@ -87,6 +87,7 @@ def test_a_statement_of_many_lines_is_known_by_all_of_them(small_root: Path) -> 
 
 
 QUICK = "tests/server/b.py::quick"
+LOOKING = "tests/server/c.py::that_compares_constants"
 
 
 def test_tests_of_a_line_nearest_and_quickest_first() -> None:
@@ -102,13 +103,13 @@ def test_tests_of_a_line_nearest_and_quickest_first() -> None:
                 "6": [],
             }
         },
-        {"tests/server/b.py::slow": 2.0, QUICK: 0.1},
+        {"tests/server/b.py::slow": 2.0, QUICK: 0.1, LOOKING: 3.0, "tests/client/a.py::g": 0.1},
     )
     near, far = tests.tests_of("kvpool/server/state/store.py", [5])
     assert near == [QUICK, "tests/server/b.py::slow"]
     assert far == ["tests/client/a.py::f"]
-    # A constant is executed at import: each test of the file may notice it.
-    assert tests.tests_of("kvpool/server/state/store.py", [1]) == (near, far)
+    # A constant is executed at import: each test of the file or the room may notice it.
+    assert tests.tests_of("kvpool/server/state/store.py", [1]) == ([*near, LOOKING], far)
     assert tests.tests_of("kvpool/server/state/store.py", [6]) == ([], [])
     assert tests.tests_of("kvpool/new.py", [1]) == ([], [])
 

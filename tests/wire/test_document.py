@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.types import ServerStats, TierUsage
 from kvpool.wire import frames, messages
+from tests.wire.samples import SAMPLES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 #: Structs inside of messages, which have lines of their own.
@@ -39,6 +40,15 @@ def test_every_message_stands_in_the_table_and_nothing_else() -> None:
     wanted[messages.PAYLOAD, ""] = "no body; the blocks' bytes, one after the other"
     assert listed == wanted
     assert len(rows) == len(listed)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_a_message_travels_under_its_number(sample: messages.Message) -> None:
+    number, body = messages.encode(sample)
+    assert f"| {number} | `{type(sample).__name__}` |" in TEXT
+    head = frames.encode_frame(number, body)
+    assert frames.decode_header(head)[0] == number
+    assert messages.message_type(number) is type(sample)
 
 
 @pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.__name__)

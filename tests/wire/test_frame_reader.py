@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -233,6 +234,41 @@ def test_a_bad_head_closes_the_reader(header: bytes, error: type[PeerError]) -> 
     assert reader.state is ReaderState.CLOSED
     reader.memory[:4] = b"more"
     assert not reader.received(4)
+
+
+def test_what_is_no_frame_is_shown() -> None:
+    """A person reads in the log that a browser has connected."""
+    with pytest.raises(BadFrame, match=r"starts with b'GET ', expected b'kv'$"):
+        frames.decode_header(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(BadFrame, match=r"starts with b'GET ', expected b'kM'$"):
+        frames.decode_envelope(b"GET / HTTP/1.1\r\n\r\n", 0)
+
+
+def test_a_frame_begins_with_its_first_byte() -> None:
+    reader = FrameReader()
+    reader.memory[:1] = b"k"
+    reader.received(1)
+    assert reader.begun
+
+
+def test_between_frames_the_reader_holds_no_memory_but_its_own() -> None:
+    """An idle connection must not keep what its last caller has read; nor allocate per frame."""
+
+    class Target(PayloadReceiver):
+        pass
+
+    reader, target = FrameReader(), Target([(memoryview(bytearray(10)),)])
+    own, gone = reader.memory.obj, weakref.ref(target)
+    targets = [target]
+    del target
+    reader.ask(lambda frame: targets.pop())
+    data = encoded(SAMPLES[0], bytes(10))
+    reader.memory[: len(data)] = data
+    assert reader.received(len(data))
+    reader.take()
+    assert gone() is None
+    assert reader.memory.obj is own
+    assert reader.position == (0, 0)
 
 
 def test_a_large_body_is_received_as_it_arrives() -> None:

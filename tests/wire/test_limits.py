@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
+import msgspec
 import pytest
 import xxhash
 
@@ -19,6 +21,7 @@ from kvpool.types import BATCH_BLOCKS_MAX, Cluster
 from kvpool.wire import auth, frames, messages
 from kvpool.wire.frame_reader import STEP, PayloadReceiver
 from tests.conftest import keys
+from tests.wire.samples import KEYS, SAMPLES
 
 
 def naming(digests: list[bytes]) -> messages.Keys:
@@ -42,6 +45,87 @@ def test_a_batch_has_at_most_so_many_blocks_and_none_twice() -> None:
         messages.unpack_batch(naming([*chain[:3], chain[1]]))
     with pytest.raises(BadMessage, match="no digests"):
         messages.unpack_batch(naming([]))
+
+
+#: Numbers: the field of a message, the smallest and the largest value.
+NUMBERS: list[tuple[type[messages.Message], str, float, float]] = [
+    (messages.Reserve, "parts", 1, 256),
+    (messages.Reserve, "digest_size", 16, 32),
+    (messages.Reserve, "part", 0, 2**16 - 1),
+    (messages.Reserve, "wait_s", 0.0, 1e9),
+    (messages.Welcome, "segment_size", 0, 2**48 - 1),
+    (messages.Register, "epoch", 0, 2**64 - 1),
+    (messages.Register, "capacity", 1, 2**48 - 1),
+    (messages.Register, "sequence", 0, 2**62),
+    (messages.Registered, "sequence", 0, 2**62),
+    (messages.HeartbeatReply, "sequence", 0, 2**63 - 1),
+    (messages.Announce, "sequence", 0, 2**63 - 1),
+    (messages.Inventory, "sequence", 0, 2**63 - 1),
+    (messages.Place, "copies", 1, 16),
+    (messages.Namespaces, "parts", 0, 256),
+]
+NAME, SECONDS, REPLICA, CHANGES = "n" * 256, 0.5, ("s", "dram", 0), {**KEYS, "part": 0, "tier": 0}
+#: Collections: what one of its elements is, the smallest and the largest number of them.
+SIZES: list[tuple[type[messages.Message], str, object, int, int]] = [
+    (messages.Hello, "nonce", b"x", 0, 32),
+    (messages.Hello, "client", "x", 0, 256),
+    (messages.Challenge, "nonce", b"x", 32, 32),
+    (messages.Challenge, "proof", b"x", 32, 32),
+    (messages.Register, "token", b"x", 16, 16),
+    (messages.Register, "addresses", [NAME], 0, 64),
+    (messages.Reserve, "namespace", "x", 1, 512),
+    (messages.Reserve, "sizes", [2**32], 0, 1024),
+    (messages.Reserve, "session", "x", 0, 128),
+    (messages.Reserve, "digests", b"x", 0, 16_384 * 32),
+    (messages.Reserved, "statuses", b"x", 0, 1024),
+    (messages.Reserved, "ids", [2**63 - 1], 0, 1024),
+    (messages.Reserved, "offsets", [2**48 - 1], 0, 1024),
+    (messages.Seal, "checksums", [0], 0, 1024),
+    (messages.Heartbeat, "fingerprint", b"x", 0, 16),
+    (messages.HeartbeatReply, "hints", [("s", SECONDS, None)], 0, 1024),
+    (messages.Announce, "changes", [{**CHANGES, "status": 2**16 - 1}], 0, 1024),
+    (messages.Inventory, "changes", [{**CHANGES, "status": 0}], 0, 1024),
+    (messages.FindReply, "runs", [(0, 0, [REPLICA])], 0, 16_384),
+    (messages.FindReply, "misses", b"x", 0, 16_384),
+    (messages.PlaceReply, "servers", ["s"], 0, 4096),
+    (messages.PlaceReply, "copies", b"x", 0, 16_384),
+    (messages.Place, "parent", b"x", 0, 32),
+    (messages.Hint, "session", "x", 1, 128),
+    (messages.Explained, "blocks", [(0, "text", [REPLICA])], 0, 16_384),
+    (messages.NamespacesReply, "namespaces", [("n" * 512, 256, 0)], 0, 256),
+    (messages.Error, "text", "x", 0, 2048),
+]
+
+
+def is_accepted(kind: type[messages.Message], field: str, value: object) -> bool:
+    sample = next(sample for sample in SAMPLES if type(sample) is kind)
+    body = msgspec.msgpack.encode({**msgspec.structs.asdict(sample), field: value})
+    try:
+        messages.decode(kind, messages.TYPES[kind], body)
+    except BadMessage:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("kind", "field", "least", "most"), NUMBERS)
+def test_the_smallest_and_the_largest_number_of_a_field(
+    kind: type[messages.Message], field: str, least: float, most: float
+) -> None:
+    assert is_accepted(kind, field, least)
+    assert is_accepted(kind, field, most)
+    assert not is_accepted(kind, field, least - 1)
+    if most < 2**64 - 1:  # msgpack has no larger ones
+        assert not is_accepted(kind, field, most + 1)
+
+
+@pytest.mark.parametrize(("kind", "field", "one", "least", "most"), SIZES)
+def test_the_fewest_and_the_most_elements_of_a_field(
+    kind: type[messages.Message], field: str, one: Any, least: int, most: int
+) -> None:
+    assert is_accepted(kind, field, one * least)
+    assert is_accepted(kind, field, one * most)
+    assert not is_accepted(kind, field, one * (most + 1))
+    assert not least or not is_accepted(kind, field, one * (least - 1))
 
 
 def test_a_body_and_a_payload_have_their_limits() -> None:
@@ -119,6 +203,7 @@ def test_no_more_than_a_step_is_received_at_once() -> None:
         sizes.append(len(receiver.memory))
         receiver.received(len(receiver.memory))
     assert sizes == [STEP, STEP, 5, STEP, 1]
+    assert STEP <= 1 << 20  # or the cache of a core does not hold it
 
 
 def test_bytes_that_came_another_way_are_hashed_up_to_where_they_are() -> None:

@@ -90,6 +90,25 @@ def test_values_out_of_bounds(field: str, value: Any) -> None:
         messages.decode(messages.Reserve, 4, body)
 
 
+@pytest.mark.parametrize("kind", messages.TYPES, ids=lambda kind: kind.__name__)
+def test_a_message_does_not_change_and_what_it_leaves_out_is_empty(
+    kind: type[messages.Message],
+) -> None:
+    """It may be kept, shared and compared; and a peer that lacks a field says nothing by it."""
+    sample = next(sample for sample in SAMPLES if type(sample) is kind)
+    for field in msgspec.structs.fields(kind):
+        with pytest.raises(AttributeError):
+            setattr(sample, field.name, getattr(sample, field.name))
+        if not field.required:
+            assert not msgspec.structs.asdict(kind(**required(sample)))[field.name]
+
+
+def required(sample: messages.Message) -> dict[str, Any]:
+    """The fields that a message must have."""
+    fields = msgspec.structs.fields(type(sample))
+    return {field.name: getattr(sample, field.name) for field in fields if field.required}
+
+
 @FUZZ
 @given(st.integers(0, 255), st.binary(max_size=100), st.integers(0, 2**40))
 def test_frames_round_trip(type: int, body: bytes, payload: int) -> None:
