@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -12,25 +13,60 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvpool.errors import InvariantViolated, UsageError
 from kvpool.server.state.allocator import Allocator
 
+PAGE = 4096
+PAGES = 64
+
 
 class Machine(RuleBasedStateMachine):
-    """Allocate and release against a model: a list of intervals."""
+    """Every call against a model: what each page belongs to, and which pages are fenced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = Allocator(64 * 4096)
+        self.allocator = Allocator(PAGES * PAGE)
         self.model: dict[int, int] = {}
+        self.fence = range(0)
 
-    @rule(size=st.integers(1, 40 * 4096))
+    def is_free(self, pages: range) -> bool:
+        used = {page for start, size in self.model.items() for page in pages_of(start, size)}
+        return not used.intersection(pages)
+
+    def holes(self) -> dict[int, int]:
+        """The free stretches that do not lie in the fence: offset and size."""
+        taken = {page for start, size in self.model.items() for page in pages_of(start, size)}
+        ends = [-1, *sorted({*taken, *self.fence, PAGES})]
+        return {
+            (last + 1) * PAGE: (end - last - 1) * PAGE
+            for last, end in itertools.pairwise(ends)
+            if end - last > 1
+        }
+
+    @rule(size=st.integers(1, 40 * PAGE))
     def allocate(self, size: int) -> None:
+        size_taken = self.allocator.rounded(size)
         offset = self.allocator.allocate(size)
         if offset is None:
-            assert self.largest_hole() < self.allocator.rounded(size)
+            assert max(self.holes().values(), default=0) < size_taken
             return
-        end = offset + self.allocator.rounded(size)
-        assert 0 <= offset < end <= self.allocator.capacity
-        assert all(end <= other or offset >= other + s for other, s in self.model.items())
-        self.model[offset] = self.allocator.rounded(size)
+        taken = pages_of(offset, size_taken)
+        assert taken.start >= 0
+        assert taken.stop <= PAGES
+        assert self.is_free(taken)
+        assert not set(taken) & set(self.fence)
+        self.model[offset] = size_taken
+
+    @rule(first=st.integers(-2, PAGES + 1), size=st.integers(1, 5 * PAGE), odd=st.booleans())
+    def claim(self, first: int, size: int, odd: bool) -> None:
+        wanted = pages_of(first * PAGE, self.allocator.rounded(size))
+        is_possible = (
+            wanted.start >= 0
+            and wanted.stop <= PAGES
+            and self.is_free(wanted)
+            and not set(wanted) & set(self.fence)
+            and not odd
+        )
+        assert self.allocator.claim(first * PAGE + odd * 512, size) is is_possible
+        if is_possible:
+            self.model[first * PAGE] = len(wanted) * PAGE
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -38,23 +74,74 @@ class Machine(RuleBasedStateMachine):
         offset = data.draw(st.sampled_from(sorted(self.model)))
         assert self.allocator.release(offset) == self.model.pop(offset)
 
+    @precondition(lambda self: not self.fence)
+    @rule(data=st.data())
+    def open_fence(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted({**self.model, **self.holes()})))
+        self.allocator.open_fence(offset)
+        self.fence = range(offset // PAGE, offset // PAGE)
+        self.extend_fence(PAGES)
+
+    @precondition(lambda self: self.fence)
+    @rule(pages=st.integers(1, 8))
+    def extend_fence(self, pages: int) -> None:
+        end = self.fence.stop * PAGE
+        hole, allocated = self.holes().get(end), self.model.get(end)
+        found = self.allocator.extend_fence(pages * PAGE)
+        if allocated is not None:
+            assert found == end
+            self.fence = range(self.fence.start, (end + allocated) // PAGE)
+        elif hole is not None:
+            assert found == -1
+            self.fence = range(self.fence.start, (end + min(hole, pages * PAGE)) // PAGE)
+        else:
+            assert (found, end) == (None, PAGES * PAGE)
+
+    @precondition(lambda self: self.fence)
+    @rule(pages=st.integers(1, 12))
+    def take_fenced(self, pages: int) -> None:
+        if not self.is_free(self.fence) or pages > len(self.fence):
+            with pytest.raises(InvariantViolated, match="are free, not"):
+                self.allocator.take_fenced(pages * PAGE)
+            return
+        assert self.allocator.take_fenced(pages * PAGE - 1) == self.fence.start * PAGE
+        self.model[self.fence.start * PAGE] = pages * PAGE
+        self.fence = range(0)
+
+    @precondition(lambda self: self.fence)
+    @rule()
+    def lift_fence(self) -> None:
+        with pytest.raises(InvariantViolated, match="fenced already"):
+            self.allocator.open_fence(0)
+        self.allocator.lift_fence()
+        self.fence = range(0)
+
     @invariant()
     def whole(self) -> None:
-        self.allocator.check()
-        assert self.allocator.allocated == sum(self.model.values())
-        assert self.allocator.free + self.allocator.allocated == self.allocator.capacity
+        allocator, holes = self.allocator, self.holes()
+        allocator.check()
+        assert allocator.allocated == sum(self.model.values())
+        assert allocator.free == PAGES * PAGE - allocator.allocated
+        assert allocator.available == sum(holes.values())
+        found = allocator.largest_holes(PAGES)
+        assert {offset: allocator.hole_size(offset) for offset in found} == holes
+        sizes = [holes[offset] for offset in found]
+        assert all(size * 8 <= before * 9 for before, size in itertools.pairwise(sizes))
+        assert allocator.largest_holes(2) == found[:2]
+        walked = allocator.walk(0)
+        for offset, size in sorted([*self.model.items(), *holes.items()]):
+            if self.fence and offset >= self.fence.start * PAGE:
+                break  # a walk ends at free memory of the fence
+            assert next(walked) == (offset, size, offset in holes)
 
-    def largest_hole(self) -> int:
-        position, largest = 0, 0
-        for offset, size in [*sorted(self.model.items()), (self.allocator.capacity, 0)]:
-            largest = max(largest, offset - position)
-            position = offset + size
-        return largest
+
+def pages_of(offset: int, size: int) -> range:
+    return range(offset // PAGE, (offset + size) // PAGE)
 
 
 TestAllocator = Machine.TestCase
 TestAllocator.settings = settings(
-    max_examples=120,
+    max_examples=100,
     stateful_step_count=50,
     derandomize=True,
     deadline=None,

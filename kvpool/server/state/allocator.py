@@ -237,6 +237,8 @@ class Allocator:
             any(start <= offset < end for offset in self._free)
         ):
             raise InvariantViolated(f"what is free within {self.fence} is not kept, or more is")
+        if any(offset + size in self._fenced for offset, size in self._fenced.items()):
+            raise InvariantViolated("free neighbours in the fenced range were not joined")
         if sum(self._fenced.values()) != self.fenced:
             raise InvariantViolated(f"{self.fenced} bytes are fenced, the pieces sum to others")
         if {end: offset for offset, size in self._free.items() for end in (offset + size,)} != (
