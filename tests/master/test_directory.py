@@ -395,6 +395,18 @@ def test_full_servers_share_writes_by_the_age_of_their_victims() -> None:
     assert 350 < first.count("a") < 450  # four fifths: the weights are 1 and 1/4
 
 
+def test_copies_are_placed_on_different_hosts_first() -> None:
+    """All servers of a host fail together."""
+    directory = directory_of("a", "b")
+    directory.register("c", 1, "host-b", [], ["dram"], 1000, 0.0)
+    assert directory.place(ONE, [key("x")], ROOT, 1, HOST).servers[2] == "c"
+    for copies in (2, 3):
+        placed = directory.place(ONE, [key("x")], ROOT, 1, HOST, copies).servers
+        assert placed[0] in "ab"
+        assert placed[1] == "c"
+        assert sorted(placed) == ["a", "b", "c"]
+
+
 def test_two_writers_of_a_block_are_sent_to_one_server() -> None:
     first = [
         directory_of("a", "b", "c").place(ONE, [digest], ROOT, 1, HOST).servers[0]

@@ -147,7 +147,23 @@ def test_transfers_between_tiers_have_no_budget() -> None:
     assert statuses(books.pin(1, keys("promoted", 1))) == ["HIT"]
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_what_a_connection_has_pinned_before_counts(view: bool) -> None:
+    books = Books(16, pinned=8)
+    chain = keys("chain", 10)
+    books.fill(chain)
+    assert statuses(books.pin(1, chain[:3], view=view)) == ["HIT"] * 3
+    refused = "REFUSED" if view else "NOT_YET"
+    assert statuses(books.pin(1, chain[3:6], view=view)) == ["HIT", refused, refused]
+
+
 # --- reservations ------------------------------------------------------------------------
+
+
+def test_what_a_connection_has_reserved_before_counts() -> None:
+    books = Books(64, reserved=16)
+    assert statuses(books.reserve(1, keys("a", 5))) == ["RESERVED"] * 5
+    assert statuses(books.reserve(1, keys("b", 5))) == ["RESERVED"] * 3 + ["NOT_YET"] * 2
 
 
 def test_who_has_stored_nothing_evicts_little() -> None:

@@ -270,6 +270,34 @@ def test_others_do_not_get_what_was_made_free_for_a_block() -> None:
     store.check()
 
 
+def test_a_step_of_moves_has_its_size() -> None:
+    """Nobody reads or writes a block while it is copied: so few are, for a short time."""
+    writer = full(16 * KIB, 8 * MIB)
+    request = ReserveRequest(ONE, 0, [key("large")], [ROOT], [MIB])
+    while (clearing := writer.store.clearing) is None:
+        writer.store.reserve(2, request, writer.now)
+    assert len(clearing.next_moves(64, 16 * KIB)) == 1
+    assert len(clearing.next_moves(64, 32 * KIB)) == 2
+    assert len(clearing.next_moves(64, 33 * KIB)) == 3
+    assert len(clearing.next_moves(2, MIB)) == 2
+    writer.store.check()
+
+
+def test_a_range_that_was_taken_is_over() -> None:
+    """Its mover asks once more: nothing is fenced for a block that is there."""
+    writer = full(16 * KIB, 8 * MIB)
+    clearing = emptied(writer)
+    request = ReserveRequest(ONE, 0, [key("large")], [ROOT], [MIB])
+    (answer,) = writer.store.reserve(2, request, writer.now)
+    assert answer.extent is not None
+    assert clearing.over
+    assert clearing.next_moves(64, MIB) == []
+    assert not clearing.is_ready
+    clearing.abandon()
+    assert writer.store.allocator.fence == (0, 0)
+    writer.store.check()
+
+
 def test_an_abandoned_range_is_free_for_all() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store

@@ -278,6 +278,67 @@ def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
     assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 2
 
 
+def test_a_block_is_copied_up_once_when_it_was_read_often_enough() -> None:
+    server = Server(8, 8, 64, front_tier=1, promote_after=2)
+    chain = keys("chain", 3)
+    server.write(1, ONE, 0, chain)
+    server.settle()
+    copied = []
+    for _ in range(4):
+        server.read(1, ONE, 0, chain)
+        server.start()
+        copied.append([copy.target for copy in server.copies])
+        server.settle()
+    assert copied == [[], [0, 0, 0], [], []]
+
+
+def test_a_step_of_copies_has_its_size() -> None:
+    """However they are asked for: down to the base, up to a cache, or up for a reader."""
+    server = Server(8, 8, 64, front_tier=1, promote_after=1)
+    chain = keys("chain", 6)
+    server.write(1, ONE, 0, chain)
+    for count in (2, 4, 6):
+        server.start(2 * PAGE)
+        assert [copy.target for copy in server.copies] == [2] * count
+    server.settle()
+    server.read(1, ONE, 0, chain)
+    server.drop(1)
+    steps = [(PAGE + 1, 2), (PAGE, 3), (3 * PAGE, 6)]
+    for size, count in steps:
+        server.start(size)
+        assert [copy.target for copy in server.copies] == [0] * count
+    server.settle()
+    server.write(1, ONE, 0, keys("other", 8))
+    server.settle()
+    for size, count in steps:
+        server.stage(ONE, 0, chain, size)
+        assert [copy.target for copy in server.copies] == [1] * count
+    server.settle()
+    assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 6
+
+
+def test_a_copy_that_leaves_another_place_than_readers_use_is_not_announced() -> None:
+    server = Server(8, 8, 64, front_tier=1, promote_after=1)
+    (digest,) = keys("one", 1)
+    server.write(1, ONE, 0, [digest])
+    server.settle()
+    server.read(1, ONE, 0, [digest])
+    server.drop(1)
+    server.settle()
+    server.look()
+    cache, front, base = server.stack.stores
+    assert all(store.peek(ONE, 0, digest) for store in (cache, front, base))
+    cache.remove(ONE, [digest], ReadStatus.CORRUPT)
+    assert server.stack.take_changes() == []
+    front.remove(ONE, [digest], ReadStatus.CORRUPT)
+    assert [(one.status, one.tier) for one in server.stack.take_changes()] == [(ReadStatus.HIT, 2)]
+
+
+def test_the_most_blocks_are_those_of_all_tiers() -> None:
+    """A master lists as many blocks of this server, and no more."""
+    assert Server(4, 8).stack.blocks_max == 12
+
+
 def test_a_lost_base_takes_only_what_lies_nowhere_else() -> None:
     server = Server(4, 64)
     old, new = keys("old", 4), keys("new", 3)

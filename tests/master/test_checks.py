@@ -1,0 +1,73 @@
+"""`Directory.check` notices each broken invariant: random histories are only as good as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.errors import InvariantViolated
+from kvpool.master.state.directory import Directory
+from kvpool.master.state.locations import Location, ServerInventory
+from kvpool.master.state.server_record import SequenceCheck
+from kvpool.piecewise_dict import PiecewiseDict
+from kvpool.types import Namespace
+from tests.conftest import keys
+from tests.master.test_directory import directory_of
+
+ONE, TWO = Namespace("one"), Namespace("two")
+CHAIN = keys("chain", 3)
+
+
+def with_blocks() -> Directory:
+    """Blocks on one server and on two; the inventory of one of them arrives just now."""
+    directory = directory_of("a", "b")
+    directory.stored("a", ONE, 0, 0, CHAIN)
+    directory.stored("b", ONE, 0, 0, CHAIN[:2])
+    assert directory.check_piece("b", 1, 1, 0) is SequenceCheck.NEXT
+    directory.stored("b", ONE, 0, 0, CHAIN[:1])
+    directory.check()
+    return directory
+
+
+def place(directory: Directory, *locations: Location) -> None:
+    """The last block has these locations, whatever the records of the servers say."""
+    held = directory._locations.get(1, locations)
+    directory._blocks[ONE][CHAIN[2]] = held.id
+
+
+def latest(directory: Directory, server: str) -> ServerInventory:
+    return directory._servers[server].inventory
+
+
+def split(directory: Directory) -> None:
+    held = directory._locations.by_id[directory._blocks[ONE][CHAIN[2]]]
+    directory._locations._sets.clear()
+    assert held.locations
+
+
+BROKEN: dict[str, Callable[[Directory], object]] = {
+    "empty namespace": lambda d: d._blocks.__setitem__(TWO, PiecewiseDict()),
+    "counts 4 blocks": lambda d: setattr(d._blocks[ONE], "_count", 4),
+    "counted 4 blocks, has 3": lambda d: setattr(d, "_count", 4),
+    "a: counted": lambda d: latest(d, "a").listed.count(CHAIN[0], 7, 1),
+    "has a retired inventory": lambda d: setattr(d._servers["b"].earlier[0], "retired", True),
+    "is not syncing": lambda d: setattr(d._servers["b"], "syncing", False),
+    "has no location": place,
+    "its locations are not shared": split,
+    "is twice on one server": lambda d: place(
+        d, Location(latest(d, "a"), 0, 0), Location(latest(d, "a"), 1, 0)
+    ),
+    "has part 1": lambda d: place(d, Location(latest(d, "a"), 0, 1)),
+    "has part -1": lambda d: place(d, Location(latest(d, "a"), 0, -1)),
+    "in an inventory that no server has": lambda d: place(d, Location(ServerInventory("a"), 0, 0)),
+    "in an inventory that no server": lambda d: place(d, Location(ServerInventory("x"), 0, 0)),
+}
+
+
+@pytest.mark.parametrize("problem", BROKEN)
+def test_a_map_that_is_broken(problem: str) -> None:
+    directory = with_blocks()
+    BROKEN[problem](directory)
+    with pytest.raises(InvariantViolated, match=problem):
+        directory.check()
