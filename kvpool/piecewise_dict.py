@@ -58,7 +58,9 @@ class PiecewiseDict(Generic[K, V]):
         before = len(piece)
         piece[key] = value
         if len(piece) != before:
-            self.changed(1)
+            self._count += 1
+            if self._count > self._pieces * PIECE_KEYS:
+                self._split()
 
     def __delitem__(self, key: K) -> None:
         del self.table[hash(key) & self.mask][key]

@@ -205,3 +205,16 @@ def test_from_the_front_nothing_lies_behind_what_was_once_in_use() -> None:
         most = max(most, len(held))
         allocator.check()
     assert highest == most * 4096
+
+
+def test_only_an_extent_of_the_same_size_outside_of_the_fence_is_passed_on() -> None:
+    allocator = Allocator(16 * 4096, 4096)
+    first, second = allocator.allocate(2 * 4096), allocator.allocate(2 * 4096)
+    assert first is not None
+    assert second is not None
+    sizes = [1, 4096, 4096 + 1, 2 * 4096, 2 * 4096 + 1]
+    assert [allocator.may_pass_on(first, size) for size in sizes] == [0, 0, 1, 1, 0]
+    allocator.open_fence(first)
+    allocator.extend_fence(4096)
+    assert not allocator.may_pass_on(first, 2 * 4096)  # it is being emptied for one block
+    assert allocator.may_pass_on(second, 2 * 4096)

@@ -46,9 +46,9 @@ class Books:
                 self.store.seal(owner, answer.id, 7, 2.0)
         self.store.check()
 
-    def fill(self, chain: Sequence[bytes]) -> None:
+    def fill(self, chain: Sequence[bytes], size: int = PAGE) -> None:
         limits, self.store.limits = self.store.limits, Limits.none()
-        self.seal(99, self.reserve(99, chain))
+        self.seal(99, self.reserve(99, chain, size))
         self.store.drop_owner(99)
         self.store.limits = limits
 
@@ -190,7 +190,7 @@ def test_reserving_and_aborting_again_evicts_no_more() -> None:
 
 def test_a_writer_may_evict_in_proportion_to_what_it_has_stored() -> None:
     pages = 8 * START // PAGE
-    books = Books(pages)
+    books = Books(pages, reserved=pages)
     books.fill(keys("honest", pages))
     steps, rest = [], keys("mine", 7 * START // PAGE)
     while rest:
@@ -199,6 +199,23 @@ def test_a_writer_may_evict_in_proportion_to_what_it_has_stored() -> None:
         steps.append(statuses(answers).count("RESERVED") * PAGE / START)
         rest = rest[round(steps[-1] * START / PAGE) :]
     assert steps == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("reserved_max", "start"),
+    [(PAGE, START), (16 * START, START), (64 * START, 4 * START), (1 << 40, 16 * START)],
+)
+def test_what_a_stranger_may_evict_is_a_share_of_what_all_may_reserve(
+    reserved_max: int, start: int
+) -> None:
+    pages = 64 * START // PAGE
+    books = Books(pages, reserved=reserved_max // PAGE)
+    books.fill(keys("honest", pages // 256), 256 * PAGE)
+    strangers = range(1, 9)
+    for stranger in strangers:
+        books.reserve(stranger, keys(stranger, 64), 256 * PAGE)
+        books.store.drop_owner(stranger)
+    assert books.store.evicted_bytes == min(start, max(START, reserved_max // 2))
 
 
 def test_free_memory_is_reserved_at_once() -> None:
@@ -249,6 +266,17 @@ def _continue(books: Books, chain: list[bytes], rest: list[bytes]) -> list[Reser
     parents = [chain[chain.index(digest) - 1] for digest in rest]
     request = ReserveRequest(ONE, 0, rest, parents, [PAGE] * len(rest))
     return books.store.reserve(1, request, 5.0)
+
+
+def test_a_block_takes_the_place_of_a_victim_of_its_size() -> None:
+    books = Books(8, reserved=64)
+    books.fill(keys("old", 8))
+    before = dict(books.store.allocator.extents())
+    books.seal(1, books.reserve(1, keys("new", 3)))
+    assert books.store.evicted == 3
+    assert books.store.allocator.extents() == before
+    books.seal(1, books.reserve(1, keys("larger", 1), 2 * PAGE))  # two leave for it
+    assert books.store.evicted == 5
 
 
 # --- with real servers and clients -----------------------------------------------------------

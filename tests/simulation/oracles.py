@@ -328,7 +328,9 @@ class WatchedStore(Store):
         self.held.pop((kind, owner, id), None)
         return self._entries.pop((kind, owner, id), None)
 
-    def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+    def _remove_entry(
+        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
+    ) -> None:
         if event is Event.EVICT:
             self._evicted_now.append(entry)
             if entry.pins:
@@ -338,7 +340,7 @@ class WatchedStore(Store):
                     f"chains: {entry!r} was evicted before its {entry.children} children"
                 )
         before, self.change_log.true_reason = self.change_log.true_reason, reason
-        super()._remove_entry(entry, event, reason)
+        super()._remove_entry(entry, event, reason, free=free)
         self.change_log.true_reason = before
 
 

@@ -131,8 +131,8 @@ BUGS: Sequence[Bug] = (
         "double-free",
         "G3",
         _STORE,
-        "        else:\n            self._free(entry)\n\n    def _link",
-        "        self._free(entry)\n\n    def _link",
+        "        elif free:\n            self._free(entry)\n\n    def _link",
+        "        if free:\n            self._free(entry)\n\n    def _link",
     ),
     Bug(
         "pin-outlives-its-read",

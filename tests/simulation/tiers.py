@@ -260,7 +260,9 @@ class WatchedDiskStore(WatchedStore):
                 self.truth.fail(f"G1: {entry!r} of {self.life} is corrupt, but no fault changed it")
             history.corrupted += 1
 
-    def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+    def _remove_entry(
+        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
+    ) -> None:
         index = entry.index
         if self.is_read_only():
             self.unerased.add(entry.offset)
@@ -268,7 +270,7 @@ class WatchedDiskStore(WatchedStore):
             self.truth.probes.add("a block left the disk while it was copied")
         if self.above is not None and self.above.peek(index.namespace, index.part, entry.digest):
             self.truth.probes.add("the disk evicted a block that was also in memory")
-        super()._remove_entry(entry, event, reason)
+        super()._remove_entry(entry, event, reason, free=free)
 
     @property
     def hides_headers(self) -> bool:

@@ -82,6 +82,8 @@ class Allocator:
     def allocate(self, size: int) -> int | None:
         """An offset with room for `size` bytes, or None. Changes nothing when it is None."""
         size = self.rounded(size)
+        if size > self.capacity - self.allocated - self.fenced:
+            return None  # the usual case of a full segment, without a search
         units = size // self.alignment
         candidates = self._nonempty >> (fit := _class_that_fits(units))
         if candidates:
@@ -134,6 +136,14 @@ class Allocator:
         else:
             self._join_free(offset, size)
         return freed
+
+    def may_pass_on(self, offset: int, size: int) -> bool:
+        """Whether an allocated extent may hold another block of `size` bytes as it is.
+
+        As `release` and then `allocate`, with nothing to join and nothing to search.
+        """
+        start, end = self.fence
+        return self._sizes[offset] == self.rounded(size) and not start <= offset < end
 
     # --- emptying a range ----------------------------------------------------------------
 

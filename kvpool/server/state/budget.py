@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-#: Bytes for which a connection may have blocks evicted before it has sealed any.
+#: Bytes for which a connection may have blocks evicted before it has sealed any: this part of
+#: what all connections may reserve, and between these.
+_START_PART: Final = 16
 START: Final = 1 << 20
+_START_MAX: Final = 16 << 20
 
 _UNLIMITED: Final = 1 << 62
 
@@ -18,7 +21,7 @@ class Budget:
     is used of the budget `inside` counts here, too.
     """
 
-    __slots__ = ("each", "inside", "total", "used")
+    __slots__ = ("each", "inside", "start", "total", "used")
 
     def __init__(
         self, each: int = _UNLIMITED, total: int = _UNLIMITED, inside: Budget | None = None
@@ -26,6 +29,8 @@ class Budget:
         self.each = each
         self.total = total
         self.inside = inside
+        #: Bytes for which a connection may have blocks evicted before it has sealed any.
+        self.start = max(START, min(_START_MAX, total // _START_PART))
         self.used = 0
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.server.state.budget import START
+from kvpool.server.state.budget import Budget
 from kvpool.server.state.extent_state import State
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -120,14 +120,14 @@ class Owner:
     #: The block that no range could be emptied for, and the free bytes that were not enough.
     gave_up: tuple[bytes, int] | None = None
 
-    def may_evict(self, each: int) -> bool:
-        """Whether blocks may be evicted for one more reservation, of which it may hold `each`.
+    def may_evict(self, writes: Budget) -> bool:
+        """Whether blocks may be evicted for one more reservation within that budget.
 
-        Before it has sealed anything, a connection has evictions for START bytes only; then for
+        Before it has sealed anything, a connection has evictions for `start` bytes only; then for
         twice what it has sealed. So what a writer throws out is in proportion to what it
         stores (design: budgets).
         """
-        return self.reserved_bytes < min(each, max(START, 2 * self.sealed_bytes))
+        return self.reserved_bytes < min(writes.each, max(writes.start, 2 * self.sealed_bytes))
 
 
 class Change(NamedTuple):

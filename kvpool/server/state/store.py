@@ -685,7 +685,7 @@ class Store:
             clearing = None
         holder = self._owner(owner)
         # The first block always: a writer must be able to show that it sends (design: budgets).
-        if holder.limited and holder.reservations and not holder.may_evict(self.limits.writes.each):
+        if holder.limited and holder.reservations and not holder.may_evict(self.limits.writes):
             return _ASK_AGAIN
         enough = min(2 * size, size + self._slack)
         gave_up = holder.gave_up
@@ -728,14 +728,25 @@ class Store:
             if its_parent and not self.write_back:
                 self.policy.add_candidate(victim)
                 return Reservation(WriteStatus.NO_SPACE)
-            # All parts leave together: a block with a missing part is of no use (design: eviction).
-            for entry in self._parts(victim):
-                self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED)
-                self._steps_left -= _STEPS_OF_EVICTION
-            offset = self.allocator.allocate(newcomer.size)
+            offset = self._evict(victim, newcomer.size)
             if offset is not None:
                 return offset
         return MAKING_ROOM
+
+    def _evict(self, victim: Entry, size: int) -> int | None:
+        """Remove a block for one of `size` bytes: the offset for that one, if it fits now.
+
+        All parts leave together: a block with a missing part is of no use (design: eviction).
+        """
+        passed_on = None
+        for entry in self._parts(victim):
+            self._steps_left -= _STEPS_OF_EVICTION
+            # The usual case, blocks of one size: nothing to free, to join and to search.
+            pass_on = passed_on is None and self.allocator.may_pass_on(entry.offset, size)
+            if pass_on:
+                passed_on = entry.offset
+            self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED, free=not pass_on)
+        return passed_on if passed_on is not None else self.allocator.allocate(size)
 
     def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
         """Choose a range to empty, if there is one; None when a few more victims may help."""
@@ -821,9 +832,11 @@ class Store:
         else:
             self.count_place(entry, sign)
 
-    def _remove_entry(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+    def _remove_entry(
+        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
+    ) -> None:
         """Take a sealed block out of the index, announce it, and free its extent or mark it
-        pending."""
+        pending. Without `free` the caller puts another block there at once."""
         entry.state = after(entry.state, event)
         self._unlink(entry)
         self.stored -= 1
@@ -837,7 +850,7 @@ class Store:
                 self.evicted_bytes += entry.size
         if entry.state is State.PENDING_FREE:
             self._pending_free[entry.offset] = entry
-        else:
+        elif free:
             self._free(entry)
 
     def _link_all(self, fresh: dict[bytes, Entry], now: float) -> None:
