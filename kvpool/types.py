@@ -358,6 +358,8 @@ class ClientUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     pinned_bytes: Count = 0
     oldest_pin_s: Seconds = 0.0
     reserved_bytes: Count = 0
+    #: Of connections that the server has given up, and whose client may still write.
+    quarantined_bytes: Count = 0
 
 
 class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -33,7 +33,14 @@ from kvpool.types import Figure, Member, ServerStats, TierUsage
 
 #: Of a server's counters, those that go up and down.
 _LEVELS: Final = frozenset(
-    ("connections", "quarantined", "sessions", "announced_bytes", "unlisted_blocks")
+    (
+        "connections",
+        "quarantined",
+        "quarantined_bytes",
+        "sessions",
+        "announced_bytes",
+        "unlisted_blocks",
+    )
 )
 #: Counters come from servers over the wire; what could be no name of ours is left out.
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_total)")

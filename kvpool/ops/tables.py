@@ -60,7 +60,7 @@ def clients_table(members: list[Member]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("server", "client", "transport"):
         table.add_column(name)
-    for name in ("connections", "pinned", "oldest pin", "reserved"):
+    for name in ("connections", "pinned", "oldest pin", "reserved", "quarantine"):
         table.add_column(name, justify="right")
     for m in sorted(members):
         for client in m.stats.clients:
@@ -72,6 +72,7 @@ def clients_table(members: list[Member]) -> Table:
                 human(client.pinned_bytes),
                 f"{client.oldest_pin_s:.0f} s" if client.pinned_bytes else "-",
                 human(client.reserved_bytes),
+                human(client.quarantined_bytes),
             )
     return table
 

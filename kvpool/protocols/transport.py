@@ -84,6 +84,14 @@ class Connection(Protocol):
         to.
         """
 
+    def lend(self) -> bool:
+        """Whether the client may write the reserved blocks itself, into memory that it has mapped.
+
+        Ask after each `reserve`, before the client gets an address. False when writers that were
+        given up have too much memory in quarantine: then receive the bytes into `views`, and close
+        without `writer_may_be_alive` (design: budgets).
+        """
+
     async def seal(
         self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
     ) -> list[WriteStatus]:

@@ -243,6 +243,7 @@ class BlockServer:
                 "moved_blocks": context.compactor.moved_blocks,
                 "moved_bytes": context.compactor.moved_bytes,
                 "quarantined": front.quarantined,
+                "quarantined_bytes": front.quarantined_bytes,
                 **base.hint_counters,
             },
             usage=context.mover.usage(now),

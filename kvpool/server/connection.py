@@ -56,6 +56,7 @@ class ServerConnection:
         self._sampled_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._open = True
+        self._quarantined_bytes = 0
 
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         now = self._loop.time()
@@ -104,6 +105,11 @@ class ServerConnection:
         finally:
             compactor.stop(self._id)
         return answers
+
+    def lend(self) -> bool:
+        lent = self._store.front.lend(self._id)
+        self._context.counters["carried_writes"] += not lent
+        return lent
 
     async def seal(
         self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
@@ -218,6 +224,10 @@ class ServerConnection:
 
     def usage(self, now: float) -> ClientUsage | None:
         """What it holds at the moment, for `kvpool status`; None if that is nothing."""
+        if not self._open:
+            return ClientUsage(
+                self.peer.name, self.peer.transport, quarantined_bytes=self._quarantined_bytes
+            )
         holder = self._store.front.holder(self._id)
         if holder is None or not (holder.pinned_bytes or holder.reserved_bytes):
             return None
@@ -262,14 +272,26 @@ class ServerConnection:
         if not self._open:
             return False
         self._open = False
-        self._context.connections.discard(self)
-        quarantined = self._store.front.drop_owner(
-            self._id, writer_may_be_alive=writer_may_be_alive
-        )
+        front = self._store.front
+        before = front.quarantined_bytes
+        quarantined = front.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
+        self._quarantined_bytes = front.quarantined_bytes - before
+        if not quarantined:  # else it counts as connected, until its client has disconnected
+            self._context.connections.discard(self)
+        else:
+            log.warning(
+                "memory is in quarantine",
+                why="its writer was given up and may still write into it, until it disconnects",
+                client=self.peer.name,
+                transport=self.peer.transport,
+                quarantined_bytes=front.quarantined_bytes,
+                limit=front.limits.lent.total,
+            )
         self._context.on_change()
         return quarantined
 
     def writer_exited(self) -> None:
+        self._context.connections.discard(self)
         self._store.front.writer_exited(self._id)
         self._context.on_change()
 

@@ -55,7 +55,7 @@ class ServerContext:
         self.connections: set[Holder] = set()
         for one in store.stores:
             one.on_rejected_victim = self._policy_is_wrong
-        self._waiting_for_space: dict[asyncio.Future[None], None] = {}  # in their order
+        self._waiting_for_space: dict[asyncio.Future[None], float] = {}  # until when
         self._sampled_at = 0.0
 
     def _policy_is_wrong(self, victim: Entry) -> None:
@@ -87,9 +87,13 @@ class ServerContext:
             )
 
     def space_changed(self) -> None:
-        """An extent was freed or became evictable: end every `wait_for_space`."""
+        """An extent was freed or became evictable: end every `wait_for_space`.
+
+        In the order in which the callers must give up. They run in that order, too, so one that
+        asks for everything and would wait for a minute comes after the others (design: budgets).
+        """
         waiting, self._waiting_for_space = self._waiting_for_space, {}
-        for future in waiting:
+        for future in sorted(waiting, key=waiting.__getitem__):
             if not future.done():
                 future.set_result(None)
 
@@ -103,7 +107,7 @@ class ServerContext:
                 clients[one.name, one.transport] = one if other is None else _sum(one, other)
 
         def held(client: ClientUsage) -> int:
-            return client.pinned_bytes + client.reserved_bytes
+            return client.pinned_bytes + client.reserved_bytes + client.quarantined_bytes
 
         return sorted(clients.values(), key=held, reverse=True)
 
@@ -123,7 +127,7 @@ class ServerContext:
         loop = asyncio.get_running_loop()
         self._cut_stalled(loop.time())
         future: asyncio.Future[None] = loop.create_future()
-        self._waiting_for_space[future] = None
+        self._waiting_for_space[future] = deadline
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(min(deadline, loop.time() + SAMPLE_S)):
@@ -140,4 +144,5 @@ def _sum(one: ClientUsage, other: ClientUsage) -> ClientUsage:
         one.pinned_bytes + other.pinned_bytes,
         max(one.oldest_pin_s, other.oldest_pin_s),
         one.reserved_bytes + other.reserved_bytes,
+        one.quarantined_bytes + other.quarantined_bytes,
     )

@@ -185,6 +185,8 @@ class Recorder:
         self.refuse_writes: KvpoolError | None = None
         #: Remove each block, and write garbage over it, as soon as its last pin is released.
         self.burn_after_reading = False
+        #: Whether clients may write into memory that they have mapped.
+        self.lends = True
 
     @property
     def server(self) -> str:
@@ -267,6 +269,9 @@ class _Watched:
                 self._unsealed[answer.id] = (answer.extent, block_seed(half, key))
         await self._recorder.answering.wait()
         return answers
+
+    def lend(self) -> bool:
+        return self._recorder.lends and self._inner.lend()
 
     async def seal(
         self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float

@@ -318,6 +318,18 @@ async def of_many_writers_one_wins(stage: Stage) -> None:
 
 
 @TransportCheck
+async def blocks_arrive_without_lent_memory(stage: Stage) -> None:
+    """A server that lends no memory receives the bytes; what a stopped client had is free."""
+    channel = await stage.connect()
+    stage.recorder.lends = False
+    data = blocks("carried", 3, LARGE)
+    await stage.stored(channel, data)
+    await stage.holds(channel, data)
+    stage.recorder.lends = True
+    await stage.stored(channel, {digest("lent"): bytes(LARGE)})
+
+
+@TransportCheck
 async def no_space_is_a_status(stage: Stage) -> None:
     """A full server and a block larger than its segment are answers, not errors, and in time."""
     channel = await stage.connect()

@@ -133,7 +133,10 @@ class Reserve(Keys, frozen=True, omit_defaults=True):
 
 
 class Reserved(Message, frozen=True):
-    """One status byte per block; ids and offsets of those that are RESERVED, in order."""
+    """One status byte per block; ids and offsets of those that are RESERVED, in order.
+
+    Without offsets the client sends the bytes; with them it has mapped the memory and writes there.
+    """
 
     statuses: Statuses
     ids: Ids

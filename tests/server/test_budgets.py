@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 
 import pytest
 
 from kvpool import Namespace, ReadStatus, WriteStatus, dev
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
+from kvpool.errors import Overloaded
 from kvpool.protocols import ReserveRequest
 from kvpool.server import connection, context
 from kvpool.server.block_server import default_reserved_max
@@ -19,7 +21,7 @@ from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Pin, Reservation
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
-from tests.support.raw_peers import frame, raw, read
+from tests.support.raw_peers import frame, payload, raw, read, reserve
 
 PAGE = 4096
 ONE = Namespace("one")
@@ -133,7 +135,7 @@ def test_a_closed_connection_gives_its_pins_back(view: bool) -> None:
     books.store.check()
     books.store.drop_owner(1)
     books.store.check()
-    assert [budget.used for budget in books.store.limits] == [0, 0, 0]
+    assert [budget.used for budget in books.store.limits] == [0, 0, 0, 0]
 
 
 def test_transfers_between_tiers_have_no_budget() -> None:
@@ -185,7 +187,7 @@ def test_reserving_and_aborting_again_evicts_no_more() -> None:
         books.store.drop_owner(stranger)
         books.store.check()
     assert books.store.evicted == START // PAGE
-    assert [budget.used for budget in books.store.limits] == [0, 0, 0]
+    assert [budget.used for budget in books.store.limits] == [0, 0, 0, 0]
 
 
 def test_a_writer_may_evict_in_proportion_to_what_it_has_stored() -> None:
@@ -279,6 +281,57 @@ def test_a_block_takes_the_place_of_a_victim_of_its_size() -> None:
     assert books.store.evicted == 5
 
 
+def test_quarantine_and_what_may_come_into_it_have_one_budget() -> None:
+    books = Books(64, reserved=16)
+    store = books.store
+    books.reserve(1, keys("a", 10))  # 8 of 16 pages: half of the budget of reservations
+    assert store.lend(1)
+    assert store.lend(1)  # asked twice, counted once
+    store.drop_owner(1, writer_may_be_alive=True)
+    store.check()
+    assert store.quarantined_bytes == 8 * PAGE
+    second = books.reserve(2, keys("b", 8))
+    books.reserve(3, keys("c", 1))
+    assert store.lend(2)
+    assert not store.lend(3)  # 16 of 16
+    store.check()
+    books.seal(2, second)
+    assert store.lend(3) is True  # what was sealed is out of reach of its writer
+    store.drop_owner(3)
+    store.drop_owner(2)
+    store.writer_exited(1)
+    store.check()
+    assert store.quarantined_bytes == 0
+    assert [budget.used for budget in store.limits] == [0, 0, 0, 0]
+
+
+def test_a_batch_of_any_size_is_lent_while_nothing_else_is() -> None:
+    books = Books(16, reserved=4)
+    books.reserve(1, keys("large", 1), 10 * PAGE)
+    assert books.store.lend(1)
+    books.reserve(2, keys("small", 1))
+    assert not books.store.lend(2)
+    books.store.cancel_rest(1)
+    books.store.check()
+    assert books.store.lend(2)
+
+
+def test_what_was_sealed_or_given_back_is_not_lent_any_more() -> None:
+    books = Books(16, reserved=8)
+    books.seal(1, lent(books, 1, keys("a", 2)))
+    lent(books, 1, keys("b", 2))
+    books.store.cancel_rest(1)
+    books.reserve(1, keys("c", 2))  # not lent: the client has no address
+    books.store.check()
+    assert books.store.limits.lent.used == 0
+
+
+def lent(books: Books, owner: int, chain: Sequence[bytes]) -> list[Reservation]:
+    answers = books.reserve(owner, chain)
+    assert books.store.lend(owner)
+    return answers
+
+
 # --- with real servers and clients -----------------------------------------------------------
 
 
@@ -288,7 +341,7 @@ SIZE = 16 << 20  # of `pool_dev`
 
 def large(each: int = SIZE // 2) -> Limits:
     """Half of the pool for a connection: more than the buffers of a socket hold."""
-    return Limits(Budget(each, SIZE - BLOCK), Budget(), Budget())
+    return Limits.none()._replace(copies=Budget(each, SIZE - BLOCK))
 
 
 @pytest.fixture
@@ -324,7 +377,7 @@ async def test_a_large_call_goes_in_steps_and_loses_nothing(
             results = await pool.read(NAMESPACE, chain, got)
             assert {result.status for result in results} == {ReadStatus.HIT}
             assert got == values(chain, BLOCK)
-        await eventually(lambda: [budget.used for budget in server.store.limits] == [0, 0, 0])
+        await eventually(lambda: [budget.used for budget in server.store.limits] == [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
@@ -377,6 +430,83 @@ async def test_silent_reservers_stop_nobody(
         (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
         assert status is WriteStatus.STORED
         assert server.stats(0.0).counters["cut_connections"] >= 1
+
+
+async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
+    pool_dev: dev.Dev, impatient: None
+) -> None:
+    """Each keeps its socket open, so what it had reserved cannot be reused: that is bounded."""
+    (server,) = pool_dev.servers
+    limit = server.store.limits.lent.total
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
+    async with pool_dev.pool(config) as pool, AsyncExitStack() as strangers:
+        for number in range(8):  # of which each may reserve an eighth of the memory
+            peer = await strangers.enter_async_context(raw(pool_dev, "shm"))
+            await peer.ask(wire.Hello("default", "stopped"), wire.Welcome)
+            count = SIZE // BLOCK
+            strange = b"".join(keys(f"{number}", count))
+            await peer.ask(
+                wire.Reserve(
+                    NAMESPACE.name, 1, 32, strange, 0, bytes(32 * count), [BLOCK] * count, 60.0
+                ),
+                wire.Reserved,
+            )
+            chain = keys(f"honest {number}", 8)
+            written = await pool.write(NAMESPACE, chain, values(chain, BLOCK))
+            assert set(written) == {WriteStatus.STORED}
+            got = buffers(8, BLOCK)
+            results = await pool.read(NAMESPACE, chain, got)
+            assert {result.status for result in results} == {ReadStatus.HIT}
+            assert got == values(chain, BLOCK)
+            assert server.store.quarantined_bytes <= limit
+        stats = server.stats(asyncio.get_running_loop().time())
+        assert stats.counters["carried_writes"] > 0
+        assert stats.counters["quarantined_bytes"] > limit // 2
+        assert stats.clients[0].name == "stopped"
+        assert stats.clients[0].quarantined_bytes == stats.counters["quarantined_bytes"]
+        before = stats.counters["carried_writes"]
+        await strangers.aclose()
+        await eventually(lambda: server.store.quarantined_bytes == 0)
+        assert server.stats(0.0).counters["connections"] == 1
+        await pool.write(NAMESPACE, [key("again")], [bytes(BLOCK)])
+        assert server.stats(0.0).counters["carried_writes"] == before
+
+
+async def test_a_writer_that_sends_its_bytes_leaves_nothing_in_quarantine(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops in the midst of them; what it had reserved is free, and more of it lands nowhere."""
+    (server,) = pool_dev.servers
+    monkeypatch.setattr(server.store, "lend", lambda owner: False)
+    async with raw(pool_dev, "shm") as peer:
+        await peer.ask(wire.Hello("default", "carried"), wire.Welcome)
+        reserved = await peer.ask(reserve(key("a"), size=BLOCK), wire.Reserved)
+        assert (len(reserved.ids), reserved.offsets) == (1, [])
+        await peer.send(payload(BLOCK)[: BLOCK // 2])
+        (link,) = (one.peer.link for one in server._context.connections)
+        link.hang_up(Overloaded("enough"))
+        await eventually(lambda: server.store.reservations == 0)
+        assert (server.store.quarantined, server.store.allocator.allocated) == (0, 0)
+        await peer.send(payload(BLOCK)[BLOCK // 2 :])
+        assert await peer.refusal() == "Overloaded"
+
+
+async def test_space_goes_to_the_caller_with_the_least_time_left(pool_dev: dev.Dev) -> None:
+    """One that waits for everything, for a minute, does not come before all others."""
+    (server,) = pool_dev.servers
+    context_ = server._context
+    now = asyncio.get_running_loop().time()
+    served: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        await context_.wait_for_space(now + seconds)
+        served.append(seconds)
+
+    tasks = [asyncio.create_task(wait(seconds)) for seconds in (60.0, 5.0, 30.0, 2.0)]
+    await asyncio.sleep(0)
+    context_.space_changed()
+    await asyncio.gather(*tasks)
+    assert served == [2.0, 5.0, 30.0, 60.0]
 
 
 async def test_a_slow_reader_is_not_cut(

@@ -234,7 +234,8 @@ class Judge:
         world = self._world
         histories = [world.truth.history(namespace, digest, p) for p in range(namespace.parts)]
         reasons = set().union(*(history.ends for history in histories))
-        if any(not world.truth.is_living(life) for history in histories for life in history.lives):
+        lives = set().union(*(history.lives | history.made_up for history in histories))
+        if not all(map(world.truth.is_living, lives)):
             # The server may have died before it announced why the block left.
             reasons.add(ReadStatus.SERVER_LOST)
         if namespace.parts > 1:

@@ -36,6 +36,7 @@ _VERSIONS = "kvpool.client.versions"
 _MASTERS = "kvpool.client.masters"
 _SERVERS = "kvpool.client.servers"
 _CONNECTION = "kvpool.server.connection"
+_CONTEXT = "kvpool.server.context"
 _ANNOUNCER = "kvpool.server.announcer"
 _STREAMS = "kvpool_transports.streams.stream"
 _SERVING = "kvpool_transports.streams.server"
@@ -160,8 +161,22 @@ BUGS: Sequence[Bug] = (
         "frozen-writer-is-not-feared",
         "G4",
         _SERVING,
-        "self._connection.close(writer_may_be_alive=mapped)",
+        "self._connection.close(writer_may_be_alive=may_write)",
         "self._connection.close()",
+    ),
+    Bug(
+        "first-come-first-served",
+        "G9",
+        _CONTEXT,
+        "for future in sorted(waiting, key=waiting.__getitem__):",
+        "for future in waiting:",
+    ),
+    Bug(
+        "quarantine-has-no-budget",
+        "G9",
+        _STORE,
+        "        if not holder.lent and self.limits.lent.fits(holder.reserved_bytes):\n",
+        "        if not holder.lent:\n",
     ),
     Bug(
         "quarantine-never-ends",
@@ -246,8 +261,8 @@ BUGS: Sequence[Bug] = (
         "extents-swapped",
         "G1",
         _SERVING,
-        "[r.extent.offset for r in granted if r.extent is not None],",
-        "[r.extent.offset for r in reversed(granted) if r.extent is not None],",
+        "[r.extent.offset for r in granted if r.extent is not None]",
+        "[r.extent.offset for r in reversed(granted) if r.extent is not None]",
     ),
     Bug(
         "acknowledged-before-announced",

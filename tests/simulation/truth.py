@@ -63,7 +63,8 @@ class PartHistory:
     lost_at: float = 0.0  # when a copy was lost, even if others remain
     ends: set[ReadStatus] = field(default_factory=set)  # each reason for which a copy was lost
     corrupted: int = 0  # copies that a fault has changed
-    made_up: bool = False  # a fault has listed it at a master, which then forgot why it was gone
+    #: Server processes for which a fault has listed it at a master, which forgot why it was gone.
+    made_up: set[str] = field(default_factory=set)
     removed: dict[str, float] = field(default_factory=dict)  # server -> when it was removed there
     sealed: dict[str, float] = field(default_factory=dict)  # server -> when it last became visible
     erased: set[str] = field(

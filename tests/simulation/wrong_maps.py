@@ -87,10 +87,10 @@ class MapFaults:
             return
         for namespace, digest in sorted(self._made_up, key=repr):
             histories = [truth.history(namespace, digest, part) for part in range(namespace.parts)]
-            lives = {life for history in histories for life in history.lives}
+            lives = set().union(*(history.lives | history.made_up for history in histories))
             (answer,) = directory.explain(namespace, [digest])
             lost = answer.status is ReadStatus.SERVER_LOST
-            if lost and all(truth.is_living(life) for life in lives):
+            if lost and all(map(truth.is_living, lives)):
                 self._world.loop.fail(
                     f"G5: {digest.hex()[:12]} was made up, and its reason is: {answer.text}"
                 )
@@ -166,7 +166,7 @@ class MapFaults:
             namespace, part, digest = self._rng.choice(absent)
             assert master.master is not None
             master.master.directory.stored(node.name, namespace, part, 0, [digest])
-            truth.history(namespace, digest, part).made_up = True
+            truth.history(namespace, digest, part).made_up.add(node.store.life)
             self._made_up.add((namespace, digest))
 
     # --- an impostor -----------------------------------------------------------------------------

@@ -41,6 +41,10 @@ class Budget:
         inside = self.inside.used if self.inside is not None else 0
         return min(self.each - held, self.total - self.used - inside)
 
+    def fits(self, size: int) -> bool:
+        """Whether `size` bytes more stay within the total; any size does while nothing is held."""
+        return not self.used or self.used + size <= self.total
+
 
 class Limits(NamedTuple):
     """The budgets of a store. Without arguments there is no limit."""
@@ -51,11 +55,13 @@ class Limits(NamedTuple):
     views: Budget
     #: Reservations that are not sealed.
     writes: Budget
+    #: Extents into which a client may write by itself: reservations that are lent, and quarantine.
+    lent: Budget
 
     @classmethod
     def none(cls) -> Limits:
         """No limits: each budget only counts."""
-        return cls(Budget(), Budget(), Budget())
+        return cls(Budget(), Budget(), Budget(), Budget())
 
     @classmethod
     def of(cls, pinned_max: int, reserved_max: int) -> Limits:
@@ -67,4 +73,5 @@ class Limits(NamedTuple):
             Budget(half, pinned_max, inside=views),
             views,
             Budget(max(1, reserved_max // 2), reserved_max),
+            Budget(total=reserved_max),
         )

@@ -115,6 +115,7 @@ class Owner:
     reserved_bytes: int = 0
     pinned_bytes: int = 0
     sealed_bytes: int = 0  # since the connection began
+    lent: bool = False  # its client may write into the reservations by itself
     views: bool = False  # its pins are those of `read_view`
     pinned_at: float = 0.0  # when it got the pins that it has now
     #: The block that no range could be emptied for, and the free bytes that were not enough.

@@ -11,7 +11,7 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvpool.errors import BadMessage, InvariantViolated
@@ -118,6 +118,7 @@ class Store:
         self.stored_bytes = 0
         self.evicted = 0
         self.evicted_bytes = 0
+        self.quarantined_bytes = 0  # whole extents
         self.bypassed = 0  # writes whose rest the policy refused
         self.circles_cut = 0  # parents left out: blocks would have been their own ancestors
         self.rejected_victims = 0  # that a wrong policy chose although they may not be evicted
@@ -246,6 +247,18 @@ class Store:
         for id in list(self._owner(owner).reservations):
             self.cancel(owner, id)
 
+    def lend(self, owner: int) -> bool:
+        """Whether its client may write into what it has reserved now, in memory that it has mapped.
+
+        False when that and the extents in quarantine would be more than the budget. Then the server
+        has to receive the bytes, and nothing of it can come into quarantine (design: budgets).
+        """
+        holder = self._owner(owner)
+        if not holder.lent and self.limits.lent.fits(holder.reserved_bytes):
+            holder.lent = True
+            self.limits.lent.used += holder.reserved_bytes
+        return holder.lent
+
     # --- reading ---------------------------------------------------------------------
 
     def pin(
@@ -369,6 +382,7 @@ class Store:
                 entry.state = after(entry.state, Event.WRITER_LOST)
                 self._unlink(entry)
                 self._quarantine.setdefault(owner, []).append(entry)
+                self._charge_quarantine(self.allocator.rounded(entry.size))
             else:
                 self.cancel(owner, id)
         del self._owners[owner]
@@ -378,6 +392,7 @@ class Store:
         """A quarantined owner has stopped writing, or its process has ended."""
         for entry in self._quarantine.pop(owner, ()):
             entry.state = after(entry.state, Event.WRITER_EXITED)
+            self._charge_quarantine(-self.allocator.rounded(entry.size))
             self._free(entry)
 
     # --- with other tiers --------------------------------------------------------------
@@ -614,18 +629,26 @@ class Store:
         used = {id(budget): 0 for budget in self.limits}
         for owner in self._owners.values():
             pinned, reserved = (
-                sum(self.allocator.rounded(entry.size) for entry in held.values()) * owner.limited
+                self._bytes(held.values()) * owner.limited
                 for held in (owner.pins, owner.reservations)
             )
             if (pinned, reserved) != (owner.pinned_bytes, owner.reserved_bytes):
                 raise InvariantViolated(f"a connection holds {pinned}, {reserved} bytes: {owner!r}")
             used[id(self._pin_budget(owner))] += pinned
             used[id(self.limits.writes)] += reserved
+            used[id(self.limits.lent)] += reserved * owner.lent
+        quarantined = sum(map(self._bytes, self._quarantine.values()))
+        if quarantined != self.quarantined_bytes:
+            raise InvariantViolated(f"{quarantined} bytes are in quarantine: {self!r}")
+        used[id(self.limits.lent)] += quarantined
         for budget in self.limits:
             if budget.used != used[id(budget)]:
                 raise InvariantViolated(f"{budget!r}, but {used[id(budget)]} bytes are held")
 
     # --- inside ----------------------------------------------------------------------
+
+    def _bytes(self, entries: Iterable[Entry]) -> int:
+        return sum(self.allocator.rounded(entry.size) for entry in entries)
 
     def _pin_budget(self, holder: Owner) -> Budget:
         return self.limits.views if holder.views else self.limits.copies
@@ -636,7 +659,14 @@ class Store:
         if holder.limited:
             holder.reserved_bytes += held
             self.limits.writes.used += held
+            if holder.lent:
+                self.limits.lent.used += held
+                holder.lent = holder.reserved_bytes > 0
         return held
+
+    def _charge_quarantine(self, held: int) -> None:
+        self.quarantined_bytes += held
+        self.limits.lent.used += held
 
     def _charge_pin(self, holder: Owner, entry: Entry, pins: int) -> None:
         if holder.limited:

@@ -72,7 +72,10 @@ class MappedChannel:
     async def write(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
-        """`Reserve`, copy and hash the granted blocks into their extents, then `Seal`."""
+        """`Reserve`, copy and hash the granted blocks into their extents, then `Seal`.
+
+        A server that does not lend its memory now gets the bytes over the stream (design: budgets).
+        """
         # First: it may take time, in which this call holds no stream and no reservation.
         memory = await self._segment.writable(deadline)
         async with self._streams.stream(deadline) as stream:
@@ -82,18 +85,22 @@ class MappedChannel:
             seeds = block_seeds(
                 options.namespace, options.part, [blocks[i].digest for i in granted]
             )
-            targets = [
-                memory.view(offset, blocks[i].size)
-                for i, offset in zip(granted, reserved.offsets, strict=True)
-            ]
-            jobs = [
-                CopyJob(blocks[i].pieces, (target,), seed, hash_source=True)
-                for i, target, seed in zip(granted, targets, seeds, strict=True)
-            ]
-            # If this is cancelled, the copies have stopped before the stream is aborted: the
-            # server may then reuse the extents at once.
-            with _borrowed(targets, jobs):
-                checksums = await self._copies.run(jobs, deadline=deadline)
+            if reserved.offsets:
+                targets = [
+                    memory.view(offset, blocks[i].size)
+                    for i, offset in zip(granted, reserved.offsets, strict=True)
+                ]
+                jobs = [
+                    CopyJob(blocks[i].pieces, (target,), seed, hash_source=True)
+                    for i, target, seed in zip(granted, targets, seeds, strict=True)
+                ]
+                # If this is cancelled, the copies have stopped before the stream is aborted: the
+                # server may then reuse the extents at once.
+                with _borrowed(targets, jobs):
+                    checksums = await self._copies.run(jobs, deadline=deadline)
+            else:
+                payload = [blocks[i].pieces for i in granted]
+                checksums = await stream.send(None, payload, seeds=seeds, deadline=deadline)
             sealed = await requests.seal(stream, options, reserved.ids, checksums, deadline)
         for position, status in zip(granted, sealed, strict=True):
             statuses[position] = status

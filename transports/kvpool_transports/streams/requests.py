@@ -105,7 +105,7 @@ async def reserve(
     deadline: float,
 ) -> tuple[list[WriteStatus], list[int], Reserved]:
     """Reserve space for blocks: one status each, the positions of those that were granted, and the
-    answer with their ids and offsets.
+    answer with their ids, and with offsets where the client may write itself.
 
     Raises BadMessage for an answer that does not fit the request.
     """
@@ -130,7 +130,7 @@ async def reserve(
     reserved = await stream.expect(Reserved, deadline=deadline)
     statuses = write_statuses(reserved.statuses, len(blocks))
     granted = [i for i, status in enumerate(statuses) if status is WriteStatus.RESERVED]
-    if not len(granted) == len(reserved.ids) == len(reserved.offsets):
+    if len(reserved.ids) != len(granted) or len(reserved.offsets) not in (0, len(granted)):
         raise BadMessage(
             f"{len(granted)} blocks granted, {len(reserved.ids)} ids, "
             f"{len(reserved.offsets)} offsets"

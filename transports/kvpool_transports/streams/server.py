@@ -1,7 +1,8 @@
 """The server's half of tcp, ucx and shm: one loop per connection, one exchange at a time.
 
 They differ in one thing only: with tcp and ucx the stream moves the bytes (*carried*), with shm
-the client moves them itself, in memory that it has mapped (*mapped*).
+the client moves them itself, in memory that it has mapped (*mapped*). While much memory is in
+quarantine, the bytes of writes are carried with shm, too (design: budgets).
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class StreamSession:
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
         self._pins: list[Pin] = []
+        self._lent = False  # the client writes what it has reserved last, and may write it late
 
     async def run(self) -> None:
         """Serve until the client disconnects. Any error ends this connection only.
@@ -187,11 +189,13 @@ class StreamSession:
             ours = True
             log.exception("connection failed", transport=self._scheme)
         finally:
-            mapped = ours and self._mapped
-            if not mapped:
-                self.stream.abort()  # before the pins go: what is queued must not be sent
+            may_write = ours and self._lent
+            if not may_write:
+                # Before the pins go, and the reservations: what is queued must not be sent, and
+                # what arrives must not be stored.
+                self.stream.abort()
             if self._connection is not None:
-                quarantined = self._connection.close(writer_may_be_alive=mapped)
+                quarantined = self._connection.close(writer_may_be_alive=may_write)
         return self._connection if quarantined else None
 
     async def handshake(self) -> Connection:
@@ -293,6 +297,7 @@ class StreamSession:
         if any(parent == digest for parent, digest in zip(parents, digests, strict=True)):
             raise BadMessage("a block names itself as its parent")
         deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
+        self._lent = False
         reservations = await connection.reserve(
             ReserveRequest(
                 namespace, reserve.part, digests, parents, reserve.sizes, _session_hint(reserve)
@@ -300,27 +305,25 @@ class StreamSession:
             deadline=deadline,
         )
         granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
-        await self._send(
-            Reserved(
-                bytes([r.status for r in reservations]),
-                [r.id for r in granted],
-                [r.extent.offset for r in granted if r.extent is not None],
-            )
-        )
+        # Before the client gets an offset: from then on its extents must not be reused without it.
+        self._lent = self._mapped and bool(granted) and connection.lend()
+        offsets = [r.extent.offset for r in granted if r.extent is not None] if self._lent else []
+        statuses = bytes([r.status for r in reservations])
+        await self._send(Reserved(statuses, [r.id for r in granted], offsets))
         if not granted:
             return
-        if not self._mapped:
+        if not self._lent:
             await self._take_payload(granted, connection, deadline + GRACE_S)
         seal = await self.stream.expect(Seal, deadline=deadline + GRACE_S)
         if len(seal.ids) != len(seal.checksums):
             raise BadMessage(f"{len(seal.ids)} ids, {len(seal.checksums)} checksums")
-        statuses = await connection.seal(
+        sealed = await connection.seal(
             seal.ids,
             seal.checksums,
             visible=seal.visible,
             deadline=self._loop.time() + min(seal.wait_s, WAIT_S_MAX),
         )
-        await self._send(Sealed(bytes(statuses)))
+        await self._send(Sealed(bytes(sealed)))
 
     async def _take_payload(
         self, granted: list[Reservation], connection: Connection, deadline: float
