@@ -1,9 +1,10 @@
 """A language model small enough for a laptop's CPU: random weights and a tokenizer, made offline.
 
-    python -m examples.tiny_model OUT [qwen3 | gemma3 | deepseek_v2]
+    python -m examples.tiny_model OUT [qwen3 | gemma3 | deepseek_v2 | qwen3_moe | phi3]
 
 Its answers have no meaning, but each token depends on all tokens before it: a wrong KV cache gives
-other tokens. `gemma3` has sliding windows (two KV cache groups), `deepseek_v2` has MLA.
+other tokens. `gemma3` has sliding windows (two KV cache groups), `deepseek_v2` has MLA, `qwen3_moe`
+has experts, `phi3` has long and short rope factors, chosen by the longest context that is served.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 1024
@@ -88,10 +93,26 @@ def make(
                 **{**common, "num_key_value_heads": heads, "tie_word_embeddings": False},
             )
         )
+    elif kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=32, **experts, **common))
+    elif kind == "phi3":
+        model = Phi3ForCausalLM(Phi3Config(**_long_rope(hidden // heads // 2), **common))
     else:
-        raise SystemExit(f"{kind}: expected qwen3, gemma3 or deepseek_v2")
+        raise SystemExit(f"{kind}: expected qwen3, gemma3, deepseek_v2, qwen3_moe or phi3")
     model.to(torch.bfloat16).save_pretrained(target, safe_serialization=True)
     return target
+
+
+def _long_rope(factors: int) -> dict[str, Any]:
+    return {
+        "original_max_position_embeddings": 2048,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + 0.05 * i for i in range(factors)],
+            "long_factor": [4.0 + 0.5 * i for i in range(factors)],
+        },
+    }
 
 
 def _tokenizer(target: Path) -> None:

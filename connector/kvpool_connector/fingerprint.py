@@ -1,47 +1,147 @@
-"""A fingerprint of an engine's weights, from their files: equal for equal copies on two hosts.
+"""Fingerprints of an engine's weights: of its tensors in memory, and of their files.
 
-Reading all of a large model would take minutes. The header of a safetensors file lists where its
-tensors start, so 1 KiB of each tensor is enough to distinguish two checkpoints, even if most layers
-are the same. Other files are sampled at even distances (design: namespace).
+Equal for equal weights on two hosts. Neither reads everything that a large model has: positions are
+drawn from a seed that is the same everywhere. (design: weights)
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import struct
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
+import torch
 
-_SAMPLE: Final = 1024
-_SAMPLES_MAX: Final = 4096
+#: Bytes that are read at random positions of all tensors together, and values of each at least.
+_SAMPLED_BYTES: Final = 1 << 20
+_SAMPLED_VALUES_MIN: Final = 64
+#: Bytes of rows that are summed, by the kind of device: a GPU reads all that it has in 50 ms.
+SUMMED_BYTES: Final = {"cuda": 1 << 60}
+SUMMED_BYTES_ELSEWHERE: Final = 64 << 20
+#: Each row's sum is multiplied by another odd number, so that exchanged rows are seen.
+_ROW_STEP: Final = 0x1E3779B97F4A7C15
+
+_FILE_SAMPLE: Final = 512
+_FILE_SAMPLES: Final = 2048
 _HEADER_MAX: Final = 100 << 20
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def weights(model: str, revision: str = "", *, digits: int = 12) -> str:
-    """A hash of the files in a model's directory. Raises OSError when a file cannot be read.
+class MemoryFingerprint(NamedTuple):
+    """`hidden` counts tensors whose values the engine keeps where they cannot be read, such as
+    weights that a kernel's library has packed for itself."""
 
-    `model` is a directory, or the name of a model in the Hugging Face cache.
+    digest: str
+    hidden: int
+
+
+def memory(
+    tensors: Iterable[tuple[str, torch.Tensor]], *, summed_bytes: int | None = None
+) -> MemoryFingerprint:
+    """A hash of tensors where they are, on a CPU or a GPU, with their names, types and shapes.
+
+    It depends on how they lie in memory, which is the same in engines that pack alike. Of each
+    tensor it takes the first and the last value and values at random positions, together at
+    least 1 MiB (or all there is), and the sum of every row; of tensors that are not on a GPU it
+    sums as many rows, evenly spread, as have `summed_bytes` (64 MiB) together.
+    """
+    plain = [part for name, tensor in tensors for part in _plain(name, tensor)]
+    total = sum(tensor.numel() * tensor.element_size() for _, tensor in plain) or 1
+    hasher = hashlib.sha256()
+    values: dict[torch.device, list[torch.Tensor]] = {}
+    hidden = 0
+    for name, tensor in plain:
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        if not tensor.numel() or tensor.device.type == "meta":
+            hidden += 1
+            continue
+        integers = _as_integers(tensor.detach())
+        share = _SAMPLED_BYTES / total
+        on_device = values.setdefault(tensor.device, [])
+        on_device.append(_sampled(name, integers, share))
+        limit = SUMMED_BYTES.get(tensor.device.type, summed_bytes or SUMMED_BYTES_ELSEWHERE)
+        on_device.append(_summed(integers, -(-total // limit)))
+    for of_device in values.values():  # one copy from each device, whatever the number of tensors
+        hasher.update(torch.cat(of_device).cpu().numpy().tobytes())
+    return MemoryFingerprint(hasher.hexdigest()[:12], hidden)
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensor, or those that a wrapper (TorchAO's quantized weights, say) is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield name, tensor
+        return
+    for inner in flatten()[0]:
+        yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers: comparing and adding them is exact, also of NaN."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _sampled(name: str, integers: torch.Tensor, share: float) -> torch.Tensor:
+    count = integers.numel()
+    wanted = min(count, max(_SAMPLED_VALUES_MIN, int(count * share) + 1))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    positions = torch.randint(count, (wanted,), generator=generator)
+    positions[0], positions[-1] = 0, count - 1
+    # By coordinates: the tensor may be a view whose rows are not contiguous.
+    where = torch.unravel_index(positions.to(integers.device), integers.shape)
+    return (integers[where] if integers.ndim else integers.reshape(1)).to(torch.int64)
+
+
+def _summed(integers: torch.Tensor, every: int) -> torch.Tensor:
+    rows = integers[::every] if integers.ndim > 1 else integers
+    if rows.ndim > 1 and rows[0].is_contiguous() and rows.stride(-1) == 1 and _wide(rows):
+        rows = rows.view(torch.int64)  # adding words of 8 bytes is 20 times faster than converting
+    sums = (rows.sum(-1, dtype=torch.int64) if rows.ndim > 1 else rows.to(torch.int64)).reshape(-1)
+    numbers = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
+    return (sums * (numbers * _ROW_STEP)).sum().reshape(1)
+
+
+def _wide(rows: torch.Tensor) -> bool:
+    """Whether rows can be seen as words of 8 bytes."""
+    words = 8 // rows.element_size()
+    parts = [rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1]]
+    return all(part % words == 0 for part in parts)
+
+
+def files(model: str, revision: str = "", *, digits: int = 12) -> str:
+    """A hash of the weight files and the configuration in a model's directory.
+
+    `model` is a directory, or the name of a model in the Hugging Face cache. Each tensor of a
+    safetensors file (of more than 700, an even choice) is read at its beginning, its end and random
+    positions, together about 1 MiB. Raises OSError when a file cannot be read.
     """
     folder = _folder(model, revision or "main")
     hasher = hashlib.sha256()
-    files = sorted(
+    found = sorted(
         path for path in folder.iterdir() if path.suffix in _WEIGHTS or path.name == "config.json"
     )
-    if not files:
+    weights = [path for path in found if path.name != "config.json"]
+    if not weights:
         raise OSError(f"no weights in {folder}")
-    for path in files:
+    samples = max(8, _FILE_SAMPLES // len(weights))
+    for path in found:
         if path.name == "config.json":
             hasher.update(_settings(path))
             continue
         hasher.update(f"{path.name}:{path.stat().st_size};".encode())
         with path.open("rb") as file:
-            for offset in _offsets(file, path):
+            for offset in sorted(set(_offsets(file, path, samples))):
                 file.seek(offset)
-                hasher.update(file.read(_SAMPLE))
+                hasher.update(file.read(_FILE_SAMPLE))
     return hasher.hexdigest()[:digits]
 
 
@@ -69,22 +169,40 @@ def _settings(path: Path) -> bytes:
     return msgspec.json.encode(content, order="deterministic")
 
 
-def _offsets(file: BinaryIO, path: Path) -> list[int]:
+def _offsets(file: BinaryIO, path: Path, samples: int) -> list[int]:
+    """Where to read: about `samples` places, in every tensor if the file lists them."""
     size = path.stat().st_size
-    if path.suffix == ".safetensors" and size > 8:
-        (header,) = struct.unpack("<Q", file.read(8))
-        if header <= min(_HEADER_MAX, size - 8):
-            try:
-                tensors = msgspec.json.decode(file.read(header), type=dict)
-                starts = [
-                    8 + header + int(tensor["data_offsets"][0])
-                    for name, tensor in tensors.items()
-                    if name != "__metadata__"
-                ]
-            except (msgspec.DecodeError, KeyError, TypeError, ValueError, IndexError):
-                starts = []
-            if starts:
-                starts.sort()
-                step = -(-len(starts) // _SAMPLES_MAX)
-                return [0, *starts[::step]]
-    return list(range(0, size, max(_SAMPLE, size // 256)))
+    ranges = _tensor_ranges(file, path) or [(0, size)]
+    step = -(-len(ranges) * 3 // samples)
+    chosen = ranges[::step]
+    total = sum(last - first for first, last in chosen) or 1
+    rng = random.Random(size)
+    offsets = [0]
+    for first, last in chosen:
+        offsets += [first, max(first, last - _FILE_SAMPLE)]
+        more = max(1, samples * (last - first) // total - 2)
+        offsets += [rng.randrange(first, max(first + 1, last - _FILE_SAMPLE)) for _ in range(more)]
+    return offsets
+
+
+def _tensor_ranges(file: BinaryIO, path: Path) -> list[tuple[int, int]]:
+    """First and last byte of every tensor; empty for a file that does not list them."""
+    size = path.stat().st_size
+    if path.suffix != ".safetensors" or size <= 8:
+        return []
+    (header,) = struct.unpack("<Q", file.read(8))
+    if header > min(_HEADER_MAX, size - 8):
+        return []
+    try:
+        tensors: dict[str, Any] = msgspec.json.decode(file.read(header), type=dict)
+        ranges = [
+            (int(first), int(last))
+            for name, tensor in tensors.items()
+            if name != "__metadata__"
+            for first, last in [tensor["data_offsets"]]
+        ]
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, IndexError):
+        return []
+    if any(not 0 <= first <= last <= size - 8 - header for first, last in ranges):
+        return []
+    return sorted((8 + header + first, 8 + header + last) for first, last in ranges)

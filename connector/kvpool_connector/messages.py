@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,12 +32,17 @@ class LoadRequest(NamedTuple):
 
 
 class SaveRequest(NamedTuple):
-    """Store these blocks, which stay as they are until every rank has acknowledged `job`."""
+    """Store these blocks, which stay as they are until every rank has acknowledged `job`.
+
+    `adapters` are number and fingerprints (by rank) of the LoRA adapters that they were computed
+    with: a worker that has others now refuses.
+    """
 
     job: int
     blocks: tuple[GroupBlocks, ...]
     session: str = ""
     resume_in_s: float | None = None
+    adapters: frozenset[tuple[int, tuple[str, ...]]] = frozenset()
 
 
 class ProbeRequest(NamedTuple):
@@ -48,7 +54,10 @@ class ProbeRequest(NamedTuple):
 
 @dataclass(slots=True)
 class StepWork:
-    """What one step asks of every rank. `namespaces` has one for each group."""
+    """What one step asks of every rank. `namespaces` has one for each group.
+
+    `serials` are those of the `WorkerInfo` of every rank that the namespaces are made of.
+    """
 
     step: int
     namespaces: tuple[Namespace, ...] = ()
@@ -57,15 +66,43 @@ class StepWork:
     probe: ProbeRequest | None = None
     #: The engine computes nothing in this step.
     idle: bool = False
+    serials: tuple[int, ...] = ()
+
+
+class ModelInfo(NamedTuple):
+    """The model as a worker has it in memory.
+
+    `weights` is their fingerprint, without `hidden` tensors that cannot be read. `packing` names
+    what the kernels do with the inside of a block. `description` is what shapes KV, names and
+    readable values. `unknown` says why there is nothing of all this. `adapters` is true if LoRA
+    adapters can be told apart.
+    """
+
+    weights: str = ""
+    hidden: int = 0
+    packing: str = ""
+    description: tuple[tuple[str, str], ...] = ()
+    adapters: bool = True
+    unknown: str = ""
 
 
 class WorkerInfo(NamedTuple):
-    """How the blocks of a rank are made. It sends this until it is given namespaces."""
+    """How the blocks of a rank are made. It sends this until `StepWork.serials` has its serial.
+
+    `block_bytes` are those of a block of each group. `serial` counts from 1.
+    """
 
     rank: int
-    packing: str
-    #: Bytes of a block of each group.
+    model: ModelInfo
     block_bytes: tuple[int, ...]
+    serial: int = 1
+
+
+class AdapterInfo(NamedTuple):
+    """The LoRA adapters that a rank has loaded: fingerprints by the engine's number for each."""
+
+    rank: int
+    fingerprints: Mapping[int, str]
 
 
 class LoadResult(NamedTuple):
@@ -100,6 +137,7 @@ class WorkerReport:
 
     step: int
     worker_infos: list[WorkerInfo] = field(default_factory=list)
+    adapters: list[AdapterInfo] = field(default_factory=list)
     loads: list[LoadResult] = field(default_factory=list)
     saves: list[SaveResult] = field(default_factory=list)
     probes: list[ProbeResult] = field(default_factory=list)
@@ -107,6 +145,7 @@ class WorkerReport:
     def merge(self, other: WorkerReport) -> None:
         """Add what another rank reports of the same step."""
         self.worker_infos += other.worker_infos
+        self.adapters += other.adapters
         self.loads += other.loads
         self.saves += other.saves
         self.probes += other.probes

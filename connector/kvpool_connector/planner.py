@@ -81,6 +81,8 @@ class RequestHints(NamedTuple):
     session: str = ""
     resume_in_s: float | None = None
     ends: bool = False
+    #: Not a hint, but as lasting: number and fingerprints of its LoRA adapter.
+    adapter: tuple[int, tuple[str, ...]] | None = None
 
 
 class LoadDecision(enum.Enum):
@@ -680,7 +682,8 @@ class Planner:
             for index, block_id in enumerate(block_ids, first):
                 digest = _digest(request.hashes, group, index)
                 if block_id:
-                    items.append(SaveItem(one.request_id, number, index, digest, parent, block_id))
+                    item = SaveItem(one.request_id, number, index, digest, parent, block_id)
+                    items.append(item._replace(adapter=request.hints.adapter))
                 parent = digest
             request.blocks_saved[number] = first + len(block_ids)
         return items

@@ -42,6 +42,7 @@ class SaveItem(NamedTuple):
     parent: bytes
     block_id: int
     attempts: int = 0
+    adapter: tuple[int, tuple[str, ...]] | None = None
 
 
 class StoredBlock(NamedTuple):
@@ -127,7 +128,8 @@ class SaveQueue:
             )
             for group, members in groups.items()
         )
-        return SaveRequest(job, blocks, session, resume_in_s)
+        adapters = frozenset(item.adapter for item in accepted if item.adapter is not None)
+        return SaveRequest(job, blocks, session, resume_in_s, adapters)
 
     def on_result(self, result: SaveResult, now: float) -> tuple[list[int], list[StoredBlock]]:
         """One rank has ended a save.

@@ -7,20 +7,22 @@ block, or waits for a lookup longer than `_WAIT_S` in a step. Its own thread ask
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, MatchPoller, Namespace
-from kvpool_connector import namespace
+from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.cost_model import StepTimer
 from kvpool_connector.lookups import LATE_REASONS, NO_NAMESPACE, Lookups
 from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
+from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import (
-    CacheGroup,
     LookupRequest,
     Planner,
     PlannerLimits,
@@ -43,23 +45,17 @@ _WAIT_S: Final = 0.001
 _RATE_TOKENS: Final = 1024
 
 
-class EngineInfo(NamedTuple):
-    """What the scheduler half knows about its engine.
+@dataclass(slots=True)
+class _AdapterRequest:
+    """A request whose LoRA adapter was not loaded by every rank when it arrived, at `step`."""
 
-    `fields` are those of the namespace that are known at the start; `seed()` is what all hashes
-    begin with. `ranks` workers run the model, `parts` of them have bytes of their own. `blocks` are
-    those of the engine's KV cache.
-    """
-
-    groups: tuple[CacheGroup, ...]
-    kinds: tuple[str, ...]
-    fields: Mapping[str, object]
-    seed: Callable[[], str]
-    ranks: int
-    parts: int
-    blocks: int
-    loads: bool = True
-    saves: bool = True
+    hashes: Sequence[bytes]
+    tokens: int
+    hints: RequestHints
+    adapter: Adapter
+    step: int
+    until: float
+    given_up: bool = False  # it is computed; its blocks may still be saved
 
 
 class EngineStep(NamedTuple):
@@ -97,7 +93,6 @@ class ConnectorScheduler:
     ) -> None:
         self._settings = settings
         self._thread = thread
-        self._engine = engine
         self._log_line = log_line
         self._clock = clock
         limits = PlannerLimits(
@@ -113,14 +108,18 @@ class ConnectorScheduler:
             probe_every_s=settings.probe_every_s,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
-        #: One for each group; empty until every rank has sent its `WorkerInfo`.
-        self.namespaces: tuple[Namespace, ...] = ()
+        #: Known when every rank has sent its `WorkerInfo`.
+        self.names = EngineNames(engine)
+        self.adapters = KnownAdapters(engine.ranks)
         self._step_timer = StepTimer(self.planner.prefill_cost)
         self._step = 0
         self._metrics_at = -_METRICS_EVERY_S
-        self._generation = ""
-        self._worker_infos: dict[int, WorkerInfo] = {}
+        self._names_by = math.inf  # held lookups end then, with or without namespaces
         self._held_lookups: dict[int, LookupRequest] = {}  # until there are namespaces
+        self._adapter_requests: dict[str, _AdapterRequest] = {}
+        self._reported_step = 0
+        self._warned_adapters = False
+        self._explained = False
         poller = MatchPoller(settings.client(), settings.member())
         self._lookups = Lookups(poller, settings.start_wait_s, clock)
         self._wait_left_s = _WAIT_S
@@ -130,16 +129,39 @@ class ConnectorScheduler:
 
     # --- a request --------------------------------------------------------------------------
 
+    @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """One for each group; empty until it is known what the workers compute."""
+        return self.names.namespaces
+
     def on_new_request(
-        self, request_id: str, hashes: Sequence[bytes], tokens: int, hints: RequestHints
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens: int,
+        hints: RequestHints,
+        adapter: Adapter | None = None,
     ) -> None:
-        """Start its lookup."""
+        """Start its lookup. One with a LoRA adapter waits until the workers have told of it."""
         now = self._clock()
+        if adapter is not None:
+            until = now + self._settings.start_wait_s
+            waiting = _AdapterRequest(hashes, tokens, hints, adapter, self._step, until)
+            self._adapter_requests[request_id] = waiting
+            self._start_adapter_requests()
+            return
         self._start_lookup(self.planner.on_new_request(request_id, hashes, tokens, hints, now))
 
     def loadable_tokens(self, request_id: str, tokens: int, computed: int) -> int | None:
         """Tokens beyond `computed` that can be loaded; None: ask again."""
         now = self._clock()
+        if waiting := self._adapter_requests.get(request_id):
+            if not waiting.given_up and now < waiting.until and self._reported_step <= waiting.step:
+                return None
+            if not waiting.given_up:
+                waiting.given_up = True
+        if not self.planner.tracks(request_id):
+            return 0
         if request_id in self._preempted:
             self._preempted.discard(request_id)
             self._start_lookup(self.planner.on_restart(request_id, tokens, now))
@@ -157,11 +179,14 @@ class ConnectorScheduler:
         self, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
     ) -> None:
         """The engine wants so many of the tokens that were offered, in these blocks."""
+        if not self.planner.tracks(request_id):
+            return
         self.planner.on_blocks_allocated(request_id, block_ids, tokens, self._clock())
 
     def on_request_finished(self, request_id: str) -> None:
         """It has ended. Sends its hints about the conversation to the pool."""
         self._preempted.discard(request_id)
+        self._adapter_requests.pop(request_id, None)
         hints = self.planner.on_request_finished(request_id)
         if hints is not None and hints.session and (hints.ends or hints.resume_in_s is not None):
             self._thread.start(partial(self._send_hints, hints))
@@ -184,9 +209,18 @@ class ConnectorScheduler:
         self._wait_left_s = _WAIT_S
         self._step_timer.on_start(self._step, step.prefill, now)
         if not self.namespaces:
-            return StepWork(self._step, idle=step.idle), []
+            self._explain_missing_name(now)
+            return StepWork(self._step, idle=step.idle, serials=self.names.serials), []
         plan = self.planner.plan_step(step.scheduled, still_cached, now)
-        work = StepWork(self._step, self.namespaces, plan.loads, plan.saves, plan.probe, step.idle)
+        work = StepWork(
+            self._step,
+            self.namespaces,
+            plan.loads,
+            plan.saves,
+            plan.probe,
+            step.idle,
+            self.names.serials,
+        )
         return work, plan.blocks_to_pin
 
     def wait_if_idle(self, work: StepWork) -> None:
@@ -201,8 +235,13 @@ class ConnectorScheduler:
         """Take what the workers report after a step."""
         now = self._clock()
         self._step_timer.on_end(report.step, now)
+        self._reported_step = max(self._reported_step, report.step)
         for info in report.worker_infos:
             self._on_worker_info(info)
+        for adapters in report.adapters:
+            self.adapters.on_info(adapters)
+        if report.adapters and self._adapter_requests:
+            self._start_adapter_requests()
         for loaded in report.loads:
             self.planner.on_load_result(loaded, now)
         for probed in report.probes:
@@ -232,8 +271,9 @@ class ConnectorScheduler:
 
     def reset(self) -> None:
         """The weights have changed: what was saved before is never read again."""
-        self._generation = secrets.token_hex(6)
-        self._make_namespaces()
+        self.names.new_generation(secrets.token_hex(6))
+        self.adapters.reset()
+        self._log_names()
 
     def close(self) -> None:
         self._lookups.close()
@@ -257,48 +297,83 @@ class ConnectorScheduler:
 
     def _on_worker_info(self, info: WorkerInfo) -> None:
         """With the last rank's info the namespaces can be made, and held lookups start."""
-        if self.namespaces or info.rank in self._worker_infos:
+        if not self.names.on_info(info):
             return
-        self._worker_infos[info.rank] = info
-        if len(self._worker_infos) < self._engine.ranks:
-            return
-        sizes = [info.block_bytes for info in self._worker_infos.values()]
-        self.planner.block_bytes = tuple(max(column) for column in zip(*sizes, strict=True))
-        self._make_namespaces()
+        self._log_names()
+        self.planner.block_bytes = self.names.block_bytes
         held, self._held_lookups = self._held_lookups, {}
         for lookup in held.values():
             self.planner.lookup_started(lookup.request_id, self._clock())
             self._start_lookup(lookup)
 
-    def _make_namespaces(self) -> None:
-        """One for each group. (design: namespace)"""
-        if len(self._worker_infos) < self._engine.ranks:
-            return
-        packing = "\n".join(self._worker_infos[rank].packing for rank in sorted(self._worker_infos))
-        self.namespaces = tuple(
-            namespace.name(
-                {
-                    **self._engine.fields,
-                    "seed": self._engine.seed(),
-                    "group": f"{number}:{kind}",
-                    "packing": namespace.digest(packing),
-                    **({"generation": self._generation} if self._generation else {}),
-                },
-                parts=self._engine.parts,
-            )
-            for number, kind in enumerate(self._engine.kinds)
-        )
+    def _log_names(self) -> None:
         for name in self.namespaces:
             self._log_line(f"sharing blocks as: {name.name}")
+        if self.names.problem:
+            self._log_line(self.names.problem)
+
+    def _explain_missing_name(self, now: float) -> None:
+        """One line when the workers do not describe their model: that is why nothing is shared."""
+        if now < self._names_by or self._explained or self.names.problem:
+            return
+        self._explained = True
+        self._log_line(
+            f"nothing is loaded or saved: ranks {self.names.missing_ranks} have not described "
+            "their model"
+        )
+
+    def _start_adapter_requests(self) -> None:
+        """Track the requests whose LoRA adapters are known now."""
+        now = self._clock()
+        for request_id, waiting in list(self._adapter_requests.items()):
+            fingerprints = self.adapters.fingerprints(waiting.adapter)
+            refused = self.adapters.refused(waiting.adapter)
+            no_names = bool(self.namespaces) and not self.names.knows_adapters
+            if refused or no_names:  # never tracked: the engine computes it
+                del self._adapter_requests[request_id]
+                self._refuse_adapter(waiting.adapter, replaced=refused)
+            elif fingerprints:
+                del self._adapter_requests[request_id]
+                lookup = self.planner.on_new_request(
+                    request_id,
+                    SaltedHashes(waiting.hashes, fingerprints),
+                    waiting.tokens,
+                    waiting.hints._replace(adapter=(waiting.adapter.number, fingerprints)),
+                    now,
+                )
+                if lookup is not None and waiting.given_up:  # it is being computed: only saves
+                    self.planner.on_lookup_result(
+                        request_id, lookup.serial, (), "adapter not loaded"
+                    )
+                else:
+                    self._start_lookup(lookup)
+
+    def _refuse_adapter(self, adapter: Adapter, *, replaced: bool) -> None:
+        self.planner.counters["miss adapter refused"] += 1
+        if self._warned_adapters:
+            return
+        self._warned_adapters = True
+        why = (
+            "was replaced under its name, and the engine's own cache may have blocks of the former "
+            "one; reset_prefix_cache with reset_connector ends that"
+            if replaced
+            else "cannot be told apart from another one of this name: this vLLM does not show "
+            "which adapters are loaded"
+        )
+        self._log_line(f"nothing is loaded or saved for LoRA adapter {adapter.name!r}: it {why}")
 
     def _start_lookup(self, lookup: LookupRequest | None) -> None:
         if lookup is None:
             return
         if not self.namespaces:
             # The first step brings what is missing, and may be slow: that is no reason to miss.
-            start_at = self._clock() + self._settings.start_wait_s
-            self.planner.lookup_started(lookup.request_id, start_at)
-            self._held_lookups[lookup.serial] = lookup
+            self._names_by = min(self._names_by, self._clock() + self._settings.start_wait_s)
+            if self.names.problem or self._clock() > self._names_by:
+                on_result = self.planner.on_lookup_result
+                on_result(lookup.request_id, lookup.serial, (), NO_NAMESPACE)
+            else:
+                self.planner.lookup_started(lookup.request_id, self._names_by)
+                self._held_lookups[lookup.serial] = lookup
             return
         if reason := self._lookups.start(lookup, self.namespaces):
             self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), reason)

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from kvpool_connector.vllm_interface import KVConnectorPromMetrics, KVConnectorStats
 
 #: Counters whose key is "name label": the metric, the name of its label, and its help text.
 _LABELLED: Final = {

@@ -18,27 +18,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import group_kernel_blocks
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from kvpool_connector import settings
+from kvpool_connector.adapters import Adapter, salted
 from kvpool_connector.messages import StepWork, WorkerReport
 from kvpool_connector.planner import ScheduledRequest
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
 from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
-from kvpool_connector.vllm_config import engine_of, events_of, memories_of, packing_of, rank_of
+from kvpool_connector.vllm_config import engine_of, events_of, memories_of, rank_of
+from kvpool_connector.vllm_interface import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorFactory,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+    group_kernel_blocks,
+    init_logger,
+    kv_cache_utils,
+)
+from kvpool_connector.vllm_model import LoadedAdapters, model_info
 from kvpool_connector.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.warning("request %s: ignored %s", request.request_id, wrong)
         self._requests[request.request_id] = request
         scheduler.on_new_request(
-            request.request_id, request.block_hashes, request.num_tokens, hints
+            request.request_id, request.block_hashes, request.num_tokens, hints, _adapter(request)
         )
         self._count_hook(began)
 
@@ -181,7 +182,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Nearly all requests are quiet: what this loop does for those, it does 256 times a step.
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             request = requests.get(request_id)
-            if request is None or request.num_computed_tokens + count < quiet_until[request_id]:
+            if request is None or request.num_computed_tokens + count < quiet_until.get(
+                request_id, 0
+            ):
                 continue
             start = request.num_computed_tokens
             ids = [BlockIds(blocks) for blocks in self._blocks_of(request_id).blocks]
@@ -249,7 +252,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = self._kv_cache_config.num_blocks
         caches = {name: group_kernel_blocks(cache, blocks) for name, cache in kv_caches.items()}
         self._of_worker().register(
-            memories_of(caches, self._kv_cache_config), partial(packing_of, self._vllm_config)
+            memories_of(caches, self._kv_cache_config),
+            partial(model_info, self._vllm_config),
+            LoadedAdapters(self._vllm_config),
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -315,13 +320,27 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.work
 
     def _still_cached(self, block_id: int, group: int, digest: bytes) -> bool:
-        key = make_block_hash_with_group_id(digest, group)
-        return bool(self._pool.blocks[block_id].block_hash == key)
+        key = self._pool.blocks[block_id].block_hash
+        if key is None:
+            return False
+        plain = kv_cache_utils.get_block_hash(key)
+        if key != kv_cache_utils.make_block_hash_with_group_id(plain, group):
+            return False
+        adapters = self._of_scheduler().adapters.in_use
+        return bool(digest == plain) or any(salted(plain, one) == digest for one in adapters)
 
     def _count_hook(self, began: float) -> None:
         counters = self._of_scheduler().planner.counters
         counters["hook_s"] += time.perf_counter() - began
         counters["hooks"] += 1
+
+
+def _adapter(request: Any) -> Adapter | None:
+    """The LoRA adapter of a request, by the name and path that vLLM's hashes contain."""
+    lora = request.lora_request
+    if lora is None:
+        return None
+    return Adapter(lora.lora_int_id, f"{lora.lora_name} at {lora.lora_path}")
 
 
 def _sends_events(vllm_config: Any) -> bool:

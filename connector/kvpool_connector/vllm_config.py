@@ -1,6 +1,6 @@
 """What the connector must know of a vLLM engine, read from its configuration.
 
-Only this file, `vllm.py` and `stats.py` know vLLM's classes.
+Only this file, `vllm.py`, `vllm_model.py`, `stats.py` and `vllm_interface.py` know vLLM's classes.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import vllm
-from vllm.distributed.kv_events import BlockStored
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1.core import kv_cache_utils
 
 from kvpool import ConfigError
-from kvpool_connector import fingerprint, namespace
+from kvpool_connector import fingerprint, namespace, vllm_interface
 from kvpool_connector.block_memory import BlockMemory, memory_of
 from kvpool_connector.kv_layout import UnsupportedLayout
+from kvpool_connector.naming import EngineInfo
 from kvpool_connector.planner import CacheGroup
 from kvpool_connector.save_queue import StoredBlock
-from kvpool_connector.scheduler import EngineInfo
 from kvpool_connector.settings import Settings
+from kvpool_connector.vllm_interface import (
+    BlockStored,
+    get_pp_group,
+    get_tp_group,
+    kv_cache_utils,
+)
 from kvpool_connector.worker import Rank
 
 #: The `medium` of KV events for blocks in the pool.
@@ -38,10 +40,12 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
     for spec in specs:
         if spec.block_size % hash_block:
             raise ConfigError(f"blocks of {spec.block_size} tokens, hashes of {hash_block}")
+    weights, why_unknown = _weights(vllm_config, settings)
     return EngineInfo(
         groups=tuple(CacheGroup(spec.block_size, spec.block_size // hash_block) for spec in specs),
         kinds=tuple(_kind(spec) for spec in specs),
-        fields=_fields(vllm_config, kv_cache_config, settings, hash_block),
+        fields=_fields(vllm_config, kv_cache_config, settings, hash_block, weights),
+        weights_unknown=why_unknown,
         seed=_seed,
         ranks=ranks,
         parts=ranks // max(1, kv_cache_config.kv_tp_replicas),
@@ -80,15 +84,6 @@ def memories_of(caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> lis
     return memories
 
 
-def packing_of(vllm_config: Any) -> str:
-    """How the kernels pack the inside of a block: backend and instruction set of each layer."""
-    layers = vllm_config.compilation_config.static_forward_context
-    return ";".join(
-        f"{name}:{type(getattr(layer, 'impl', layer)).__name__}:{getattr(layer, 'isa', '')}"
-        for name, layer in sorted(layers.items())
-    )
-
-
 def events_of(
     stored: Iterable[StoredBlock], requests: Mapping[str, Any], kv_cache_config: Any
 ) -> list[BlockStored]:
@@ -105,7 +100,11 @@ def events_of(
         lora = getattr(request.lora_request, "name", None)
         events.append(
             BlockStored(
-                block_hashes=[kv_cache_utils.maybe_convert_block_hash(block.digest)],
+                block_hashes=[
+                    kv_cache_utils.maybe_convert_block_hash(
+                        request.block_hashes[last // hashed - 1]
+                    )
+                ],
                 parent_block_hash=parent and kv_cache_utils.maybe_convert_block_hash(parent),
                 token_ids=list(request.all_token_ids[first:last]),
                 block_size=spec.block_size,
@@ -121,6 +120,8 @@ def events_of(
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError for an engine whose blocks cannot be shared."""
+    if lacking := vllm_interface.missing():
+        raise ConfigError(lacking)
     parallel = vllm_config.parallel_config
     groups: Sequence[Any] = kv_cache_config.kv_cache_groups
     for size, what in (
@@ -151,14 +152,14 @@ def _kind(spec: Any) -> str:
 
 
 def _fields(
-    vllm_config: Any, kv_cache_config: Any, settings: Settings, hash_block: int
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, hash_block: int, weights: str
 ) -> dict[str, object]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     return {
         "tenant": settings.tenant,
         "model": settings.model or model.model.rstrip("/").rpartition("/")[2],
-        "weights": settings.revision or _weights(vllm_config),
+        "weights": weights,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization or "none",
         "kv": cache.cache_dtype,
@@ -169,21 +170,25 @@ def _fields(
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "layout": kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default",
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "vllm": vllm_interface.version(),
     }
 
 
-def _weights(vllm_config: Any) -> str:
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
-        return f"dummy-{model.seed}"
+def _weights(vllm_config: Any, settings: Settings) -> tuple[str, str]:
+    """What the files say about the weights, or `unknown` and why.
+
+    The fingerprint of what is in memory comes from the workers; this one tells of tensors that
+    cannot be read there.
+    """
+    if settings.revision:
+        return settings.revision, ""
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy-{model.seed}", ""
     try:
-        return fingerprint.weights(model.model, model.revision or "")
+        return fingerprint.files(model.model, model.revision or ""), ""
     except OSError as error:
-        raise ConfigError(
-            f"cannot tell which weights these are ({error}): set revision in "
-            "kv_connector_extra_config to a name that is the same for the same weights only"
-        ) from None
+        return "unknown", str(error)
 
 
 def _seed() -> str:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, Namespace, Pool, WriteStatus
 from kvpool_connector.block_memory import BlockMemory
 from kvpool_connector.messages import (
+    AdapterInfo,
     GroupBlocks,
     LoadRequest,
     LoadResult,
+    ModelInfo,
     ProbeRequest,
     ProbeResult,
     SaveRequest,
@@ -79,8 +81,11 @@ class ConnectorWorker:
         self._thread = thread
         self._rank = rank
         self._memory: Sequence[BlockMemory] = ()
-        self._kernel_signature: Callable[[], str] = str
-        self._registered = False  # the scheduler half knows this worker
+        self._model_info: Callable[[], ModelInfo] = ModelInfo
+        self._loaded_adapters: Callable[[], Mapping[int, str]] = dict
+        self._info: WorkerInfo | None = None
+        self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
+        self._registered = False  # the scheduler half has what `_info` says
         self._step = 0
         self._load_slots = asyncio.Semaphore(settings.transfers_max)
         # A request waits for a load, and none for a save: saves get half of the slots.
@@ -93,39 +98,68 @@ class ConnectorWorker:
         self._finished = FinishedTransfers(set(), set(), set())
         self._counters: dict[str, float] = {}
 
-    def register(self, memory: Sequence[BlockMemory], kernel_signature: Callable[[], str]) -> None:
-        """The engine's blocks, one memory for each group.
+    def register(
+        self,
+        memory: Sequence[BlockMemory],
+        model_info: Callable[[], ModelInfo],
+        loaded_adapters: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
+        """The engine's blocks, one memory for each group, and the model that computes them.
 
-        `kernel_signature()` names what the kernels do with the inside of a block: workers with
-        different signatures cannot share blocks.
+        `model_info()` describes the model as it is in memory now, `loaded_adapters()` the LoRA
+        adapters beside it: workers that differ cannot share blocks.
         """
         self._memory = memory
-        self._kernel_signature = kernel_signature
+        self._model_info = model_info
+        self._loaded_adapters = loaded_adapters
+        self.describe_again()
+
+    def describe_again(self) -> None:
+        """Look at the model anew: its weights may have changed.
+
+        Until the scheduler half has made names of what is found now, this worker loads and saves
+        nothing.
+        """
+        model = self._model_info()
+        packing = "|".join([model.packing, *(memory.packing for memory in self._memory)])
+        self._info = WorkerInfo(
+            self._rank.number,
+            model._replace(packing=packing),
+            tuple(memory.block_bytes for memory in self._memory),
+            self._info.serial + 1 if self._info is not None else 1,
+        )
+        self._registered = False
 
     def start_loads(self, work: StepWork) -> None:
         """Start the loads of a step; returns at once."""
+        self._registered = self._is_named_by(work)
         if not work.loads:
             return
         context = self._context(work)
         self._add_running(len(work.loads))
         for load in work.loads:
-            if not self._thread.start(partial(self._load, load, context)):
+            if not self._registered or not self._thread.start(partial(self._load, load, context)):
                 self._load_ended(load, 0, [i for blocks in load.blocks for i in blocks.block_ids])
 
     def start_saves(self, work: StepWork) -> None:
         """Start the saves and the probe of a step, which was computed; returns at once."""
         self._step = work.step
         self._idle = work.idle
-        self._registered |= bool(work.namespaces)
+        self._registered = self._is_named_by(work)
         if not work.saves and work.probe is None:
             return
         context = self._context(work)
         self._add_running(len(work.saves) + (work.probe is not None))
         for save in work.saves:
-            if not self._thread.start(partial(self._save, save, context)):
+            if not self._registered or not self._has(save.adapters):
+                self._count("save_error ModelChanged", 1)
+                self._save_ended(save, 0, _all_refused(save, WriteStatus.BYPASSED))
+            elif not self._thread.start(partial(self._save, save, context)):
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
         if work.probe is not None:
-            started = self._thread.start(partial(self._probe, work.probe, context))
+            started = self._registered and self._thread.start(
+                partial(self._probe, work.probe, context)
+            )
             if not started:
                 self._probe_ended(0, 0.0)
 
@@ -146,12 +180,12 @@ class ConnectorWorker:
         with self._lock:
             report, self._report = self._report, WorkerReport(0)
         report.step = self._step
-        if not self._registered and self._memory:
-            packing = "|".join(
-                [self._kernel_signature(), *(memory.packing for memory in self._memory)]
-            )
-            sizes = tuple(memory.block_bytes for memory in self._memory)
-            report.worker_infos.append(WorkerInfo(self._rank.number, packing, sizes))
+        if not self._registered and self._info is not None:
+            report.worker_infos.append(self._info)
+        adapters = self._loaded_adapters()
+        if adapters != self._adapters:
+            self._adapters = adapters
+            report.adapters.append(AdapterInfo(self._rank.number, adapters))
         return report
 
     def take_counters(self) -> dict[str, float]:
@@ -167,6 +201,18 @@ class ConnectorWorker:
     def _add_running(self, transfers: int) -> None:
         with self._lock:
             self._running += transfers
+
+    def _is_named_by(self, work: StepWork) -> bool:
+        """Whether the namespaces of this step are made of what this worker has found last."""
+        rank, info = self._rank.number, self._info
+        return info is not None and work.serials[rank : rank + 1] == (info.serial,)
+
+    def _has(self, adapters: frozenset[tuple[int, tuple[str, ...]]]) -> bool:
+        """Whether these LoRA adapters are the loaded ones: vLLM may have reloaded one."""
+        if not adapters:
+            return True
+        loaded = self._loaded_adapters()
+        return all(loaded.get(number) == by_rank[self._rank.number] for number, by_rank in adapters)
 
     def _context(self, work: StepWork) -> _TransferContext:
         return _TransferContext(work.namespaces, [memory.record_event() for memory in self._memory])

@@ -115,7 +115,7 @@ def test_namespaces_tell_every_field_apart() -> None:
     base = {"model": "qwen", "weights": "abc", "seed": "1"}
     one = namespace.name(base, parts=1)
     assert one == namespace.name(dict(base), parts=1)
-    assert one.name == "vllm/1 model=qwen weights=abc seed=1"
+    assert one.name == "vllm/2 model=qwen weights=abc seed=1"
     others = [
         namespace.name({**base, "model": value}, parts=1)
         for value in ("qwen weights=abc", "qwen=", "", "q" * 600, "q" * 601, "qw\nen", "qwen~1")
@@ -141,17 +141,17 @@ def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
         (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
         return str(folder)
 
-    one = fingerprint.weights(model("one", 1))
-    assert one == fingerprint.weights(model("copy", 1))
-    assert one != fingerprint.weights(model("other", 2))
+    one = fingerprint.files(model("one", 1))
+    assert one == fingerprint.files(model("copy", 1))
+    assert one != fingerprint.files(model("other", 2))
     (tmp_path / "one" / "config.json").write_text(
         json.dumps({"dtype": "bf16", "layers": 2}, indent=4)
     )
-    assert one == fingerprint.weights(str(tmp_path / "one"))
+    assert one == fingerprint.files(str(tmp_path / "one"))
     (tmp_path / "one" / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert one != fingerprint.weights(str(tmp_path / "one"))
+    assert one != fingerprint.files(str(tmp_path / "one"))
     with pytest.raises(OSError, match="no--such"):
-        fingerprint.weights("no/such", "main")
+        fingerprint.files("no/such", "main")
 
 
 def test_settings_are_checked_by_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,15 +15,11 @@ from kvpool import Match, ReadStatus, WriteStatus
 from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
 from kvpool_connector.block_memory import memory_of
-from kvpool_connector.messages import WorkerReport
+from kvpool_connector.messages import ModelInfo, WorkerReport
+from kvpool_connector.naming import EngineInfo
 from kvpool_connector.planner import CacheGroup, RequestHints, ScheduledRequest
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.scheduler import (
-    ConnectorScheduler,
-    EngineInfo,
-    EngineStep,
-    parse_hints,
-)
+from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
 from kvpool_connector.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
@@ -81,7 +78,7 @@ class Engine:
         for rank, memory in enumerate(self.memory):
             saving = saves[rank] if saves else True
             worker = ConnectorWorker(self.settings, self._thread(), Rank(rank, rank, saving))
-            worker.register([memory_of({"layer.0": memory})], lambda: kernel)
+            worker.register([memory_of({"layer.0": memory})], partial(ModelInfo, packing=kernel))
             self.workers.append(worker)
         self.unpinned: list[int] = []
         self.pinned: list[int] = []

@@ -14,7 +14,7 @@ from tests.conftest import keys, values
 
 
 def named(**fields: str) -> Namespace:
-    return Namespace(" ".join(["vllm/1", *(f"{field}={value}" for field, value in fields.items())]))
+    return Namespace(" ".join(["vllm/2", *(f"{field}={value}" for field, value in fields.items())]))
 
 
 def test_engines_of_one_model_that_differ_are_told_apart() -> None:

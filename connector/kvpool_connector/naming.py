@@ -1,0 +1,134 @@
+"""Under which names an engine shares its blocks: known when every rank has described its model.
+
+Pure: no engine, clock or socket. (design: namespace)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from kvpool.types import Namespace
+from kvpool_connector import namespace
+from kvpool_connector.messages import WorkerInfo
+from kvpool_connector.planner import CacheGroup
+
+
+class EngineInfo(NamedTuple):
+    """What the scheduler half knows about its engine.
+
+    `fields` are those of the namespace that are known at the start; `seed()` is what all hashes
+    begin with. `ranks` workers run the model, `parts` of them have bytes of their own. `blocks` are
+    those of the engine's KV cache. `weights_unknown` says why the files of the weights could not be
+    read.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    kinds: tuple[str, ...]
+    fields: Mapping[str, object]
+    seed: Callable[[], str]
+    ranks: int
+    parts: int
+    blocks: int
+    loads: bool = True
+    saves: bool = True
+    weights_unknown: str = ""
+
+
+class EngineNames:
+    """The names of one engine, one for each group.
+
+    | state   | `namespaces` | `problem` | next state                                            |
+    |---------|--------------|-----------|-------------------------------------------------------|
+    | waiting | empty        | empty     | named or refused, with the last rank's info            |
+    | named   | one a group  | empty     | waiting, when a rank describes itself anew, until the  |
+    |         |              |           | others have as well; named, with another generation    |
+    | refused | empty        | a reason  | waiting, when a rank describes itself anew              |
+    """
+
+    def __init__(self, engine: EngineInfo) -> None:
+        self.namespaces: tuple[Namespace, ...] = ()
+        #: Why this engine shares nothing, in one sentence.
+        self.problem = ""
+        #: What shapes its KV: the fields of the name, and what its digests are made of.
+        self.description: dict[str, str] = {}
+        #: Whether its LoRA adapters can be told apart.
+        self.knows_adapters = False
+        self._engine = engine
+        self._infos: dict[int, WorkerInfo] = {}  # all with the same serial
+        self._serial = 1
+        self._generation = ""
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks that have not described their model."""
+        return [rank for rank in range(self._engine.ranks) if rank not in self._infos]
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """The largest block of each group, of one rank."""
+        sizes = [info.block_bytes for info in self._infos.values()]
+        return tuple(max(column) for column in zip(*sizes, strict=True))
+
+    @property
+    def serials(self) -> tuple[int, ...]:
+        """Of the infos that the names are made of, by rank; empty while there are none."""
+        if self.missing_ranks:
+            return ()
+        return tuple(self._infos[rank].serial for rank in range(self._engine.ranks))
+
+    def on_info(self, info: WorkerInfo) -> bool:
+        """Take what a rank has found. True if the names are others now, or refused."""
+        if not 0 <= info.rank < self._engine.ranks or info.serial < self._serial:
+            return False
+        if info.serial > self._serial:
+            # The weights of one rank are others: those of its peers are, too, or will be.
+            self._serial = info.serial
+            self._infos.clear()
+        if info.rank in self._infos:
+            return False
+        self._infos[info.rank] = info
+        return self._make()
+
+    def new_generation(self, generation: str) -> None:
+        """What was saved before is never read again."""
+        self._generation = generation
+        self._make()
+
+    def _make(self) -> bool:
+        self.namespaces, self.problem, self.description = (), "", {}
+        if self.missing_ranks:
+            return False
+        engine = self._engine
+        models = [self._infos[rank].model for rank in range(engine.ranks)]
+        unknown = next((model.unknown for model in models if model.unknown), "")
+        if not unknown and engine.weights_unknown and any(model.hidden for model in models):
+            unknown = (
+                f"the kernels of this engine hide weights, and their files cannot be read "
+                f"({engine.weights_unknown}); set revision in kv_connector_extra_config to a name "
+                "that is the same for the same weights only"
+            )
+        if unknown:
+            self.problem = f"nothing is loaded or saved: {unknown}"
+            return True
+        self.knows_adapters = all(model.adapters for model in models)
+        shape = "\n".join(f"{name}={value}" for name, value in models[0].description)
+        fields: dict[str, object] = {
+            **engine.fields,
+            "memory": namespace.digest(" ".join(model.weights for model in models)),
+            "shape": namespace.digest(shape),
+            "seed": engine.seed(),
+            "packing": namespace.digest("\n".join(model.packing for model in models)),
+        }
+        if self._generation:
+            fields["generation"] = self._generation
+        self.description = {
+            **{name: str(value) for name, value in fields.items()},
+            "groups": " ".join(f"{number}:{kind}" for number, kind in enumerate(engine.kinds)),
+            **{f"shape.{name}": value for name, value in models[0].description},
+        }
+        self.namespaces = tuple(
+            namespace.name({**fields, "group": f"{number}:{kind}"}, parts=engine.parts)
+            for number, kind in enumerate(engine.kinds)
+        )
+        return True

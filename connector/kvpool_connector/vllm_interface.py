@@ -1,0 +1,148 @@
+"""Everything that the connector uses of vLLM, in one place; checked when an engine starts.
+
+Made for vLLM 0.32, whose interface for connectors is documented as unstable. To adopt another
+version: change `SUPPORTED`, run `tests/connector/vllm`, and mend what this file or
+`tests/connector/vllm/test_shape.py` reports. The other modules import vLLM only from here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+import vllm
+
+#: First part of the versions that the connector was tested with.
+SUPPORTED: Final = "0.32"
+
+try:
+    from vllm.distributed.kv_events import BlockStored
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.logger import init_logger
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, group_kernel_blocks
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+except ImportError as error:
+    raise ImportError(
+        f"KVPoolConnector supports vLLM {SUPPORTED}; {vllm.__version__} lacks a name: {error}"
+    ) from error
+
+__all__ = [
+    "LAYERWISE_INFO",
+    "BlockStored",
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorFactory",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "get_pp_group",
+    "get_tp_group",
+    "group_kernel_blocks",
+    "init_logger",
+    "kv_cache_utils",
+]
+
+#: Attributes of vLLM's objects that are not documented for connectors, and what needs them.
+PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
+    (
+        KVConnectorFactory,
+        "_registry",
+        "whether the connector's name is known to MultiConnector already",
+    ),
+    (KVConnectorBase_V1, "_get_connector_metadata", "the work of the current step"),
+    (KVConnectorBase_V1, "_kv_transfer_config", "the connector's settings"),
+    (KVConnectorBase_V1, "_kv_cache_config", "the KV cache groups"),
+    (KVConnectorBase_V1, "bind_gpu_block_pool", "pinning blocks that are being saved"),
+    (KVConnectorBase_V1, "get_transfer_results", "reporting loads that have ended"),
+    (KVConnectorBase_V1, "build_connector_worker_meta", "what workers report to the scheduler"),
+    (KVConnectorBase_V1, "has_pending_push_work", "steps of an engine that only saves"),
+    (BlockPool, "touch", "pinning blocks"),
+    (BlockPool, "free_blocks", "unpinning blocks"),
+    (BlockPool, "blocks", "pinning blocks by their ids"),
+    (KVCacheBlock, "block_hash", "whether a block still has the contents to save"),
+    (SchedulerOutput, "kv_connector_block_state", "where the blocks of a request are"),
+    (SchedulerOutput, "num_scheduled_tokens", "which blocks a step completes"),
+    (SchedulerOutput, "preempted_req_ids", "whose blocks were taken away"),
+    (KVConnectorOutput, "kv_connector_worker_meta", "what workers report to the scheduler"),
+    (KVCacheConfig, "kv_cache_groups", "the KV cache groups"),
+    (KVCacheConfig, "hash_block_size", "which hash names a block"),
+    (KVCacheConfig, "kv_tp_replicas", "which ranks have the same KV"),
+    (KVCacheConfig, "kv_cache_layout", "the layout of blocks"),
+    (KVCacheConfig, "prefix_cacheable_group_ids", "refusing groups that are not cacheable"),
+    (KVCacheConfig, "has_mamba_layers", "refusing Mamba layers"),
+    (KVCacheSpec, "block_size", "the size of blocks"),
+    (Request, "block_hashes", "the keys of blocks"),
+    (Request, "num_computed_tokens", "which blocks a step completes"),
+    (Request, "num_prompt_tokens", "what is prompt and what was generated"),
+    (Request, "kv_transfer_params", "hints of a request"),
+    (Request, "lora_request", "the LoRA adapter of a request"),
+    (LoRARequest, "lora_int_id", "which loaded adapter a request uses"),
+    (LoRARequest, "lora_path", "the name under which vLLM hashes an adapter"),
+    (LoRAModelManager, "list_adapters", "fingerprints of the adapters that are loaded"),
+    (LoRAModel, "loras", "fingerprints of the adapters that are loaded"),
+    (kv_cache_utils, "get_none_hash_seed", "what all hashes begin with"),
+    (kv_cache_utils, "maybe_convert_block_hash", "hashes in KV events"),
+    (kv_cache_utils, "make_block_hash_with_group_id", "hashes of cached blocks"),
+    (kv_cache_utils, "get_block_hash", "hashes of cached blocks"),
+)
+
+
+def missing(used: Sequence[tuple[Any, str, str]] = PRIVATE) -> str:
+    """What this vLLM lacks, as one sentence; empty if it has everything."""
+    gone = [
+        f"{getattr(owner, '__name__', owner)}.{name} ({purpose})"
+        for owner, name, purpose in used
+        if not _has(owner, name)
+    ]
+    if not gone:
+        return ""
+    return f"KVPoolConnector supports vLLM {SUPPORTED}; {vllm.__version__} lacks {', '.join(gone)}"
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether a class has the attribute, or its objects get it when they are made."""
+    if hasattr(owner, name) or not inspect.isclass(owner):
+        return hasattr(owner, name)
+    if is_dataclass(owner) and name in {field.name for field in fields(owner)}:
+        return True
+    annotated: Mapping[str, Any] = getattr(owner, "__annotations__", {})
+    if name in annotated or name in getattr(owner, "__struct_fields__", ()):
+        return True
+    code = getattr(owner.__init__, "__code__", None)
+    return code is not None and name in code.co_names
+
+
+def version() -> str:
+    """The part of vLLM's version that must be equal: all of it, unless it is a release."""
+    parts = vllm.__version__.partition("+")[0].split(".")
+    release = len(parts) <= 3 and all(part.isdigit() for part in parts)
+    return ".".join(parts[:2]) if release else vllm.__version__

@@ -1,0 +1,231 @@
+"""The name under which an engine shares: of weights in memory, of what every rank reports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpool_connector import fingerprint
+from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
+from kvpool_connector.messages import AdapterInfo, ModelInfo, WorkerInfo
+from kvpool_connector.naming import EngineInfo, EngineNames
+from kvpool_connector.planner import CacheGroup
+
+SIZE = 2048
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(SIZE, 64, generator=generator).to(torch.bfloat16),
+        "up": torch.randn(300, SIZE, generator=generator).to(torch.bfloat16),
+        "norm": torch.randn(SIZE, generator=generator).to(torch.bfloat16),
+        "scale": torch.tensor(0.5),
+        "codes": torch.randint(0, 255, (33, 17), generator=generator).to(torch.uint8),
+        "odd": torch.randn(7, 3, 5, generator=generator, dtype=torch.float64),
+    }
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    return fingerprint.memory(tensors.items()).digest
+
+
+def test_equal_weights_have_one_fingerprint_wherever_they_lie() -> None:
+    copy = {name: tensor.clone() for name, tensor in weights().items()}
+    wide = torch.zeros(SIZE, 96, dtype=torch.bfloat16)
+    wide[:, 32:] = copy["embed"]
+    copy["embed"] = wide[:, 32:]  # a part of a larger tensor
+    assert digest(copy) == digest(weights())
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("embed", (0, 0)),
+        ("embed", (SIZE - 1, 63)),
+        ("embed", (1217, 33)),
+        ("up", (299, SIZE - 1)),
+        ("up", (151, 777)),
+        ("norm", (1001,)),
+        ("scale", ()),
+        ("codes", (20, 11)),
+        ("odd", (3, 1, 2)),
+    ],
+)
+def test_one_value_makes_another_fingerprint(name: str, place: tuple[int, ...]) -> None:
+    changed = weights()
+    changed[name][place] += 1
+    assert digest(changed) != digest(weights())
+
+
+def test_exchanged_rows_names_types_and_shapes_make_another_fingerprint() -> None:
+    rows = weights()
+    rows["embed"][[900, 901]] = rows["embed"][[901, 900]]
+    renamed = {name.replace("up", "down"): tensor for name, tensor in weights().items()}
+    reshaped = {**weights(), "up": weights()["up"].reshape(600, SIZE // 2)}
+    retyped = {**weights(), "up": weights()["up"].view(torch.float16)}
+    assert len({digest(one) for one in (weights(), rows, renamed, reshaped, retyped)}) == 5
+
+
+def test_of_a_large_tensor_on_a_cpu_a_part_is_read_from_its_beginning_to_its_end() -> None:
+    """One hundredth of the rows is summed; values at random places are read all the same."""
+
+    def of(tensor: torch.Tensor) -> str:
+        return fingerprint.memory([("w", tensor)], summed_bytes=tensor.nbytes // 100).digest
+
+    base = torch.zeros(4096, 256, dtype=torch.int16)
+    seen = 0
+    for row in range(0, 4096, 256):  # one sixteenth of the rows, like trained new tokens
+        changed = base.clone()
+        changed[row : row + 256] = 1
+        seen += of(changed) != of(base)
+    assert seen == 16
+
+
+def test_tensors_that_cannot_be_read_are_counted() -> None:
+    found = fingerprint.memory([("packed", torch.empty(0)), ("norm", torch.ones(4))])
+    assert found.hidden == 1
+
+
+def test_wrapped_tensors_are_read_inside() -> None:
+    class Wrapped:
+        def __init__(self, codes: torch.Tensor) -> None:
+            self.codes = codes
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["codes"], None
+
+    one = [("w", Wrapped(torch.zeros(8)))]
+    other = [("w", Wrapped(torch.ones(8)))]
+    assert fingerprint.memory(one) != fingerprint.memory(other)  # type: ignore[arg-type]
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def engine(ranks: int = 2, weights_unknown: str = "") -> EngineInfo:
+    return EngineInfo(
+        groups=(CacheGroup(16, 1),),
+        kinds=("full",),
+        fields={"model": "tiny", "weights": "files"},
+        seed=lambda: "0",
+        ranks=ranks,
+        parts=ranks,
+        blocks=8,
+        weights_unknown=weights_unknown,
+    )
+
+
+def info(rank: int, serial: int = 1, **model: object) -> WorkerInfo:
+    known = {"weights": f"w{rank}", "packing": "p", "description": (("hf.rope_theta", "1"),)}
+    return WorkerInfo(rank, ModelInfo(**{**known, **model}), (64 + rank,), serial)  # type: ignore[arg-type]
+
+
+def named(*infos: WorkerInfo) -> EngineNames:
+    names = EngineNames(engine())
+    for one in infos:
+        names.on_info(one)
+    return names
+
+
+def test_a_name_needs_every_rank() -> None:
+    names = named(info(1))
+    assert (names.namespaces, names.missing_ranks, names.serials) == ((), [0], ())
+    assert names.on_info(info(0))
+    assert names.serials == (1, 1)
+    assert names.block_bytes == (65,)
+    assert "memory=" in names.namespaces[0].name
+    assert not names.on_info(info(0))  # sent again: nothing new
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weights": "others"},
+        {"packing": "amx"},
+        {"description": (("hf.rope_theta", "2"),)},
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_finds_is_in_the_name(rank: int, other: dict[str, object]) -> None:
+    if rank == 1 and "description" in other:
+        pytest.skip("ranks have one description")
+    one, two = named(info(0), info(1)), named(info(1 - rank), info(rank, **other))
+    assert one.namespaces != two.namespaces
+
+
+def test_ranks_with_each_others_weights_have_another_name() -> None:
+    swapped = named(info(0, weights="w1"), info(1, weights="w0"))
+    assert swapped.namespaces != named(info(0), info(1)).namespaces
+
+
+def test_a_model_that_is_described_anew_has_no_name_until_all_ranks_have_done_it() -> None:
+    names = named(info(0), info(1))
+    first = names.namespaces
+    assert not names.on_info(info(1, 2, weights="new"))
+    assert (names.namespaces, names.serials) == ((), ())
+    assert not names.on_info(info(0))  # late, from before
+    assert names.on_info(info(0, 2, weights="new"))
+    assert names.namespaces != first
+    names.on_info(info(0, 3))
+    names.on_info(info(1, 3))
+    assert names.namespaces == first  # the old weights are back
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+def test_weights_that_nothing_tells_are_refused(hidden: int) -> None:
+    names = EngineNames(engine(1, weights_unknown="no weights in /nowhere"))
+    assert names.on_info(info(0, hidden=hidden))
+    assert bool(names.namespaces) == (not hidden)
+    assert ("no weights in /nowhere" in names.problem) == bool(hidden)
+
+
+def test_a_worker_that_cannot_describe_its_model_is_a_reason() -> None:
+    names = named(info(0), info(1, unknown="no model"))
+    assert (names.namespaces, names.serials) == ((), (1, 1))
+    assert "no model" in names.problem
+
+
+# --- LoRA adapters ------------------------------------------------------------------------------
+
+CHAT = Adapter(1, "chat at /adapters/chat")
+
+
+@pytest.fixture
+def adapters() -> KnownAdapters:
+    known = KnownAdapters(ranks=2)
+    known.on_info(AdapterInfo(0, {1: "v1"}))
+    known.on_info(AdapterInfo(1, {1: "v1"}))
+    return known
+
+
+def test_an_adapter_is_known_when_every_rank_has_loaded_it(adapters: KnownAdapters) -> None:
+    assert adapters.fingerprints(CHAT) == ("v1", "v1")
+    assert adapters.fingerprints(Adapter(2, "other")) == ()
+    adapters.on_info(AdapterInfo(1, {}))  # evicted there
+    assert adapters.fingerprints(CHAT) == ()
+
+
+def test_an_adapter_that_was_replaced_is_refused_until_the_cache_is_reset(
+    adapters: KnownAdapters,
+) -> None:
+    adapters.fingerprints(CHAT)
+    for rank in range(2):
+        adapters.on_info(AdapterInfo(rank, {7: "v2"}))  # loaded again, under another number
+    again = Adapter(7, CHAT.name)
+    assert adapters.fingerprints(again) == ("v2", "v2")
+    assert adapters.refused(again)
+    adapters.reset()
+    assert adapters.fingerprints(again) == ("v2", "v2")
+    assert not adapters.refused(again)
+
+
+def test_keys_contain_the_adapters_fingerprint() -> None:
+    plain = [bytes([n]) * 32 for n in range(3)]
+    one, two = SaltedHashes(plain, ("v1",)), SaltedHashes(plain, ("v2",))
+    assert len({*plain, *one, *two}) == 9
+    assert list(one) == one[0:3] == list(SaltedHashes(plain, ("v1", "v1")))  # whatever the ranks
+    assert list(one) != list(SaltedHashes(plain, ("v1", "v2")))
+    plain.append(b"4" * 32)
+    assert len(one) == 4
+    assert len(one[3]) == 32
