@@ -109,7 +109,7 @@ class _PlayedWorker:
     def step(self) -> None:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        from kvpool_connector.messages import SaveResult, WorkerInfo, WorkerReport
+        from kvpool_connector.messages import ModelInfo, SaveResult, WorkerInfo, WorkerReport
         from kvpool_connector.vllm import ReportMetadata
 
         self._hook_s = self._hook_cpu_s = 0.0
@@ -119,7 +119,7 @@ class _PlayedWorker:
         work = step.kv_connector_metadata.work
         report = WorkerReport(work.step, saves=self._acknowledged)
         if not self._steps:
-            report.worker_infos.append(WorkerInfo(0, "packing", (1 << 20,)))
+            report.worker_infos.append(WorkerInfo(0, ModelInfo(), (1 << 20,)))
         self._acknowledged = [SaveResult(save.job, 0, ()) for save in work.saves]
         ids = list(step.num_scheduled_tokens)
         self._steps += 1

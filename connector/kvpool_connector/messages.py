@@ -137,10 +137,10 @@ class WorkerReport:
 
     step: int
     worker_infos: list[WorkerInfo] = field(default_factory=list)
-    adapters: list[AdapterInfo] = field(default_factory=list)
     loads: list[LoadResult] = field(default_factory=list)
     saves: list[SaveResult] = field(default_factory=list)
     probes: list[ProbeResult] = field(default_factory=list)
+    adapters: list[AdapterInfo] = field(default_factory=list)
 
     def merge(self, other: WorkerReport) -> None:
         """Add what another rank reports of the same step."""

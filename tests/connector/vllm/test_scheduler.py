@@ -16,6 +16,7 @@ from vllm.config import (
     DeviceConfig,
     KVEventsConfig,
     KVTransferConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -32,9 +33,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import ConfigError, Namespace
+from kvpool_connector.adapters import SaltedHashes
 from kvpool_connector.messages import (
+    AdapterInfo,
     LoadRequest,
     LoadResult,
+    ModelInfo,
     SaveRequest,
     SaveResult,
     StepWork,
@@ -96,6 +100,7 @@ class Played:
         self.connector = self.scheduler.connector
         self._ranks = ranks
         self.greeted = False
+        self.adapters = {1: "one", 2: "two"}  # the worker has loaded them
         self.counters: Counter[str] = Counter()
         self.saves: list[SaveRequest] = []  # that nobody has acknowledged
 
@@ -141,9 +146,9 @@ class Played:
         report = WorkerReport(work.step, told.pop("worker_infos", []), told.pop("loaded", []))
         report.saves += told.pop("saved", [])
         if not self.greeted:
-            report.worker_infos += [
-                WorkerInfo(rank, "packing", (SIZE,)) for rank in range(self._ranks)
-            ]
+            for rank in range(self._ranks):
+                report.worker_infos.append(WorkerInfo(rank, ModelInfo(), (SIZE,)))
+                report.adapters.append(AdapterInfo(rank, self.adapters))
             self.greeted = True
         ids = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(
@@ -214,6 +219,8 @@ def played(pool: LocalPool, model: Callable[..., Path]) -> Iterator[Played]:
 def store(pool: LocalPool, played: Played, request: Any, blocks: int, part: int = 0) -> None:
     """Put the beginning of a request's prompt into the pool."""
     chain = [bytes(digest) for digest in request.block_hashes[:blocks]]
+    if request.lora_request is not None:
+        chain = SaltedHashes(chain, (played.adapters[request.lora_request.lora_int_id],))[:]
     data = [bytes([number]) * SIZE for number in range(blocks)]
     pool.ask(lambda client: client.write(played.namespace, chain, data, part=part))
 
@@ -328,6 +335,53 @@ def test_what_vllm_hashes_with_the_tokens_keeps_them_apart(
     finally:
         writer.close()
         reader.close()
+
+
+def test_an_adapter_that_was_replaced_has_other_keys_under_its_old_name_and_path(
+    pool: LocalPool, model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fresh engine finds nothing of the former one's; an engine that has had both shares none."""
+    config = transfer(pool.master)
+    adapter = {"lora_request": LoRARequest("one", 1, "/one")}
+    writer, reader = Played(model(), config), Played(model(), config)
+    reader.adapters = {1: "replaced"}
+    try:
+        writer.step()
+        reader.step()
+        store(pool, writer, writer.request("a", 65, **adapter), 4)
+        assert reader.offered(reader.request("b", 65, **adapter)) == 0
+        assert writer.offered(writer.request("c", 65, **adapter)) == 64
+        writer.adapters, writer.greeted = {7: "replaced"}, False
+        writer.step()
+        again = {"lora_request": LoRARequest("one", 7, "/one")}
+        store(pool, writer, writer.request("d", 65, **again), 4)
+        assert writer.offered(writer.request("e", 65, **again)) == 0
+        writer.connector.reset_cache()
+        store(pool, writer, writer.request("f", 65, **again), 4)
+        assert writer.offered(writer.request("g", 65, **again)) == 64
+    finally:
+        writer.close()
+        reader.close()
+
+
+def test_an_adapter_that_is_not_loaded_yet_is_computed_and_saved(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    played = Played(model(), transfer(pool.master), lora_config=LoRAConfig())
+    played.adapters = {}
+    try:
+        played.step()
+        request = played.request("a", 64, lora_request=LoRARequest("one", 1, "/one"))
+        played.scheduler.add_request(request)
+        while not request.num_computed_tokens:  # it waits for one report, and for nothing else
+            played.step()
+        assert not played.saves
+        played.adapters, played.greeted = {1: "one"}, False
+        played.finish()
+        assert played.counters["saved_blocks"] == 4
+        assert played.counters["miss adapter not loaded"] == 1
+    finally:
+        played.close()
 
 
 @pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])

@@ -1,0 +1,202 @@
+"""What shapes KV: every field of vLLM's configurations has a decision. No engine runs here."""
+
+from __future__ import annotations
+
+import ast
+import enum
+from collections.abc import Callable
+from dataclasses import fields
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm.config
+from vllm.config import DeviceConfig, LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
+
+from kvpool_connector import kv_shape, vllm_interface
+from kvpool_connector.kv_shape import IRRELEVANT
+from tests.connector.vllm.helpers import ROOT
+
+#: The fields that are described, each of which can change the KV of given tokens.
+DESCRIBED = {
+    "VllmConfig": "model_config cache_config parallel_config scheduler_config attention_config "
+    "kernel_config lora_config speculative_config diffusion_config quant_config "
+    "additional_config",
+    "ModelConfig": "hf_config runner convert dtype is_submodel_config quantization "
+    "quantization_config disable_sliding_window model_class_overrides model_impl",
+    "CacheConfig": "kv_cache_dtype_skip_layers skip_page_size_padded kv_sharing_fast_prefill",
+    "ParallelConfig": "worker_cls worker_extension_cls",
+    "LoRAConfig": "lora_dtype target_modules enable_tower_connector_lora "
+    "enable_mixed_moe_lora_format enable_moe_shared_loras",
+    "SpeculativeConfig": "method attention_backend kv_cache_dtype parallel_drafting "
+    "index_share_for_mtp_iteration",
+    "MultiModalConfig": "media_io_kwargs mm_processor_kwargs mm_device_do_normalize "
+    "mm_hasher_algorithm mm_encoder_attn_backend mm_encoder_attn_dtype "
+    "mm_encoder_fp8_scale_path video_pruning_rate video_pruning_method",
+    "AttentionConfig": "use_trtllm_attention disable_flashinfer_q_quantization "
+    "use_prefill_query_quantization indexer_kv_dtype indexer_sparse_logits use_non_causal",
+    "KernelConfig": "moe_backend linear_backend linear_backend_per_quant",
+    "SchedulerConfig": "",
+    "DiffusionConfig": "canvas_length max_denoising_steps",
+}
+
+
+@pytest.mark.parametrize("name", sorted({*DESCRIBED, *IRRELEVANT}))
+def test_every_field_is_in_the_name_or_has_a_reason_why_not(name: str) -> None:
+    """A field that a new vLLM adds: decide, and write it here or into `IRRELEVANT`."""
+    known = {field.name for field in fields(getattr(vllm.config, name))}
+    described, reasons = set(DESCRIBED[name].split()), IRRELEVANT[name]
+    assert known == described | reasons.keys()
+    assert not described & reasons.keys()
+    assert all(len(reason.split()) >= 4 or reason for reason in reasons.values())
+
+
+def test_a_field_that_nothing_decides_about_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer vLLM that nobody has looked at separates engines too often, never too rarely."""
+    monkeypatch.delitem(IRRELEVANT["SchedulerConfig"], "policy")  # type: ignore[attr-defined]
+    described = kv_shape._described_fields(VllmConfig().scheduler_config, "SchedulerConfig")
+    assert described == ["policy"]
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+Describe = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def described(model: Callable[..., Path]) -> Describe:
+    """The description of an engine, with fields set (`part.field`) and modules of its own."""
+
+    def describe(*roots: torch.nn.Module, **values: Any) -> dict[str, str]:
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model()), dtype="bfloat16"),
+            device_config=DeviceConfig("cpu"),
+        )
+        for place, value in values.items():
+            *parts, field = place.split(".")
+            setattr(reduce(getattr, parts, config), field, value)
+        return kv_shape.described(config, roots or [Attention(scaling=0.5)])
+
+    return describe
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("attention_config.use_non_causal", True),
+        ("cache_config.kv_cache_dtype_skip_layers", ["0", "1"]),
+        ("kernel_config.moe_backend", "triton"),
+        ("parallel_config.worker_cls", "another.Worker"),
+        ("model_config.model_impl", "transformers"),
+        ("model_config.quantization", "fp8"),
+        ("model_config.disable_sliding_window", True),
+        ("model_config.dtype", torch.float16),
+        ("additional_config", {"graph": True}),
+        ("lora_config", LoRAConfig(lora_dtype="float16")),
+        ("model_config.hf_config.rope_parameters", {"rope_type": "default", "rope_theta": 5e4}),
+        ("model_config.hf_config.num_attention_heads", 2),
+        ("model_config.hf_config.factors", [1.0] * 100 + [2.0]),
+        ("model_config.multimodal_config", MultiModalConfig(video_pruning_rate=0.5)),
+    ],
+)
+def test_what_shapes_kv_is_described(described: Describe, place: str, value: Any) -> None:
+    assert described(**{place: value}) != described()
+
+
+@pytest.mark.parametrize(
+    "roots",
+    [
+        [Attention(scaling=0.25)],
+        [Attention(scaling=0.5, use_long_rope=True)],
+        [Attention(scaling=0.5), Attention(scaling=0.5)],
+    ],
+)
+def test_what_was_chosen_when_the_model_was_built_is_described(
+    described: Describe, roots: list[torch.nn.Module]
+) -> None:
+    assert described(*roots) != described()
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("scheduler_config.max_num_seqs", 3),
+        ("cache_config.gpu_memory_utilization", 0.1),
+        ("parallel_config.data_parallel_rank", 1),
+        ("model_config.max_model_len", 77),
+        ("model_config.hf_config._name_or_path", "elsewhere"),
+    ],
+)
+def test_what_does_not_is_left_out(described: Describe, place: str, value: Any) -> None:
+    assert described(**{place: value}) == described()
+    elsewhere = Attention(scaling=0.5, tp_rank=3, max_num_seqs=9, prefix="model.layers.1")
+    assert described(elsewhere) == described()
+
+
+def test_a_long_text_is_cut_and_still_tells_a_difference() -> None:
+    one, other = (kv_shape.shortened("x" * 999 + last) for last in "12")
+    assert one != other
+    assert len(one) == len(other) <= 160
+
+
+def test_values_are_text_without_addresses() -> None:
+    class Kind(enum.Enum):
+        DECODER = 1
+
+    class Config:
+        def __init__(self) -> None:
+            self.names = {"b", "a"}
+            self.kind = Kind.DECODER
+            self.dtype = torch.bfloat16
+            self.function = test_values_are_text_without_addresses
+            self._cache = object()
+
+    text = kv_shape.canonical(Config())
+    assert text == kv_shape.canonical(Config())
+    assert "0x" not in text
+    assert "names:[a,b]" in text
+    assert "_cache" not in text
+
+
+# --- what the connector uses of vLLM ----------------------------------------------------------
+
+
+def test_this_vllm_has_every_name_that_the_connector_uses() -> None:
+    assert vllm_interface.missing() == ""
+
+
+@pytest.mark.parametrize("owner", [vllm_interface, vllm_interface.Request])
+def test_a_vllm_that_lacks_a_name_is_refused_with_a_sentence(owner: Any) -> None:
+    sentence = vllm_interface.missing([(owner, "renamed_since", "pinning blocks")])
+    assert "supports vLLM 0.32" in sentence
+    assert "renamed_since (pinning blocks)" in sentence
+
+
+def test_only_one_file_imports_vllm() -> None:
+    importing = set()
+    for path in Path(ROOT, "connector").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if any(name == "vllm" or name.startswith("vllm.") for name in names):
+                importing.add(path.name)
+    assert importing == {"vllm_interface.py"}
+
+
+@pytest.mark.parametrize(
+    ("version", "shared"),
+    [("0.32.0", "0.32"), ("0.32.1+cpu", "0.32"), ("0.33.0.dev7+gabc", "0.33.0.dev7+gabc")],
+)
+def test_builds_between_releases_share_with_themselves_only(
+    version: str, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert vllm_interface.version() == shared
