@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from kvpool import registry
-from kvpool.config import load, parse_transport
+from kvpool.cli import run
+from kvpool.config import load, parse_tier, parse_transport
 from kvpool.errors import ConfigError
 from kvpool.units import parse_duration, parse_size
 
@@ -41,6 +44,77 @@ def test_lists_and_booleans_from_the_environment() -> None:
     )
     assert config.client.masters == ["a:1", "b:2"]
     assert config.server.prefault is False
+
+
+DEFAULTS = {
+    "master": {
+        "timeout_s": 3.0,
+        "forget_s": 600.0,
+        "servers_max": 1024,
+        "servers_per_host_max": 64,
+        "blocks_max": 50_000_000,
+        "http": "",
+        "insecure": False,
+    },
+    "server": {
+        "capacity": 1 << 30,
+        "tiers": [],
+        "listen": ["tcp://127.0.0.1:0", "shm://"],
+        "heartbeat_s": 1.0,
+        "alignment": 4096,
+        "policy": "lru",
+        "connections_max": 1024,
+        "pinned_max": 0,
+        "reserved_max": 0,
+        "promote_after": 1,
+        "prefault": True,
+        "insecure": False,
+    },
+    "client": {
+        "transports": ["inproc", "shm", "ucx", "tcp"],
+        "measure": True,
+        "timeout_s": 5.0,
+        "attempt_s": 1.0,
+        "hedge_s": 0.1,
+        "verify": True,
+        "device_staging": 128 << 20,
+    },
+}
+
+
+@pytest.mark.parametrize("section", DEFAULTS)
+def test_defaults_stay(section: str) -> None:
+    """Users rely on them, and on their units."""
+    found = getattr(load(), section)
+    assert {name: getattr(found, name) for name in DEFAULTS[section]} == DEFAULTS[section]
+    assert not load().local_only
+    assert (load().cluster, load().secret_file) == ("default", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("master.servers_max", 1, 4096),
+        ("master.servers_per_host_max", 1, 4096),
+        ("master.blocks_max", 1, 10**12),
+        ("master.timeout_s", 0.001, 86_400.0),
+        ("server.capacity", 4096, 2**60),
+        ("server.pinned_max", 0, 2**60),
+        ("server.connections_max", 1, 10**9),
+        ("client.hedge_s", 0.001, 86_400.0),
+    ],
+)
+def test_the_smallest_and_the_largest_value_of_a_setting(
+    name: str, least: float, most: float
+) -> None:
+    section, _, setting = name.partition(".")
+    for value in (least, most):
+        found = load(flags={name: value})
+        assert getattr(getattr(found, section), setting) == value
+    too_large = () if most in (10**9, 10**12) else (most + 1,)
+    for value in (0 if isinstance(least, float) else least - 1, *too_large):
+        with pytest.raises(ConfigError, match=setting):
+            load(flags={name: value})
 
 
 @pytest.mark.parametrize(
@@ -123,6 +197,46 @@ def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load(file)
+
+
+def test_settings_of_tiers_and_transports_have_defaults() -> None:
+    """What `nvme:/file:1GiB` and `ucx://host:1` mean when nothing else is said."""
+    ours = [
+        entry.load()
+        for kind in (registry.TIERS, registry.TRANSPORTS)
+        for name, entry in sorted(registry.installed(kind).items())
+        if name in ("dram", "nvme", "tcp", "shm", "inproc")
+    ]
+    found = [
+        {one.name: one.default for one in inspect.signature(make).parameters.values()}
+        for make in ours
+    ]
+    assert [one.get("prefault") for one in found] == [True, None, None, None, None]
+    nvme = {name: found[1][name] for name in ("queue_depth", "direct", "alignment")}
+    assert nvme == {"queue_depth": 16, "direct": True, "alignment": 4096}
+
+
+@pytest.mark.parametrize("prefault", [True, False])
+def test_memory_is_touched_at_start_if_the_configuration_says_so(
+    prefault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Memory:
+        def __init__(self, capacity: int, *, prefault: bool = True) -> None:
+            made.append((capacity, prefault))
+
+    monkeypatch.setattr(registry, "_load", lambda *_: Memory)
+    registry.tier(parse_tier("dram:1MiB"), prefault=prefault)
+    registry.tier(parse_tier(f"dram:1MiB?prefault={not prefault}"), prefault=prefault)
+    assert made == [(1 << 20, prefault), (1 << 20, not prefault)]
+
+
+@pytest.mark.parametrize("command", [run.master, run.server, run.dev])
+def test_a_process_outlives_the_shell_that_started_it(command: Callable[..., None]) -> None:
+    parameters = inspect.signature(command).parameters
+    for flag in ("die_with_parent", "insecure", "local_only"):
+        assert flag not in parameters or parameters[flag].default is False
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ async def test_what_was_written_or_read_is_read_again_without_a_master(pool_dev:
         assert set(await read(reader, chain[5:])) == {ReadStatus.NO_MASTER}
 
 
+def test_blocks_of_several_parts_are_not_cached() -> None:
+    """Only a master knows whether every part is there."""
+    cache, halves = LocationCache(), Namespace("halves", parts=2)
+    cache.put(CachedLocation(halves, "here", sole_replica=True), keys("half", 2))
+    assert cache.get(halves, keys("half", 2)) == []
+    assert len(cache) == 0
+
+
 async def test_what_has_moved_is_found_where_it_is_now(two_servers: dev.Dev) -> None:
     chain = keys("chain", 6)
     first, second = (server.server for server in two_servers.servers)

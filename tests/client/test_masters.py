@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus
@@ -364,6 +365,35 @@ async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
     servers._records["s"].slow_until = 0.0
     servers.mark_unresponsive("s", given_up=False)
     assert servers._records["s"].slow_until <= later(0.4)
+    await servers.close()
+
+
+async def test_another_path_is_taken_when_a_server_was_given_up() -> None:
+    """The network of that path may be at fault. Memory of this host cannot be."""
+    addresses = ["local://s", "x://s", "y://s"]
+    info = msgspec.structs.replace(member("s", host="here"), addresses=addresses)
+    network = ScriptedNetwork(m=listing(info))
+    made = {scheme: ScriptedTransport() for scheme in ("local", "x", "y")}
+    for transport in made.values():
+        transport.broken = False
+    chosen, counters = config(network), Counter[str]()
+    masters = Masters(network, chosen)
+    servers = Servers(chosen, Cluster(), HERE, made, masters, counters, random.Random(1))
+    assert await servers.call("s", ping, later(5)) == "pong"
+    assert [transport.connected for transport in made.values()] == [1, 0, 0]
+    made["local"].same_host = True
+    await servers.refresh(later(5))
+    assert await servers.call("s", ping, later(5)) == "pong"
+    servers.mark_unresponsive("s", given_up=True)
+    assert await servers.call("s", ping, later(5)) == "pong"
+    assert [transport.connected for transport in made.values()] == [2, 0, 0]
+    made["local"].broken = True
+    servers.mark_unresponsive("s", given_up=True)
+    assert await servers.call("s", ping, later(5)) == "pong"
+    assert [transport.connected for transport in made.values()] == [3, 1, 0]
+    servers.mark_unresponsive("s", given_up=True)
+    assert await servers.call("s", ping, later(5)) == "pong"
+    assert made["y"].connected == 1
     await servers.close()
 
 

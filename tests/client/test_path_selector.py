@@ -64,6 +64,18 @@ def test_the_first_call_of_a_trial_does_not_count() -> None:
     assert world.selector.best == "ucx"
 
 
+def test_each_other_path_has_its_turn() -> None:
+    world = World(first=4e9, second=1e9, third=2e9, fourth=1e9)
+    tried = []
+    for _ in range(5):
+        world.now += 2 * AGAIN_S_MAX
+        world.calls(CALLS)
+        tried.append(world.call())
+        world.calls(CALLS)
+    assert sorted(tried[:3]) == ["fourth", "second", "third"]
+    assert tried[3:] == tried[:2]
+
+
 def test_a_path_must_be_clearly_faster() -> None:
     """What is nearly as fast is not worth a change."""
     world = World(tcp=1e9, ucx=1e9 * GAIN * 0.99)

@@ -375,6 +375,7 @@ def test_a_refused_save_is_tried_again_while_its_blocks_are_there() -> None:
     played.reused.add(4)
     (again,) = played.idle().saves
     assert again.blocks[0].digests == (chain[2],)
+    assert played.planner.counters["save_retries"] == 1
     assert again.blocks[0].parents == (chain[1],)
     assert played.planner.counters["dropped block reused"] == 1
     for _ in range(1):

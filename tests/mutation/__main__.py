@@ -6,7 +6,6 @@ codes: 0 all goals were met, 1 too many survivors, 2 usage error.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import queue
@@ -26,7 +25,7 @@ if __package__ != "tests.mutation":
 
 from tests.mutation import coverage_map
 from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.mutants import Mutant, planted, sample
+from tests.mutation.mutants import Mutant, changed_line, changed_lines, sample
 from tests.mutation.tree import copy_tree
 from tests.mutation.trial import Limits, Verdict, try_mutant
 
@@ -151,19 +150,12 @@ def _survivors(mutants: Sequence[Mutant], found: Mapping[Mutant, Verdict]) -> in
 
 
 def _is_equivalent(mutant: Mutant) -> bool:
-    line = (_ROOT / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
-    return (mutant.path, mutant.operator, line) in EQUIVALENT
+    return changed_line(_ROOT, mutant) in EQUIVALENT
 
 
 def _described(mutant: Mutant) -> str:
     """The mistake as a person reads it: where, and the lines before and after."""
-    before = (_ROOT / mutant.path).read_text().splitlines()
-    after = planted(_ROOT, mutant).splitlines()
-    changed = [
-        line
-        for line in difflib.unified_diff(before, after, n=0, lineterm="")
-        if line[0] in "+-" and not line.startswith(("+++", "---"))
-    ]
+    changed = changed_lines(_ROOT, mutant)
     return escape("\n".join([f"{mutant.path}:{mutant.line} {mutant.operator}", *changed]))
 
 

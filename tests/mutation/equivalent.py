@@ -1,7 +1,7 @@
 """Mistakes that make no difference, each with the reason: reports leave them out.
 
-A mistake is named by its file, its operator and the line as it stands in the source, so that an
-entry holds when lines move and ends when its line changes.
+A mistake is named by its file and by the line before and after it, so that an entry holds when
+lines move and ends when its line changes.
 """
 
 from __future__ import annotations
@@ -9,4 +9,62 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {}
+_LABEL: Final = "Members are compared with each other only: any other number means the same."
+_EMPTY: Final = "The value is written before anybody reads it."
+_NO_DESCRIPTOR: Final = "Every negative number means that there is no descriptor."
+
+EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
+    ("kvpool/server/state/extent_state.py", "QUARANTINED = 4", "QUARANTINED = 5"): _LABEL,
+    ("kvpool/server/state/extent_state.py", "LAST_UNPIN = 8", "LAST_UNPIN = 9"): _LABEL,
+    (
+        "kvpool/server/state/allocator.py",
+        "return ((power - _STEPS_LOG2 + 1) << _STEPS_LOG2) + (",
+        "return ((power - _STEPS_LOG2 + 2) << _STEPS_LOG2) + (",
+    ): "Numbers of classes are compared with each other only; eight of them stay unused.",
+    (
+        "kvpool/server/state/tiered_store.py",
+        "return -1 if tier == self.front_tier else tier",
+        "return -2 if tier == self.front_tier else tier",
+    ): "Ranks are compared with each other only, and tiers count from 0.",
+    (
+        "kvpool/server/state/store.py",
+        "entry = Entry(index, digest, parent, 0, size, id)",
+        "entry = Entry(index, digest, parent, 1, size, id)",
+    ): _EMPTY,
+    (
+        "kvpool/server/state/store.py",
+        "_UNLIMITED: Final = 1 << 62",
+        "_UNLIMITED: Final = 1 << (62 * 1000)",
+    ): "Both are more than any memory.",
+    (
+        "kvpool/client/versions.py",
+        "if server < min(servers):",
+        "if server <= min(servers):",
+    ): "A suspect is never one of the servers that have our bytes.",
+    (
+        "connector/kvpool_connector/planner.py",
+        "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
+        "offered: tuple[int, int] = (1, 0)  # tokens, while OFFERED",
+    ): _EMPTY,
+    (
+        "connector/kvpool_connector/planner.py",
+        "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
+        "offered: tuple[int, int] = (0, 1)  # tokens, while OFFERED",
+    ): _EMPTY,
+    (
+        "tiers/kvpool_tiers/nvme/file_disk.py",
+        "self._fd = self._direct = -1",
+        "self._fd = self._direct = -2",
+    ): _NO_DESCRIPTOR,
+    (
+        "tiers/kvpool_tiers/nvme/file_disk.py",
+        "if os.fstat(self._fd).st_size > size:",
+        "if os.fstat(self._fd).st_size >= size:",
+    ): "A file that is cut to the size that it has stays as it is.",
+    (
+        "kvpool/server/announcer.py",
+        "self._acknowledged = 0",
+        "self._acknowledged = 1",
+    ): _EMPTY,
+    ("kvpool/server/announcer.py", "self._hints_heard = 0", "self._hints_heard = 1"): _EMPTY,
+}

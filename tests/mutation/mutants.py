@@ -7,6 +7,7 @@ forgotten, and a number that is off by one or by a unit.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import heapq
 from collections.abc import Iterator, Sequence
@@ -231,6 +232,11 @@ def _is_left_alone(node: Node, line: str) -> bool:
         return True  # `not name := value` is no Python
     if node.type == "operator" and node.parent.type not in _ARITHMETIC:
         return True  # the star of `*arguments`, or of keyword-only parameters
+    if node.parent is not None and node.parent.get_code().strip() in (
+        "strict=True",
+        "strict=False",
+    ):
+        return True  # `zip(..., strict=True)` is an assertion: it says what cannot happen
     child = node
     while (parent := child.parent) is not None:
         if parent.type in ("annassign", "tfpdef", "decorator", "assert_stmt") and child is not (
@@ -280,3 +286,22 @@ def planted(root: Path, mutant: Mutant) -> str:
     if changed is None:
         raise ValueError(f"{mutant}: the operator has no such place; the source has changed")
     return str(changed)
+
+
+def changed_lines(root: Path, mutant: Mutant) -> list[str]:
+    """The lines that the mistake changes, with `-` before and `+` after it."""
+    before = _read(root / mutant.path).splitlines()
+    after = planted(root, mutant).splitlines()
+    return [
+        line
+        for line in difflib.unified_diff(before, after, n=0, lineterm="")
+        if line[0] in "+-" and not line.startswith(("+++", "---"))
+    ]
+
+
+def changed_line(root: Path, mutant: Mutant) -> tuple[str, str, str]:
+    """What `EQUIVALENT` names a mistake by: its file, and its first line before and after it."""
+    changed = changed_lines(root, mutant)
+    before = next((line[1:].strip() for line in changed if line[0] == "-"), "")
+    after = next((line[1:].strip() for line in changed if line[0] == "+"), "")
+    return mutant.path, before, after

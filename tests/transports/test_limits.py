@@ -1,0 +1,111 @@
+"""What transports hold of others, and what they agree on without a word, meets its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvpool import WriteStatus, dev
+from kvpool.config import ClientConfig
+from kvpool.errors import Unauthenticated
+from kvpool.server.state.store import Store
+from kvpool_tiers.dram import Dram
+from kvpool_transports import ucx
+from kvpool_transports.shm import _ShmListener
+from kvpool_transports.streams import strangers
+from kvpool_transports.streams.stream import Stream
+from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.wire.offline import Wire
+
+MIB = 1 << 20
+
+
+async def test_of_too_many_handshakes_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "HANDSHAKES_MAX", 2)
+    waiting = strangers.Strangers()
+    streams = [Stream() for _ in range(6)]
+    for stream in streams:
+        Wire(stream)
+    ended = [waiting.arrived(stream) for stream in streams[:4]]
+    assert ended == [False, False, True, True]
+    assert [stream.lost for stream in streams[:4]] == [True, True, False, False]
+    assert len(waiting) == 2
+    waiting.left(streams[2])
+    waiting.left(streams[2])
+    assert [waiting.arrived(stream) for stream in streams[4:]] == [False, True]
+    assert [stream.lost for stream in streams] == [True, True, False, True, False, False]
+
+
+def test_log_lines_of_one_address_are_counted_and_rare() -> None:
+    peers, no = strangers.Strangers(), Unauthenticated("no")
+    lines = [peers.refused("10.0.0.1", no, now) for now in (5.0, 5.1, 5.2)]
+    assert lines == [1, 0, 0]
+    assert peers.refused("10.0.0.2", no, 5.2) == 1
+    assert peers.refused("10.0.0.1", no, 5.0 + strangers.LOG_EVERY_S) == 3
+
+
+@pytest.mark.parametrize(
+    ("total", "piece"),
+    [(1, MIB), (MIB, MIB), (1024 * MIB, MIB), (1024 * MIB + 1, MIB + 1), (3000 * MIB, 3_072_000)],
+)
+def test_a_large_payload_goes_in_a_thousand_pieces(total: int, piece: int) -> None:
+    """Both sides compute the same size (docs/wire.md)."""
+    assert ucx._piece_size(total) == piece
+
+
+async def test_a_closed_client_leaves_no_connection(pool_dev: dev.Dev) -> None:
+    (server,) = pool_dev.servers
+
+    def connections() -> int:
+        return server.stats(asyncio.get_running_loop().time()).counters["connections"]
+
+    for scheme in ("tcp", "shm"):
+        config = ClientConfig(masters=[pool_dev.address], transports=[scheme])
+        async with pool_dev.pool(config) as pool:
+            chain = keys(scheme, 4)
+            assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
+            assert connections() > 0
+        await eventually(lambda: connections() == 0)
+
+
+async def test_an_end_that_waits_for_its_peer_drops_what_comes() -> None:
+    """The peer may have begun to send, and hangs up when all of that has gone."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setblocking(False)
+    _, stream = await loop.create_connection(Stream, sock=ours)
+    closing = loop.create_task(stream.close_gracefully())
+    await asyncio.wait_for(loop.sock_sendall(theirs, bytes(4 * MIB)), 10)
+    assert not closing.done()
+    theirs.close()
+    await asyncio.wait_for(closing, 10)
+    stream.abort()
+
+
+def memory_maps() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+async def test_a_listener_closes_its_own_descriptors_only() -> None:
+    """One that could not listen has none; its number is somebody else's."""
+    tier = Dram(MIB, prefault=False)
+    before = sorted(os.listdir("/proc/self/fd"))
+    listener = _ShmListener(Store(MIB), tier)  # type: ignore[arg-type]
+    await listener.close()
+    await listener.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    tier.close()
+
+
+def test_a_closed_tier_gives_its_memory_back() -> None:
+    tier = Dram(MIB, prefault=False)
+    inode = f" {os.fstat(tier.fd).st_ino} "
+    assert inode in memory_maps()
+    tier.close()
+    tier.close()
+    assert inode not in memory_maps()
