@@ -45,6 +45,10 @@ _BEST_FIRST: Final = (
     WriteStatus.DEADLINE,
     WriteStatus.SERVER_LOST,
     WriteStatus.TOO_LARGE,
+    # No answers of a server for a block. One that sends them all the same must not end the call.
+    WriteStatus.NO_MASTER,
+    WriteStatus.NOT_YET,
+    WriteStatus.RESERVED,
 )
 #: `WriteStatus.present` as a tuple: a property would be called for each block.
 _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)

@@ -285,3 +285,10 @@ async def test_no_space_is_told_although_another_member_is_dead(
             for digest in keys("new", 4):
                 statuses = await pool.write(NAMESPACE, [digest], [b"y" * (1 << 20)], timeout=0.5)
                 assert statuses == [WriteStatus.NO_SPACE]
+
+
+@pytest.mark.parametrize("status", list(WriteStatus), ids=lambda status: status.name)
+def test_each_status_that_a_server_may_send_has_a_rank(status: WriteStatus) -> None:
+    """Also one that is no answer: a server that is wrong must not end a write with an error."""
+    assert best_status(status, WriteStatus.STORED) is WriteStatus.STORED
+    assert best_status(WriteStatus.RESERVED, status) is status

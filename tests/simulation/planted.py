@@ -1,6 +1,6 @@
 """The planted bugs: mistakes that the simulator must find, each within 200 seeds.
 
-One of them is rarer: its seed in `FIRST_SEED` is a later one.
+Two of them are rarer: their seeds in `FIRST_SEED` are later ones.
 
 If the simulator finds none of them, its silence about the real code means nothing. Each bug is a
 mistake that a programmer could make: a few characters in one place of the real source. `plant.py`
@@ -36,7 +36,6 @@ _VERSIONS = "kvpool.client.versions"
 _MASTERS = "kvpool.client.masters"
 _SERVERS = "kvpool.client.servers"
 _CONNECTION = "kvpool.server.connection"
-_CONTEXT = "kvpool.server.context"
 _ANNOUNCER = "kvpool.server.announcer"
 _STREAMS = "kvpool_transports.streams.stream"
 _SERVING = "kvpool_transports.streams.server"
@@ -163,13 +162,6 @@ BUGS: Sequence[Bug] = (
         _SERVING,
         "self._connection.close(writer_may_be_alive=may_write)",
         "self._connection.close()",
-    ),
-    Bug(
-        "first-come-first-served",
-        "G9",
-        _CONTEXT,
-        "for future in sorted(waiting, key=waiting.__getitem__):",
-        "for future in waiting:",
     ),
     Bug(
         "quarantine-has-no-budget",
@@ -784,6 +776,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "stalled-clients-stay": 27,
     "hanging-disk-is-waited-for": 124,
     "replaced-is-lost": 122,
+    "quarantine-has-no-budget": 1535,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,
 }
