@@ -319,6 +319,33 @@ def test_a_wrong_setting_is_never_ignored(pigeon: None, spec: str, says: str) ->
             registry.transports(["inproc", spec], strict=strict)
 
 
+@pytest.fixture
+def broken_pigeon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package is there, and a library that it needs is not."""
+    installed = registry.installed
+
+    def with_pigeon(group: str) -> dict[str, EntryPoint]:
+        entry = EntryPoint("pigeon", "kvpool.no_such_module:Pigeon", registry.TRANSPORTS)
+        return installed(group) | ({"pigeon": entry} if group == registry.TRANSPORTS else {})
+
+    monkeypatch.setattr(registry, "installed", with_pigeon)
+
+
+def test_a_transport_that_cannot_be_loaded_is_left_out(broken_pigeon: None) -> None:
+    assert list(registry.transports(["pigeon", "tcp"])) == ["tcp"]
+    registry.check_settings(["pigeon?birds=1", "tcp"])
+    for specs, strict in ((["pigeon"], False), (["pigeon", "tcp"], True)):
+        with pytest.raises(ConfigError, match="'pigeon' is installed but cannot be loaded"):
+            registry.transports(specs, strict=strict)
+
+
+def test_what_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"none of the transports \['pigeon'\] is installed"):
+        registry.transports(["pigeon"])
+    with pytest.raises(ConfigError, match=r"no policy .pigeon. is installed; installed: .*lru"):
+        registry.policy("pigeon", 1 << 20)
+
+
 def test_a_transport_has_one_set_of_settings(pigeon: None) -> None:
     with pytest.raises(ConfigError, match="'pigeon' is given twice with different settings"):
         registry.transports(["pigeon://a:1", "pigeon://a:2?birds=1"])

@@ -196,6 +196,14 @@ async def test_an_answer_for_another_number_of_blocks_is_none(blocks: int) -> No
     await pool.close()
 
 
+async def test_a_namespace_that_cannot_be_is_no_answer() -> None:
+    """What a master lists must be usable as it is, in the next question, too."""
+    network = ScriptedNetwork(m=lambda _: wire.NamespacesReply([("a\nb", 1, 5)], False))
+    lookup, _ = client(network)
+    with pytest.raises(MasterLost, match="printable"):
+        await lookup.namespaces(later(5))
+
+
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks in a message, so that ten take three."""

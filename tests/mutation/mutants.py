@@ -43,6 +43,7 @@ _NOT_MEASURED: Final = (
     "connector/kvpool_connector/vllm.py",
     "connector/kvpool_connector/vllm_config.py",
     "connector/kvpool_connector/block_memory.py",
+    "connector/kvpool_connector/stats.py",
     "kvpool/device_copy.py",
     "kvpool/tools/",
     "kvpool/testing/",

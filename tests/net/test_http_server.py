@@ -6,13 +6,14 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from kvpool import dev
 from kvpool.errors import ConfigError
-from kvpool.net.http_server import Pages, pages
+from kvpool.net.http_server import Page, Pages, pages
 from kvpool.ops import metrics
 from tests.conftest import NAMESPACE, eventually, keys, values
 
@@ -49,6 +50,21 @@ async def figures(address: str) -> dict[str, float]:
         for family in parsed(text)
         for sample in family.samples
     }
+
+
+async def test_a_page_that_cannot_be_made_is_an_error_of_its_own() -> None:
+    def broken() -> Page:
+        raise ValueError("a bug")
+
+    def whole() -> Page:
+        return Page(HTTPStatus.OK, b"good\n")
+
+    async with pages({"/broken": broken, "/whole": whole}, "127.0.0.1:0") as serving:
+        assert serving is not None
+        assert await ask(serving.address, "/broken") == (500, "see the log\n")
+        assert await ask(serving.address, "/whole") == (200, "good\n")
+        status, text = await ask(serving.address, "/other")
+        assert (status, "/broken, /whole" in text) == (404, True)
 
 
 @pytest.fixture

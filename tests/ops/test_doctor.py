@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, dev
+from kvpool.errors import ConfigError
+from kvpool.ops import doctor
 from kvpool.ops.doctor import compared, device_memory
 from tests.conftest import keys, values
 
@@ -69,6 +71,54 @@ def test_it_says_how_blocks_reach_a_gpu_and_why_not(monkeypatch: pytest.MonkeyPa
         assert device_memory(ClientConfig(device_staging=1 << 20)).verdict == "warn"
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "not used" in device_memory(ClientConfig()).text
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict"),
+    [("5.13.9", "warn"), ("5.14.0", "ok"), ("6.1.0-generic", "ok"), ("4.20.1", "warn")],
+)
+def test_it_looks_at_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, release: str, verdict: str
+) -> None:
+    monkeypatch.setattr("platform.release", lambda: release)
+    assert doctor._kernel().verdict == verdict
+    monkeypatch.delattr("os.memfd_create")
+    assert doctor._kernel().verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("mode", "release", "verdict"),
+    [
+        ("always [advise] never", "5.15.0", "ok"),
+        ("always advise [never]", "6.0.9", "warn"),
+        ("always advise [never]", "6.1.0", "ok"),
+        ("always advise [deny]", "6.1.0", "warn"),
+        (None, "6.1.0", "warn"),
+    ],
+)
+async def test_it_looks_at_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str | None, release: str, verdict: str
+) -> None:
+    file = tmp_path / "shmem_enabled"
+    if mode is not None:
+        file.write_text(mode)
+    opened = doctor.aiofiles.open
+    monkeypatch.setattr(doctor.aiofiles, "open", lambda path: opened(file))
+    monkeypatch.setattr("platform.release", lambda: release)
+    assert (await doctor._huge_pages()).verdict == verdict
+
+
+def test_it_says_which_transports_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(spec: str) -> object:
+        raise ConfigError("no such device")
+
+    missing, there = doctor._transports(ClientConfig(transports=["pigeon", "tcp"]))
+    assert (missing.check, missing.verdict) == ("transport pigeon", "warn")
+    assert (there.check, there.verdict) == ("transport tcp", "ok")
+    monkeypatch.setattr(doctor.registry, "transport", refused)
+    for transports, verdict in ((["tcp", "shm"], "ok"), (["tcp"], "fail")):
+        first = doctor._transports(ClientConfig(transports=transports))[0]
+        assert (first.verdict, first.text) == (verdict, "left out: no such device")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.ops.tables import human, members_table, tiers_table
-from kvpool.types import Member, ServerStats, TierUsage
+from kvpool.ops.tables import clients_table, human, members_table, tiers_table
+from kvpool.types import ClientUsage, Member, ServerStats, TierUsage
 
 
 def member(server: str = "a", *, alive: bool = True, **stats: object) -> Member:
@@ -30,6 +30,17 @@ def lines(table: Table) -> list[list[str]]:
     console = Console(width=300, file=StringIO(), record=True)
     console.print(table)
     return [line.split() for line in console.export_text().splitlines()]
+
+
+def test_one_line_for_each_client_that_holds_memory() -> None:
+    clients = [
+        ClientUsage("engine-7", "shm", 2, 3 << 20, 12.4, 0),
+        ClientUsage("writer", "tcp", 1, 0, 0.0, 5 << 10),
+    ]
+    table = clients_table([member("b"), member("a", clients=clients)])
+    heading, *rows = [" ".join(line) for line in lines(table)]
+    assert heading == "server client transport connections pinned oldest pin reserved"
+    assert rows == ["a engine-7 shm 2 3 MiB 12 s 0 B", "a writer tcp 1 0 B - 5 KiB"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import pytest
+
 from kvpool.config import MasterConfig
 from kvpool.errors import DeadlineExceeded
 from kvpool.master.service import Master
@@ -128,6 +130,31 @@ async def test_pieces_are_sent_side_by_side_and_again_when_answers_are_late() ->
     assert setup.link.most_in_flight == module._PIECES_IN_FLIGHT
     await eventually(lambda: setup.announcer.registered)
     assert setup.master.directory._servers["s"].earlier == []
+    setup.master.directory.check()
+    await setup.announcer.close()
+
+
+async def test_pieces_are_no_larger_than_a_message_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the index may have more blocks than one piece."""
+    sizes: list[int] = []
+    monkeypatch.setattr(module, "_PIECE_BLOCKS", 100)
+    chain = keys("c", 1_050)
+    setup = Setup()
+    handle = setup.master.handle
+
+    def watched(type: int, body: bytes) -> tuple[int, bytes]:
+        if type == wire.TYPES[wire.Inventory]:
+            changes = wire.decode(wire.Inventory, type, body).changes
+            sizes.append(sum(len(one.digests) // one.digest_size for one in changes))
+        return handle(type, body)
+
+    setup.master.handle = watched  # type: ignore[method-assign,assignment]
+    setup.write(chain)
+    setup.announcer.start()
+    await setup.until_known(chain)
+    await eventually(lambda: setup.announcer.registered)
+    assert sum(sizes) >= 1_050
+    assert max(sizes) <= 100
     setup.master.directory.check()
     await setup.announcer.close()
 

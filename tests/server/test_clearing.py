@@ -298,6 +298,46 @@ def test_a_range_that_was_taken_is_over() -> None:
     writer.store.check()
 
 
+def test_a_block_that_leaves_before_its_move_is_passed_over() -> None:
+    writer = full(16 * KIB, 8 * MIB)
+    store = writer.store
+    clearing, moves = begin(writer)
+    start, end = store.allocator.fence
+    moving = {move.entry for move in moves}
+    waiting = [e for e in store.inventory() if start <= e.offset < end and e not in moving]
+    assert waiting
+    store.remove(ONE, [entry.digest for entry in waiting[:3]])
+    for move in moves:
+        clearing.move_done(move, good=True)
+    while not clearing.is_ready:
+        writer.step(clearing)
+        store.check()
+    assert clearing.take() == start
+    store.allocator.release(start)
+
+
+def test_a_range_that_would_reach_beyond_the_end_is_given_up() -> None:
+    writer = full(16 * KIB, 8 * MIB)
+    store = writer.store
+    last = max(entry.offset for entry in store.inventory())
+    store.clearing = clearing = Clearing(store, 2, key("large"), MIB, last)
+    assert clearing.next_moves(64, MIB) == []
+    assert clearing.over
+    assert store.clearing is None
+    store.check()
+
+
+def test_a_store_that_works_at_once_waits_for_no_order() -> None:
+    """The mover's reservations are not made in steps: they ask a policy again themselves."""
+    writer = Writer(Store(4096 * PAGE))
+    digests = keys("read", 4096)
+    for digest in digests:
+        writer.write(digest, PAGE)
+    writer.read(digests)
+    assert writer.write(key("new"), PAGE) is WriteStatus.RESERVED
+    assert writer.store.evicted == 1
+
+
 def test_an_abandoned_range_is_free_for_all() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store

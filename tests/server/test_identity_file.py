@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -97,6 +99,44 @@ def test_servers_of_different_names_have_different_secrets(
 ) -> None:
     with IdentityFile(CONFIG, "c") as one, IdentityFile(config, cluster) as other:
         assert one.secret != other.secret
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_is_removed_while_it_is_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last owner ends at that moment. The lock must be on the file that has the name."""
+    path, flock, calls = tmp_path / "own", fcntl.flock, []
+
+    def removed_first(fd: int, operation: int) -> None:
+        calls.append(fd)
+        if len(calls) == 1:
+            path.unlink()
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    before = descriptors()
+    with IdentityFile(with_file(path), "c") as one:
+        assert path.read_text().strip() == one.secret.hex()
+        assert descriptors() == before + 1
+    assert len(calls) == 2
+    assert descriptors() == before
+
+
+def test_a_file_that_cannot_be_locked_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    before = descriptors()
+    with pytest.raises(ConfigError, match="no locks"), IdentityFile(with_file(tmp_path / "x"), "c"):
+        pass
+    assert descriptors() == before
 
 
 def test_a_server_without_an_id_has_no_file(runtime_directory: Path) -> None:

@@ -334,6 +334,26 @@ def test_a_copy_that_leaves_another_place_than_readers_use_is_not_announced() ->
     assert [(one.status, one.tier) for one in server.stack.take_changes()] == [(ReadStatus.HIT, 2)]
 
 
+def test_a_lost_cache_leaves_its_blocks_where_they_are_below() -> None:
+    """Readers are sent to the base from then on, and the map of the masters is right."""
+    server = Server(8, 8, 64, front_tier=1, promote_after=1)
+    chain = keys("chain", 3)
+    server.write(1, ONE, 0, chain)
+    server.settle()
+    server.read(1, ONE, 0, chain)
+    server.drop(1)
+    server.settle()
+    server.write(1, ONE, 0, keys("other", 8))  # these drop the chain from the front tier
+    server.settle()
+    server.look()
+    assert {server.map[ONE, 0, digest] for digest in chain} == {0}
+    lost = server.stack.take_offline(0)
+    assert len(lost) == 3
+    server.stack.report_lost(lost)
+    server.look()
+    assert {server.map[ONE, 0, digest] for digest in chain} == {2}
+
+
 def test_the_most_blocks_are_those_of_all_tiers() -> None:
     """A master lists as many blocks of this server, and no more."""
     assert Server(4, 8).stack.blocks_max == 12

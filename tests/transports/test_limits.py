@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import Unauthenticated
 from kvpool.server.state.store import Store
 from kvpool_tiers.dram import Dram
-from kvpool_transports import ucx
+from kvpool_transports import shm, ucx
 from kvpool_transports.shm import _ShmListener
 from kvpool_transports.streams import strangers
 from kvpool_transports.streams.stream import Stream
@@ -85,6 +86,37 @@ async def test_an_end_that_waits_for_its_peer_drops_what_comes() -> None:
     theirs.close()
     await asyncio.wait_for(closing, 10)
     stream.abort()
+
+
+async def test_a_listener_that_could_not_accept_accepts_again(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has no descriptor left for a moment; those who wait are served later."""
+    (server,) = pool_dev.servers
+    (listener,) = (one for one in server._listeners if isinstance(one, _ShmListener))
+    accept, failures = listener._socket.accept, []
+
+    class Refusing:
+        """The listener's socket; its first call fails."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(own, name)
+
+        def accept(self) -> object:
+            if not failures:
+                failures.append(True)
+                raise OSError(errno.EMFILE, "too many open files")
+            return accept()
+
+    own = listener._socket
+    monkeypatch.setattr(shm, "_ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr(listener, "_socket", Refusing())
+    config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
+    async with pool_dev.pool(config) as pool:
+        chain = keys("again", 2)
+        assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
+    assert failures
+    monkeypatch.undo()
 
 
 def memory_maps() -> str:

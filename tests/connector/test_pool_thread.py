@@ -1,0 +1,104 @@
+"""The pool's thread, and what a worker reports when there is no pool: nothing waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvpool
+from kvpool import ROOT, Cluster, Namespace, WriteStatus
+from kvpool.errors import MasterLost
+from kvpool_connector import pool_thread, settings
+from kvpool_connector.block_memory import memory_of
+from kvpool_connector.messages import (
+    GroupBlocks,
+    LoadRequest,
+    ProbeRequest,
+    SaveRequest,
+    StepWork,
+)
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.worker import ConnectorWorker, Rank
+from tests.conftest import keys
+
+CHAIN = tuple(keys("chain", 2))
+SETTINGS = settings.parse({"masters": ["127.0.0.1:9"]})
+
+
+class NoPool:
+    """Closes like one."""
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> PoolThread:
+    async def connect(**options: Any) -> NoPool:
+        return NoPool()
+
+    monkeypatch.setattr(kvpool, "connect", connect)
+    thread = PoolThread(SETTINGS.client(), Cluster(), lines.append)
+    assert thread.wait(10)
+    thread.close(10)
+    return thread
+
+
+def test_it_connects_as_soon_as_there_is_a_master(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    tries = []
+
+    async def connect(**options: Any) -> NoPool:
+        tries.append(options["config"].masters)
+        if len(tries) < 4:
+            raise MasterLost("nobody there")
+        return NoPool()
+
+    monkeypatch.setattr(kvpool, "connect", connect)
+    monkeypatch.setattr(pool_thread, "_RETRY_S", 0.001)
+    thread = PoolThread(SETTINGS.client(), Cluster(), lines.append)
+    assert thread.wait(10)
+    thread.close(10)
+    assert tries == [["127.0.0.1:9"]] * 4
+    assert lines == [
+        "no pool yet, the engine runs without it: nobody there",
+        "connected to the pool at 127.0.0.1:9",
+    ]
+
+
+def test_a_closed_thread_takes_no_work(closed: PoolThread) -> None:
+    async def work() -> None:
+        raise AssertionError("it began")
+
+    assert not closed.start(work)
+    closed.close(1)  # again
+
+
+def test_without_a_thread_every_transfer_ends_at_once(closed: PoolThread) -> None:
+    """The engine gets its blocks back: nothing will be written to them."""
+    worker = ConnectorWorker(SETTINGS, closed, Rank(0, 0, True))
+    memory = torch.zeros(8, 4096, dtype=torch.uint8)
+    worker.register([memory_of({"layer.0": memory})], lambda: "kernel")
+    load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
+    save = SaveRequest(7, (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),))
+    probe = ProbeRequest((GroupBlocks(0, CHAIN, ()),), 1.0)
+    namespaces = (Namespace("n"),)
+    worker.start_loads(StepWork(1, namespaces, loads=[load]))
+    worker.start_saves(StepWork(1, namespaces, saves=[save], probe=probe))
+    finished = worker.take_finished()
+    assert (finished.loaded | finished.failed, finished.bad_blocks) == ({"r"}, {1, 2})
+    report = worker.take_report()
+    assert report is not None
+    assert [(one.request_id, one.size, one.complete) for one in report.loads] == [("r", 0, False)]
+    (saved,) = report.saves
+    assert (saved.job, saved.size) == (7, 0)
+    assert set(saved.refused) == {(0, digest, WriteStatus.NO_MASTER) for digest in CHAIN}
+    assert [(one.size, one.seconds) for one in report.probes] == [(0, 0.0)]
