@@ -34,22 +34,17 @@ class TransferCost:
         # Weighted sums of 1, x (bytes), y (seconds), x * x and x * y.
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def load_aborted(self, size: int, size_loaded: int, seconds: float) -> None:
-        """A load of `size` bytes was aborted after `seconds`; `size_loaded` of them had come.
+    def start_over(self, size: int, size_loaded: int, seconds: float) -> None:
+        """The pool has become slow: earlier measurements no longer count.
 
-        Earlier measurements no longer count. When nothing came, all that is known is that the load
-        takes longer than that.
+        A load of `size` bytes took `seconds`, or was aborted then; `size_loaded` of them had come.
+        When nothing came, all that is known is that the load takes longer than that.
         """
         self._reset()
         if size_loaded:
             self.observe(size_loaded, seconds)
         else:
             self.observe(size, _ABORTED_FACTOR * seconds)
-
-    def slower_than_compute(self, size: int, seconds: float) -> None:
-        """A load took longer than computing its tokens: earlier measurements no longer count."""
-        self._reset()
-        self.observe(size, seconds)
 
     def observe(self, size: int, seconds: float) -> None:
         """A load of `size` bytes took `seconds`."""

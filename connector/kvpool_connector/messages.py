@@ -106,11 +106,16 @@ class AdapterInfo(NamedTuple):
 
 
 class LoadResult(NamedTuple):
-    """A load has ended: `size` bytes came. `complete` is false when a block did not."""
+    """A load has ended: `size` bytes came in `seconds`. `complete` is false when a block did not.
+
+    The seconds are the worker's: the engine learns of the end only after its step, which may take
+    long for another request, and says nothing about the pool.
+    """
 
     request_id: str
     size: int
     complete: bool
+    seconds: float
 
 
 class SaveResult(NamedTuple):

@@ -46,6 +46,8 @@ _LOOKUP_TIMEOUT_S_MIN: Final = 0.01
 _FIRST_TIMEOUT_S_MIN: Final = 0.25
 #: More tokens than any request has.
 _NEVER: Final = 1 << 62
+#: After a pool has become slow the second probe comes so soon, each further one twice as late.
+_PROBE_AGAIN_S: Final = 0.25
 #: Bytes that a probe reads at most.
 _PROBE_BYTES: Final = 4 << 20
 
@@ -92,6 +94,7 @@ class LoadDecision(enum.Enum):
     NOTHING_NEW = "nothing new"  # the engine has as much as the pool
     TOO_SHORT = "too short"
     SLOWER = "slower"  # loading is estimated to take longer than computing
+    MEASURING = "measuring"  # after a load that was slow: a probe measures whether the pool is
     TOO_MANY = "too many loads"
     NOT_CHOSEN = "not chosen"  # the engine loads from another connector
 
@@ -174,6 +177,16 @@ class _RunningLoad:
     timeout_s: float
     complete: bool = True
     size_loaded: int = 0
+    seconds: float = 0.0  # that the slowest rank needed
+
+
+class _SlowLoad(NamedTuple):
+    """A load that took longer than it may. Only a probe tells whether the pool has become slow."""
+
+    size: int  # bytes, as those that came
+    size_loaded: int
+    seconds: float
+    limit_s: float
 
 
 @dataclass(slots=True)
@@ -237,11 +250,15 @@ class Planner:
         self._probe: ProbeRequest | None = None  # for the next step
         self._probing = 0  # ranks that have not ended a probe
         self._probed_at = -math.inf
+        self._probe_delay_s = limits.probe_every_s
+        self._slow_load: _SlowLoad | None = None  # a probe will tell whether the pool is slow
+        self._excused = False  # the latest load was slow, and a probe was not
 
     @property
     def has_pending_work(self) -> bool:
         """The engine must go on stepping: for saves that are not acknowledged, or for a probe."""
-        return self._saves.running or self._probe is not None
+        measuring = self._slow_load is not None and self._probing > 0
+        return self._saves.running or self._probe is not None or measuring
 
     @property
     def loading(self) -> int:
@@ -351,7 +368,8 @@ class Planner:
         last = min(self._available(request.matches), (tokens - 1) // self._unit * self._unit)
         request.decision = self._decide_load(request, computed, last)
         if request.decision is not LoadDecision.LOAD:
-            if request.decision is LoadDecision.SLOWER and self._probe_due(now):
+            slow = request.decision in (LoadDecision.SLOWER, LoadDecision.MEASURING)
+            if slow and self._probe_due(now):
                 self._probe_prefix(request, computed, last, now)
             return 0
         request.offered = (computed, last)
@@ -393,17 +411,17 @@ class Planner:
         load.ranks_left -= 1
         load.complete &= result.complete
         load.size_loaded = max(load.size_loaded, result.size)
+        load.seconds = max(load.seconds, result.seconds)
         if load.ranks_left:
             return
         self._end_load(request)
         request.move_to(RequestState.ANSWERED)
-        took_s = now - load.started_at
-        self._measure_load(request, load, took_s)
-        if self.transfer_cost.seconds(load.size) >= (request.estimates.prefill_s or math.inf):
+        self._measure_load(request, load, now)
+        if self._slow_load is not None:
             # Slow for once, as a first load is, or from now on? A probe finds out, so that the next
             # request does not have to.
             self._probe_prefix(request, load.first, load.last, now)
-        self.counters["load_s"] += took_s
+        self.counters["load_s"] += now - load.started_at
         self.counters["loads"] += 1
         if not load.complete:
             self.counters["loads_failed"] += 1
@@ -419,10 +437,16 @@ class Planner:
     def on_probe_result(self, result: ProbeResult) -> None:
         """One rank has ended a probe."""
         self._probing = max(0, self._probing - 1)
+        waited = not result.size and result.seconds >= self._limits.load_timeout_s
+        slow_load = self._slow_load
+        if slow_load is not None and (waited or _is_slow(result, slow_load)):
+            self._start_over(slow_load, _PROBE_AGAIN_S)  # it may be fast again at once
         if result.size:
             self.transfer_cost.observe(result.size, result.seconds)
-        elif result.seconds >= self._limits.load_timeout_s:
-            self.transfer_cost.load_aborted(_PROBE_BYTES, 0, result.seconds)
+            if not self._probing and self._slow_load is not None:
+                self._slow_load, self._excused = None, True
+        elif waited:
+            self.transfer_cost.start_over(_PROBE_BYTES, 0, result.seconds)
 
     # --- saving ---------------------------------------------------------------------------
 
@@ -549,6 +573,8 @@ class Planner:
             return LoadDecision.TOO_MANY
         if prefill_s is not None and load_s >= prefill_s:
             return LoadDecision.SLOWER
+        if self._slow_load is not None:
+            return LoadDecision.MEASURING
         return LoadDecision.LOAD
 
     def _load(
@@ -593,14 +619,34 @@ class Planner:
             timeout_s = min(timeout_s, prefill_s)
         return min(self._limits.load_timeout_s, max(timeout_s, _LOAD_TIMEOUT_S_MIN))
 
-    def _measure_load(self, request: _TrackedRequest, load: _RunningLoad, took_s: float) -> None:
-        if not load.complete and took_s >= load.timeout_s:
-            self.transfer_cost.load_aborted(load.size, load.size_loaded, took_s)
-        elif load.size_loaded and took_s >= (request.estimates.prefill_s or math.inf):
-            self.transfer_cost.slower_than_compute(load.size_loaded, took_s)
+    def _measure_load(self, request: _TrackedRequest, load: _RunningLoad, now: float) -> None:
+        """One slow load may be an accident: a busy core is enough. So a probe judges it.
+
+        Without one good load between two that were slow the pool is slow, whatever a probe says.
+        (design: load-or-recompute)
+        """
+        aborted = not load.complete and load.seconds >= load.timeout_s
+        prefill_s = request.estimates.prefill_s or math.inf
+        if aborted or (load.size_loaded and load.seconds >= prefill_s):
+            limit_s = load.timeout_s if aborted else prefill_s
+            slow_load = _SlowLoad(load.size, load.size_loaded, load.seconds, limit_s)
+            if self._limits.load != "auto":
+                self._start_over(slow_load, self._limits.probe_every_s)
+            elif self._excused:
+                self._probed_at = now  # the probe that has excused the first one was wrong
+                self._start_over(slow_load, self._limits.probe_every_s)
+            else:
+                self._slow_load = slow_load
         elif load.size_loaded:
             # A load that found nothing and waited for nothing is no measure of the pool's speed.
-            self.transfer_cost.observe(load.size_loaded, took_s)
+            self.transfer_cost.observe(load.size_loaded, load.seconds)
+            self._excused = False
+
+    def _start_over(self, slow_load: _SlowLoad, probe_delay_s: float) -> None:
+        """The pool has become slow."""
+        self.transfer_cost.start_over(slow_load.size, slow_load.size_loaded, slow_load.seconds)
+        self._slow_load, self._excused = None, False
+        self._probe_delay_s = min(probe_delay_s, self._limits.probe_every_s)
 
     def _count_decision(self, request: _TrackedRequest, tokens: int) -> None:
         decision, request.decision = request.decision, None
@@ -636,7 +682,7 @@ class Planner:
         )
 
     def _probe_due(self, now: float) -> bool:
-        return now - self._probed_at >= self._limits.probe_every_s
+        return now - self._probed_at >= self._probe_delay_s
 
     @property
     def _probe_blocks(self) -> int:
@@ -654,6 +700,7 @@ class Planner:
         """With the next step. One probe at a time, and only where its result decides anything."""
         if self._limits.load == "auto" and blocks.digests and not self._probing:
             self._probed_at = now
+            self._probe_delay_s = min(2 * self._probe_delay_s, self._limits.probe_every_s)
             self._probe = ProbeRequest((blocks,), self._limits.load_timeout_s)
 
     def _next_save_at(self, request: _TrackedRequest, tokens: int) -> int:
@@ -692,3 +739,8 @@ class Planner:
 def _digest(hashes: Sequence[bytes], group: CacheGroup, index: int) -> bytes:
     """The key of a block is the last of the engine's hashes inside it."""
     return bytes(hashes[(index + 1) * group.hashes_per_block - 1])
+
+
+def _is_slow(probe: ProbeResult, slow_load: _SlowLoad) -> bool:
+    """At the speed of this probe the load would have taken too long as well."""
+    return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 0

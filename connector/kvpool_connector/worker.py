@@ -135,11 +135,14 @@ class ConnectorWorker:
         self._registered = self._is_named_by(work)
         if not work.loads:
             return
+        began = time.monotonic()
         context = self._context(work)
         self._add_running(len(work.loads))
         for load in work.loads:
-            if not self._registered or not self._thread.start(partial(self._load, load, context)):
-                self._load_ended(load, 0, [i for blocks in load.blocks for i in blocks.block_ids])
+            begin = partial(self._load, load, context, began)
+            if not self._registered or not self._thread.start(begin):
+                missing = [i for blocks in load.blocks for i in blocks.block_ids]
+                self._load_ended(load, 0, missing, 0.0)
 
     def start_saves(self, work: StepWork) -> None:
         """Start the saves and the probe of a step, which was computed; returns at once."""
@@ -219,10 +222,9 @@ class ConnectorWorker:
 
     # --- in the pool's thread ---------------------------------------------------------------
 
-    async def _load(self, load: LoadRequest, context: _TransferContext) -> None:
+    async def _load(self, load: LoadRequest, context: _TransferContext, began: float) -> None:
         missing = [block for blocks in load.blocks for block in blocks.block_ids]
         size = 0
-        began = time.monotonic()
         try:
             async with asyncio.timeout(load.timeout_s + _CANCEL_AFTER_S):
                 pool = self._thread.pool
@@ -234,7 +236,7 @@ class ConnectorWorker:
         except (KvpoolError, TimeoutError) as error:
             self._count(f"load_error {type(error).__name__}", 1)
         finally:
-            self._load_ended(load, size, missing)
+            self._load_ended(load, size, missing, time.monotonic() - began)
 
     async def _read(
         self, pool: Pool | None, context: _TransferContext, blocks: GroupBlocks, timeout_s: float
@@ -271,13 +273,15 @@ class ConnectorWorker:
                 break
         return loaded_ids
 
-    def _load_ended(self, load: LoadRequest, size: int, missing: Sequence[int]) -> None:
+    def _load_ended(
+        self, load: LoadRequest, size: int, missing: Sequence[int], seconds: float
+    ) -> None:
         with self._lock:
             self._finished.loaded.add(load.request_id)
             if missing:
                 self._finished.failed.add(load.request_id)
                 self._finished.bad_blocks.update(missing)
-            self._report.loads.append(LoadResult(load.request_id, size, not missing))
+            self._report.loads.append(LoadResult(load.request_id, size, not missing, seconds))
             self._running -= 1
         self._transfer_ended.set()
         self._count("load_bytes", size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -173,7 +174,7 @@ def test_what_the_pool_has_is_offered_and_loaded_once() -> None:
     played.allocate("a", 7, 0)  # the engine says it again when the load has ended
     assert not played.idle().loads
     assert played.planner.loading == 1
-    played.planner.on_load_result(LoadResult("a", 5 << 20, True), played.now + 0.01)
+    played.planner.on_load_result(LoadResult("a", 5 << 20, True, 0.01), played.now + 0.01)
     assert played.planner.loading == 0
     assert played.planner.counters["decision load"] == 1
 
@@ -259,7 +260,7 @@ def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None
     played.allocate("a", 7, 96)
     played.idle()
     played.now += 0.3
-    played.planner.on_load_result(LoadResult("a", 6 << 20, True), played.now)
+    played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.3), played.now)
     assert played.planner.has_pending_work  # the engine goes on stepping, for this
     probe = played.idle().probe
     assert probe is not None
@@ -267,6 +268,120 @@ def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 96
+
+
+def slow_load(played: Played, name: str, seconds: float = 0.3, *, complete: bool = True) -> None:
+    """A request whose load of 6 MiB takes longer than computing its 96 tokens, which is 96 ms."""
+    if played.planner.prefill_cost.seconds(0, 1) is None:
+        played.planner.prefill_cost.observe([(0, 1000)], 1.0)
+    played.look_up(name, 100, 6)
+    assert played.offer(name, 100) == 96
+    played.allocate(name, 7, 96)
+    played.idle()
+    played.now += seconds
+    size = 6 << 20 if complete else 0
+    played.planner.on_load_result(LoadResult(name, size, complete, seconds), played.now)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_one_slow_load_changes_nothing_when_a_probe_is_fast(complete: bool) -> None:
+    """A core that was busy for a moment must not stop loads: computing makes it busier still."""
+    played = Played()
+    for _ in range(5):
+        played.planner.transfer_cost.observe(6 << 20, 0.006)
+    before = played.planner.transfer_cost.seconds(6 << 20)
+    slow_load(played, "a", complete=complete)
+    played.look_up("b", 100, 6)
+    assert played.offer("b", 100) == 0  # until the probe has ended
+    played.allocate("b", 7, 0)
+    assert played.planner.counters["decision measuring"] == 1
+    assert played.idle().probe is not None
+    assert played.planner.has_pending_work  # the engine goes on stepping, to hear of its end
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    assert not played.planner.has_pending_work
+    assert played.planner.transfer_cost.seconds(6 << 20) == pytest.approx(before, rel=0.01)
+    played.look_up("c", 100, 6)
+    assert played.offer("c", 100) == 96
+
+
+def test_a_slow_load_counts_when_the_probe_is_slow_as_well() -> None:
+    played = Played()
+    for _ in range(5):
+        played.planner.transfer_cost.observe(6 << 20, 0.006)
+    slow_load(played, "a")
+    played.idle()
+    # In time for 4 MiB, and not for 6.
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.065))
+    played.look_up("b", 100, 6)
+    assert played.offer("b", 100) == 0
+    played.allocate("b", 7, 0)
+    assert played.planner.counters["decision slower"] == 1
+    # Measured again early, and then less and less often.
+    probed_at = []
+    for number in range(200):
+        played.now += 0.05
+        played.look_up(f"r{number}", 100, 6)
+        assert played.offer(f"r{number}", 100) == 0
+        if played.idle().probe is not None:
+            probed_at.append(played.now)
+            played.planner.on_probe_result(ProbeResult(4 << 20, 0.3))
+    delays = [after - before for before, after in itertools.pairwise(probed_at)]
+    assert delays == pytest.approx([0.5, 1.0, 2.0, 4.0], abs=0.06)
+
+
+def test_a_probe_that_brings_nothing_decides_nothing() -> None:
+    played = Played(probe_every_s=2.0)
+    slow_load(played, "a")
+    played.idle()
+    played.planner.on_probe_result(ProbeResult(0, 0.001))  # its blocks were evicted
+    played.look_up("b", 100, 6)
+    assert played.offer("b", 100) == 0
+    played.now += 2.1
+    assert played.offer("b", 100) == 0
+    assert played.idle().probe is not None  # of other blocks
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    assert played.offer("b", 100) == 96
+
+
+def test_two_slow_loads_in_a_row_are_no_accident() -> None:
+    """Otherwise a pool whose loads are slow, and its probes not, costs every request its load."""
+    played = Played()
+    for _ in range(5):
+        played.planner.transfer_cost.observe(6 << 20, 0.006)
+    slow_load(played, "a")
+    played.idle()
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    slow_load(played, "b")
+    assert played.planner.transfer_cost.seconds(6 << 20) == pytest.approx(0.3)
+    played.look_up("c", 100, 6)
+    for _ in range(9):
+        assert played.offer("c", 100) == 0
+        assert played.idle().probe is None  # it would say the same as the first one
+        played.now += 0.5
+    played.now += 0.6
+    assert played.offer("c", 100) == 0
+    assert played.idle().probe is not None
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    assert played.offer("c", 100) == 96
+    played.allocate("c", 7, 96)
+    played.planner.on_load_result(LoadResult("c", 6 << 20, True, 0.006), played.now)
+    slow_load(played, "d")  # after a good one it may be an accident again
+    played.idle()
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    assert played.planner.transfer_cost.seconds(6 << 20) < 0.02
+
+
+def test_a_step_of_another_request_makes_no_load_slow() -> None:
+    """The engine learns of a load's end after its step; the worker knows how long it took."""
+    played = Played()
+    played.planner.prefill_cost.observe([(0, 1000)], 1.0)
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 96
+    played.allocate("a", 7, 96)
+    played.idle()
+    played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.006), played.now + 2.0)
+    assert played.planner.transfer_cost.seconds(6 << 20) == pytest.approx(0.006)
+    assert played.planner.counters["load_s"] == 2.0
 
 
 def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None:
@@ -423,20 +538,20 @@ def test_a_failed_load_is_computed_and_saved() -> None:
     played.offer("a", 100)
     played.allocate("a", 7, 80)
     played.idle()
-    played.planner.on_load_result(LoadResult("a", 2 << 20, False), played.now + 1)
+    played.planner.on_load_result(LoadResult("a", 2 << 20, False, 1), played.now + 1)
     (save,) = played.step("a", 0, 100).saves
     assert save.blocks[0].block_ids == (1, 2, 3, 4, 5, 6)
     assert played.planner.counters["loads_failed"] == 1
 
 
 def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
-    for elapsed_s, samples in ((0.01, 0), (20.0, 1)):
+    for elapsed_s, measured in ((0.01, False), (20.0, True)):
         played = Played()
         played.look_up("a", 100, 5)
         played.offer("a", 100)
         played.allocate("a", 7, 80)
-        played.planner.on_load_result(LoadResult("a", 0, False), played.now + elapsed_s)
-        assert played.planner.transfer_cost.samples == samples
+        played.planner.on_load_result(LoadResult("a", 0, False, elapsed_s), played.now + elapsed_s)
+        assert (played.planner._slow_load is not None) is measured
 
 
 def test_an_engine_that_only_reads_saves_nothing() -> None:
@@ -451,7 +566,7 @@ def test_after_a_failed_load_the_engine_computes() -> None:
     played.look_up("a", 100, 5)
     played.offer("a", 100)
     played.allocate("a", 7, 80)
-    played.planner.on_load_result(LoadResult("a", 0, False), played.now + 1)
+    played.planner.on_load_result(LoadResult("a", 0, False, 1), played.now + 1)
     assert played.offer("a", 100) == 0
 
 
@@ -479,7 +594,7 @@ def test_an_aborted_request_is_loaded_to_its_end() -> None:
     played.planner.on_request_finished("a")
     assert [load.request_id for load in played.idle().loads] == ["a"]
     assert played.planner.loading == 0
-    played.planner.on_load_result(LoadResult("a", 5 << 20, True), played.now)
+    played.planner.on_load_result(LoadResult("a", 5 << 20, True, 0.0), played.now)
 
 
 def test_with_several_groups_all_must_have_it() -> None:
@@ -573,7 +688,7 @@ def _random_life(chance: random.Random) -> None:
                 kept.remove(block)
         while loads and chance.random() < 0.5:
             played.planner.on_load_result(
-                LoadResult(loads.pop(), 1, chance.random() < 0.5), played.now
+                LoadResult(loads.pop(), 1, chance.random() < 0.5, 0.0), played.now
             )
     for job in open_jobs:
         for block in played.saved(job):
@@ -603,7 +718,7 @@ def test_a_load_that_was_given_up_ends_what_was_known(arrived: int, expected_s: 
     load = TransferCost()
     for _ in range(20):
         load.observe(8 << 20, 0.01)
-    load.load_aborted(8 << 20, arrived, 1.0)
+    load.start_over(8 << 20, arrived, 1.0)
     assert load.seconds(8 << 20) == pytest.approx(expected_s)
 
 

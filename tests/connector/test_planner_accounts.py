@@ -119,7 +119,7 @@ def test_all_loads_on_their_way_make_the_next_one_slower() -> None:
         played.look_up(name, 100, 6)
         assert played.offer(name, 100) == offered
         played.allocate(name, 7, offered)
-    played.planner.on_load_result(LoadResult("a", 6 * MIB, True), played.now)
+    played.planner.on_load_result(LoadResult("a", 6 * MIB, True, 0.0), played.now)
     assert played.offer("c", 100) == 96
 
 
@@ -136,7 +136,7 @@ def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
     played.offer("b", 100)
     assert sizes.pop() == 12 * MIB  # b's, and a's, which is running
     if end == "result":
-        played.planner.on_load_result(LoadResult("a", 6 * MIB, True), played.now + 0.01)
+        played.planner.on_load_result(LoadResult("a", 6 * MIB, True, 0.01), played.now + 0.01)
     elif end == "finish":
         played.planner.on_request_finished("a")
     else:
@@ -188,7 +188,7 @@ def test_seconds_and_loads_add_up() -> None:
     played = Played()
     for name in ("a", "b"):
         load(played, name)
-        played.planner.on_load_result(LoadResult(name, 6 * MIB, True), played.now + 0.5)
+        played.planner.on_load_result(LoadResult(name, 6 * MIB, True, 0.5), played.now + 0.5)
     assert played.planner.counters["load_s"] == pytest.approx(1.0)
     assert played.planner.counters["loads"] == 2
 
@@ -198,7 +198,7 @@ def test_of_several_ranks_the_one_that_moved_most_is_measured() -> None:
         played = Played(ranks=2)
         load(played, "a")
         for size in order:
-            played.planner.on_load_result(LoadResult("a", size, True), played.now + 0.5)
+            played.planner.on_load_result(LoadResult("a", size, True, 0.5), played.now + 0.5)
         assert played.planner.transfer_cost.seconds(6 * MIB) == pytest.approx(0.5)
 
 
@@ -209,7 +209,7 @@ def test_a_load_that_failed_on_one_rank_has_failed(complete: tuple[bool, bool]) 
     load(played, "a")
     for one in complete:
         assert played.planner.counters["loads_failed"] == 0
-        played.planner.on_load_result(LoadResult("a", 6 * MIB, one), played.now + 0.1)
+        played.planner.on_load_result(LoadResult("a", 6 * MIB, one, 0.1), played.now + 0.1)
     assert played.planner.counters["loads_failed"] == 1
     assert played.offer("a", 100) == 0
     assert played.step("a", 0, 100).blocks_to_pin == [1, 2, 3, 4, 5, 6]
@@ -333,7 +333,7 @@ def test_after_a_failed_load_each_group_saves_what_was_to_be_loaded() -> None:
     played.planner.on_blocks_allocated("a", ids, 64, played.now)
     (request,) = played.idle().loads
     assert [blocks.block_ids for blocks in request.blocks] == [(3, 4), (105, 106, 107, 108)]
-    played.planner.on_load_result(LoadResult("a", 0, False), played.now)
+    played.planner.on_load_result(LoadResult("a", 0, False, 0.0), played.now)
     assert saved_blocks(played, 64, 192) == [(3, 4, 5, 6), tuple(range(105, 113))]
 
 

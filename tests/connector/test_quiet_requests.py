@@ -54,7 +54,7 @@ def test_what_a_failed_load_did_not_bring_wakes_its_request() -> None:
     played.allocate("a", 7, 96)
     played.step("a", 96, 100)
     assert played.planner.quiet_until["a"] == 112
-    played.planner.on_load_result(LoadResult("a", 0, False), played.now)
+    played.planner.on_load_result(LoadResult("a", 0, False, 0.0), played.now)
     assert played.planner.quiet_until["a"] == 0
     assert played.step("a", 0, 100).saves
 

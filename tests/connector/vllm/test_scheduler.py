@@ -264,7 +264,7 @@ def test_a_hit_is_loaded_and_the_last_token_computed(pool: LocalPool, played: Pl
     load = played.until_loading(request)
     assert len(load.blocks[0].digests) == 3
     assert request.num_computed_tokens == 48
-    played.step(finished_recving={"a"}, loaded=[LoadResult("a", 3 * SIZE, True)])
+    played.step(finished_recving={"a"}, loaded=[LoadResult("a", 3 * SIZE, True, 0.0)])
     step, _ = played.step()
     assert step.num_scheduled_tokens == {"a": 16}
     played.finish()
@@ -277,7 +277,7 @@ def test_a_request_aborted_while_it_loads_leaves_nothing(pool: LocalPool, played
     played.until_loading(request)
     played.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     assert played.free < BLOCKS - 1
-    played.step(finished_recving={"a"}, loaded=[LoadResult("a", 0, False)])
+    played.step(finished_recving={"a"}, loaded=[LoadResult("a", 0, False, 0.0)])
     assert played.free == BLOCKS - 1
     assert "a" not in played.scheduler.requests
 
@@ -288,7 +288,9 @@ def test_a_bad_block_is_computed_again(pool: LocalPool, played: Played) -> None:
     load = played.until_loading(request)
     bad = load.blocks[0].block_ids[2]
     played.step(
-        finished_recving={"a"}, invalid_block_ids={bad}, loaded=[LoadResult("a", 2 * SIZE, False)]
+        finished_recving={"a"},
+        invalid_block_ids={bad},
+        loaded=[LoadResult("a", 2 * SIZE, False, 0.0)],
     )
     step, _ = played.step()
     assert step.num_scheduled_tokens == {"a": 32}
