@@ -632,11 +632,12 @@ class Planner:
             slow_load = _SlowLoad(load.size, load.size_loaded, load.seconds, limit_s)
             if self._limits.load != "auto":
                 self._start_over(slow_load, self._limits.probe_every_s)
-            elif self._excused:
+            elif not self._excused:
+                self._slow_load = slow_load
+            elif load.started_at > self._probed_at:
                 self._probed_at = now  # the probe that has excused the first one was wrong
                 self._start_over(slow_load, self._limits.probe_every_s)
-            else:
-                self._slow_load = slow_load
+            # Else it ran beside the first one, and is excused with it.
         elif load.size_loaded:
             # A load that found nothing and waited for nothing is no measure of the pool's speed.
             self.transfer_cost.observe(load.size_loaded, load.seconds)

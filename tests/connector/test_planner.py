@@ -371,6 +371,25 @@ def test_two_slow_loads_in_a_row_are_no_accident() -> None:
     assert played.planner.transfer_cost.seconds(6 << 20) < 0.02
 
 
+def test_loads_that_are_slow_together_are_one_accident() -> None:
+    played = Played()
+    played.planner.prefill_cost.observe([(0, 1000)], 1.0)
+    names = ("a", "b", "c")
+    for name in names:
+        played.look_up(name, 100, 6)
+        assert played.offer(name, 100) == 96
+        played.allocate(name, 7, 96)
+    played.idle()
+    played.now += 0.3
+    played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.3), played.now)
+    played.planner.on_load_result(LoadResult("b", 6 << 20, True, 0.3), played.now)
+    played.idle()
+    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.on_load_result(LoadResult("c", 6 << 20, True, 0.3), played.now)
+    played.look_up("d", 100, 6)
+    assert played.offer("d", 100) == 96
+
+
 def test_a_step_of_another_request_makes_no_load_slow() -> None:
     """The engine learns of a load's end after its step; the worker knows how long it took."""
     played = Played()
