@@ -634,7 +634,7 @@ class Planner:
                 self._start_over(slow_load, self._limits.probe_every_s)
             elif not self._excused:
                 self._slow_load = slow_load
-            elif load.started_at > self._probed_at:
+            elif load.started_at >= self._probed_at:
                 self._probed_at = now  # the probe that has excused the first one was wrong
                 self._start_over(slow_load, self._limits.probe_every_s)
             # Else it ran beside the first one, and is excused with it.
