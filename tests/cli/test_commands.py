@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvpool import Namespace
+from kvpool import Namespace, runtime
 from kvpool.cli.app import app
+from kvpool.errors import MasterLost
 from tests.conftest import keys, value
 from tests.support.local_pool import LocalPool
 
@@ -43,6 +45,8 @@ def test_status(pool: LocalPool) -> None:
     assert "dev-0" in done.stdout
     assert "up" in done.stdout
     assert "256 MiB" in done.stdout
+    for heading in ("victim age", "hints", "errors"):  # of servers, and of their tiers
+        assert heading in done.stdout
     with pytest.raises(json.JSONDecodeError):
         json.loads(done.stdout)
     [member] = as_json("status", "--masters", pool.master)
@@ -71,6 +75,42 @@ def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.Mo
     assert done.exit_code == 0, done.output
     assert "dev-0" in done.stdout
     assert sum("timeout" in options for options in asked) == 3
+
+
+def test_top_shows_what_went_wrong_and_goes_on(
+    pool: LocalPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpool.client.pool import Pool
+
+    members, asked = Pool.members, []
+
+    async def failing(self: Pool, **options: Any) -> Any:
+        if "timeout" in options:
+            asked.append(options)
+            if len(asked) == 2:
+                raise MasterLost("it restarts")
+            if len(asked) == 4:
+                raise ValueError("a bug")
+        return await members(self, **options)
+
+    monkeypatch.setattr(Pool, "members", failing)
+    done = kvpool("top", "--masters", pool.master, "--every", "1ms", "--refreshes", "3")
+    assert done.exit_code == 0, done.output
+    assert len(asked) == 3
+    assert isinstance(kvpool("top", "--masters", pool.master).exception, ValueError)
+
+
+def test_dev_says_how_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once() -> None:
+        pass
+
+    monkeypatch.setattr(runtime, "wait_for_signal", at_once)
+    done = kvpool("dev", "--capacity", "1MiB", "--servers", "2", "--bind", "127.0.0.1:0")
+    assert done.exit_code == 0, done.output
+    (address,) = re.findall(r"kvpool is up: master at (127\.0\.0\.1:\d+)", done.stdout)
+    assert f'await kvpool.connect("{address}")' in done.stdout
+    assert re.findall(r"server (dev-\d), 1 MiB: .*shm://", done.stdout) == ["dev-0", "dev-1"]
+    assert "Ctrl-C" in done.stdout
 
 
 def test_explain(pool: LocalPool) -> None:

@@ -339,6 +339,10 @@ def test_a_transport_that_cannot_be_loaded_is_left_out(broken_pigeon: None) -> N
             registry.transports(specs, strict=strict)
 
 
+def test_what_is_not_installed_hides_nothing_behind_it() -> None:
+    assert list(registry.transports(["pigeon", "tcp", "dove", "shm"])) == ["tcp", "shm"]
+
+
 def test_what_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match=r"none of the transports \['pigeon'\] is installed"):
         registry.transports(["pigeon"])

@@ -14,7 +14,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, Move
-from kvpool.server.state.entry import Entry
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace, Reservation, WriteStatus
 from tests.conftest import key, keys
@@ -305,9 +305,11 @@ def test_a_block_that_leaves_before_its_move_is_passed_over() -> None:
     start, end = store.allocator.fence
     moving = {move.entry for move in moves}
     waiting = [e for e in store.inventory() if start <= e.offset < end and e not in moving]
-    assert waiting
-    store.remove(ONE, [entry.digest for entry in waiting[:3]])
-    for move in moves:
+    waiting.sort(key=lambda entry: entry.offset)
+    store.remove(ONE, [entry.digest for entry in waiting[:20]])
+    more = clearing.next_moves(64, MIB)
+    assert {move.entry for move in more} == set(waiting[20:])
+    for move in [*moves, *more]:
         clearing.move_done(move, good=True)
     while not clearing.is_ready:
         writer.step(clearing)
@@ -319,7 +321,8 @@ def test_a_block_that_leaves_before_its_move_is_passed_over() -> None:
 def test_a_range_that_would_reach_beyond_the_end_is_given_up() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store
-    last = max(entry.offset for entry in store.inventory())
+    first, *_, last = sorted(entry.offset for entry in store.inventory())
+    store.remove(ONE, [store.blocks_at[first].digest])  # a place for the last block
     store.clearing = clearing = Clearing(store, 2, key("large"), MIB, last)
     assert clearing.next_moves(64, MIB) == []
     assert clearing.over
@@ -334,7 +337,9 @@ def test_a_store_that_works_at_once_waits_for_no_order() -> None:
     for digest in digests:
         writer.write(digest, PAGE)
     writer.read(digests)
-    assert writer.write(key("new"), PAGE) is WriteStatus.RESERVED
+    request = ReserveRequest(ONE, 0, [key("new")], [ROOT], [PAGE])
+    (answer,) = writer.store.reserve(MOVER, request, writer.now)
+    assert answer.status is WriteStatus.RESERVED
     assert writer.store.evicted == 1
 
 
