@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvpool.types import ServerStats, TierUsage
+from kvpool.types import (
+    ClientUsage,
+    HintStatus,
+    ReadStatus,
+    ServerStats,
+    TierUsage,
+    WriteStatus,
+)
 from kvpool.wire import frames, messages
-from tests.wire.samples import SAMPLES
+from tests.wire.samples import CLIENT, KEYS, MEMBER, SAMPLES, STATS, USAGE
 
 TEXT = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 #: Structs inside of messages, which have lines of their own.
 NESTED: tuple[type[msgspec.Struct], ...] = (
     messages.BlockChanges,
     messages.MemberInfo,
+    ClientUsage,
     ServerStats,
     TierUsage,
 )
+MEMBERS: dict[type[msgspec.Struct], msgspec.Struct] = {
+    messages.BlockChanges: messages.BlockChanges(**KEYS, part=0, tier=0, status=0),
+    messages.MemberInfo: MEMBER,
+    ClientUsage: CLIENT,
+    ServerStats: STATS,
+    TierUsage: USAGE,
+}
 
 
 def fields(type: type[msgspec.Struct]) -> str:
@@ -40,6 +56,35 @@ def test_every_message_stands_in_the_table_and_nothing_else() -> None:
     wanted[messages.PAYLOAD, ""] = "no body; the blocks' bytes, one after the other"
     assert listed == wanted
     assert len(rows) == len(listed)
+
+
+#: A status travels as this byte, in messages between processes of different versions.
+STATUSES = {
+    ReadStatus: "hit never_written evicted removed server_lost corrupt deadline being_written "
+    "part_missing no_master refused buffer_too_small not_yet tier_lost",
+    WriteStatus: "stored already_stored in_progress no_space reserved deadline server_lost "
+    "no_master too_large bypassed not_yet",
+    HintStatus: "accepted clipped refused unknown",
+}
+
+
+@pytest.mark.parametrize("kind", STATUSES, ids=lambda kind: kind.__name__)
+def test_numbers_of_statuses_are_for_ever(kind: type[enum.IntEnum]) -> None:
+    names = STATUSES[kind].split()
+    assert [status.name.lower() for status in kind][: len(names)] == names
+    assert [status.value for status in kind] == list(range(len(kind)))
+
+
+@pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.__name__)
+def test_figures_that_are_left_out_are_zero(kind: type[msgspec.Struct]) -> None:
+    """Of a client at least one connection is there."""
+    for field in msgspec.structs.fields(kind):
+        with pytest.raises(AttributeError):
+            setattr(MEMBERS[kind], field.name, None)
+        if not field.required and field.default_factory is msgspec.NODEFAULT:
+            assert field.default == (1 if field.name == "connections" else type(field.default)())
+        elif not field.required:
+            assert not field.default_factory()
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)

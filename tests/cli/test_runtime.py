@@ -1,0 +1,119 @@
+"""What a process tells others of its surroundings, and what it changes in them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool import runtime
+
+INFINITY = resource.RLIM_INFINITY
+UID = os.geteuid()
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 1 << 20), (65_536, 1 << 20)),
+        ((1024, INFINITY), (65_536, INFINITY)),
+        ((65_536, INFINITY), None),
+        ((100_000, 1 << 20), None),
+        ((INFINITY, INFINITY), None),
+        ((4096, 4096), None),
+    ],
+)
+def test_as_many_files_as_a_process_may_open(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: tuple[int, int] | None
+) -> None:
+    """Up to 65,536, and never fewer than before."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: found.append(new))
+    runtime.raise_file_limit()
+    assert found == ([raised] if raised else [])
+
+
+@pytest.mark.parametrize(
+    ("account", "somebody"),
+    [
+        ("anna:x:4321:4321::/home/anna:/bin/bash", True),
+        ("anna:x:4321:4321::/home/anna:/usr/sbin/nologin", False),
+        ("anna:x:4321:4321::/home/anna:/bin/false", False),
+        (f"daemon:x:{runtime._UID_MIN - 1}:1::/:/bin/sh", False),
+        (f"first:x:{runtime._UID_MIN}:1::/:/bin/sh", True),
+        (f"self:x:{UID}:1::/:/bin/sh", False),
+        ("broken:line", False),
+        ("anna:x:many:1::/:/bin/sh", False),
+    ],
+)
+def test_users_who_may_log_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, account: str, somebody: bool
+) -> None:
+    processes, scan = tmp_path / "proc", os.scandir
+    processes.mkdir()
+    monkeypatch.setattr(os, "scandir", lambda path: scan(processes))
+    accounts = tmp_path / "passwd"
+    accounts.write_text(f"root:x:0:0::/root:/bin/bash\n\n{account}\n")
+    assert runtime.has_other_users(str(accounts)) is somebody
+    assert not runtime.has_other_users(str(tmp_path / "nowhere"))
+
+
+def test_a_private_directory_is_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "own"
+    runtime.make_private_directory(directory)
+    runtime.make_private_directory(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    for mode in (0o710, 0o701, 0o750, 0o777):
+        directory.chmod(mode)
+        with pytest.raises(PermissionError):
+            runtime.make_private_directory(directory)
+    directory.chmod(0o700)
+    (tmp_path / "link").symlink_to(directory)
+    with pytest.raises(PermissionError):
+        runtime.make_private_directory(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: UID + 1)
+    with pytest.raises(PermissionError):
+        runtime.make_private_directory(directory)
+
+
+def test_files_of_running_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime.runtime_directory() == tmp_path / "kvpool"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert runtime.runtime_directory().name == f"kvpool-{UID}"
+
+
+def test_a_process_knows_where_it_is() -> None:
+    here = runtime.this_host()
+    assert (here.name, here.process) == (
+        socket.gethostname(),
+        f"{socket.gethostname()}/{os.getpid()}",
+    )
+    code = "from kvpool import runtime; print(runtime.host_id(), runtime.resident_bytes())"
+    other, resident = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert here.id == other  # one kernel, one network namespace
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    assert rss / 8 < here.resident() <= rss * 1.1
+    assert 4 << 20 < int(resident) < 1 << 30
+
+
+def test_old_objects_are_not_visited_again() -> None:
+    """In a process of its own: a collection of all generations is as rare as can be."""
+    code = (
+        "import gc\nfrom kvpool import runtime\n"
+        "kept = [[n] for n in range(1000)]\nruntime.freeze_gc()\n"
+        "print(gc.get_freeze_count() > 1000, gc.isenabled(), gc.get_threshold())"
+    )
+    done = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert done.strip() == "True True (1000, 3, 1000000)"
+    assert gc.get_threshold() != (1000, 3, 1_000_000)
