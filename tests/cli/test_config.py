@@ -46,6 +46,14 @@ def test_lists_and_booleans_from_the_environment() -> None:
     assert config.server.prefault is False
 
 
+@pytest.mark.parametrize("section", ["", "master", "server", "client"])
+def test_settings_do_not_change_while_a_process_runs(section: str) -> None:
+    found = getattr(load(), section) if section else load()
+    for name in found.__struct_fields__:
+        with pytest.raises(AttributeError):
+            setattr(found, name, getattr(found, name))
+
+
 DEFAULTS = {
     "master": {
         "timeout_s": 3.0,

@@ -95,10 +95,8 @@ def test_files_of_running_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_a_process_knows_where_it_is() -> None:
     here = runtime.this_host()
-    assert (here.name, here.process) == (
-        socket.gethostname(),
-        f"{socket.gethostname()}/{os.getpid()}",
-    )
+    assert here.name == socket.gethostname()
+    assert here.process == f"{here.name}/{os.getpid()}"
     code = "from kvpool import runtime; print(runtime.host_id(), runtime.resident_bytes())"
     other, resident = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert here.id == other  # one kernel, one network namespace

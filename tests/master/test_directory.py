@@ -385,6 +385,22 @@ def test_a_chain_stays_with_its_parent_unless_that_server_is_worn() -> None:
     assert directory.place(ONE, [key("x")], key("parent"), 1, HOST).servers[0] == "a"
 
 
+def test_what_was_placed_since_the_last_heartbeat_makes_a_full_server_younger() -> None:
+    """Each write to it evicts; a chain leaves before its server is worn."""
+    directory = directory_of("a", "b")
+    directory.stored("a", ONE, 0, 0, [key("parent")])
+    directory.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
+    directory.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=8), 0.0)
+    placed = [
+        directory.place(ONE, [digest], key("parent"), 100, HOST).servers[0]
+        for digest in keys("w", 14)
+    ]
+    assert placed[:3] == ["a", "a", "a"]
+    assert "b" in placed[3:]
+    directory.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
+    assert directory.place(ONE, [key("x")], key("parent"), 100, HOST).servers[0] == "a"
+
+
 def test_full_servers_share_writes_by_the_age_of_their_victims() -> None:
     directory = directory_of("a", "b")
     first = []

@@ -53,6 +53,46 @@ async def pool_of(cluster: Cluster) -> AsyncIterator[dev.Dev]:
         network.close()
 
 
+@pytest.mark.parametrize(
+    ("cluster", "asks", "insecure", "may"),
+    [
+        (OURS, True, False, True),
+        (OURS, False, False, False),  # such a transport lets everybody in
+        (OURS, False, True, True),
+        (Cluster(), True, False, False),
+        (Cluster(), False, False, False),
+        (Cluster(), True, True, True),
+    ],
+)
+async def test_which_servers_may_be_reached_from_other_machines(
+    cluster: Cluster, asks: bool, insecure: bool, may: bool
+) -> None:
+    transport = TcpTransport()
+    transport.authenticated = asks  # type: ignore[misc]
+    network = ZmqNetwork(cluster)
+    server = BlockServer(
+        ServerConfig(
+            id="s", masters=["127.0.0.1:9"], listen=["tcp://0.0.0.0:0"], insecure=insecure
+        ),
+        cluster=cluster,
+        network=network,
+        transports={"tcp": transport},
+        tiers=[Dram(1 << 20, prefault=False)],
+        policy=LRU(),
+    )
+    try:
+        if may:
+            await server.start()
+            assert server.addresses[0].startswith("tcp://")
+        else:
+            with pytest.raises(ConfigError, match="reachable from other machines"):
+                await server.start()
+            assert server.addresses == []
+    finally:
+        await server.close()
+        network.close()
+
+
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 async def test_who_knows_the_secret_shares_blocks(scheme: str) -> None:
     chain = keys("secret", 4)

@@ -115,7 +115,7 @@ FIGURES = {
     "lease": Figures(8996, 10730, 104),
     "density": Figures(9627, 10236, 75),
 }
-#: With hints of when a conversation goes on, and when it has ended.
+#: With hints, most of which are wrong: the next prompt comes at another time.
 WITH_HINTS = {
     "lru": Figures(7555, 12310, 0),
     "arc": Figures(7515, 12284, 0),
