@@ -1,0 +1,169 @@
+"""Equal copies of a model have one fingerprint; another byte of a sample makes another one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvpool_connector import fingerprint
+
+KIB = 1 << 10
+CONFIG = {"layers": 2, "dtype": "bf16"}
+
+
+def safetensors(sizes: Mapping[str, int], data: bytes) -> bytes:
+    """A file with tensors of these sizes, one after the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, size in sizes.items():
+        header[name] = {"dtype": "BF16", "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+class Model:
+    """A folder with a config and one file of weights."""
+
+    def __init__(self, folder: Path, weights: bytes, name: str = "model.safetensors") -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.file = folder / name
+        self.file.write_bytes(weights)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint.weights(str(self.folder))
+
+    def changed_at(self, position: int) -> str:
+        """The fingerprint with one other byte; afterwards the file is as it was."""
+        data = bytearray(whole := self.file.read_bytes())
+        data[position] ^= 1
+        self.file.write_bytes(data)
+        found = self.fingerprint
+        self.file.write_bytes(whole)
+        return found
+
+
+SIZES = {"a": 40 * KIB, "b": 3 * KIB, "c": 100 * KIB}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model(tmp_path / "model", safetensors(SIZES, bytes(143 * KIB)))
+
+
+def test_the_first_kilobyte_of_each_tensor_counts(model: Model) -> None:
+    size = model.file.stat().st_size
+    data = size - 143 * KIB
+    starts = [data, data + 40 * KIB, data + 43 * KIB]
+    same = model.fingerprint
+    assert len(same) == 12
+    for start in starts:
+        assert model.changed_at(start) != same
+        assert model.changed_at(start + KIB - 1) != same
+        assert model.changed_at(start + KIB) == same
+    assert model.changed_at(size - 1) == same
+    assert model.changed_at(10) != same  # the header itself
+    assert model.fingerprint == same
+
+
+def test_a_file_of_another_size_or_name_is_another_one(model: Model) -> None:
+    same = model.fingerprint
+    model.file.write_bytes(model.file.read_bytes() + b"\0")
+    assert model.fingerprint != same
+    model.file.write_bytes(model.file.read_bytes()[:-1])
+    assert model.fingerprint == same
+    (model.folder / "README.md").write_text("not of the weights")
+    assert model.fingerprint == same
+    model.file.rename(model.folder / "other.safetensors")
+    assert model.fingerprint != same
+
+
+def test_settings_count_and_the_version_that_wrote_them_does_not(model: Model) -> None:
+    same, file = model.fingerprint, model.folder / "config.json"
+    file.write_text(json.dumps({"transformers_version": "9", **dict(reversed(CONFIG.items()))}))
+    assert model.fingerprint == same
+    file.write_text(json.dumps({**CONFIG, "layers": 3}))
+    assert model.fingerprint != same
+    file.write_text("{")
+    with pytest.raises(OSError, match=r"config\.json"):
+        _ = model.fingerprint
+
+
+def test_of_very_many_tensors_some_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_SAMPLES_MAX", 4)
+    many = Model(tmp_path / "m", safetensors({f"t{n}": 2 * KIB for n in range(9)}, bytes(18 * KIB)))
+    data = many.file.stat().st_size - 18 * KIB
+    same = many.fingerprint
+    sampled = [many.changed_at(data + 2 * KIB * n) != same for n in range(9)]
+    assert sampled == [True, False, False] * 3
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        struct.pack("<Q", 1 << 40),
+        struct.pack("<Q", 40) + b"no json" + bytes(33),
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 7) + b'{"a":1}',
+        struct.pack("<Q", 10) + b'{"a": {}}\n',
+        struct.pack("<Q", 26) + b'{"a": {"data_offsets": []}',
+        struct.pack("<Q", 31) + b'{"a": {"data_offsets": ["x"]}}\n',
+        struct.pack("<Q", 2) + b"{}",
+    ],
+    ids=["header too large", "no json", "list", "number", "no offsets", "half", "text", "empty"],
+)
+def test_a_file_whose_header_says_nothing_is_sampled_all_over(
+    tmp_path: Path, damaged: bytes
+) -> None:
+    odd = Model(tmp_path / "odd", damaged.ljust(64, b"\0") + bytes(1024 * KIB))
+    same = odd.fingerprint
+    every = odd.file.stat().st_size // 256
+    for number in (1, 2, 100, 255):
+        assert odd.changed_at(every * number) != same
+        assert odd.changed_at(every * number + KIB) == same
+
+
+def test_a_small_file_of_another_kind_counts_whole(tmp_path: Path) -> None:
+    for size in (5, 8, 20 * KIB):
+        small = Model(tmp_path / str(size), bytes(size), "weights.bin")
+        same = small.fingerprint
+        assert all(small.changed_at(position) != same for position in (0, size // 2, size - 1))
+
+
+def test_models_in_the_cache_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    cached = tmp_path / "hub" / "models--org--tiny"
+    one = Model(cached / "snapshots" / "abc", bytes(100), "a.bin").fingerprint
+    other = Model(cached / "snapshots" / "def", bytes(200), "a.bin").fingerprint
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc\n")
+    (cached / "refs" / "v2").write_text("def")
+    assert fingerprint.weights("org/tiny") == one
+    assert fingerprint.weights("org/tiny", "v2") == other
+    assert fingerprint.weights("org/tiny", "def") == other
+    assert fingerprint.weights("org/tiny", digits=20).startswith(one)
+    with pytest.raises(OSError, match="nothing"):
+        fingerprint.weights("org/tiny", "nothing")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(OSError, match="org--tiny"):
+        fingerprint.weights("org/tiny")
+
+
+def test_a_single_file_and_a_folder_without_weights(tmp_path: Path) -> None:
+    gguf = Model(tmp_path / "gguf", bytes(300), "model.gguf")
+    assert fingerprint.weights(str(gguf.file)) == gguf.fingerprint
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError, match="no weights in"):
+        fingerprint.weights(str(tmp_path / "empty"))
