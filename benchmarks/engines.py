@@ -1,6 +1,6 @@
-"""What the pool does to a real vLLM engine: hits, overhead, slow pools, a thousand requests.
+"""What the pool does to a real vLLM engine: hits, overhead, slow pools, swarms, many requests.
 
-    .venv-vllm/bin/python -m benchmarks.engines [hits] [overhead] [never_slower] [steady]
+    .venv-vllm/bin/python -m benchmarks.engines [hits] [overhead] [never_slower] [steady] [swarm]
 
 Two engines with one tiny model on a CPU, one with a pool and one without, take turns; each in a
 process of its own. `never_slower` throttles the pool's link from fast to absurd. The pool is this
@@ -25,9 +25,10 @@ from tests.support.local_pool import LocalPool
 PREFIX = 2048
 #: Bytes per second; 0 is as fast as it goes.
 RATES = (0.0, 100e6, 30e6, 10e6, 3e6, 1e6, 100e3)
-ROUNDS = 8
+ROUNDS = 4
 PROMPTS = 6
 PAIRS = 16
+SWARMS = (1, 8, 24)
 
 
 SIZES = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
@@ -41,10 +42,13 @@ def model() -> Path:
 class Pair:
     """An engine with a pool, and one without."""
 
-    def __init__(self, folder: Path, pool: LocalPool, transport: str, load: str) -> None:
+    def __init__(
+        self, folder: Path, pool: LocalPool, transport: str, load: str, **options: int
+    ) -> None:
         config = transfer(pool.master, transports=[transport], load=load, lookup_timeout_s=0.05)
-        self.alone = Engine(model(), folder / "alone.log", **SIZES)
-        self.pooled = Engine(model(), folder / "pooled.log", kv_transfer_config=config, **SIZES)
+        sizes = {**SIZES, **options}
+        self.alone = Engine(model(), folder / "alone.log", **sizes)
+        self.pooled = Engine(model(), folder / "pooled.log", kv_transfer_config=config, **sizes)
 
     def warm(self) -> None:
         """The first requests of a process are slow."""
@@ -150,6 +154,38 @@ def never_slower(console: Console, folder: Path) -> None:
     pool.close()
 
 
+def swarm(console: Console, folder: Path) -> None:
+    """Many requests with one prefix arrive together, and the engine has nothing of it."""
+    pool = LocalPool()
+    pair = Pair(folder, pool, "shm", "auto", max_num_seqs=32)
+    console.print(f"requests of {PREFIX} shared and 16 own tokens, to the last one's first token")
+    with closing(pair.alone, pair.pooled):
+        pair.warm()
+        for count in SWARMS:
+            seconds: dict[Engine, list[float]] = {pair.alone: [], pair.pooled: []}
+            read = 0.0
+            for number in range(ROUNDS):
+                shared = prompt(count * 100 + number, PREFIX, 0)
+                pair.pooled.generate([shared], max_tokens=1)
+                pool.settled()
+                before = pair.pooled.metrics().get("vllm:kvpool_load_bytes", 0.0)
+                prompts = [shared + prompt(1000 + n, 16, 0) for n in range(count)]
+                for engine in [pair.alone, pair.pooled][:: 1 if number % 2 else -1]:
+                    engine.forget()
+                    answer = engine.generate(prompts, max_tokens=1)
+                    seconds[engine].append(answer["seconds"])
+                read += pair.pooled.metrics().get("vllm:kvpool_load_bytes", 0.0) - before
+            alone, pooled = (statistics.median(column) for column in seconds.values())
+            console.print(
+                f"{count:>4}: {pooled:.3f} s, without a pool {alone:.3f} s: "
+                f"{alone / pooled:.2f} x; {read / ROUNDS / 2**20:.1f} MiB read a round"
+            )
+        for name, value in sorted(pair.pooled.metrics().items()):
+            if name.startswith("vllm:kvpool_"):
+                console.print(f"  {name.removeprefix('vllm:kvpool_')}: {value:.6g}")
+    pool.close()
+
+
 def steady(console: Console, folder: Path) -> None:
     """A thousand requests, half of them hits: does anything grow, more than without a pool?"""
     pool = LocalPool()
@@ -185,6 +221,7 @@ def main() -> None:
         "overhead": overhead,
         "never_slower": never_slower,
         "steady": steady,
+        "swarm": swarm,
     }
     chosen = sys.argv[1:] or list(known)
     if unknown := [name for name in chosen if name not in known]:

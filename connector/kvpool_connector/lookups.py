@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvpool import KvpoolError, Match, MatchPoller, Namespace, ReadStatus
 from kvpool.backoff import Backoff
-from kvpool_connector.planner import LookupRequest
+from kvpool_connector.values import LookupRequest
 
 #: After so many lookups in a row without an answer in time the pool is silent, for `_PAUSE_S` at
 #: least, doubled when the first lookup after it is late as well.

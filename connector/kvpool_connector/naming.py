@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvpool.types import Namespace
 from kvpool_connector import namespace
 from kvpool_connector.messages import WorkerInfo
-from kvpool_connector.planner import CacheGroup
+from kvpool_connector.values import CacheGroup
 
 
 class EngineInfo(NamedTuple):

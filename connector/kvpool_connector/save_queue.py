@@ -6,6 +6,7 @@ It knows no engine, clock or socket; `now` is in seconds of any one clock.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ from kvpool_connector.messages import GroupBlocks, SaveRequest, SaveResult
 
 #: Blocks that wait for a save; beyond it the oldest are dropped.
 WAITING_BLOCKS_MAX: Final = 4096
-#: Of those, how many one step looks at: the scheduler's loop has microseconds for it.
+#: Stored blocks that are remembered for requests that asked the pool before; beyond it the oldest
+#: are forgotten, and may be offered to the pool once more.
+_STORED_BLOCKS_MAX: Final = 1 << 14
+#: Of the waiting blocks, how many one step looks at: the scheduler's loop has microseconds for it.
 _RETRIES_PER_STEP: Final = 64
 #: Seconds before the first retry; each further one waits twice as long.
 _RETRY_AFTER_S: Final = 0.5
@@ -33,7 +37,10 @@ _RETRYABLE: Final = frozenset(
 
 
 class SaveItem(NamedTuple):
-    """One block to save: the `number`-th of a request in its group, and where its bytes are."""
+    """One block to save: the `number`-th of a request in its group, and where its bytes are.
+
+    `asked_at`: when the request asked the pool, which did not have the block then.
+    """
 
     request_id: str
     group: int
@@ -41,8 +48,9 @@ class SaveItem(NamedTuple):
     digest: bytes
     parent: bytes
     block_id: int
-    attempts: int = 0
+    asked_at: float
     adapter: tuple[int, tuple[str, ...]] | None = None
+    attempts: int = 0
 
 
 class StoredBlock(NamedTuple):
@@ -73,6 +81,9 @@ class SaveQueue:
     | saving  | pinned             | absent, when all ranks have acknowledged; waiting, if the |
     |         |                    | pool refused it and may take it later                     |
 
+    A request that asked the pool before a block was stored does not know of it: `start` leaves that
+    block out. One that asked later and found nothing saves it again, for the pool has evicted it.
+
     A block that is being saved is pinned from `start` to the last rank's `on_result`, and each pin
     is returned exactly once. At most `pinned_blocks_max` are pinned, at most `WAITING_BLOCKS_MAX`
     wait. `counters` counts blocks: `saved_blocks`, `save_retries`, and `dropped REASON`.
@@ -94,6 +105,8 @@ class SaveQueue:
         self._next_job = 0
         self._pinned = 0
         self._saving: set[tuple[int, bytes]] = set()
+        #: When each was stored, oldest first.
+        self._stored: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         #: When each may be tried again, oldest first.
         self._waiting: OrderedDict[tuple[int, bytes], tuple[float, SaveItem]] = OrderedDict()
 
@@ -107,8 +120,8 @@ class SaveQueue:
     ) -> SaveRequest | None:
         """Save these blocks of one session; the engine must pin those of the request.
 
-        Left out are blocks that are being saved already, for another request. Those beyond
-        `pinned_blocks_max` wait. None when no block is left.
+        Left out are blocks that are being saved for another request, or have been since this one
+        asked the pool. Those beyond `pinned_blocks_max` wait. None when no block is left.
         """
         accepted = self._accept(items, now)
         if not accepted:
@@ -153,12 +166,16 @@ class SaveQueue:
             self._saving.discard(name)
             refusal = job.refused.get(name)
             if refusal is None:
+                self._stored[name] = now
+                self._stored.move_to_end(name)
                 stored.append(StoredBlock(item.request_id, item.group, item.number, item.digest))
             elif refusal in _RETRYABLE and item.attempts < self._retries_max:
                 again = item._replace(attempts=item.attempts + 1)
                 self._enqueue(again, now + _RETRY_AFTER_S * 2**again.attempts)
             else:
                 self._counters[f"dropped {refusal.label}"] += 1
+        while len(self._stored) > _STORED_BLOCKS_MAX:
+            self._stored.popitem(last=False)
         self._counters["saved_blocks"] += len(stored)
         return [item.block_id for item in job.items], stored
 
@@ -190,13 +207,14 @@ class SaveQueue:
         accepted = []
         for item in items:
             name = (item.group, item.digest)
-            if name in self._saving:
+            if name in self._saving or self._stored.get(name, -math.inf) > item.asked_at:
                 continue
             if self._pinned >= self._pinned_blocks_max:
                 self._enqueue(item, now)
                 continue
             self._pinned += 1
             self._saving.add(name)
+            self._waiting.pop(name, None)
             accepted.append(item)
         return accepted
 

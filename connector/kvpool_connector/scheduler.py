@@ -22,16 +22,16 @@ from kvpool_connector.cost_model import StepTimer
 from kvpool_connector.lookups import LATE_REASONS, NO_NAMESPACE, Lookups
 from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo, EngineNames
-from kvpool_connector.planner import (
+from kvpool_connector.planner import Planner
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.save_queue import StoredBlock
+from kvpool_connector.settings import Settings
+from kvpool_connector.values import (
     LookupRequest,
-    Planner,
     PlannerLimits,
     RequestHints,
     ScheduledRequest,
 )
-from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.save_queue import StoredBlock
-from kvpool_connector.settings import Settings
 from kvpool_connector.worker import IDLE_S
 
 #: Metrics that always have news, such as the hooks' own time, are reported this often.

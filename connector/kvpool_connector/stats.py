@@ -24,6 +24,8 @@ _PLAIN: Final = {
     "loads_failed": "Loads that did not bring all of their blocks; the engine computed the rest.",
     "load_s": "Seconds from the decision to load until the scheduler had the result.",
     "load_bytes": "Bytes loaded.",
+    "load_waits": "Requests that waited for another request's load of the same blocks.",
+    "load_wait_s": "Seconds that requests waited for other requests' loads.",
     "load_blocks_missing": "Blocks that a load did not bring; the engine computed them.",
     "saved_blocks": "Blocks that the pool has acknowledged.",
     "save_bytes": "Bytes saved, without those that the pool had already.",

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, overload
 from kvpool_connector import settings
 from kvpool_connector.adapters import Adapter, salted
 from kvpool_connector.messages import StepWork, WorkerReport
-from kvpool_connector.planner import ScheduledRequest
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
 from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
+from kvpool_connector.values import ScheduledRequest
 from kvpool_connector.vllm_config import engine_of, events_of, memories_of, rank_of
 from kvpool_connector.vllm_interface import (
     CacheHitSource,

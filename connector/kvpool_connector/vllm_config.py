@@ -15,9 +15,9 @@ from kvpool_connector import fingerprint, namespace, vllm_interface
 from kvpool_connector.block_memory import BlockMemory, memory_of
 from kvpool_connector.kv_layout import UnsupportedLayout
 from kvpool_connector.naming import EngineInfo
-from kvpool_connector.planner import CacheGroup
 from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.settings import Settings
+from kvpool_connector.values import CacheGroup
 from kvpool_connector.vllm_interface import (
     BlockStored,
     get_pp_group,

@@ -17,9 +17,9 @@ from kvpool_connector import settings as settings_module
 from kvpool_connector.block_memory import memory_of
 from kvpool_connector.messages import ModelInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo
-from kvpool_connector.planner import CacheGroup, RequestHints, ScheduledRequest
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
+from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
 from kvpool_connector.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool

@@ -9,7 +9,7 @@ from kvpool_connector import fingerprint
 from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.messages import AdapterInfo, ModelInfo, WorkerInfo
 from kvpool_connector.naming import EngineInfo, EngineNames
-from kvpool_connector.planner import CacheGroup
+from kvpool_connector.values import CacheGroup
 
 SIZE = 2048
 

@@ -11,19 +11,17 @@ import pytest
 from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
 from kvpool_connector.cost_model import PrefillCost, StepTimer, TransferCost
 from kvpool_connector.messages import LoadResult, ProbeResult, SaveResult
-from kvpool_connector.planner import (
-    TRANSITIONS,
+from kvpool_connector.planner import Planner
+from kvpool_connector.save_queue import WAITING_BLOCKS_MAX
+from kvpool_connector.tracked_request import TRANSITIONS, RequestState, TrackedRequest
+from kvpool_connector.values import (
     CacheGroup,
     LookupRequest,
-    Planner,
     PlannerLimits,
     RequestHints,
-    RequestState,
     ScheduledRequest,
     StepPlan,
-    _TrackedRequest,
 )
-from kvpool_connector.save_queue import WAITING_BLOCKS_MAX
 from tests.conftest import key
 
 BLOCK = 16
@@ -58,11 +56,14 @@ class Played:
         name: str,
         tokens: int,
         hints: RequestHints = RequestHints(),  # noqa: B008
+        prompt: str = "",
     ) -> LookupRequest | None:
-        return self.planner.on_new_request(name, hashes(name, tokens), tokens, hints, self.now)
+        """Requests with one name for their prompt have one prefix."""
+        chain = hashes(prompt or name, tokens)
+        return self.planner.on_new_request(name, chain, tokens, hints, self.now)
 
-    def look_up(self, name: str, tokens: int, length: int) -> None:
-        lookup = self.arrive(name, tokens)
+    def look_up(self, name: str, tokens: int, length: int, prompt: str = "") -> None:
+        lookup = self.arrive(name, tokens, prompt=prompt)
         assert lookup is not None
         self.planner.on_lookup_result(name, lookup.serial, [matched(length)], "")
 
@@ -570,7 +571,7 @@ def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
         played.offer("a", 100)
         played.allocate("a", 7, 80)
         played.planner.on_load_result(LoadResult("a", 0, False, elapsed_s), played.now + elapsed_s)
-        assert (played.planner._slow_load is not None) is measured
+        assert played.planner._prober.measuring is measured
 
 
 def test_an_engine_that_only_reads_saves_nothing() -> None:
@@ -646,14 +647,14 @@ def test_random_lives_of_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch)
     The states that requests pass through are those of the table, and all moves of it happen.
     """
     moves: set[tuple[RequestState, RequestState]] = set()
-    move_to = _TrackedRequest.move_to
+    move_to = TrackedRequest.move_to
 
-    def watched(request: _TrackedRequest, state: RequestState) -> None:
+    def watched(request: TrackedRequest, state: RequestState) -> None:
         moves.add((request.state, state))
         move_to(request, state)
         assert request.load is None or state is RequestState.LOADING
 
-    monkeypatch.setattr(_TrackedRequest, "move_to", watched)
+    monkeypatch.setattr(TrackedRequest, "move_to", watched)
     for seed in range(60):
         _random_life(random.Random(seed))
     assert moves == {(state, after) for state, some in TRANSITIONS.items() for after in some}
@@ -685,7 +686,7 @@ def _random_life(chance: random.Random) -> None:
         if act == 0 or not alive:
             name = f"r{turn}"
             alive[name], sizes[name] = 0, chance.randrange(1, 200)
-            answer(name, played.arrive(name, sizes[name]))
+            answer(name, played.arrive(name, sizes[name], prompt=chance.choice("pq")))
             offer(name)
         elif act == 1:
             played.planner.on_request_finished(name)

@@ -9,8 +9,8 @@ import pytest
 from kvpool import Match, ReadStatus, Replica, Run, WriteStatus
 from kvpool_connector.cost_model import PrefillCost, TransferCost
 from kvpool_connector.messages import LoadResult, ProbeResult, SaveResult
-from kvpool_connector.planner import CacheGroup, RequestHints, ScheduledRequest
 from kvpool_connector.save_queue import WAITING_BLOCKS_MAX, SaveItem, SaveQueue
+from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
 from tests.connector.test_planner import Played, hashes, matched
 
 MIB = 1 << 20
@@ -389,7 +389,7 @@ def test_a_block_of_an_ended_save_can_be_saved_again() -> None:
 
 
 def item(number: int) -> SaveItem:
-    return SaveItem("a", 0, number, bytes([number % 256]) * 32, b"", number)
+    return SaveItem("a", 0, number, bytes([number % 256]) * 32, b"", number, 0.0)
 
 
 def queue(retries_max: int = 3, pinned_blocks_max: int = 100) -> SaveQueue:
@@ -428,7 +428,7 @@ def test_a_block_that_waits_longer_delays_no_other() -> None:
 def test_the_blocks_that_have_waited_longest_are_dropped() -> None:
     saves = queue(pinned_blocks_max=0)
     many = [
-        SaveItem("a", 0, number, number.to_bytes(32, "big"), b"", number)
+        SaveItem("a", 0, number, number.to_bytes(32, "big"), b"", number, 0.0)
         for number in range(WAITING_BLOCKS_MAX + 2)
     ]
     assert saves.start(many, "", None, 0.0) is None

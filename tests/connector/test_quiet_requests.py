@@ -8,9 +8,9 @@ import pytest
 
 from kvpool import WriteStatus
 from kvpool_connector.messages import LoadResult, SaveResult
-from kvpool_connector.planner import (
+from kvpool_connector.planner import Planner
+from kvpool_connector.values import (
     CacheGroup,
-    Planner,
     PlannerLimits,
     RequestHints,
     ScheduledRequest,

@@ -62,6 +62,27 @@ def test_what_was_generated_comes_back_too(
     assert loaded["tokens"] == expected["tokens"]
 
 
+def test_a_swarm_reads_its_shared_prefix_once(
+    plain: Engine, reader: Engine, shared_pool: LocalPool
+) -> None:
+    """Eight prompts arrive together, and the engine has nothing of what they share."""
+    prompts = [prompt(number, 1100, 1024) for number in range(800, 808)]
+    expected = plain.generate(prompts)["tokens"]
+    reader.generate([prompts[0]])
+    shared_pool.settled()
+    reader.forget()
+    before = reader.metrics()
+    assert reader.generate(prompts)["tokens"] == expected
+    after = reader.metrics()
+    read, loads = (
+        after[name] - before.get(name, 0.0)
+        for name in ("vllm:kvpool_load_bytes", "vllm:kvpool_loads")
+    )
+    assert loads == 1
+    block_bytes = 32 * 2 * 4 * 2 * 32 * 2  # tokens, K and V, layers, heads, head size, bf16
+    assert read <= 1.1 * block_bytes * (1024 // 32 + 2)
+
+
 def test_a_corrupted_block_is_computed_again(
     plain: Engine, reader: Engine, shared_pool: LocalPool
 ) -> None:

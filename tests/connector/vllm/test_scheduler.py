@@ -170,11 +170,17 @@ class Played:
 
     def until_loading(self, request: Any) -> LoadRequest:
         """Step until the lookup is back and the load goes out."""
+        load = self.first_load()
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return load
+
+    def first_load(self) -> LoadRequest:
+        """Step until a load goes out."""
         for _ in range(200):
             _, work = self.step()
             if work.loads:
-                assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-                return work.loads[0]
+                (load,) = work.loads
+                return load
             time.sleep(0.002)
         raise AssertionError("no load")
 
@@ -295,6 +301,44 @@ def test_a_bad_block_is_computed_again(pool: LocalPool, played: Played) -> None:
     step, _ = played.step()
     assert step.num_scheduled_tokens == {"a": 32}
     played.finish()
+    assert played.free == BLOCKS - 1
+
+
+def test_a_swarm_loads_its_prefix_once(pool: LocalPool, played: Played) -> None:
+    """vLLM holds the others back until the load has ended, and then has the blocks itself."""
+    warmed(pool, played)
+    requests = {name: played.add(name, 64) for name in "abcd"}
+    load = played.first_load()
+    del requests[load.request_id]
+    for _ in range(50):
+        _, work = played.step()
+        assert not work.loads
+        time.sleep(0.002)  # the other lookups are answered
+    assert {request.status for request in requests.values()} == {RequestStatus.WAITING}
+    assert played.counters["load_waits"] == 3
+    result = LoadResult(load.request_id, 3 * SIZE, True, 0.01)
+    played.step(finished_recving={load.request_id}, loaded=[result])
+    step, work = played.step()
+    assert not work.loads
+    assert step.num_scheduled_tokens == dict.fromkeys("abcd", 16)
+    played.finish()
+    assert played.free == BLOCKS - 1
+
+
+def test_a_swarm_goes_on_when_its_load_is_aborted(pool: LocalPool, played: Played) -> None:
+    warmed(pool, played)
+    requests = {name: played.add(name, 64) for name in "abcd"}
+    first = played.first_load().request_id
+    played.scheduler.finish_requests(first, RequestStatus.FINISHED_ABORTED)
+    second = played.first_load()
+    played.step(
+        finished_recving={first, second.request_id},
+        invalid_block_ids={second.blocks[0].block_ids[0]},
+        loaded=[LoadResult(name, 0, False, 0.01) for name in (first, second.request_id)],
+    )
+    played.finish()
+    assert played.counters["decision load"] == 2, "what is lost is not tried by each"
+    assert all(request.num_output_tokens for name, request in requests.items() if name != first)
     assert played.free == BLOCKS - 1
 
 
@@ -520,8 +564,8 @@ def test_a_decode_step_makes_no_table_of_blocks(
     """vLLM makes the ids of a request's blocks when they are asked for: of a long one, 8,192."""
     played.step()
     played.add("a", 64)
-    step, _ = played.step()
-    assert step.num_scheduled_tokens == {"a": 64}
+    while not played.step()[0].num_scheduled_tokens:
+        time.sleep(0.002)  # the lookup is not back
     made: list[str] = []
     manager = played.scheduler.kv_cache_manager
     blocks_of, ids_of = played.connector._blocks_of, manager.get_block_ids

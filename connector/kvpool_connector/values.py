@@ -1,0 +1,79 @@
+"""What the planner is given, and what it returns: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvpool_connector.messages import (
+    LoadRequest,
+    ProbeRequest,
+    SaveRequest,
+)
+
+
+class CacheGroup(NamedTuple):
+    """A KV cache group: tokens in one of its blocks, and how many of the engine's hashes those are.
+
+    All groups of an engine cover the same tokens, in blocks of different sizes.
+    """
+
+    block_size: int
+    hashes_per_block: int
+
+
+class PlannerLimits(NamedTuple):
+    """The settings that decisions depend on (`settings.py` explains each)."""
+
+    load: str = "auto"
+    save: bool = True
+    hit_tokens_min: int = 1
+    lookup_timeout_s: float = 1.0
+    load_timeout_s: float = 10.0
+    save_decode: bool = True
+    loads_max: int = 32
+    saved_blocks_max: int = 1 << 30
+    save_retries: int = 3
+    probe_every_s: float = 5.0
+
+
+class RequestHints(NamedTuple):
+    """What a request's parameters say about its conversation."""
+
+    session: str = ""
+    resume_in_s: float | None = None
+    ends: bool = False
+    #: Not a hint, but as lasting: number and fingerprints of its LoRA adapter.
+    adapter: tuple[int, tuple[str, ...]] | None = None
+
+
+class ScheduledRequest(NamedTuple):
+    """One request in one step: computes tokens `start` to `end` (excluded).
+
+    `block_ids[group][n]` is where block n of that group lies; id 0 is no block. Only the blocks
+    that the step completes are read.
+    """
+
+    request_id: str
+    start: int
+    end: int
+    block_ids: Sequence[Sequence[int]]
+
+
+class LookupRequest(NamedTuple):
+    """Match these chains in the pool, one for each group. `serial` marks answers that are old."""
+
+    request_id: str
+    serial: int
+    chains: tuple[tuple[bytes, ...], ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the workers do besides computing a step; the engine pins `blocks_to_pin` for it."""
+
+    loads: list[LoadRequest] = field(default_factory=list)
+    saves: list[SaveRequest] = field(default_factory=list)
+    probe: ProbeRequest | None = None
+    blocks_to_pin: list[int] = field(default_factory=list)
