@@ -362,6 +362,32 @@ async def test_while_a_server_is_lost_masters_are_asked_for_a_new_one() -> None:
     await servers.close()
 
 
+async def test_a_server_that_has_restarted_is_connected_anew() -> None:
+    """The old connections end at the process that is gone."""
+    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
+    transport.broken = False
+    made: list[Any] = []
+    connect = transport.connect
+
+    async def watched(*arguments: Any, **options: Any) -> Channel:
+        made.append(await connect(*arguments, **options))
+        return made[-1]
+
+    transport.connect = watched  # type: ignore[method-assign]
+    _, servers = client(network, transport)
+    for _ in range(2):
+        assert await servers.call("s", ping, later(5)) == "pong"
+    await servers.refresh(later(5))
+    assert len(made) == 1
+    network.masters["m"].answer = listing(member("s", epoch=2))
+    await servers.refresh(later(5))
+    made[0].abort.assert_called_once()
+    assert await servers.call("s", ping, later(5)) == "pong"
+    assert len(made) == 2
+    made[1].abort.assert_not_called()
+    await servers.close()
+
+
 async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
     network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
     _, servers = client(network, transport)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, dev
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, dev
+from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.ops import doctor
 from kvpool.ops.doctor import compared, device_memory
+from kvpool.types import ReadResult
 from tests.conftest import keys, values
 
 
@@ -119,6 +122,70 @@ def test_it_says_which_transports_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     for transports, verdict in ((["tcp", "shm"], "ok"), (["tcp"], "fail")):
         first = doctor._transports(ClientConfig(transports=transports))[0]
         assert (first.verdict, first.text) == (verdict, "left out: no such device")
+
+
+def settings(address: str, *transports: str) -> Config:
+    return Config(client=ClientConfig(masters=[address], transports=list(transports) or ["tcp"]))
+
+
+async def test_it_tries_one_block_on_every_transport_to_every_server(two_servers: dev.Dev) -> None:
+    found = await doctor._pool(settings(two_servers.address, "tcp", "shm", "inproc"))
+    assert {finding.check: finding.verdict for finding in found} == {
+        f"server dev-{number} over {scheme}": "ok" for number in (0, 1) for scheme in ("tcp", "shm")
+    }
+    assert sum(server.store.stored for server in two_servers.servers) == 0  # nothing is left
+    assert (await doctor._master(settings(two_servers.address), two_servers.address)).text.endswith(
+        "2 of 2 servers up"
+    )
+    assert await doctor._pool(settings("127.0.0.1:9")) == []
+
+
+async def test_it_says_what_is_wrong_with_a_server(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, read = Pool.members, Pool.read
+
+    async def silent(self: Pool, **options: Any) -> Any:
+        return [one._replace(alive=False, heard_s=7.4) for one in await members(self, **options)]
+
+    async def empty(self: Pool, *arguments: Any, **options: Any) -> Any:
+        return [ReadResult(ReadStatus.HIT, 1 << 20)]
+
+    async def missed(self: Pool, *arguments: Any, **options: Any) -> Any:
+        return [ReadResult(ReadStatus.EVICTED)]
+
+    config = settings(pool_dev.address)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "members", silent)
+        (finding,) = await doctor._pool(config)
+        assert finding[:3] == ("server dev-0", "warn", "silent for 7 s")
+        assert (await doctor._master(config, pool_dev.address)).verdict == "fail"
+    for wrong, text in ((empty, "wrong bytes came back"), (missed, "stored, read: evicted")):
+        monkeypatch.setattr(Pool, "read", wrong)
+        (finding,) = await doctor._pool(config)
+        assert finding.verdict == "fail"
+        assert text in finding.text
+    monkeypatch.setattr(Pool, "read", read)
+    for listener in pool_dev.servers[0]._listeners:
+        await listener.close()
+    (finding,) = await doctor._pool(config)
+    assert (finding.verdict, "firewalls" in finding.advice) == ("fail", True)
+
+
+async def test_it_says_how_to_start_what_is_missing() -> None:
+    finding = await doctor._master(settings("127.0.0.1:9"), "127.0.0.1:9")
+    assert (finding.check, finding.verdict) == ("master 127.0.0.1:9", "fail")
+    assert finding.advice == "start it: kvpool master --bind 127.0.0.1:9"
+
+
+def test_the_largest_of_several_names_is_what_others_are_compared_with() -> None:
+    names = [(named(model="m", block=str(number), tp="1"), 100 + number) for number in range(12)]
+    found = compared([(named(model="m", block="x"), 5000), *names, (named(model="n"), 1)])
+    assert len(found) == 8
+    assert all(
+        "block x and" in finding.text and "tp none and 1" in finding.text for finding in found
+    )
+    assert found[0].text.startswith("111 blocks are apart from the others: ")
 
 
 @pytest.mark.parametrize(

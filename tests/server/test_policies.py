@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -163,7 +165,58 @@ def test_the_median_follows_the_traffic() -> None:
     gaps.add(float("1e12"))
 
 
+@pytest.mark.parametrize(
+    ("counts", "median_s"),
+    [
+        # In bins of a quarter octave from 10 ms on: bin 8 is 40 ms to 47.6 ms, 12 is 80 ms on.
+        ({0.04: 1024}, 0.01 * 2 ** (8.5 / 4)),
+        ({0.0475: 1024}, 0.01 * 2 ** (8.5 / 4)),
+        ({0.04: 256, 0.08: 768}, 0.01 * 2 ** ((12 + 1 / 3) / 4)),
+        ({0.04: 512, 0.08: 512}, 0.01 * 2 ** (9 / 4)),
+        ({0.04: 511, 0.08: 513}, 0.01 * 2 ** ((12 + 1 / 513) / 4)),
+        ({0.0101: 1024}, 0.01 * 2 ** (0.5 / 4)),
+        ({1e9: 1024}, 0.01 * 2 ** (87.5 / 4)),
+    ],
+)
+def test_the_median_lies_where_half_of_the_times_are_below(
+    counts: dict[float, int], median_s: float
+) -> None:
+    gaps = ReuseHistogram()
+    gaps.add(0.0099)  # a step of one use
+    for gap_s, count in counts.items():
+        for _ in range(count):
+            assert gaps.median_s == 0.0
+            gaps.add(gap_s)
+    assert gaps.median_s == pytest.approx(median_s)
+
+
 # --- density -----------------------------------------------------------------------------
+
+
+def test_densities_of_lives_that_end_at_two_ages() -> None:
+    """100 blocks: 40 are used again in the second bin, 20 in the tenth, 40 never are."""
+    lives = LifetimeHistogram()
+    lives.began = 100.0
+    edges = [0.0] + [0.25 * 2 ** (number / 4) for number in range(64)]  # of the bins, in seconds
+    for number, count in ((1, 40), (9, 20)):
+        for _ in range(count):
+            lives.ended((edges[number] + edges[number + 1]) / 2)
+    lives.learn()
+    widths = [after - before for before, after in itertools.pairwise(edges)]
+    # Until the second bin ends 100 blocks wait, half of the 40 during that bin; then 60.
+    first = 40 / (100 * widths[0] + 80 * widths[1])
+    second = 40 / (80 * widths[1])
+    last = 20 / (50 * widths[9])
+    later = 20 / (60 * sum(widths[5:9]) + 50 * widths[9])
+    for age_s, density in ((0.2, first), (0.27, second), (edges[9] * 1.01, last)):
+        assert lives.density(age_s) == pytest.approx(density)
+    assert lives.density(edges[5] * 1.01) == pytest.approx(later)
+    assert lives.density(edges[10] * 1.01) == 0.0
+    assert lives.rank(0.27) == math.frexp(second)[1]
+    assert lives.rank(edges[10] * 1.01) == -10_000
+    assert lives.began == pytest.approx(90.0)
+    lives.learn()  # all counts are nine tenths: the densities are what they were
+    assert lives.density(0.27) == pytest.approx(second)
 
 
 def test_density_is_hits_for_the_time_that_they_take() -> None:
