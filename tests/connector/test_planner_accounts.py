@@ -183,6 +183,23 @@ def test_a_restarted_request_has_nothing_of_its_first_life() -> None:
     assert save.blocks[0].block_ids == (1, 2, 3, 4, 5, 6)
 
 
+def test_a_preempted_request_takes_no_offer_and_saves_its_blocks_anew() -> None:
+    """Its blocks are computed again, into other ones: those that were saved are gone."""
+    played = Played()
+    played.planner.on_preempted("nobody")
+    played.look_up("a", 100, 5)
+    assert played.offer("a", 100) == 80
+    played.planner.on_preempted("a")
+    played.allocate("a", 7, 80)
+    assert not played.idle().loads
+    played.arrive("b", 64)
+    (save,) = played.step("b", 0, 64).saves
+    played.saved(save.job)
+    played.planner.on_preempted("b")
+    (save,) = played.step("b", 0, 64, first=11).saves
+    assert save.blocks[0].block_ids == (11, 12, 13, 14)
+
+
 def test_a_late_answer_does_not_take_back_what_was_saved_meanwhile() -> None:
     played = Played()
     lookup = played.arrive("a", 100)

@@ -213,6 +213,34 @@ async def test_many_first_writes_make_one_mapping(monkeypatch: pytest.MonkeyPatc
         assert mappings("rw-s") == before
 
 
+class Watched:
+    """A timer that records what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def touch(self) -> None:
+        self.told.append("touch")
+
+    def disarm(self) -> None:
+        self.told.append("disarm")
+
+
+async def test_the_time_for_copying_is_not_the_servers() -> None:
+    """When it has said where the blocks lie, a reader that is slow itself does not end its read."""
+    async with pool_of(OPEN) as running:
+        channel = await connect(shm_address(running))
+        assert await write(channel, "copied") == [WriteStatus.STORED]
+        timer, data = Watched(), bytearray(8192)
+        options = ReadOptions(NAMESPACE, 0, idle_timeout=timer)
+        block = ReadBlock(key("copied"), (memoryview(data),), len(data))
+        deadline = asyncio.get_running_loop().time() + 5
+        (result,) = await channel.read(options, [block], deadline=deadline)
+        assert result.status.hit
+        assert timer.told[-1] == "disarm"
+        await channel.close()
+
+
 async def test_a_first_write_that_was_cancelled_does_not_stop_the_next() -> None:
     """At each of its awaits, one after the other; no connection is left behind."""
     async with pool_of(OURS) as running:

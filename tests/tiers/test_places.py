@@ -1,0 +1,79 @@
+"""Where extents of a file lie and where there is room, against sets of pages."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool_tiers.nvme.free_places import FreePlaces
+from kvpool_tiers.nvme.namespaces import UnnamedExtents
+
+UNIT, UNITS = 512, 40
+FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
+#: A gap in front of each extent, and its size in bytes.
+EXTENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4 * UNIT)), max_size=9)
+
+
+def placed(drawn: list[tuple[int, int]]) -> dict[int, int]:
+    """Offset and size of extents that do not overlap, in the order of offsets."""
+    found, end = {}, 0
+    for gap, size in drawn:
+        offset = end + gap * UNIT
+        found[offset] = size
+        end = offset + -(-size // UNIT) * UNIT
+    return found
+
+
+@FUZZ
+@given(drawn=EXTENTS, sizes=st.lists(st.integers(1, 4 * UNIT), max_size=20))
+def test_the_lowest_range_with_room_is_taken(
+    drawn: list[tuple[int, int]], sizes: list[int]
+) -> None:
+    end = UNITS * UNIT
+    extents = {offset: size for offset, size in placed(drawn).items() if offset + size <= end}
+    places = FreePlaces(UNITS * UNIT, UNIT)
+    places.set_taken(extents.items())
+    taken = {u for o, s in extents.items() for u in range(o // UNIT, -(-(o + s) // UNIT))}
+    for size in sizes:
+        units = -(-size // UNIT)
+        lowest = next(
+            (n for n in range(UNITS - units + 1) if not taken & set(range(n, n + units))), None
+        )
+        assert places.take(size) == (None if lowest is None else lowest * UNIT)
+        if lowest is not None:
+            taken |= set(range(lowest, lowest + units))
+
+
+def test_an_empty_file_has_room_from_its_start() -> None:
+    places = FreePlaces(3 * UNIT, UNIT)
+    assert [places.take(UNIT) for _ in range(4)] == [0, UNIT, 2 * UNIT, None]
+
+
+@FUZZ
+@given(
+    drawn=EXTENTS,
+    discarded=st.sets(st.integers(0, 8)),
+    first=st.integers(0, UNITS),
+    size=st.integers(1, 8 * UNIT),
+)
+def test_extents_without_a_name_are_found_by_each_of_their_bytes(
+    drawn: list[tuple[int, int]], discarded: set[int], first: int, size: int
+) -> None:
+    extents, unnamed = placed(drawn), UnnamedExtents()
+    for offset, length in extents.items():
+        unnamed.add(offset, length)
+    for number in discarded:
+        if number < len(drawn):
+            offset = list(placed(drawn))[number]
+            extents.pop(offset)
+            unnamed.discard(offset)
+            unnamed.discard(offset)
+    assert unnamed.extents() == list(extents.items())
+    assert len(unnamed) == len(extents)
+    start = first * UNIT
+    inside = range(start, start + size)
+    assert unnamed.within(start, size) == [
+        offset
+        for offset, length in extents.items()
+        if offset < inside.stop and offset + length > inside.start
+    ]
