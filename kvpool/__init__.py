@@ -34,6 +34,7 @@ from kvpool.errors import (
     Unavailable,
     UsageError,
 )
+from kvpool.registry import check_transports
 from kvpool.types import (
     ROOT,
     BlockKey,
@@ -88,6 +89,7 @@ __all__ = [
     "Unavailable",
     "UsageError",
     "WriteStatus",
+    "check_transports",
     "connect",
     "dev",
     "local_secret",

@@ -7,8 +7,9 @@ looked up among them, never imported. (design: plug-ins)
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpool import logs
@@ -104,6 +105,21 @@ def check_settings(specs: Iterable[str]) -> None:
             except ConfigError:
                 continue
             settings_of(make, settings, f"transport {scheme!r}")
+
+
+def check_transports(specs: Collection[str]) -> None:
+    """Raises ConfigError for a transport that is not installed, and for a wrong setting of one.
+
+    For a program that asks for these and no others. A client leaves transports out that are not
+    installed, so one whose only transport is misspelt would never find a pool.
+    """
+    known = sorted(installed(TRANSPORTS))
+    for scheme, _, _ in map(parse_transport, specs):
+        if scheme not in known:
+            close = difflib.get_close_matches(scheme, known, 1, 0.5)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"unknown transport {scheme!r}; {meant}installed: {', '.join(known)}")
+    check_settings(specs)
 
 
 def tiers(config: ServerConfig) -> list[Tier]:

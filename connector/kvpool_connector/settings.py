@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvpool import ClientConfig, Cluster, ConfigError, read_secret
+from kvpool import ClientConfig, Cluster, ConfigError, check_transports, read_secret
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -75,26 +75,76 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse(given: Mapping[str, Any]) -> Settings:
-    """The settings of an engine. Raises ConfigError: one sentence that names the setting."""
+    """The settings of an engine. Raises ConfigError: one sentence that names the setting, what is
+    expected, and the nearest name that is known."""
     known = [field.name for field in msgspec.structs.fields(Settings)]
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, 1, 0.4)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            raise ConfigError(f"kv_connector_extra_config: unknown setting {name!r}; {hint}")
-    try:
-        settings = msgspec.convert(dict(given), Settings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+            raise _refusal(f"unknown setting {name!r}; {_known(str(name), known)}")
+    for field in msgspec.structs.fields(Settings):
+        if field.name in given:
+            _check_value(field.name, given[field.name], field.type)
+    settings = msgspec.convert(dict(given), Settings)
     for master in settings.masters:
-        _check_address(master)
+        host, _, port = master.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise _refusal(f"master {master!r}: expected host:port, such as 127.0.0.1:7450")
+    try:
+        check_transports(settings.transports)
+    except ConfigError as error:
+        raise _refusal(f"transports: {error}") from None
     return settings
 
 
-def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"kv_connector_extra_config: master {address!r}: expected host:port, "
-            "such as 127.0.0.1:7450"
-        )
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant; empty if none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, 0.5)), "")
+
+
+def _refusal(sentence: str) -> ConfigError:
+    return ConfigError(f"kv_connector_extra_config: {sentence}")
+
+
+def _known(name: str, known: Iterable[str]) -> str:
+    """For the end of a sentence about a name that is not known."""
+    known = list(known)
+    close = nearest(name, known)
+    meant = f"did you mean {close!r}? " if close else ""
+    return f"{meant}known: {', '.join(known)}"
+
+
+def _check_value(name: str, value: object, wanted: Any) -> None:
+    try:
+        msgspec.convert(value, wanted)
+    except msgspec.ValidationError:
+        kind = msgspec.inspect.type_info(wanted)
+        near = ""
+        if isinstance(kind, msgspec.inspect.LiteralType):
+            near = nearest(str(value), map(str, kind.values))
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise _refusal(f"{name} is {value!r}, expected {_expected(kind)}{hint}") from None
+
+
+def _expected(kind: msgspec.inspect.Type) -> str:
+    """The values of a type, in words."""
+    match kind:
+        case msgspec.inspect.LiteralType(values):
+            return "one of " + ", ".join(repr(value) for value in values)
+        case msgspec.inspect.ListType():
+            return "a list of at least one text"
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            number = "a whole number" if isinstance(kind, msgspec.inspect.IntType) else "a number"
+            limits = [
+                f"{words} {limit}"
+                for words, limit in (
+                    ("above", kind.gt),
+                    ("from", kind.ge),
+                    ("to", kind.le),
+                )
+                if limit is not None
+            ]
+            return " ".join([number, *limits])
+        case _:
+            return "a text"

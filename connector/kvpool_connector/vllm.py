@@ -40,6 +40,7 @@ from kvpool_connector.vllm_interface import (
     kv_cache_utils,
 )
 from kvpool_connector.vllm_model import LoadedAdapters, model_info
+from kvpool_connector.vllm_settings import check_when_parsed
 from kvpool_connector.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -350,6 +351,7 @@ def _sends_events(vllm_config: Any) -> bool:
 
 def register() -> None:
     """Make the name known to vLLM, in every process: the `vllm.general_plugins` entry point."""
+    check_when_parsed()
     if KVPoolConnector.__name__ not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             KVPoolConnector.__name__, __name__, KVPoolConnector.__name__

@@ -18,6 +18,7 @@ import vllm
 SUPPORTED: Final = "0.32"
 
 try:
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import BlockStored
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -63,7 +64,9 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "KVTransferConfig",
     "SupportsHMA",
+    "VllmConfig",
     "get_pp_group",
     "get_tp_group",
     "group_kernel_blocks",
@@ -78,6 +81,8 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
         "_registry",
         "whether the connector's name is known to MultiConnector already",
     ),
+    (KVTransferConfig, "__post_init__", "checking settings when they are parsed"),
+    (VllmConfig, "__post_init__", "checking settings when they are parsed"),
     (KVConnectorBase_V1, "_get_connector_metadata", "the work of the current step"),
     (KVConnectorBase_V1, "_kv_transfer_config", "the connector's settings"),
     (KVConnectorBase_V1, "_kv_cache_config", "the KV cache groups"),

@@ -158,9 +158,34 @@ def test_settings_are_checked_by_name() -> None:
     assert settings.parse({}).masters == ["127.0.0.1:7450"]
     with pytest.raises(ConfigError, match="did you mean 'lookup_timeout_s'"):
         settings.parse({"lookup_timeout": 1})
-    for wrong in ({"masters": []}, {"loads_max": 0}, {"load": "maybe"}, {"masters": ["x:99999"]}):
-        with pytest.raises(ConfigError, match="kv_connector_extra_config"):
-            settings.parse(wrong)
+    with pytest.raises(ConfigError, match=r"unknown setting 'zzz'; known: masters, cluster"):
+        settings.parse({"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"masters": []}, "masters is [], expected a list of at least one text"),
+        ({"masters": ["x:99999"]}, "master 'x:99999': expected host:port, such as 127.0.0.1:7450"),
+        ({"load": "alwys"}, "one of 'always', 'auto', 'never'; did you mean 'always'?"),
+        ({"load": 3}, "load is 3, expected one of 'always', 'auto', 'never'"),
+        ({"loads_max": 0}, "loads_max is 0, expected a whole number from 1 to 1000000"),
+        ({"lookup_timeout_s": "5"}, "is '5', expected a number above 0 to 3600"),
+        ({"save_decode": "no"}, "save_decode is 'no', expected true or false"),
+        ({"transports": ["smh"]}, "unknown transport 'smh'; did you mean 'shm'? installed: "),
+        ({"transports": ["tcp?x=1"]}, "transport 'tcp' has no setting 'x'"),
+        ({"transports": ["tcp", "?"]}, "transport '?': expected a name"),
+    ],
+)
+def test_a_value_that_is_not_valid_is_answered_with_the_valid_ones(
+    wrong: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings.parse(wrong)
+    text = str(caught.value)
+    assert text.startswith("kv_connector_extra_config: ")
+    assert sentence in text
+    assert "\n" not in text
 
 
 def test_hints_that_make_no_sense_are_left_out() -> None:

@@ -74,7 +74,7 @@ NEIGHBOURS = {
 }
 PURE = ("kvpool.wire", "kvpool.server.state", "kvpool.server.eviction", "kvpool.master.state")
 #: The root package re-exports what a program imports.
-ROOT_EXPORTS = {"client", "config", "errors", "types", "sync", "dev"}
+ROOT_EXPORTS = {"client", "config", "errors", "registry", "types", "sync", "dev"}
 
 
 def room_of(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,8 +24,10 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,7 +36,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpool import ConfigError, Namespace
+from kvpool import Namespace
 from kvpool_connector.adapters import SaltedHashes
 from kvpool_connector.messages import (
     AdapterInfo,
@@ -46,6 +50,7 @@ from kvpool_connector.messages import (
     WorkerReport,
 )
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
+from kvpool_connector.vllm_settings import RefusedSettings
 from tests.connector.vllm.helpers import free_port, transfer
 from tests.support.local_pool import LocalPool
 
@@ -580,18 +585,48 @@ def test_a_decode_step_makes_no_table_of_blocks(
     played.finish()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"master": ["127.0.0.1:7450"]}, "unknown setting 'master'; did you mean 'masters'"),
-        ({"masters": ["nowhere"]}, "master 'nowhere': expected host:port"),
-        ({"load": "sometimes"}, r"\$.load"),
-        ({"lookup_timeout_s": -1}, r"\$.lookup_timeout_s"),
-    ],
-)
-def test_a_setting_that_makes_no_sense_is_named(
-    settings: dict[str, Any], message: str, model: Callable[..., Path]
+WRONG_SETTINGS = [
+    ({"master": ["127.0.0.1:7450"]}, "unknown setting 'master'; did you mean 'masters'?"),
+    ({"masters": ["nowhere"]}, "master 'nowhere': expected host:port"),
+    ({"transports": ["smh"]}, "unknown transport 'smh'; did you mean 'shm'?"),
+    ({"load": "sometimes"}, "load is 'sometimes', expected one of"),
+    ({"lookup_timeout_s": -1}, "lookup_timeout_s is -1, expected a number"),
+    ({"secret_file": "/no/such"}, "secret file '/no/such': No such file"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_SETTINGS)
+def test_a_wrong_setting_is_named_when_the_configuration_is_parsed(
+    settings: dict[str, Any], message: str
 ) -> None:
     config = {**transfer("127.0.0.1:7450"), "kv_connector_extra_config": settings}
-    with pytest.raises(ConfigError, match=message):
-        Played(model(), config)
+    with pytest.raises(RefusedSettings, match=re.escape(message)):
+        KVTransferConfig(**config)
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, config]
+        },
+    }
+    with pytest.raises(RefusedSettings, match=re.escape(message)):
+        KVTransferConfig(**several)
+    other = {**config, "kv_connector": "ExampleConnector"}
+    assert KVTransferConfig(**other).kv_connector_extra_config == settings
+
+
+def test_a_setting_that_was_wrong_before_the_plugin_was_loaded_stops_the_start() -> None:
+    config = KVTransferConfig(**transfer("127.0.0.1:7450"))
+    config.kv_connector_extra_config = {"load": "sometimes"}
+    with pytest.raises(RefusedSettings, match="expected one of"):
+        VllmConfig(kv_transfer_config=config)
+
+
+def test_the_command_line_ends_with_the_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
+    config = {**transfer("127.0.0.1:7450"), "kv_connector_extra_config": {"transports": ["smh"]}}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-transfer-config", json.dumps(config)])
+    printed = capfd.readouterr().err
+    assert printed.count("unknown transport 'smh'; did you mean 'shm'?") == 1
+    assert "unknown transport 'smh'" in printed.strip().splitlines()[-1]

@@ -1,0 +1,65 @@
+"""The connector's settings, checked when vLLM parses its configuration: before it loads weights.
+
+vLLM makes a connector after the weights are loaded, and no method that it calls on a connector
+earlier is always called (`requires_piecewise_for_cudagraph` gets the settings only where CUDA
+graphs are on). So the plugin, which vLLM loads before it parses, has two of vLLM's configuration
+classes end with this check. Both classes are public. (design: settings-check)
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from kvpool import ConfigError, KvpoolError
+from kvpool_connector import settings
+from kvpool_connector.vllm_interface import KVTransferConfig, VllmConfig
+
+CONNECTOR: Final = "KVPoolConnector"
+
+
+class RefusedSettings(KvpoolError, argparse.ArgumentTypeError):
+    """A setting is wrong; the text names it.
+
+    Of this type, because `vllm serve` prints the text of such an error as its last line. A
+    ValueError would get lost in the middle of the report that pydantic makes of it.
+    """
+
+
+@functools.cache
+def check_when_parsed() -> None:
+    """From now on vLLM refuses a configuration whose settings for this connector are wrong.
+
+    `KVTransferConfig` is made by the parser of the command line. `VllmConfig` is checked too,
+    because a program may have made its `KVTransferConfig` before vLLM loaded the plugin. Called
+    again, this does nothing.
+    """
+    for owner in (KVTransferConfig, VllmConfig):
+        owner.__post_init__ = _then_check(owner.__post_init__)
+
+
+def _then_check(post_init: Any) -> Any:
+    @functools.wraps(post_init)
+    def checked(config: Any) -> None:
+        post_init(config)
+        transfer = getattr(config, "kv_transfer_config", config)
+        for given in _given(transfer) if transfer is not None else ():
+            try:
+                settings.parse(given).member()
+            except ConfigError as error:
+                raise RefusedSettings(str(error)) from None
+
+    return checked
+
+
+def _given(transfer: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of each connector of this kind: alone, or in a MultiConnector."""
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == CONNECTOR:
+        yield extra
+    elif transfer.kv_connector == "MultiConnector":
+        for child in extra.get("connectors", ()):
+            if isinstance(child, Mapping) and child.get("kv_connector") == CONNECTOR:
+                yield child.get("kv_connector_extra_config", {})
