@@ -1,10 +1,10 @@
 """Memory mappings that the kernel can keep in huge pages, and a thread that touches them early.
 
 A segment lies in a memfd that its server maps (the tier `dram`) and that clients on the same host
-map as well (the transport `shm`). Both want the same three things:
+map as well (the transport `shm`). Both want an address at a multiple of 2 MiB: at any other address
+the kernel maps small pages only, and into scattered small pages a disk reads up to a third slower.
+The server, whose memory it is, wants two things more:
 
-- an address at a multiple of 2 MiB: at any other address the kernel maps small pages only, and into
-  scattered small pages a disk reads up to a third slower;
 - huge pages where the administrator reserved none: the kernel is asked to collapse small pages into
   huge ones, which it does also where it would not use any for a memfd by itself (the default);
 - pages touched in advance: the first access to a fresh page is several times slower.
@@ -42,7 +42,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 class HugePageMapping:
     """`size` bytes of a file, shared, from its beginning; `memory` is a view of all of them.
 
-    The address is a multiple of a huge page, whatever the size.
+    The address is a multiple of a huge page, whatever the size. `memory` can be written to if the
+    mapping is `writable`; one that is not may become so later (`make_writable`).
     """
 
     def __init__(
@@ -62,22 +63,24 @@ class HugePageMapping:
         not have yet. With `collapse` the pages become huge ones where possible. Without `inherit` a
         forked child does not have the mapping. Raises OSError when the memory cannot be mapped.
         """
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._inherit = inherit
         # `mmap` in Python takes no address: reserve more than is needed, and map the file over the
         # part that is aligned. Closing the reservation unmaps both.
-        self._map = _reserve(size, access)
+        self._map = _reserve(size)
         reserved = np.frombuffer(self._map, np.uint8).ctypes.data
         offset = -reserved % HUGE_PAGE
         #: Where `memory` begins; a multiple of `HUGE_PAGE`.
         self.address: int = reserved + offset
         if fd >= 0:
-            _map_over(self.address, fd, size, access)
-        if not inherit:
+            self._map_over(fd, size, writable=writable)
+        elif not inherit:
             self._map.madvise(mmap.MADV_DONTFORK)
         if collapse:
             with contextlib.suppress(OSError):  # kernels without huge pages for memfds
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = memoryview(self._map)[offset : offset + size]
+        self._memory = memoryview(self._map)[offset : offset + size]
+        #: Read-only unless the mapping was made `writable`.
+        self.memory = self._memory if writable else self._memory.toreadonly()
         self._populate = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
         self._collapse = collapse
         self._stop = threading.Event()
@@ -91,12 +94,26 @@ class HugePageMapping:
         if self._thread is not None:
             self._thread.join()
 
+    def make_writable(self, fd: int) -> memoryview:
+        """Map a writable descriptor of the same file at the same address; a view of it.
+
+        Views of `memory` stay valid, and other threads may read through them meanwhile: the kernel
+        replaces the pages in one step. The caller keeps owning the descriptor. Raises OSError.
+        """
+        size = len(self._memory)
+        # First elsewhere: where the kernel refuses it here, it may have removed the old mapping
+        # already, and the next read would end the process.
+        mmap.mmap(fd, size).close()
+        self._map_over(fd, size, writable=True)
+        return self._memory
+
     def close(self) -> None:
         """Stop the thread and unmap. Idempotent. Views that callers hold keep the memory mapped."""
         self._stop.set()
         self.wait_until_touched()  # it must not touch addresses that are mapped to something else
         with contextlib.suppress(BufferError):  # a view is still held; the memory goes with it
             self.memory.release()
+            self._memory.release()
             self._map.close()
 
     def _touch_pages(self) -> None:
@@ -111,16 +128,18 @@ class HugePageMapping:
             if self._collapse and step >= HUGE_PAGE:  # may fail, and then the pages stay small
                 _libc.madvise(start, step, _MADV_COLLAPSE)
 
+    def _map_over(self, fd: int, size: int, *, writable: bool) -> None:
+        """Replace the memory at `address` by a shared mapping of the file."""
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(self.address, size, access, flags, fd, 0) != self.address:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        if not self._inherit:
+            self._map.madvise(mmap.MADV_DONTFORK)
 
-def _reserve(size: int, access: int) -> mmap.mmap:
+
+def _reserve(size: int) -> mmap.mmap:
     """Anonymous memory that contains `size` bytes from a multiple of a huge page on."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    return mmap.mmap(-1, size + HUGE_PAGE, flags=flags, prot=access)
-
-
-def _map_over(address: int, fd: int, size: int, access: int) -> None:
-    """Replace memory that is reserved by a shared mapping of the file."""
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    if _libc.mmap(address, size, access, flags, fd, 0) != address:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    return mmap.mmap(-1, size + HUGE_PAGE, flags=flags)

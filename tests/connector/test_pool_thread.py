@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvpool_connector.block_memory import memory_of
 from kvpool_connector.messages import (
     GroupBlocks,
     LoadRequest,
+    ModelInfo,
     ProbeRequest,
     SaveRequest,
     StepWork,
@@ -86,13 +88,13 @@ def test_without_a_thread_every_transfer_ends_at_once(closed: PoolThread) -> Non
     """The engine gets its blocks back: nothing will be written to them."""
     worker = ConnectorWorker(SETTINGS, closed, Rank(0, 0, True))
     memory = torch.zeros(8, 4096, dtype=torch.uint8)
-    worker.register([memory_of({"layer.0": memory})], lambda: "kernel")
+    worker.register([memory_of({"layer.0": memory})], partial(ModelInfo, packing="kernel"))
     load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
     save = SaveRequest(7, (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),))
     probe = ProbeRequest((GroupBlocks(0, CHAIN, ()),), 1.0)
     namespaces = (Namespace("n"),)
-    worker.start_loads(StepWork(1, namespaces, loads=[load]))
-    worker.start_saves(StepWork(1, namespaces, saves=[save], probe=probe))
+    worker.start_loads(StepWork(1, namespaces, loads=[load], serials=(1,)))
+    worker.start_saves(StepWork(1, namespaces, saves=[save], probe=probe, serials=(1,)))
     finished = worker.take_finished()
     assert (finished.loaded | finished.failed, finished.bad_blocks) == ({"r"}, {1, 2})
     report = worker.take_report()

@@ -129,6 +129,12 @@ class _SimSegment:
             raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
         return memory[offset : offset + size]
 
+    def target(self, offset: int, size: int) -> memoryview:
+        memory = cast(memoryview, self._memory)
+        if offset + size > len(memory):
+            raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
+        return memory[offset : offset + size]
+
     async def dial(self, deadline: float) -> Stream:
         loop = asyncio.get_running_loop()
         host, _, port = self._address.removeprefix("shm://").partition(":")

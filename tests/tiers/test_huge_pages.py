@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.huge_pages import HUGE_PAGE, HugePageMapping
@@ -131,6 +133,77 @@ def test_a_child_does_not_inherit_what_it_must_not(fd: int) -> None:
     assert flags is not None
     assert "dc" in flags[1].split()
     mapping.close()
+
+
+def test_a_mapping_becomes_writable_where_it_is(fd: int) -> None:
+    os.ftruncate(fd, 3 * MIB)
+    mapping = HugePageMapping(fd, 3 * MIB, writable=False, prefault=False, inherit=False)
+    address, view = mapping.address, mapping.memory[:5]
+    with pytest.raises(TypeError):
+        view[:] = b"wrong"
+    mapping.make_writable(fd)[2 * MIB : 2 * MIB + 4] = b"last"
+    mapping.make_writable(fd)[:5] = b"first"
+    assert bytes(view) == b"first"
+    assert view.readonly
+    assert mapping.memory.readonly
+    assert os.pread(fd, 4, 2 * MIB) == b"last"
+    maps = Path("/proc/self/smaps").read_text()
+    found = re.search(rf"{address:x}-\S+ (\S+).*?VmFlags:([^\n]*)", maps, re.S)
+    assert found is not None
+    assert found[1] == "rw-s"
+    assert "dc" in found[2].split()  # still not inherited
+    view.release()
+    mapping.close()
+    assert not mapped(fd)
+
+
+def test_a_mapping_becomes_writable_while_threads_read_it(fd: int) -> None:
+    """A thread that found no page for a moment would be killed, and the engine with it."""
+    size = 16 * MIB
+    os.ftruncate(fd, size)
+    os.pwrite(fd, b"\7" * size, 0)
+    mapping = HugePageMapping(fd, size, writable=False, prefault=False)
+    stop = threading.Event()
+    wrong: list[int] = []
+
+    def read(first: int) -> None:
+        array = np.frombuffer(mapping.memory, np.uint8)[first:]
+        while not stop.is_set():
+            if not (array[::4096] == 7).all():
+                wrong.append(first)
+
+    threads = [threading.Thread(target=read, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        mapping.make_writable(fd)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    mapping.close()
+
+
+@pytest.mark.parametrize("why", ["closed", "read-only", "sealed"])
+def test_a_mapping_that_cannot_become_writable_stays_as_it_is(why: str) -> None:
+    fd = os.memfd_create("kvpool-test-huge-pages", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    os.pwrite(fd, b"kept", 0)
+    mapping = HugePageMapping(fd, 4096, writable=False, prefault=False)
+    try:
+        if why == "sealed":
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE
+        other = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) if why == "read-only" else os.dup(fd)
+        if why == "closed":
+            os.close(other)
+        with pytest.raises(OSError, match=r"Bad file|Permission denied|not permitted"):
+            mapping.make_writable(other)
+        assert bytes(mapping.memory[:4]) == b"kept"
+        if why != "closed":
+            os.close(other)
+    finally:
+        mapping.close()
+        os.close(fd)
 
 
 def test_a_closed_descriptor_is_an_os_error() -> None:

@@ -262,25 +262,43 @@ def _is_served(path: str) -> bool:
 
 
 class _Mapping:
-    """A server's segment, mapped here; touched in the background so that first reads are fast.
+    """A server's segment, mapped here once; a page is mapped when it is touched.
 
-    It lies in huge pages, as far as the server could get them; at an address that is not aligned
-    they would be mapped here as small ones.
+    So this process's resident memory has of the segment only what it has read or written. It lies
+    in huge pages, as far as the server could get them; at an address that is not aligned they would
+    be mapped here as small ones. (design: one-mapping)
     """
 
-    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, size: int) -> None:
         # Not inherited: a forked child must not have a writer's mapping.
-        self._mapping = HugePageMapping(fd, size, writable=writable, inherit=False)
+        self._mapping = HugePageMapping(fd, size, writable=False, prefault=False, inherit=False)
+        self._writable: memoryview | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        return self._writable is not None
+
+    def make_writable(self, fd: int) -> None:
+        if self._writable is None:
+            self._writable = self._mapping.make_writable(fd)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Raises BadMessage when the server names memory outside of its segment."""
-        memory = self._mapping.memory
-        if offset + size > len(memory):
-            raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
-        return memory[offset : offset + size]
+        """Read-only. Raises BadMessage when the server names memory outside of its segment."""
+        return _extent(self._mapping.memory, offset, size)
+
+    def target(self, offset: int, size: int) -> memoryview:
+        """The same, to write to, once the mapping is writable."""
+        assert self._writable is not None
+        return _extent(self._writable, offset, size)
 
     def close(self) -> None:
         self._mapping.close()
+
+
+def _extent(memory: memoryview, offset: int, size: int) -> memoryview:
+    if offset + size > len(memory):
+        raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
+    return memory[offset : offset + size]
 
 
 class _Segment:
@@ -292,33 +310,29 @@ class _Segment:
         self._client = client
         self._inode = 0
         self._size = 0
-        self._reader: _Mapping | None = None
-        self._writer: _Mapping | None = None
+        self._mapping: _Mapping | None = None
         self._becoming_writer = asyncio.Lock()
         self._closed = False
 
     def readable(self) -> _Mapping:
-        if self._reader is None:
+        if self._mapping is None:
             raise LinkBroken("the channel is closed")
-        return self._reader
+        return self._mapping
 
     async def writable(self, deadline: float) -> _Mapping:
-        if self._writer is None and not self._closed:
+        if not self.readable().is_writable:
             with os_errors(f"segment of {self._address}"):
                 async with asyncio.timeout_at(deadline), self._becoming_writer:
-                    if self._writer is None:
+                    if not self.readable().is_writable:
                         sock = await self._dial(deadline, writer=True)
                         sock.close()  # the mapping stays
-        if self._writer is None:
-            raise LinkBroken("the channel is closed")
-        return self._writer
+        return self.readable()
 
     def close(self) -> None:
         self._closed = True
-        for mapping in (self._reader, self._writer):
-            if mapping is not None:
-                mapping.close()
-        self._reader = self._writer = None
+        if self._mapping is not None:
+            self._mapping.close()
+        self._mapping = None
 
     async def dial(self, deadline: float) -> Stream:
         loop = asyncio.get_running_loop()
@@ -372,13 +386,13 @@ class _Segment:
                 raise BadMessage("the two descriptors are of different segments")
             if not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise BadMessage("the segment could shrink under us: it is not sealed")
-            if self._reader is None:
-                self._reader = _Mapping(fds[0], size, writable=False)
+            if self._mapping is None:
+                self._mapping = _Mapping(fds[0], size)
                 self._inode, self._size = status.st_ino, size
             elif (status.st_ino, size) != (self._inode, self._size):
                 raise LinkBroken(f"another segment is served at {self._address} now")
             if len(fds) > 1:
-                self._writer = _Mapping(fds[1], size, writable=True)
+                self._mapping.make_writable(fds[1])
         finally:
             for fd in fds:
                 os.close(fd)

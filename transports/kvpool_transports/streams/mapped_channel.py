@@ -30,26 +30,30 @@ from kvpool_transports.streams.stream import Stream
 
 
 class Memory(Protocol):
-    """One mapping of a server's segment in this process."""
+    """A server's segment in this process."""
 
     def view(self, offset: int, size: int) -> memoryview:
-        """`size` bytes at `offset`. Raises BadMessage for bytes outside of the segment."""
+        """`size` bytes at `offset`, read-only. Raises BadMessage for bytes outside of the
+        segment."""
+
+    def target(self, offset: int, size: int) -> memoryview:
+        """The same, to write to."""
 
 
 class Segment(Protocol):
     """A server's memory, mapped by the first connection to it. Raises LinkBroken once closed."""
 
     def readable(self) -> Memory:
-        """The read-only mapping, for reads and views."""
+        """The mapping, for reads and views."""
 
     async def writable(self, deadline: float) -> Memory:
-        """The writable mapping, made at the first write: a client that only reads has none.
+        """The mapping, writable since the first write: a client that only reads cannot write.
 
         Raises Unavailable, PeerError.
         """
 
     def close(self) -> None:
-        """Unmap both. Idempotent. Views that are still in use keep their mapping."""
+        """Unmap it. Idempotent. Views that are still in use keep their mapping."""
 
 
 class MappedChannel:
@@ -87,7 +91,7 @@ class MappedChannel:
             )
             if reserved.offsets:
                 targets = [
-                    memory.view(offset, blocks[i].size)
+                    memory.target(offset, blocks[i].size)
                     for i, offset in zip(granted, reserved.offsets, strict=True)
                 ]
                 jobs = [
