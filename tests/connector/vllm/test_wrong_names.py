@@ -1,0 +1,195 @@
+"""Engines whose KV differs share nothing, whatever makes it differ; a plain engine is the truth.
+
+Each case is a pair of engines of one model's name, of which the first has filled the pool. Without
+the field that keeps them apart, the second one answers every prompt of these wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.connector.vllm.engine import ENVIRONMENT
+from tests.connector.vllm.helpers import ROOT, prompt, transfer
+from tests.support.local_pool import LocalPool
+
+pytestmark = pytest.mark.timeout(400)
+
+#: They share nothing with each other, so that no engine finds a prefix in its own cache.
+PROMPTS = [prompt(number, 300, 0) for number in range(200, 203)]
+WARM_UP = prompt(209, 40, 0)
+#: Tokens of the whole blocks of each.
+WHOLE = 288
+
+
+class Sequence:
+    """Engines one after the other, in one process that imports vLLM once."""
+
+    def __init__(self, log: Path, pool: LocalPool) -> None:
+        self.log = log
+        self.filled: set[str] = set()  # tenants whose first engine has run
+        self._pool = pool
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.connector.vllm.sequence"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+        )
+        self._answer()
+
+    def run(
+        self, model: Path, *, tenant: str = "", adapter: Path | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Start an engine and ask it `PROMPTS`; with a tenant it uses the pool, as that one.
+
+        With an adapter it is asked something else before: then it has loaded the adapter.
+        """
+        given: dict[str, Any] = {"model": str(model), "max_model_len": 2048, **arguments}
+        if tenant:
+            given["kv_transfer_config"] = transfer(
+                self._pool.master, tenant=tenant, model="the same", transports=["tcp"]
+            )
+        rounds = [[WARM_UP], PROMPTS] if adapter else [PROMPTS]
+        told = {"arguments": given, "rounds": rounds, "adapter": adapter and str(adapter)}
+        stdin: IO[str] | None = self._process.stdin
+        assert stdin is not None
+        print(json.dumps(told), file=stdin, flush=True)
+        *_, answer = self._answer()
+        if tenant:
+            self._pool.settled()
+        return dict(answer)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the engine ended; {self.log}:\n{self.log.read_text()[-4000:]}"
+        return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def engines(logs: Callable[[str], Path], shared_pool: LocalPool) -> Iterator[Sequence]:
+    sequence = Sequence(logs("sequence"), shared_pool)
+    yield sequence
+    sequence.close()
+
+
+def keep_apart(
+    engines: Sequence, tenant: str, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """The first engine fills the pool; the second one finds nothing and answers as without it."""
+    if tenant not in engines.filled:
+        engines.run(**first, tenant=tenant)
+        engines.filled.add(tenant)
+    answer = engines.run(**second, tenant=tenant)
+    truth = engines.run(**second)
+    assert answer == truth
+    assert answer["cached"] == [0] * len(PROMPTS)
+
+
+def test_an_equal_engine_finds_everything(model: Callable[..., Path], engines: Sequence) -> None:
+    """The other cases would pass as well if engines never shared anything."""
+    first = engines.run(model(), tenant="names")
+    engines.filled.add("names")
+    second = engines.run(model(), tenant="names", max_model_len=4096, max_num_seqs=4)
+    assert first["tokens"] == second["tokens"]
+    assert second["cached"] == [WHOLE] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 50_000.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+    ],
+    ids=["theta", "yarn"],
+)
+def test_rope_parameters_that_overrides_change(
+    rope: dict[str, Any], model: Callable[..., Path], engines: Sequence
+) -> None:
+    overrides = {"hf_overrides": {"rope_parameters": {"rope_theta": 10_000.0, **rope}}}
+    keep_apart(engines, "names", {"model": model()}, {"model": model(), **overrides})
+
+
+def test_experts_per_token(model: Callable[..., Path], engines: Sequence) -> None:
+    folder = model("qwen3_moe", layers=2)
+    overrides = {"num_experts_per_tok": 1}
+    keep_apart(engines, "moe", {"model": folder}, {"model": folder, "hf_overrides": overrides})
+
+
+def test_rope_factors_that_the_longest_context_chooses(
+    model: Callable[..., Path], engines: Sequence
+) -> None:
+    folder = model("phi3", layers=2)
+    longer = {"model": folder, "max_model_len": 4096}
+    keep_apart(engines, "longrope", {"model": folder}, longer)
+
+
+def test_embeddings_that_were_trained(
+    model: Callable[..., Path], engines: Sequence, tmp_path: Path
+) -> None:
+    """Equal files but for the rows of most tokens; the first KiB of every tensor is equal."""
+    trained = tmp_path / model().name
+    shutil.copytree(model(), trained)
+    weights = load_file(trained / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    generator = torch.Generator().manual_seed(7)
+    rows[10:] += torch.randn(rows[10:].shape, generator=generator).to(rows.dtype) * 0.2
+    save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
+    keep_apart(engines, "names", {"model": model()}, {"model": trained})
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter for the tiny model, strong enough to change its answers."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(4):
+        for name, size in (("q_proj", 128), ("v_proj", 64)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.3
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(size, 8, generator=generator) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_adapter_that_was_replaced_on_disk(
+    model: Callable[..., Path], engines: Sequence, tmp_path: Path
+) -> None:
+    """Under its old name and path."""
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    old = {"model": model(), "adapter": adapter(tmp_path / "chat", 1), **lora}
+    computed = engines.run(**old, tenant="lora")
+    loaded = engines.run(**old, tenant="lora")
+    assert loaded["tokens"] == computed["tokens"]
+    assert loaded["cached"] == [WHOLE] * len(PROMPTS)
+    new = {"model": model(), "adapter": adapter(tmp_path / "chat", 2), **lora}
+    answer = engines.run(**new, tenant="lora")
+    truth = engines.run(**new)
+    assert answer == truth
+    assert answer["tokens"] != loaded["tokens"]
