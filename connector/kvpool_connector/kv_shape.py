@@ -189,7 +189,7 @@ _HF_IGNORED: Final = frozenset(
 #: Attributes of modules that say where a part of the model is or how much it can hold.
 _MODULE_IGNORED: Final = re.compile(
     r"rank|prefix|name|path|device|num_local|n_local|_physical|max_model_len|max_num|max_seq"
-    r"|max_batch|workspace|training|^_is_full|^_enforce|^dp_|^ep_|^world"
+    r"|max_batch|workspace|training|compile|^_is_full|^_enforce|^dp_|^ep_|^world"
 )
 #: A longer text is cut and gets a hash of all of it.
 _TEXT_MAX: Final = 160

@@ -50,7 +50,8 @@ class EngineNames:
         self.namespaces: tuple[Namespace, ...] = ()
         #: Why this engine shares nothing, in one sentence.
         self.problem = ""
-        #: What shapes its KV: the fields of the name, and what its digests are made of.
+        #: For `kvpool doctor`: the name of the first group, the fields that all names have, and
+        #: what their digests are made of; or the problem.
         self.description: dict[str, str] = {}
         #: Whether its LoRA adapters can be told apart.
         self.knows_adapters = False
@@ -110,6 +111,7 @@ class EngineNames:
             )
         if unknown:
             self.problem = f"nothing is loaded or saved: {unknown}"
+            self.description = {"problem": self.problem}
             return True
         self.knows_adapters = all(model.adapters for model in models)
         shape = "\n".join(f"{name}={value}" for name, value in models[0].description)
@@ -122,13 +124,14 @@ class EngineNames:
         }
         if self._generation:
             fields["generation"] = self._generation
-        self.description = {
-            **{name: str(value) for name, value in fields.items()},
-            "groups": " ".join(f"{number}:{kind}" for number, kind in enumerate(engine.kinds)),
-            **{f"shape.{name}": value for name, value in models[0].description},
-        }
         self.namespaces = tuple(
             namespace.name({**fields, "group": f"{number}:{kind}"}, parts=engine.parts)
             for number, kind in enumerate(engine.kinds)
         )
+        self.description = {
+            "namespace": self.namespaces[0].name,
+            **{name: str(value) for name, value in fields.items()},
+            "groups": " ".join(f"{number}:{kind}" for number, kind in enumerate(engine.kinds)),
+            **{f"shape.{name}": value for name, value in models[0].description},
+        }
         return True

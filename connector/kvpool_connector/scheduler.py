@@ -37,6 +37,8 @@ from kvpool_connector.worker import IDLE_S
 #: Metrics that always have news, such as the hooks' own time, are reported this often.
 _METRICS_EVERY_S: Final = 1.0
 #: Lookups without an answer are in the log this often.
+#: The engine's description is sent to its front end this often: one that has missed it gets it.
+_DESCRIBE_EVERY_S: Final = 60.0
 _WARN_EVERY_S: Final = 60.0
 #: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
 #: lookup that is not waited for so long costs its request a whole step. So long in all per step.
@@ -120,6 +122,8 @@ class ConnectorScheduler:
         self._reported_step = 0
         self._warned_adapters = False
         self._explained = False
+        self._described: dict[str, str] = {}
+        self._described_at = -math.inf
         poller = MatchPoller(settings.client(), settings.member())
         self._lookups = Lookups(poller, settings.start_wait_s, clock)
         self._wait_left_s = _WAIT_S
@@ -268,6 +272,15 @@ class ConnectorScheduler:
         if prefill_s:
             metrics["prefill_tokens_rate"] = _RATE_TOKENS / prefill_s
         return metrics
+
+    def take_description(self) -> dict[str, str]:
+        """The engine's name in fields, when it is new and once a minute; else empty."""
+        now = self._clock()
+        description = self.names.description
+        if description == self._described and now - self._described_at < _DESCRIBE_EVERY_S:
+            return {}
+        self._described, self._described_at = description, now
+        return description
 
     def reset(self) -> None:
         """The weights have changed: what was saved before is never read again."""

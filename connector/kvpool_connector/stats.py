@@ -43,6 +43,8 @@ _GAUGES: Final = {
     "load_bandwidth_bytes": "Estimated bytes per second of a load.",
     "prefill_tokens_rate": "Estimated prompt tokens per second that the engine computes.",
 }
+#: Not a number: what the engine's name is made of, by field. (design: engine-names)
+DESCRIPTION: Final = "description"
 _UNITS: Final = {"load_s": "load_seconds", "save_s": "save_seconds", "hook_s": "hook_seconds"}
 
 
@@ -50,7 +52,7 @@ _UNITS: Final = {"load_s": "load_seconds", "save_s": "save_seconds", "hook_s": "
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
     """Sums since the last report, and gauges. A plain dict: vLLM sends it between processes."""
 
-    data: dict[str, float] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.data = {}
@@ -60,11 +62,13 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
-            self.data[name] = value if name in _GAUGES else self.data.get(name, 0.0) + value
+            latest = name in _GAUGES or name == DESCRIPTION
+            self.data[name] = value if latest else self.data.get(name, 0.0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {f"kvpool {name}": round(value, 4) for name, value in sorted(self.data.items())}
+        numbers = {name: value for name, value in self.data.items() if name != DESCRIPTION}
+        return {f"kvpool {name}": round(value, 4) for name, value in sorted(numbers.items())}
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -94,9 +98,20 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for name, text in _GAUGES.items()
         }
 
-    def observe(self, transfer_stats_data: Mapping[str, float], engine_idx: int = 0) -> None:
+        self._name_info = self._gauge_cls(
+            "vllm:kvpool_name_info",
+            "The fields of the name under which the engine shares blocks; 1: it is so now.",
+            labelnames=[*self._labelnames, "field", "value"],
+            multiprocess_mode="mostrecent",
+        )
+        self._described: dict[int, dict[str, str]] = {}
+
+    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
+            if key == DESCRIPTION:
+                self._describe(engine_idx, value)
+                continue
             name, _, label = key.partition(" ")
             if label and name in self._labelled:
                 self._labelled[name].labels(*engine, label.replace(" ", "_")).inc(value)
@@ -104,6 +119,18 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counters[key].labels(*engine).inc(value)
             elif key in self._gauges:
                 self._gauges[key].labels(*engine).set(value)
+
+    def _describe(self, engine_idx: int, description: Mapping[str, str]) -> None:
+        """Set the series of this description to 1, and end those of the former one."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for former in self._described.get(engine_idx, {}).items():
+            if former not in description.items():
+                self._name_info.labels(*engine, *former).set(0)  # where series cannot be removed
+                if hasattr(self._name_info, "remove"):
+                    self._name_info.remove(*engine, *former)
+        for field_and_value in description.items():
+            self._name_info.labels(*engine, *field_and_value).set(1)
+        self._described[engine_idx] = dict(description)
 
 
 def _metric(name: str) -> str:

@@ -23,7 +23,7 @@ from kvpool_connector.adapters import Adapter, salted
 from kvpool_connector.messages import StepWork, WorkerReport
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
-from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
+from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.values import ScheduledRequest
 from kvpool_connector.vllm_config import engine_of, events_of, memories_of, rank_of
 from kvpool_connector.vllm_interface import (
@@ -292,6 +292,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             data = self._worker.take_counters()
         else:
             data = self._of_scheduler().take_metrics()
+            if description := self._of_scheduler().take_description():
+                return ConnectorStats(data={**data, DESCRIPTION: description})
         return ConnectorStats(data=data) if data else None
 
     @classmethod

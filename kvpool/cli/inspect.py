@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.markup import escape
@@ -177,6 +177,14 @@ def doctor(
     secret_file: SecretFile = None,
     local_only: LocalOnly = False,
     transports: TransportNames = None,
+    engines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            help="Address of a vLLM server, e.g. http://127.0.0.1:8000: instead of all else, show "
+            "under which name it shares blocks. Repeat it, and their names are compared.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check this machine and a pool for problems, and show what to do about them.
@@ -185,13 +193,24 @@ def doctor(
     """
     from kvpool import registry
     from kvpool.ops.doctor import examine
+    from kvpool.ops.engines import examine_engines, metrics_url
 
+    if engines:
+        try:
+            for address in engines:
+                metrics_url(address)
+        except ConfigError as error:
+            fail(error)
+        _report(run(examine_engines(engines)), as_json=as_json)
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
         registry.check_settings(settings.client.transports)
     except ConfigError as error:
         fail(ConfigError(f"--transport (setting client.transports): {error}"))
-    findings = run(examine(settings))
+    _report(run(examine(settings)), as_json=as_json)
+
+
+def _report(findings: list[Finding], *, as_json: bool) -> NoReturn:
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings]))
     else:

@@ -202,13 +202,15 @@ async def _pool(settings: Config) -> list[Finding]:
 
 
 #: What to do about a field in which two engines of one model differ.
-_ADVICE = {
+ADVICE = {
     "seed": "set PYTHONHASHSEED to the same value for every engine, or for none",
     "hash": "give every engine the same --prefix-caching-hash-algo and block size",
     "block": "give every engine the same --block-size",
     "dtype": "give every engine the same --dtype",
     "kv": "give every engine the same --kv-cache-dtype",
-    "weights": "these are different weights: rightly apart, or set the same revision",
+    "weights": "their weight files differ: rightly apart, or set the same revision",
+    "memory": "their weights in memory differ: rightly apart, unless the engines are still loading",
+    "shape": "their models or options differ: `kvpool doctor --engine URL --engine URL` names them",
     "tp": "engines of different --tensor-parallel-size cannot share blocks",
     "pp": "engines of different --pipeline-parallel-size cannot share blocks",
     "layout": "give every engine the same VLLM_KV_CACHE_LAYOUT",
@@ -239,7 +241,7 @@ def compared(namespaces: list[tuple[Namespace, int]]) -> list[Finding]:
         for other, _, blocks in others:
             apart = [f for f in {**one, **other} if one.get(f) != other.get(f)]
             texts = [f"{f} {one.get(f, 'none')} and {other.get(f, 'none')}" for f in apart]
-            advice = "; ".join(_ADVICE[f] for f in apart if f in _ADVICE)
+            advice = "; ".join(ADVICE[f] for f in apart if f in ADVICE)
             findings.append(
                 Finding(
                     f"model {model}",

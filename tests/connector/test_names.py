@@ -139,17 +139,16 @@ def test_a_name_needs_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("rank", "other"),
     [
-        {"weights": "others"},
-        {"packing": "amx"},
-        {"description": (("hf.rope_theta", "2"),)},
+        (0, {"weights": "others"}),
+        (1, {"weights": "others"}),
+        (0, {"packing": "amx"}),
+        (1, {"packing": "amx"}),
+        (0, {"description": (("hf.rope_theta", "2"),)}),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
 def test_what_a_rank_finds_is_in_the_name(rank: int, other: dict[str, object]) -> None:
-    if rank == 1 and "description" in other:
-        pytest.skip("ranks have one description")
     one, two = named(info(0), info(1)), named(info(1 - rank), info(rank, **other))
     assert one.namespaces != two.namespaces
 
@@ -184,6 +183,18 @@ def test_a_worker_that_cannot_describe_its_model_is_a_reason() -> None:
     names = named(info(0), info(1, unknown="no model"))
     assert (names.namespaces, names.serials) == ((), (1, 1))
     assert "no model" in names.problem
+    assert names.description == {"problem": names.problem}
+
+
+def test_the_description_has_every_field_of_the_name_and_what_its_hashes_are_made_of() -> None:
+    names = named(info(0), info(1))
+    described = names.description
+    assert described["namespace"] == names.namespaces[0].name
+    assert described["shape.hf.rope_theta"] == "1"
+    words = [word.partition("=") for word in names.namespaces[0].name.split(" ")[1:]]
+    assert {
+        field: text for field, _, text in words if field != "group"
+    }.items() <= described.items()
 
 
 # --- LoRA adapters ------------------------------------------------------------------------------

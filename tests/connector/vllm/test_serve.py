@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.vllm_two_instances import Instance, transfer
+from kvpool.ops.engines import examine_engines
 from tests.connector.vllm.helpers import Engine, closing, prompt
 from tests.connector.vllm.helpers import transfer as always
 from tests.support.local_pool import LocalPool
@@ -44,6 +46,10 @@ def test_two_instances_of_vllm_serve_share_a_conversation(
         assert metrics["vllm:kvpool_hooks_total"] > 0
         average_s = metrics["vllm:kvpool_hook_seconds_total"] / metrics["vllm:kvpool_hooks_total"]
         assert average_s < 0.005
+        urls = [f"127.0.0.1:{instance.port}" for instance in instances]
+        *described, compared = asyncio.run(examine_engines(urls))
+        assert all("shares blocks as: vllm/2" in finding.text for finding in described)
+        assert compared.text == "share blocks"
     finally:
         for instance in instances:
             instance.close()

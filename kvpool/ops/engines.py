@@ -1,0 +1,179 @@
+"""`kvpool doctor --engine`: compares the names under which engines share, field by field.
+
+An engine with KVPoolConnector describes itself in its `/metrics`, one series for each field. What
+is read there may come from anybody: it is bounded, and only shown. (design: engine-names)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Final, NamedTuple
+
+from kvpool.errors import ConfigError
+from kvpool.ops.doctor import ADVICE, Finding
+
+#: The metric and the labels that the connector describes its engine with.
+METRIC: Final = "vllm:kvpool_name_info"
+_TIMEOUT_S: Final = 5.0
+_PAGE_BYTES_MAX: Final = 16 << 20
+#: Fields of one engine, engines of one address, and differences that are shown of two engines.
+_FIELDS_MAX: Final = 4096
+_ENGINES_MAX: Final = 64
+_SHOWN_MAX: Final = 12
+_SERIES: Final = re.compile(rf"{re.escape(METRIC)}\{{(.*)\}} (\S+)")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES: Final = {r"\\": "\\", r"\"": '"', r"\n": " "}
+#: Fields that are hashes of others, which say more.
+_DIGESTS: Final = frozenset({"shape"})
+_ADVICE: Final = {
+    **ADVICE,
+    "shape": "give every engine the same model configuration and options",
+    "hf": "their model configurations differ: compare config.json and --hf-overrides",
+    "module": "their models were built differently: compare --max-model-len and --hf-overrides",
+}
+
+
+class DescribedEngine(NamedTuple):
+    """One engine's description, by field; empty if it has not described itself."""
+
+    address: str
+    fields: dict[str, str]
+
+
+async def examine_engines(addresses: list[str]) -> list[Finding]:
+    """Read what these engines say of themselves, and compare all with the first one."""
+    pages = await asyncio.gather(*(asyncio.to_thread(read_engines, one) for one in addresses))
+    engines: list[DescribedEngine] = []
+    findings: list[Finding] = []
+    for address, page in zip(addresses, pages, strict=True):
+        if isinstance(page, Finding):
+            findings.append(page)
+            continue
+        for engine in page or [DescribedEngine(address, {})]:
+            findings.append(described(engine))
+            if "namespace" in engine.fields:
+                engines.append(engine)
+    return findings + [difference(engines[0], other) for other in engines[1:]]
+
+
+def read_engines(address: str) -> list[DescribedEngine] | Finding:
+    """The engines behind one server's `/metrics`, or why it cannot be read. Takes 5 s at most."""
+    url = metrics_url(address)
+    check = f"engine {address}"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            page = answer.read(_PAGE_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        return Finding(check, "fail", f"{url}: {why}", "is this the address of a vLLM server?")
+    if len(page) > _PAGE_BYTES_MAX:
+        return Finding(check, "fail", f"{url} has more than {_PAGE_BYTES_MAX >> 20} MiB", "")
+    return parse_engines(address, page.decode(errors="replace"))
+
+
+def metrics_url(address: str) -> str:
+    """Where an engine's metrics are: `host:8000`, `http://host:8000` or the whole URL.
+
+    Raises ConfigError for what is no address of a web server.
+    """
+    url = address if "://" in address else f"http://{address}"
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"--engine {address!r}: expected an address such as http://127.0.0.1:8000"
+        )
+    path = parts.path.rstrip("/")
+    if not path.endswith("/metrics"):
+        path += "/metrics"
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+def parse_engines(address: str, page: str) -> list[DescribedEngine]:
+    """The descriptions in a page of metrics, one for each data parallel rank that has sent one."""
+    found: dict[str, dict[str, str]] = {}
+    for line in page.splitlines():
+        if not line.startswith(METRIC) or (series := _SERIES.fullmatch(line)) is None:
+            continue
+        labels = {name: _unescaped(value) for name, value in _LABEL.findall(series[1])}
+        if series[2] not in ("1", "1.0") or "field" not in labels:  # 0: it was so before
+            continue
+        engine = labels.get("engine", "0")
+        if engine in found or len(found) < _ENGINES_MAX:
+            fields = found.setdefault(engine, {})
+            if len(fields) < _FIELDS_MAX:
+                fields[labels["field"]] = labels.get("value", "")
+    several = len(found) > 1
+    return [
+        DescribedEngine(f"{address} engine {number}" if several else address, fields)
+        for number, fields in sorted(found.items())
+    ]
+
+
+def described(engine: DescribedEngine) -> Finding:
+    """What one engine says of itself."""
+    check = f"engine {engine.address}"
+    if problem := engine.fields.get("problem"):
+        return Finding(check, "fail", problem, "see the engine's log")
+    name = engine.fields.get("namespace")
+    if name is None:
+        return Finding(
+            check,
+            "warn",
+            "it does not say under which name it shares blocks",
+            "send it a request: it says so after its first step; is it started with "
+            "KVPoolConnector in --kv-transfer-config?",
+        )
+    return Finding(check, "ok", f"shares blocks as: {name}")
+
+
+def difference(one: DescribedEngine, other: DescribedEngine) -> Finding:
+    """Whether two engines share blocks, and if not, in which fields they differ."""
+    check = f"{one.address} and {other.address}"
+    if one.fields["namespace"] == other.fields["namespace"]:
+        return Finding(check, "ok", "share blocks")
+    names = [*one.fields, *(name for name in other.fields if name not in one.fields)]
+    apart = [
+        name
+        for name in names
+        if name != "namespace" and one.fields.get(name) != other.fields.get(name)
+    ]
+    telling = [name for name in apart if name not in _DIGESTS] or apart
+    texts = [_differs(name, one.fields.get(name), other.fields.get(name)) for name in telling]
+    if len(texts) > _SHOWN_MAX:
+        texts = [*texts[:_SHOWN_MAX], f"and {len(texts) - _SHOWN_MAX} more"]
+    advice = dict.fromkeys(text for name in telling for text in [_advice(name)] if text)
+    return Finding(
+        check,
+        "warn",
+        f"share nothing, because they differ in {'; '.join(texts)}",
+        "; ".join(advice) or "make these fields equal to share blocks",
+    )
+
+
+def _differs(name: str, one: str | None, other: str | None) -> str:
+    """A field and its two values; of values that are lists of words, the words that differ."""
+    if one is None or other is None:
+        return f"{_plain(name)} {one or 'none'} and {other or 'none'}"
+    ours, theirs = one.split(" "), other.split(" ")
+    if len(ours) > 1 or len(theirs) > 1:
+        one = " ".join(word for word in ours if word not in theirs) or "none"
+        other = " ".join(word for word in theirs if word not in ours) or "none"
+    return f"{_plain(name)} {one} and {other}"
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("shape.")
+
+
+def _advice(name: str) -> str:
+    plain = _plain(name)
+    return _ADVICE.get(plain) or _ADVICE.get(plain.partition(".")[0], "")
+
+
+def _unescaped(text: str) -> str:
+    text = re.sub(r"\\.", lambda found: _ESCAPES.get(found[0], found[0]), text)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
