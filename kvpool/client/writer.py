@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -52,6 +51,8 @@ _BEST_FIRST: Final = (
 )
 #: `WriteStatus.present` as a tuple: a property would be called for each block.
 _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
+#: Ends of a request to one server; the blocks may be written to another one.
+_FAILURES: Final = (Unavailable, PeerError, Overloaded)
 _STORED, _NOT_YET = WriteStatus.STORED, WriteStatus.NOT_YET
 
 
@@ -203,8 +204,10 @@ class Writer:
             rest = [blocks[i] for i in waiting]
             answer = [WriteStatus.NO_SPACE] * len(rest)
             if len(rest) < before:  # a server that takes nothing would be asked for ever
-                with contextlib.suppress(Unavailable):  # what was stored before stays stored
+                try:
                     answer = await self._write_once(server, options, rest, deadline)
+                except _FAILURES as error:  # what was stored before stays stored
+                    answer = [status_of_error(error)] * len(rest)
             before = len(rest)
             for position, status in zip(waiting, answer, strict=True):
                 statuses[position] = status
@@ -344,7 +347,7 @@ class Writer:
         """`_write_on`, with a failure as the status of every block."""
         try:
             return await self._write_on(server, options, blocks, deadline)
-        except (Unavailable, PeerError, Overloaded) as error:
+        except _FAILURES as error:
             return [status_of_error(error)] * len(blocks)
 
     async def _write_once(

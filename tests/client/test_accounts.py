@@ -25,7 +25,7 @@ from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
-from kvpool.errors import DeadlineExceeded, LinkBroken
+from kvpool.errors import BadMessage, DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
 from kvpool.protocols import WriteOptions
 from kvpool.wire import messages as wire
 from tests.client.test_path_selector import World
@@ -244,13 +244,23 @@ async def write(
     return statuses, locations
 
 
-async def test_a_block_whose_space_was_not_made_in_time_is_not_stored() -> None:
-    """What was stored before the connection broke stays stored; the rest found no space."""
+@pytest.mark.parametrize(
+    ("failure", "meaning"),
+    [
+        (LinkBroken("gone"), WriteStatus.SERVER_LOST),
+        (Overloaded("too many connections"), WriteStatus.SERVER_LOST),
+        (BadMessage("not an answer"), WriteStatus.SERVER_LOST),
+        (DeadlineExceeded("late"), WriteStatus.DEADLINE),
+    ],
+)
+async def test_what_was_stored_before_a_later_step_failed_stays_stored(
+    failure: KvpoolError, meaning: WriteStatus
+) -> None:
     servers = ScriptedServers()
     stored, not_yet = WriteStatus.STORED, WriteStatus.NOT_YET
-    servers.answers["s"] = [[stored, not_yet, not_yet], [stored, not_yet], LinkBroken("gone")]
+    servers.answers["s"] = [[stored, not_yet, not_yet], [stored, not_yet], failure]
     statuses, locations = await write(servers, PlacingMaster("s"), 3)
-    assert statuses == [stored, stored, WriteStatus.NO_SPACE]
+    assert statuses == [stored, stored, meaning]
     assert len(locations) == 2
 
 

@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 
-from kvpool.errors import DeadlineExceeded
-from kvpool.wire.messages import TYPES, Hello, Message, Unpin
+from kvpool.errors import BadMessage, DeadlineExceeded
+from kvpool.protocols import WriteOptions
+from kvpool.types import WriteBlock, WriteStatus
+from kvpool.wire.messages import TYPES, Hello, Message, Reserved, Sealed, Unpin
+from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.stream import Stream
+from tests.conftest import NAMESPACE
 from tests.wire.offline import Wire
+
+OPTIONS = WriteOptions(NAMESPACE, 0, visible=True)
+BLOCK = WriteBlock(b"k" * 32, b"", (memoryview(b"value"),), 5)
+#: What a client answers itself when it has no server to ask.
+OF_CLIENTS = (WriteStatus.SERVER_LOST, WriteStatus.NO_MASTER)
 
 
 @asynccontextmanager
@@ -107,3 +116,24 @@ async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:
     deadline = asyncio.get_running_loop().time() + 0.05
     with pytest.raises(DeadlineExceeded, match="does not read"):
         await stream.send(Unpin(), deadline=deadline)
+
+
+@pytest.mark.parametrize("status", [WriteStatus.STORED, *OF_CLIENTS, 200])
+async def test_a_block_is_not_stored_because_a_server_answers_reserve_with_it(status: int) -> None:
+    """Its bytes have not been sent: the server is broken, and its connection is aborted."""
+    async with pair() as (ours, theirs):
+        deadline = asyncio.get_running_loop().time() + 5
+        await theirs.send(Reserved(bytes([status]), [], []), deadline=deadline)
+        with pytest.raises(BadMessage):
+            await requests.reserve(ours, OPTIONS, [BLOCK], deadline)
+
+
+@pytest.mark.parametrize(
+    "status", [WriteStatus.RESERVED, WriteStatus.NOT_YET, *OF_CLIENTS, len(WriteStatus)]
+)
+async def test_a_sealed_block_has_a_final_status(status: int) -> None:
+    async with pair() as (ours, theirs):
+        deadline = asyncio.get_running_loop().time() + 5
+        await theirs.send(Sealed(bytes([WriteStatus.STORED, status])), deadline=deadline)
+        with pytest.raises(BadMessage):
+            await requests.seal(ours, OPTIONS, [1, 2], [0, 0], deadline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvpool.checksum import block_seeds
@@ -49,6 +49,11 @@ from kvpool_transports.streams.stream import Stream
 #: By value; calling an enum takes ten times as long.
 _READ = tuple(ReadStatus)
 _WRITE = tuple(WriteStatus)
+#: What no server answers: a client gives itself the first two, and a block whose bytes have not
+#: been sent is not stored, one that is sealed is not reserved.
+_NOT_OF_SERVERS = (WriteStatus.SERVER_LOST, WriteStatus.NO_MASTER)
+_NOT_OF_RESERVE = (*_NOT_OF_SERVERS, WriteStatus.STORED)
+_NOT_OF_SEAL = (*_NOT_OF_SERVERS, WriteStatus.RESERVED, WriteStatus.NOT_YET)
 
 
 class Exchange(Protocol):
@@ -128,7 +133,7 @@ async def reserve(
         deadline=deadline,
     )
     reserved = await stream.expect(Reserved, deadline=deadline)
-    statuses = write_statuses(reserved.statuses, len(blocks))
+    statuses = write_statuses(reserved.statuses, len(blocks), _NOT_OF_RESERVE)
     granted = [i for i, status in enumerate(statuses) if status is WriteStatus.RESERVED]
     if len(reserved.ids) != len(granted) or len(reserved.offsets) not in (0, len(granted)):
         raise BadMessage(
@@ -148,7 +153,7 @@ async def seal(
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
     await stream.send(Seal(ids, checksums, options.visible, wait_s), deadline=deadline)
     sealed = await stream.expect(Sealed, deadline=deadline)
-    return write_statuses(sealed.statuses, len(ids))
+    return write_statuses(sealed.statuses, len(ids), _NOT_OF_SEAL)
 
 
 def read_request(options: ReadOptions, blocks: Sequence[ReadBlock], *, view: bool = False) -> Read:
@@ -208,13 +213,18 @@ def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
         raise BadMessage(f"{max(packed)} is not a valid ReadStatus") from None
 
 
-def write_statuses(packed: bytes, count: int) -> list[WriteStatus]:
-    """One status for each of `count` blocks. Raises BadMessage."""
+def write_statuses(
+    packed: bytes, count: int, excluded: Collection[WriteStatus] = ()
+) -> list[WriteStatus]:
+    """One status for each of `count` blocks, none of the excluded ones. Raises BadMessage."""
     _count(packed, count)
     try:
-        return [_WRITE[value] for value in packed]
+        statuses = [_WRITE[value] for value in packed]
     except IndexError:
         raise BadMessage(f"{max(packed)} is not a valid WriteStatus") from None
+    if wrong := set(excluded).intersection(statuses):
+        raise BadMessage(f"{min(wrong).label} is no answer to this request")
+    return statuses
 
 
 def _flags(removed: Removed, count: int) -> list[bool]:
