@@ -16,11 +16,13 @@ from typing import Any, Final, Protocol
 import torch
 
 from kvpool.types import Memory
+from kvpool_connector.comparison import LayerBytes
 from kvpool_connector.kv_layout import (
     LayerSlice,
     LayerView,
     UnsupportedLayout,
     describe,
+    layer_bytes,
     layer_slices,
 )
 
@@ -34,6 +36,8 @@ class BlockMemory(Protocol):
     block_bytes: int
     #: How the bytes of a block are arranged: engines share blocks only if theirs are equal.
     packing: str
+    #: What a block consists of, in this order.
+    layers: list[LayerBytes]
     #: How many blocks one `source` or `target` takes.
     blocks_per_transfer: int
 
@@ -71,6 +75,7 @@ def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) ->
                 tensor.element_size(),
                 int(tensor.storage_offset()),
                 known.index(storage.data_ptr()),
+                str(tensor.dtype).removeprefix("torch."),
             )
         )
     return views
@@ -95,6 +100,7 @@ class HostBlockMemory:
         self._bytes = [buffer.numpy().data for buffer in buffers]
         self.block_bytes = sum(piece.size for piece in self._slices)
         self.packing = describe(views)
+        self.layers = layer_bytes(views)
         self.blocks_per_transfer = 1 << 30
 
     def record_event(self) -> None:
@@ -126,6 +132,7 @@ class DeviceBlockMemory:
         self._device = buffers[0].device
         self.block_bytes = sum(piece.size for piece in self._slices)
         self.packing = describe(views)
+        self.layers = layer_bytes(views)
         self.blocks_per_transfer = max(1, STAGING_BYTES // self.block_bytes)
         blocks = views[0].shape[0]
         self._rows = [_rows(buffers[piece.buffer], piece, blocks) for piece in self._slices]

@@ -8,8 +8,11 @@ order was is part of the namespace (`namespace.py`), so bytes of another layout 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
+
+from kvpool_connector.comparison import LayerBytes
 
 #: Pieces of one block. More means that its bytes are scattered in crumbs: copying those would be
 #: slower than computing them.
@@ -29,6 +32,7 @@ class LayerView(NamedTuple):
     item_size: int
     offset: int  # of the first element, in elements
     buffer: int  # which allocation it lies in
+    dtype: str = ""  # of its elements
 
 
 class LayerSlice(NamedTuple):
@@ -67,6 +71,11 @@ def layer_slices(views: Sequence[LayerView]) -> list[LayerSlice]:
 def describe(views: Sequence[LayerView]) -> str:
     """What must be equal for two engines to exchange a group's bytes, as text to be hashed."""
     return ";".join(f"{v.layer}:{v.shape[1:]}:{_order(v)}:{v.item_size}" for v in views)
+
+
+def layer_bytes(views: Sequence[LayerView]) -> list[LayerBytes]:
+    """What each layer has of a block, in the order of `layer_slices`."""
+    return [LayerBytes(v.layer, math.prod(v.shape[1:]) * v.item_size, v.dtype) for v in views]
 
 
 def _of_layer(view: LayerView) -> list[LayerSlice]:

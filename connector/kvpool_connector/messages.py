@@ -52,6 +52,19 @@ class ProbeRequest(NamedTuple):
     timeout_s: float
 
 
+class VerifyRequest(NamedTuple):
+    """Compare these blocks, which the engine has computed, with those of the pool.
+
+    Each is alone in its `GroupBlocks`, and stays as it is until every rank has reported `job`.
+    `adapters` are as those of a `SaveRequest`.
+    """
+
+    job: int
+    blocks: tuple[GroupBlocks, ...]
+    timeout_s: float
+    adapters: frozenset[tuple[int, tuple[str, ...]]] = frozenset()
+
+
 @dataclass(slots=True)
 class StepWork:
     """What one step asks of every rank. `namespaces` has one for each group.
@@ -67,6 +80,7 @@ class StepWork:
     #: The engine computes nothing in this step.
     idle: bool = False
     serials: tuple[int, ...] = ()
+    verify: VerifyRequest | None = None
 
 
 class ModelInfo(NamedTuple):
@@ -136,6 +150,36 @@ class ProbeResult(NamedTuple):
     seconds: float
 
 
+class Mismatch(NamedTuple):
+    """A block of the pool that is not what this engine computes.
+
+    `difference` is that of the layer that differs most (`comparison.py`); rounding explains at most
+    `tolerance`. `part` is the rank's part of the block.
+    """
+
+    rank: int
+    part: int
+    group: int
+    digest: bytes
+    layer: str
+    difference: float
+    tolerance: float
+
+
+class VerifyResult(NamedTuple):
+    """So many blocks were compared. `difference` is the largest of any layer.
+
+    `mismatch` is the block with that difference, if rounding does not explain it. `problem` says
+    why this engine's blocks can never be compared.
+    """
+
+    job: int
+    compared: int
+    difference: float = 0.0
+    mismatch: Mismatch | None = None
+    problem: str = ""
+
+
 @dataclass(slots=True)
 class WorkerReport:
     """What one or several ranks report after a step."""
@@ -146,11 +190,13 @@ class WorkerReport:
     saves: list[SaveResult] = field(default_factory=list)
     probes: list[ProbeResult] = field(default_factory=list)
     adapters: list[AdapterInfo] = field(default_factory=list)
+    verified: list[VerifyResult] = field(default_factory=list)
 
     def merge(self, other: WorkerReport) -> None:
         """Add what another rank reports of the same step."""
         self.worker_infos += other.worker_infos
         self.adapters += other.adapters
+        self.verified += other.verified
         self.loads += other.loads
         self.saves += other.saves
         self.probes += other.probes

@@ -33,6 +33,7 @@ from kvpool_connector.values import (
     ScheduledRequest,
     StepPlan,
 )
+from kvpool_connector.verifier import Verifier
 
 #: More tokens than any request has.
 _NEVER: Final = 1 << 62
@@ -70,6 +71,13 @@ class Planner:
         self._loads: list[LoadRequest] = []  # for the next step
         first = self._groups[0]
         self._running = RunningLoads(first.block_size // first.hashes_per_block, self._unit)
+        self.verifier = Verifier(
+            self.counters,
+            self._groups,
+            ranks=ranks,
+            loads_per_check=limits.loads_per_check,
+            timeout_s=limits.load_timeout_s,
+        )
         self._prober = Prober(limits, self.transfer_cost, ranks)
         self._choice = LoadOrRecompute(
             limits,
@@ -88,8 +96,8 @@ class Planner:
 
     @property
     def has_pending_work(self) -> bool:
-        """The engine must go on stepping: for saves that are not acknowledged, or for a probe."""
-        return self._saves.running or self._prober.pending
+        """The engine must go on stepping until saves, probes and verifications have ended."""
+        return self._saves.running or self._prober.pending or self.verifier.running
 
     @property
     def loading(self) -> int:
@@ -200,7 +208,7 @@ class Planner:
             self._end_wait(request_id, request, shared, computed, now)
         request.move_to(RequestState.ANSWERED)
         request.decision = None
-        if not request.matches:
+        if not request.matches or self.verifier.mismatch is not None:
             return 0
         last = min(self._available(request.matches), (tokens - 1) // self._unit * self._unit)
         wanted = Wanted(request.hashes, computed, last, request.waits_until)
@@ -215,6 +223,9 @@ class Planner:
                 self._probe_prefix(request, computed, last, now)
             return 0
         request.offered = (computed, last)
+        if self.verifier.due:
+            request.decision = LoadDecision.VERIFY
+            return 0
         request.move_to(RequestState.OFFERED)
         return last - computed
 
@@ -228,6 +239,8 @@ class Planner:
         0: it loads from another connector, or nothing.
         """
         request = self._requests[request_id]
+        if request.decision is LoadDecision.VERIFY and self.verifier.due:
+            self.verifier.choose(request_id, *request.offered, request.matches)
         self._count_decision(request, tokens)
         if request.state is not RequestState.OFFERED:
             return
@@ -249,6 +262,7 @@ class Planner:
             ranks_left=self._ranks,
         )
         self._running.start(request.load)
+        self.verifier.on_load()
         request.move_to(RequestState.LOADING)
         self._count_hits(request.matches[0], first, last)
 
@@ -298,16 +312,24 @@ class Planner:
         """
         plan = StepPlan(loads=self._loads, probe=self._prober.take())
         self._loads = []
+        saves = self._limits.save and self.verifier.mismatch is None
         sessions: dict[tuple[str, float | None], list[SaveItem]] = {}
         for one in scheduled:
             request = self._requests.get(one.request_id)
             if request is None:
                 continue
-            if self._limits.save and (items := self._complete_blocks(request, one)):
+            if plan.verify is None:
+                plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
+            if saves and (items := self._complete_blocks(request, one)):
                 session = (request.hints.session, request.hints.resume_in_s)
                 sessions.setdefault(session, []).extend(items)
-            self.quiet_until[one.request_id] = self._next_save_at(request, one.end)
-        if retries := self._saves.take_due(still_cached, now):
+            watched = self.verifier.watches(one.request_id)
+            self.quiet_until[one.request_id] = (
+                0 if watched else self._next_save_at(request, one.end)
+            )
+        if plan.verify is not None:
+            plan.blocks_to_pin += [blocks.block_ids[0] for blocks in plan.verify.blocks]
+        if saves and (retries := self._saves.take_due(still_cached, now)):
             sessions.setdefault(("", None), []).extend(retries)
         for (name, resume_in_s), items in sessions.items():
             save = self._saves.start(items, name, resume_in_s, now)
@@ -335,6 +357,7 @@ class Planner:
         if request is not None:
             request.blocks_saved = [0] * len(self._groups)
             self.quiet_until[request_id] = 0
+            self.verifier.release(request_id)
             if request.state is RequestState.OFFERED:
                 request.move_to(RequestState.ANSWERED)
 
@@ -348,6 +371,7 @@ class Planner:
         if request is None:
             return None
         del self.quiet_until[request_id]
+        self.verifier.release(request_id)
         self._end_load(request)
         return request.hints
 
@@ -358,6 +382,10 @@ class Planner:
     ) -> LookupRequest | None:
         # The last token is always computed: its output is what the engine goes on from.
         if self._limits.load == "never" or tokens - 1 < self._unit:
+            request.move_to(RequestState.ANSWERED)
+            return None
+        if self.verifier.mismatch is not None:
+            self.counters["miss mismatch"] += 1
             request.move_to(RequestState.ANSWERED)
             return None
         chains = tuple(

@@ -8,7 +8,9 @@ block, or waits for a lookup longer than `_WAIT_S` in a step. Its own thread ask
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,7 @@ from kvpool import KvpoolError, MatchPoller, Namespace
 from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.cost_model import StepTimer
 from kvpool_connector.lookups import LATE_REASONS, NO_NAMESPACE, Lookups
-from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
+from kvpool_connector.messages import Mismatch, StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
@@ -73,16 +75,21 @@ class EngineStep(NamedTuple):
 
 
 class ReportOutcome(NamedTuple):
-    """What a report of the workers means for the engine."""
+    """What a report of the workers means for the engine.
+
+    `mismatch`: what was loaded until now is not what this engine computes.
+    """
 
     blocks_to_unpin: list[int]
     stored: list[StoredBlock]
+    mismatch: bool = False
 
 
 class ConnectorScheduler:
     """One engine's scheduler half. Called by the engine's thread only.
 
-    `log_line` writes one line to the engine's log, and is called in either thread.
+    `log_line` writes one line to the engine's log, and is called in either thread; `log_error`
+    writes an error.
     """
 
     def __init__(
@@ -92,8 +99,10 @@ class ConnectorScheduler:
         engine: EngineInfo,
         log_line: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        log_error: Callable[[str], None] | None = None,
     ) -> None:
         self._settings = settings
+        self._log_error = log_error or log_line
         self._thread = thread
         self._log_line = log_line
         self._clock = clock
@@ -108,6 +117,7 @@ class ConnectorScheduler:
             saved_blocks_max=max(1, int(engine.blocks * settings.save_share_max)),
             save_retries=settings.save_retries,
             probe_every_s=settings.probe_every_s,
+            loads_per_check=settings.loads_per_check,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
         #: Known when every rank has sent its `WorkerInfo`.
@@ -224,6 +234,7 @@ class ConnectorScheduler:
             plan.probe,
             step.idle,
             self.names.serials,
+            plan.verify,
         )
         return work, plan.blocks_to_pin
 
@@ -255,6 +266,14 @@ class ConnectorScheduler:
             unpinned, stored = self.planner.on_save_result(saved, now)
             outcome.blocks_to_unpin.extend(unpinned)
             outcome.stored.extend(stored)
+        for verified in report.verified:
+            if verified.problem and not self.planner.verifier.problem:
+                self._log_line(f"verify_rate has no effect: {verified.problem}")
+            unpinned, mismatch = self.planner.verifier.on_result(verified)
+            outcome.blocks_to_unpin.extend(unpinned)
+            if mismatch is not None:
+                self._log_mismatch(mismatch)
+                outcome = outcome._replace(mismatch=True)
         return outcome
 
     def take_metrics(self) -> dict[str, float]:
@@ -267,6 +286,7 @@ class ConnectorScheduler:
         metrics = dict(counters)
         counters.clear()
         self._warn_late_lookups(metrics, now)
+        metrics["verified_difference"] = self.planner.verifier.difference
         metrics["load_bandwidth_bytes"] = self.planner.transfer_cost.bandwidth
         prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
         if prefill_s:
@@ -286,6 +306,7 @@ class ConnectorScheduler:
         """The weights have changed: what was saved before is never read again."""
         self.names.new_generation(secrets.token_hex(6))
         self.adapters.reset()
+        self.planner.verifier.reset()
         self._log_names()
 
     def close(self) -> None:
@@ -308,10 +329,25 @@ class ConnectorScheduler:
             self._late_lookups.clear()
             self._warned_at = now
 
+    def _log_mismatch(self, mismatch: Mismatch) -> None:
+        """The line that an operator must act on: which engine, which block, and what to do."""
+        name = self.namespaces[mismatch.group].name if self.namespaces else "a name of before"
+        self._log_error(
+            f"kvpool: the pool has other KV than this engine computes, so nothing is loaded or "
+            f"saved under this name until a restart or reset_prefix_cache with reset_connector. "
+            f"Block {mismatch.digest.hex()} differs by {mismatch.difference:.2g} in "
+            f"{mismatch.layer} (rounding explains {mismatch.tolerance:.2g}). "
+            f"Computed by {_instance()}, rank {mismatch.rank}; "
+            f"stored by another engine on {self.planner.verifier.stored_at(mismatch)}; "
+            f"both call it: {name}. Find the engine that differs (kvpool doctor), then give all "
+            f"others a new revision in kv_connector_extra_config: blocks of both are mixed."
+        )
+
     def _on_worker_info(self, info: WorkerInfo) -> None:
         """With the last rank's info the namespaces can be made, and held lookups start."""
         if not self.names.on_info(info):
             return
+        self.planner.verifier.reset()
         self._log_names()
         self.planner.block_bytes = self.names.block_bytes
         held, self._held_lookups = self._held_lookups, {}
@@ -412,6 +448,11 @@ class ConnectorScheduler:
                 await pool.hint(hints.session, resume_in=hints.resume_in_s)
         except KvpoolError as error:  # a lost hint costs hits, never correctness
             self._log_line(f"a session hint was not sent: {error}")
+
+
+def _instance() -> str:
+    """This process, for the log of a fleet."""
+    return f"{socket.gethostname()} (pid {os.getpid()})"
 
 
 def parse_hints(params: Any) -> tuple[RequestHints, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -65,6 +66,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: While loads are refused because they are slow, the interval at which the connector measures
     #: the pool's speed by reading a few blocks in the background.
     probe_every_s: Seconds = 5.0
+    #: Share of the loads that are computed instead, to compare what the pool has with it; 0: none
+    #: (design: verification).
+    verify_rate: Annotated[float, Meta(ge=0, le=1)] = 1 / 2000
+
+    @property
+    def loads_per_check(self) -> int:
+        """One of so many loads is verified; 0: none."""
+        return math.ceil(1 / self.verify_rate) if self.verify_rate else 0
 
     def client(self) -> ClientConfig:
         return ClientConfig(masters=self.masters, transports=self.transports)

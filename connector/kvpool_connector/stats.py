@@ -17,6 +17,7 @@ _LABELLED: Final = {
     "load_error": ("error", "Loads that ended with an error."),
     "save_error": ("error", "Saves that ended with an error."),
     "dropped": ("reason", "Blocks that were not saved, by reason."),
+    "verification": ("result", "Comparisons of the pool's KV with the engine's own, by result."),
 }
 _PLAIN: Final = {
     "lookups": "Prompts looked up.",
@@ -34,6 +35,7 @@ _PLAIN: Final = {
     "estimated_load_s": "Seconds that loads were estimated to take, where that was compared.",
     "estimated_prefill_s": "Seconds that computing was estimated to take, where that was compared.",
     "probes": "Background measurements of the pool's speed.",
+    "verified_blocks": "Blocks that were compared with the engine's own.",
     "bad_hints": "Requests with hints that are not valid.",
     "hook_s": "Seconds spent in the scheduler's hooks.",
     "hooks": "Calls of the scheduler's hooks.",
@@ -41,6 +43,7 @@ _PLAIN: Final = {
 #: Values as of now, not sums.
 _GAUGES: Final = {
     "load_bandwidth_bytes": "Estimated bytes per second of a load.",
+    "verified_difference": "Largest difference that the latest comparison has found, 0 to 2.",
     "prefill_tokens_rate": "Estimated prompt tokens per second that the engine computes.",
 }
 #: Not a number: what the engine's name is made of, by field. (design: engine-names)
@@ -139,6 +142,6 @@ def _metric(name: str) -> str:
         name = name.removesuffix("_s") + "_seconds"
     if name in ("miss", "load_miss"):
         name += "es"
-    if name in ("decision", "load_error", "save_error"):
+    if name in ("decision", "load_error", "save_error", "verification"):
         name += "s"
     return f"{name}_total"

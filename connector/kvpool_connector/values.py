@@ -10,6 +10,7 @@ from kvpool_connector.messages import (
     LoadRequest,
     ProbeRequest,
     SaveRequest,
+    VerifyRequest,
 )
 
 
@@ -36,6 +37,7 @@ class PlannerLimits(NamedTuple):
     saved_blocks_max: int = 1 << 30
     save_retries: int = 3
     probe_every_s: float = 5.0
+    loads_per_check: int = 0
 
 
 class RequestHints(NamedTuple):
@@ -76,4 +78,5 @@ class StepPlan:
     loads: list[LoadRequest] = field(default_factory=list)
     saves: list[SaveRequest] = field(default_factory=list)
     probe: ProbeRequest | None = None
+    verify: VerifyRequest | None = None
     blocks_to_pin: list[int] = field(default_factory=list)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -117,7 +117,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
             engine = engine_of(vllm_config, kv_cache_config, chosen)
             thread = PoolThread(chosen.client(), chosen.member(), logger.info)
-            self._scheduler = ConnectorScheduler(chosen, thread, engine, logger.info)
+            self._scheduler = ConnectorScheduler(
+                chosen, thread, engine, logger.info, log_error=logger.error
+            )
             self._requests: dict[str, Any] = {}
             self._finished: OrderedDict[str, Any] = (
                 OrderedDict()
@@ -125,6 +127,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._events: list[Any] = []
             self._pool: Any = None
             self._sends_events = _sends_events(vllm_config)
+            #: Running requests that may have used KV which this engine would not compute.
+            self._tainted: set[str] = set()
         else:
             rank = rank_of(vllm_config, kv_cache_config)
             thread = PoolThread(chosen.client(), chosen.member(), logger.info)
@@ -198,6 +202,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             prefill,
             idle=not scheduler_output.num_scheduled_tokens,
         )
+        if self._tainted:
+            self._evict_tainted(scheduler_output.num_scheduled_tokens)
         work, blocks_to_pin = self._of_scheduler().plan_step(step, self._still_cached)
         if blocks_to_pin:
             self._pool.touch([self._pool.blocks[block] for block in blocks_to_pin])
@@ -213,6 +219,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if unpinned := outcome.blocks_to_unpin:
                 # Reversed: vLLM reuses a chain's last block before its first, and so must we.
                 self._pool.free_blocks([self._pool.blocks[block] for block in reversed(unpinned)])
+            if outcome.mismatch:
+                # What the engine's own cache has was loaded, or computed behind what was loaded.
+                self._pool.evict_blocks(set(range(self._kv_cache_config.num_blocks)))
+                self._tainted = set(self._requests)
             if self._sends_events:
                 known = {**self._finished, **self._requests}
                 self._events += events_of(outcome.stored, known, self._kv_cache_config)
@@ -231,6 +241,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are being saved are pinned by `touch`: vLLM may free the request's own.
         self._requests.pop(request.request_id, None)
+        self._tainted.discard(request.request_id)
         if self._sends_events:
             self._finished[request.request_id] = request
             while len(self._finished) > _FINISHED_MAX:
@@ -321,6 +332,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, WorkMetadata)
         return metadata.work
+
+    def _evict_tainted(self, scheduled: Mapping[str, int]) -> None:
+        """vLLM has put the blocks into its cache that this step completes. None may use them."""
+        for request_id in self._tainted & scheduled.keys():
+            start = self._requests[request_id].num_computed_tokens
+            end = start + scheduled[request_id]
+            groups = self._kv_cache_config.kv_cache_groups
+            for group, blocks in zip(groups, self._blocks_of(request_id).blocks, strict=True):
+                size = group.kv_cache_spec.block_size
+                self._pool.evict_blocks(set(BlockIds(blocks)[start // size : end // size]))
 
     def _still_cached(self, block_id: int, group: int, digest: bytes) -> bool:
         key = self._pool.blocks[block_id].block_hash

@@ -92,6 +92,7 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (KVConnectorBase_V1, "has_pending_push_work", "steps of an engine that only saves"),
     (BlockPool, "touch", "pinning blocks"),
     (BlockPool, "free_blocks", "unpinning blocks"),
+    (BlockPool, "evict_blocks", "forgetting blocks that were loaded from a wrong pool"),
     (BlockPool, "blocks", "pinning blocks by their ids"),
     (KVCacheBlock, "block_hash", "whether a block still has the contents to save"),
     (SchedulerOutput, "kv_connector_block_state", "where the blocks of a request are"),

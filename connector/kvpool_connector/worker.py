@@ -16,17 +16,21 @@ from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, Namespace, Pool, WriteStatus
 from kvpool_connector.block_memory import BlockMemory
+from kvpool_connector.comparison import TOLERANCES, difference, segments
 from kvpool_connector.messages import (
     AdapterInfo,
     GroupBlocks,
     LoadRequest,
     LoadResult,
+    Mismatch,
     ModelInfo,
     ProbeRequest,
     ProbeResult,
     SaveRequest,
     SaveResult,
     StepWork,
+    VerifyRequest,
+    VerifyResult,
     WorkerInfo,
     WorkerReport,
 )
@@ -90,6 +94,8 @@ class ConnectorWorker:
         self._load_slots = asyncio.Semaphore(settings.transfers_max)
         # A request waits for a load, and none for a save: saves get half of the slots.
         self._save_slots = asyncio.Semaphore(max(1, settings.transfers_max // 2))
+        #: Under these names the pool has blocks of another model: no load may end well.
+        self._mismatched: set[Namespace] = set()
         self._idle = False
         self._transfer_ended = threading.Event()
         self._lock = threading.Lock()  # guards what follows: both threads use it
@@ -145,14 +151,14 @@ class ConnectorWorker:
                 self._load_ended(load, 0, missing, 0.0)
 
     def start_saves(self, work: StepWork) -> None:
-        """Start the saves and the probe of a step, which was computed; returns at once."""
+        """Start the saves of a step, which was computed, and what is beside; returns at once."""
         self._step = work.step
         self._idle = work.idle
         self._registered = self._is_named_by(work)
-        if not work.saves and work.probe is None:
+        if not work.saves and work.probe is None and work.verify is None:
             return
         context = self._context(work)
-        self._add_running(len(work.saves) + (work.probe is not None))
+        self._add_running(len(work.saves) + (work.probe is not None) + (work.verify is not None))
         for save in work.saves:
             if not self._registered or not self._has(save.adapters):
                 self._count("save_error ModelChanged", 1)
@@ -165,6 +171,10 @@ class ConnectorWorker:
             )
             if not started:
                 self._probe_ended(0, 0.0)
+        if (verify := work.verify) is not None:
+            started = self._registered and self._has(verify.adapters)
+            if not started or not self._thread.start(partial(self._verify, verify, context)):
+                self._verify_ended(VerifyResult(verify.job, 0))
 
     def take_finished(self) -> FinishedTransfers:
         """The loads that have ended since the last call.
@@ -236,6 +246,8 @@ class ConnectorWorker:
         except (KvpoolError, TimeoutError) as error:
             self._count(f"load_error {type(error).__name__}", 1)
         finally:
+            if not self._mismatched.isdisjoint(context.namespaces):
+                size, missing = 0, [block for blocks in load.blocks for block in blocks.block_ids]
             self._load_ended(load, size, missing, time.monotonic() - began)
 
     async def _read(
@@ -377,6 +389,69 @@ class ConnectorWorker:
         self._count("probes", 1)
         with self._lock:
             self._report.probes.append(ProbeResult(size, seconds))
+            self._running -= 1
+        self._transfer_ended.set()
+
+    async def _verify(self, verify: VerifyRequest, context: _TransferContext) -> None:
+        """Compare block by block: memory has at most one of the pool's. (design: verification)"""
+        result = VerifyResult(verify.job, 0)
+        try:
+            async with asyncio.timeout(verify.timeout_s + _CANCEL_AFTER_S):
+                pool = self._thread.pool
+                for blocks in verify.blocks if pool is not None else ():
+                    assert pool is not None
+                    result = await self._compare(pool, context, blocks, verify.timeout_s, result)
+        except (KvpoolError, TimeoutError):
+            pass  # what was compared until then counts
+        finally:
+            if result.mismatch is not None:
+                self._mismatched.update(context.namespaces)
+            self._verify_ended(result)
+
+    async def _compare(
+        self,
+        pool: Pool,
+        context: _TransferContext,
+        blocks: GroupBlocks,
+        timeout_s: float,
+        result: VerifyResult,
+    ) -> VerifyResult:
+        """The result with one more block. Nothing changes if the pool does not have it any more."""
+        memory = self._memory[blocks.group]
+        for layer in memory.layers:
+            if layer.dtype not in TOLERANCES:
+                return result._replace(problem=f"{layer.layer} has elements of type {layer.dtype}")
+        theirs = bytearray(memory.block_bytes)
+        async with self._save_slots:
+            [read] = await pool.read(
+                context.namespaces[blocks.group],
+                blocks.digests,
+                [theirs],
+                part=self._rank.part,
+                match=blocks.match,
+                timeout=timeout_s,
+            )
+            if not read.status.hit or read.size != memory.block_bytes:
+                return result
+            [ours] = await memory.source(blocks.block_ids, context.events[blocks.group])
+        result = result._replace(compared=result.compared + 1)
+        pieces = ours if isinstance(ours, list) else [ours]
+        for layer, pairs in segments(memory.layers, pieces, theirs):
+            found, tolerance = difference(pairs, layer.dtype), TOLERANCES[layer.dtype]
+            mismatch = result.mismatch
+            if found > tolerance and (mismatch is None or found > mismatch.difference):
+                number, part = self._rank.number, self._rank.part
+                mismatch = Mismatch(
+                    number, part, blocks.group, blocks.digests[0], layer.layer, found, tolerance
+                )
+            worst = max(result.difference, found)
+            result = result._replace(difference=worst, mismatch=mismatch)
+            await asyncio.sleep(0)  # loads go first
+        return result
+
+    def _verify_ended(self, result: VerifyResult) -> None:
+        with self._lock:
+            self._report.verified.append(result)
             self._running -= 1
         self._transfer_ended.set()
 

@@ -51,6 +51,7 @@ class Engine:
         ranks: int = 1,
         kernel: str = "kernel",
         saves: Sequence[bool] = (),
+        dtype: torch.dtype = torch.uint8,
         **settings: Any,
     ) -> None:
         patient = {"load": "always", "lookup_timeout_s": 5.0, "transports": ["tcp"]}
@@ -78,7 +79,8 @@ class Engine:
         for rank, memory in enumerate(self.memory):
             saving = saves[rank] if saves else True
             worker = ConnectorWorker(self.settings, self._thread(), Rank(rank, rank, saving))
-            worker.register([memory_of({"layer.0": memory})], partial(ModelInfo, packing=kernel))
+            layers = {"layer.0": memory.view(dtype)}
+            worker.register([memory_of(layers)], partial(ModelInfo, packing=kernel))
             self.workers.append(worker)
         self.unpinned: list[int] = []
         self.pinned: list[int] = []
