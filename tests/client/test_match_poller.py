@@ -194,7 +194,7 @@ def test_a_lookup_is_sent_when_the_master_comes(
 ) -> None:
     (gone,) = fakes(1)
     gone.socket.close(0)
-    poller = open_poller(gone.address, attempt_s=20.0)
+    poller = open_poller(gone.address, attempt_s=60.0, hedge_s=60.0)
     poller.start("a", [(SPACE, keys("x", 2))])
     for _ in range(5):
         assert poller.poll(0.005) == []
@@ -205,8 +205,10 @@ def test_a_lookup_is_sent_when_the_master_comes(
         master = FakeMaster.__new__(FakeMaster)
         master.socket = context.socket(zmq.ROUTER)
         master.socket.bind(f"tcp://{gone.address}")
+        until_s = time.monotonic() + 10  # zmq connects within a second
         while not poller.is_sent("a"):
             poller.poll(0.005)
+            assert time.monotonic() < until_s
         assert poller.connected
         master.answer(miss())
         until(poller)
