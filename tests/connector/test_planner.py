@@ -414,7 +414,7 @@ def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None
     played.saved(save.job)
     probe = played.idle().probe
     assert probe is not None
-    assert probe.blocks[0].digests == tuple(hashes("a", 64))
+    assert (probe.blocks[0].group, probe.blocks[0].digests) == (0, tuple(hashes("a", 64)))
     assert played.idle().probe is None
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
     assert played.planner.transfer_cost.samples == 1

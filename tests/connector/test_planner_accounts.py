@@ -260,6 +260,25 @@ def test_hits_are_counted_where_they_were_read() -> None:
     assert played.planner.counters["hit_tokens nvme"] == 32
 
 
+def test_only_what_is_loaded_is_counted_as_a_hit() -> None:
+    """Neither what the engine had itself, nor what no server has any more."""
+    played = Played()
+    lookup = played.arrive("a", 100)
+    assert lookup is not None
+    runs = (
+        Run(0, 0, (Replica("a", "hbm"),)),
+        Run(1, 2, (Replica("a", "dram"),)),
+        Run(3, 4, (Replica("b", "nvme"),)),
+        Run(5, 5, ()),
+    )
+    match = Match(runs, 6, ReadStatus.HIT)
+    played.planner.on_lookup_result("a", lookup.serial, [match], "")
+    assert played.offer("a", 100, 48) == 48
+    played.allocate("a", 7, 48)
+    counted = {name: n for name, n in played.planner.counters.items() if name.startswith("hit_")}
+    assert counted == {"hit_tokens nvme": 32}
+
+
 def test_estimates_are_of_the_tokens_that_are_missing() -> None:
     played = Played()
     asked: list[tuple[int, int]] = []
@@ -306,6 +325,7 @@ def test_a_probe_reads_what_was_not_loaded() -> None:
     probe = played.idle().probe
     assert probe is not None
     (blocks,) = probe.blocks
+    assert blocks.group == 0
     assert blocks.digests == tuple(hashes("a", 100)[3:6])
     assert blocks.match is not None
     assert blocks.match.length == 3
@@ -461,6 +481,25 @@ def test_a_step_of_several_prompts_is_shared_by_tokens() -> None:
     prefill.observe([(0, 300), (8000, 8100)], 4.0)
     assert prefill.seconds(0, 300) == pytest.approx(3.0)
     assert prefill.seconds(8000, 8100) == pytest.approx(1.0)
+
+
+def test_each_length_of_a_context_has_its_own_speed() -> None:
+    """Attention makes late tokens dearer: what is measured at one length says little of others."""
+    prefill = PrefillCost()
+    measured = {(0, 1024): 1.0, (1024, 2048): 3.0, (2048, 4096): 8.0}
+    for (first, last), seconds in measured.items():
+        prefill.observe([(first, last)], seconds)
+    for (first, last), seconds in list(measured.items())[1:]:
+        assert prefill.seconds(first, last) == pytest.approx(seconds)
+    assert prefill.seconds(1024, 4096) == pytest.approx(11.0)
+    assert prefill.seconds(512, 1024) == pytest.approx(0.5)
+
+
+def test_the_bandwidth_is_in_bytes_per_second() -> None:
+    cost = TransferCost()
+    for size in (MIB, 4 * MIB, 16 * MIB):
+        cost.observe(size, 0.01 + size / 1e9)
+    assert cost.bandwidth == pytest.approx(1e9)
 
 
 def test_a_transfer_of_nothing_known_is_no_free_one() -> None:

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvpool.config import MasterConfig
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, SequenceCheck
 from kvpool.piecewise_dict import PIECE_KEYS
+from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
 
@@ -773,6 +775,13 @@ def test_a_server_lists_as_many_blocks_as_it_can_hold() -> None:
     assert directory.register("t", 1, HOST, [], ["dram"], 3 * 4096 + 1, 0.0) is None
     assert listed(directory, "t", chain) == 3
     directory.check()
+
+
+def test_a_map_without_arguments_has_the_limits_of_a_master_without_settings() -> None:
+    directory, config = Directory(), MasterConfig()
+    for name in ("timeout_s", "forget_s", "servers_max", "servers_per_host_max", "blocks_max"):
+        assert getattr(directory, name) == getattr(config, name)
+    assert directory.tombstones.limit == Store(1 << 20).tombstones.limit == 65_536
 
 
 def test_a_full_map_and_the_share_of_one_address() -> None:

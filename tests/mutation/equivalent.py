@@ -62,6 +62,16 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "if os.fstat(self._fd).st_size >= size:",
     ): "A file that is cut to the size that it has stays as it is.",
     (
+        "tiers/kvpool_tiers/nvme/format.py",
+        "groups, rest = divmod(max(size - _HEAD_SIZE, 0), group._group_size)",
+        "groups, rest = divmod(max(size - _HEAD_SIZE, 1), group._group_size)",
+    ): "A byte is less than the headers of a group: it has room for nothing.",
+    (
+        "kvpool/master/state/server_record.py",
+        "kept: bool = False  # the next process of this server will have the same token",
+        "kept: bool = True  # the next process of this server will have the same token",
+    ): "The only caller passes it.",
+    (
         "kvpool/server/announcer.py",
         "self._acknowledged = 0",
         "self._acknowledged = 1",

@@ -99,6 +99,22 @@ async def running(blocks: list[bytes]) -> AsyncIterator[Setup]:
         await setup.announcer.close()
 
 
+async def test_a_server_that_leaves_is_lost_at_once() -> None:
+    """It says so, and takes no change for that master any more."""
+    chain = keys("c", 3)
+    async with running(chain) as setup:
+        await eventually(lambda: setup.announcer.registered)
+        assert setup.master.directory.match(ONE, chain).length == 3
+        await setup.announcer.close()
+        assert setup.link.sent["Leave"] == 1
+        assert not setup.announcer.registered
+        assert setup.master.directory.match(ONE, chain).length == 0
+        sent = setup.link.sent.total()
+        setup.write(keys("later", 1))
+        await asyncio.sleep(3 * HEARTBEAT_S)
+        assert setup.link.sent.total() == sent
+
+
 async def test_late_answers_are_no_gap() -> None:
     """Neither lost answers nor lost requests, for many heartbeats, cost an inventory."""
     chain = keys("c", 60)

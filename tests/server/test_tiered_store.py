@@ -11,7 +11,16 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
-from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Record, WriteStatus
+from kvpool.types import (
+    ROOT,
+    Extent,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Record,
+    SessionHint,
+    WriteStatus,
+)
 from tests.conftest import key, keys
 
 PAGE = 4096
@@ -352,6 +361,33 @@ def test_a_lost_cache_leaves_its_blocks_where_they_are_below() -> None:
     server.stack.report_lost(lost)
     server.look()
     assert {server.map[ONE, 0, digest] for digest in chain} == {2}
+
+
+@pytest.mark.parametrize(
+    ("ends", "writes_again", "known"), [(False, False, 1), (True, False, 0), (True, True, 1)]
+)
+def test_a_copy_belongs_to_its_session_unless_that_has_ended(
+    ends: bool, writes_again: bool, known: int
+) -> None:
+    """A session that writes again has not ended: in the base its hints count, too."""
+    server = Server(8, 8)
+    stack = server.stack
+
+    def write(name: str) -> None:
+        request = ReserveRequest(ONE, 0, [key(name)], [ROOT], [PAGE], SessionHint("talk"))
+        (answer,) = stack.reserve(1, request, 1.0)
+        assert answer.extent is not None
+        server.memory[0][answer.extent.offset] = (ONE, 0, key(name))
+        stack.seal(1, answer.id, 7, 1.0)
+
+    write("first")
+    if ends:
+        stack.front.end("talk", 2.0)
+    if writes_again:
+        write("second")
+    server.settle()
+    assert stack.backing.stored == 1 + writes_again
+    assert stack.backing.policy.sessions == known
 
 
 def test_the_most_blocks_are_those_of_all_tiers() -> None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -570,6 +571,21 @@ async def test_a_large_call_is_one_call_in_several_pieces(
     assert buffers == values
     disk.close()
     assert path.read_bytes()[places[1] : places[1] + size] == values[1]  # noqa: ASYNC240
+
+
+async def test_a_thread_that_waits_keeps_no_buffer_alive(path: Path) -> None:
+    """Memory of a caller, of which there may be gigabytes, ends with the call."""
+
+    class Buffer(bytearray):
+        pass
+
+    disk = FileDisk(path, 8 * PIECE, queue_depth=2)
+    buffer = Buffer(2 * PIECE)
+    gone = weakref.ref(buffer)
+    await disk.write(0, memoryview(buffer))
+    del buffer
+    await eventually(lambda: gone() is None)  # the thread may be at its last line
+    disk.close()
 
 
 async def test_a_call_of_which_a_piece_fails_has_failed(
