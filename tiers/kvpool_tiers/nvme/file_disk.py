@@ -242,7 +242,6 @@ class FileDisk:
                 if request.try_own(_Owner.THREADS):
                     self._perform(request, number)
             self._piece_done(batch)
-            del batch, request, piece  # a thread that waits must not keep a buffer alive
 
     def _next(self) -> tuple[_WorkBatch, int] | None:
         with self._guard:
