@@ -59,18 +59,6 @@ def test_a_load_that_takes_as_long_as_computing_is_not_chosen() -> None:
     assert played.offer("a", 100) == 96
 
 
-@pytest.mark.parametrize(("load_s", "probed"), [(0.999, False), (1.0, True)])
-def test_after_a_load_that_was_as_slow_as_computing_the_pool_is_probed(
-    load_s: float, probed: bool
-) -> None:
-    played = Played()
-    estimating(played, 0.5, 1.0)
-    load(played, "a")
-    estimating(played, load_s, 1.0)
-    played.planner.on_load_result(LoadResult("a", 6 * MIB, True), played.now + 0.1)
-    assert (played.idle().probe is not None) is probed
-
-
 def test_as_many_tokens_as_the_setting_asks_for_are_enough() -> None:
     played = Played(hit_tokens_min=80)
     played.look_up("a", 100, 6)

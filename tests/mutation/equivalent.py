@@ -42,12 +42,12 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "if server <= min(servers):",
     ): "A suspect is never one of the servers that have our bytes.",
     (
-        "connector/kvpool_connector/planner.py",
+        "connector/kvpool_connector/tracked_request.py",
         "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
         "offered: tuple[int, int] = (1, 0)  # tokens, while OFFERED",
     ): _EMPTY,
     (
-        "connector/kvpool_connector/planner.py",
+        "connector/kvpool_connector/tracked_request.py",
         "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
         "offered: tuple[int, int] = (0, 1)  # tokens, while OFFERED",
     ): _EMPTY,

@@ -40,8 +40,7 @@ _PACKAGES: Final = (
 #: Files that the tests of the main environment do not run: they need vLLM, a GPU, or are run by
 #: a person. `make test-vllm` and the benchmarks cover them.
 _NOT_MEASURED: Final = (
-    "connector/kvpool_connector/vllm.py",
-    "connector/kvpool_connector/vllm_config.py",
+    "connector/kvpool_connector/vllm",
     "connector/kvpool_connector/block_memory.py",
     "connector/kvpool_connector/stats.py",
     "kvpool/device_copy.py",
@@ -55,6 +54,10 @@ _PURE: Final = (
     "kvpool/server/eviction/",
     "kvpool/master/state/",
     "connector/kvpool_connector/planner.py",
+    "connector/kvpool_connector/load_or_recompute.py",
+    "connector/kvpool_connector/probing.py",
+    "connector/kvpool_connector/running_loads.py",
+    "connector/kvpool_connector/tracked_request.py",
 )
 #: Lines that contain one of these are left alone: a text for a person, or nothing at run time.
 _LEFT_ALONE: Final = ("log.", "_log.", "TYPE_CHECKING", "__name__", "raise NotImplementedError")
