@@ -8,9 +8,10 @@ memoryview's slice assignment does not, so several threads really copy at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +23,9 @@ from kvpool.errors import DeadlineExceeded, LinkBroken
 
 #: Bytes copied and then hashed while they are in the cache.
 STEP = 256 << 10
+#: A piece up to this size is copied without giving up the GIL, because that takes longer than the
+#: copy. xxhash keeps the GIL for such a piece, too. (design: copy-pool)
+SMALL_PIECE_MAX = 64 << 10
 #: Below this, a thread's wake-up costs more than the copy; the loop waits a third of a millisecond.
 INLINE_MAX = 1 << 20
 
@@ -147,6 +151,12 @@ def _copy(job: CopyJob, flag: StopFlag | None) -> int:
     if len(source) == len(target) == 1 and len(source[0]) <= STEP:
         return _copy_one(source[0], target[0], seed, hash_source, flag)
     hasher = xxhash.xxh3_64(seed=seed) if seed is not None else None
+    if len(target) == 1 and max(map(len, source)) <= SMALL_PIECE_MAX:
+        complete = _copy_small(_gathered(source, target[0]), hasher, hash_source, flag)
+        return hasher.intdigest() if hasher is not None and complete else 0
+    if len(source) == 1 and target and max(map(len, target)) <= SMALL_PIECE_MAX:
+        complete = _copy_small(_scattered(source[0], target), hasher, hash_source, flag)
+        return hasher.intdigest() if hasher is not None and complete else 0
     step = STEP if hasher is not None else 16 * STEP
     for piece, copied in _steps(source, target, step):
         if copied is not None:
@@ -184,6 +194,56 @@ def _copy_one(
     if seed is None:
         return 0
     return xxhash.xxh3_64_intdigest(source if hash_source else target, seed)
+
+
+def _copy_small(
+    pairs: Iterable[tuple[memoryview, memoryview]],
+    hasher: xxhash.xxh3_64 | None,
+    hash_source: bool,
+    flag: StopFlag | None,
+) -> bool:
+    """Copy and hash many small pieces; false when it was stopped.
+
+    Once in every `STEP` bytes another thread gets the GIL: numpy's copy gives it up. Without that
+    an engine's thread would wait for the interpreter's switch interval of 5 ms.
+    """
+    lock = flag.lock if flag is not None else contextlib.nullcontext()
+    kept = STEP
+    for piece, room in pairs:
+        with lock:
+            if flag is not None and flag.is_set:
+                return False
+            if kept >= STEP:
+                np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(piece, np.uint8))
+                kept = 0
+            else:
+                room[:] = piece
+        kept += len(piece)
+        if hasher is not None:
+            hasher.update(piece if hash_source else room)
+    return True
+
+
+def _gathered(
+    source: tuple[memoryview, ...], target: memoryview
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Each piece of the source, and where it goes."""
+    end = 0
+    for piece in source:
+        start, end = end, end + len(piece)
+        yield piece, target[start:end]
+
+
+def _scattered(
+    source: memoryview, target: tuple[memoryview, ...]
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Each piece of the target that the source reaches, and what goes there."""
+    end = 0
+    for room in target:
+        if end == len(source):
+            return
+        start, end = end, min(end + len(room), len(source))
+        yield source[start:end], room[: end - start]
 
 
 def _steps(

@@ -1,0 +1,113 @@
+"""Blocks in pieces are copied and hashed like blocks in one."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvpool_transports import copy_pool
+from kvpool_transports.copy_pool import SMALL_PIECE_MAX, STEP, CopyJob, StopFlag
+
+
+def pieces_of(data: bytearray, sizes: list[int]) -> tuple[memoryview, ...]:
+    view, at, pieces = memoryview(data), 0, []
+    for size in sizes:
+        pieces.append(view[at : at + size])
+        at += size
+    return tuple(pieces)
+
+
+def cut(chance: random.Random, total: int, largest: int) -> list[int]:
+    sizes = []
+    while total:
+        sizes.append(min(total, chance.randrange(1, largest + 1)))
+        total -= sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_of_any_size_on_both_sides(seed: int) -> None:
+    """One block to one, gathered, scattered, and both; small pieces, large ones, and a mixture."""
+    chance = random.Random(seed)
+    size = chance.choice([1, 5000, STEP, STEP + 1, 3 * STEP + 77])
+    room = size + chance.choice([0, 0, 1, 70_000])  # a target may be larger
+    data, target = bytearray(chance.randbytes(size)), bytearray(room)
+    largest = chance.choice([1000, SMALL_PIECE_MAX, SMALL_PIECE_MAX + 1, 4 * STEP])
+    source_sizes = chance.choice([[size], cut(chance, size, largest)])
+    target_sizes = chance.choice([[room], cut(chance, room, largest)])
+    for flag in (None, StopFlag()):
+        target[:] = bytes(room)
+        job = CopyJob(
+            pieces_of(data, source_sizes),
+            pieces_of(target, target_sizes),
+            7,
+            hash_source=chance.random() < 0.5,
+        )
+        assert copy_pool._copy(job, flag) == xxhash.xxh3_64_intdigest(bytes(data), 7)
+        assert target == data + bytes(room - size)
+
+
+def test_a_writer_hashes_what_it_meant_and_a_reader_what_it_received() -> None:
+    """The memory that was copied to has other bytes afterwards: another writer's."""
+    data, target = bytearray(b"a" * 300), bytearray(300)
+
+    class Torn:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *exc_info: object) -> None:
+            target[150] = 0
+
+    flag = StopFlag()
+    flag.lock = Torn()  # type: ignore[assignment]
+    pieces = pieces_of(data, [100, 100, 100])
+    right = xxhash.xxh3_64_intdigest(bytes(data), 7)
+    gathered = CopyJob(pieces, (memoryview(target),), 7, hash_source=True)
+    assert copy_pool._copy(gathered, flag) == right
+    scattered = CopyJob((memoryview(data),), pieces_of(target, [100, 100, 100]), 7)
+    assert copy_pool._copy(scattered, flag) != right
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_nothing_is_copied_after_the_stop(scatter: bool) -> None:
+    data, target = bytearray(b"a" * 400), bytearray(400)
+    flag = StopFlag()
+
+    class Counting:
+        """A lock whose third holder finds the flag set."""
+
+        def __init__(self) -> None:
+            self.lock, self.times = threading.Lock(), 0
+
+        def __enter__(self) -> None:
+            self.times += 1
+            flag.is_set = self.times == 3
+
+        def __exit__(self, *exc_info: object) -> None: ...
+
+    flag.lock = Counting()  # type: ignore[assignment]
+    parts = [100, 100, 100, 100]
+    job = CopyJob((memoryview(data),), pieces_of(target, parts), 7)
+    if not scatter:
+        job = CopyJob(pieces_of(data, parts), (memoryview(target),), 7, hash_source=True)
+    copy_pool._copy(job, flag)
+    assert target == b"a" * 200 + bytes(200)
+
+
+def test_other_threads_run_while_small_pieces_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only numpy's copy gives up the GIL, which xxhash keeps for pieces like these."""
+    copied: list[int] = []
+    copyto = np.copyto
+
+    def watched(target: copy_pool.Bytes, source: copy_pool.Bytes) -> None:
+        copied.append(len(source))
+        copyto(target, source)
+
+    monkeypatch.setattr(copy_pool.np, "copyto", watched)
+    size = 8 * STEP
+    data, target = bytearray(size), bytearray(size)
+    sizes = [4096] * (size // 4096)
+    copy_pool._copy(CopyJob(pieces_of(data, sizes), (memoryview(target),), 7, True), StopFlag())
+    assert 8 <= len(copied) <= 10
