@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from kvpool import Match, ReadStatus, WriteStatus
 from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
+from kvpool_connector.adapters import Adapter
 from kvpool_connector.block_memory import memory_of
 from kvpool_connector.messages import ModelInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo
@@ -74,13 +74,15 @@ class Engine:
             self.lines.append,
             self.clock,
         )
+        self.model = ModelInfo(packing=kernel)
+        self.adapters: dict[int, str] = {}
         self.workers = []
         self.memory = [torch.zeros(BLOCKS, BYTES, dtype=torch.uint8) for _ in range(ranks)]
         for rank, memory in enumerate(self.memory):
             saving = saves[rank] if saves else True
             worker = ConnectorWorker(self.settings, self._thread(), Rank(rank, rank, saving))
             layers = {"layer.0": memory.view(dtype)}
-            worker.register([memory_of(layers)], partial(ModelInfo, packing=kernel))
+            worker.register([memory_of(layers)], lambda: self.model, lambda: self.adapters)
             self.workers.append(worker)
         self.unpinned: list[int] = []
         self.pinned: list[int] = []
@@ -146,10 +148,16 @@ class Engine:
             for block in blocks:
                 memory[block] = torch.randint(0, 256, (BYTES,), generator=generator).byte()
 
-    def compute(self, request: str, hashes: list[bytes], blocks: list[int]) -> None:
+    def compute(
+        self,
+        request: str,
+        hashes: list[bytes],
+        blocks: list[int],
+        adapter: Adapter | None = None,
+    ) -> None:
         """A new request that the pool is not asked for, computed in one step."""
         tokens = len(hashes) * BLOCK
-        self.scheduler.on_new_request(request, hashes, tokens, RequestHints())
+        self.scheduler.on_new_request(request, hashes, tokens, RequestHints(), adapter)
         self.until(lambda: self.loadable(request, tokens) is not None)
         self.step([ScheduledRequest(request, 0, tokens, [blocks])])
 
@@ -315,6 +323,66 @@ def test_after_new_weights_nothing_saved_before_is_found(start: Callable[..., En
     engine.scheduler.reset()
     assert engine.ask("after", hashes) == 0
     assert sum("sharing blocks as" in line for line in engine.lines) == 2
+
+
+def test_weights_that_were_changed_in_place_have_another_name(
+    start: Callable[..., Engine],
+) -> None:
+    """Also what is computed before the scheduler half hears of them goes under no name."""
+    engine = start(ranks=2)
+    before, between = keys("in place", 2), keys("in between", 2)
+    engine.save(before, [1, 2])
+    engine.model = engine.model._replace(weights="new")
+    for worker in engine.workers:
+        worker.describe_again()
+    names = engine.scheduler.namespaces
+    engine.compute("between", between, [3, 4])
+    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    assert engine.stored == 2
+    assert engine.scheduler.namespaces != names
+    assert engine.ask("new weights", before) == 0
+    engine.model = engine.model._replace(weights="")
+    for worker in engine.workers:
+        worker.describe_again()
+    engine.step()
+    assert engine.scheduler.namespaces == names
+    assert engine.ask("old weights", before) == 2 * BLOCK
+    assert engine.ask("saved by none", between) == 0
+
+
+def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
+    start: Callable[..., Engine],
+) -> None:
+    """Nothing is loaded or saved meanwhile, and no request waits for it."""
+    engine = start(ranks=2)
+    engine.workers[1].describe_again()
+    engine.step()
+    assert engine.ask("r", keys("half", 2)) == 0
+    engine.clock.ahead_s += 2
+    assert engine.ask("another", keys("half", 2)) == 0
+    engine.step()
+    (line,) = [line for line in engine.lines if "have not described" in line]
+    assert "ranks [0]" in line
+
+
+def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Callable[..., Engine]) -> None:
+    """vLLM loads an adapter again in the step that computes with it: only the worker sees that."""
+    engine, adapter = start(), Adapter(1, "chat at /chat")
+    engine.adapters = {1: "v1"}
+    engine.step()
+    engine.compute("first", keys("adapted", 2), [1, 2], adapter)
+    engine.until(lambda: engine.stored == 2)
+    tokens = 2 * BLOCK
+    engine.scheduler.on_new_request("r", keys("again", 2), tokens, RequestHints(), adapter)
+    engine.until(lambda: engine.loadable("r", tokens) is not None)
+    engine.adapters = {1: "v2"}
+    engine.step([ScheduledRequest("r", 0, tokens, [[3, 4]])])
+    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    assert engine.stored == 2
+    assert engine.workers[0].take_counters()["save_error ModelChanged"] == 1
+    engine.compute("replaced", keys("a third", 2), [5, 6], adapter)
+    assert engine.scheduler.planner.counters["miss adapter refused"] == 1
+    assert any("was replaced under its name" in line for line in engine.lines)
 
 
 def test_workers_introduce_themselves_until_there_are_names(
