@@ -67,6 +67,15 @@ def test_exchanged_rows_names_types_and_shapes_make_another_fingerprint() -> Non
     assert len({digest(one) for one in (weights(), rows, renamed, reshaped, retyped)}) == 5
 
 
+def test_the_sums_of_rows_see_what_no_sample_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_SAMPLED_BYTES", 0)
+    monkeypatch.setattr(fingerprint, "_SAMPLED_VALUES_MIN", 2)
+    one, exchanged = weights(), weights()
+    one["embed"][1217, 33] += 1
+    exchanged["embed"][[900, 901]] = exchanged["embed"][[901, 900]]
+    assert len({digest(tensors) for tensors in (weights(), one, exchanged)}) == 3
+
+
 def test_of_a_large_tensor_on_a_cpu_a_part_is_read_from_its_beginning_to_its_end() -> None:
     """One hundredth of the rows is summed; values at random places are read all the same."""
 

@@ -108,7 +108,7 @@ async def test_what_an_engine_refuses_or_does_not_say_is_a_finding(serve: Serve)
 
 def test_each_rank_of_one_server_is_an_engine_and_old_series_do_not_count() -> None:
     old = page({"namespace": "before"}, value=0.0)
-    found = parse_engines("a", old + page(ONE) + page({**ONE, "namespace": "n"}, engine=1))
+    found = parse_engines("a", page(ONE) + page({**ONE, "namespace": "n"}, engine=1) + old)
     assert [engine.address for engine in found] == ["a engine 0", "a engine 1"]
     assert [engine.fields["namespace"] for engine in found] == [ONE["namespace"], "n"]
 
