@@ -57,20 +57,33 @@ class Sequence:
 
         With an adapter it is asked something else before: then it has loaded the adapter.
         """
+        rounds = [[WARM_UP], PROMPTS] if adapter else [PROMPTS]
+        *_, answer = self.rounds(model, rounds, tenant=tenant, adapter=adapter, **arguments)
+        return answer
+
+    def rounds(
+        self,
+        model: Path,
+        rounds: list[list[list[int]]],
+        *,
+        tenant: str = "",
+        adapter: Path | None = None,
+        settings: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> list[dict[str, Any]]:
+        """Start an engine and ask it one round of prompts after the other."""
         given: dict[str, Any] = {"model": str(model), "max_model_len": 2048, **arguments}
         if tenant:
-            given["kv_transfer_config"] = transfer(
-                self._pool.master, tenant=tenant, model="the same", transports=["tcp"]
-            )
-        rounds = [[WARM_UP], PROMPTS] if adapter else [PROMPTS]
+            chosen = {"tenant": tenant, "model": "the same", "transports": ["tcp"]}
+            given["kv_transfer_config"] = transfer(self._pool.master, **chosen, **(settings or {}))
         told = {"arguments": given, "rounds": rounds, "adapter": adapter and str(adapter)}
         stdin: IO[str] | None = self._process.stdin
         assert stdin is not None
         print(json.dumps(told), file=stdin, flush=True)
-        *_, answer = self._answer()
+        answers: list[dict[str, Any]] = self._answer()
         if tenant:
             self._pool.settled()
-        return dict(answer)
+        return answers
 
     def close(self) -> None:
         self._process.kill()
