@@ -18,12 +18,14 @@ import torch
 from kvpool.types import Memory
 from kvpool_connector.comparison import LayerBytes
 from kvpool_connector.kv_layout import (
-    LayerSlice,
     LayerView,
+    SliceRun,
     UnsupportedLayout,
     describe,
+    head_parts,
     layer_bytes,
     layer_slices,
+    slice_runs,
 )
 
 #: Staging memory of one call; the worker splits larger transfers.
@@ -31,8 +33,10 @@ STAGING_BYTES: Final = 256 << 20
 
 
 class BlockMemory(Protocol):
-    """Blocks of one KV cache group."""
+    """Blocks of one KV cache group, each of which consists of `parts` of equal size."""
 
+    parts: int
+    #: Of a block, with all its parts.
     block_bytes: int
     #: How the bytes of a block are arranged: engines share blocks only if theirs are equal.
     packing: str
@@ -44,16 +48,16 @@ class BlockMemory(Protocol):
     def record_event(self) -> Any:
         """The device's work that the engine has submitted so far. Called by the engine's thread."""
 
-    async def source(self, block_ids: Sequence[int], after: Any) -> list[Memory]:
-        """The bytes of these blocks when the work before the event `after` is done.
+    async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
+        """The bytes of a part of these blocks when the work before the event `after` is done.
 
         Valid until the blocks change.
         """
 
     def target(
-        self, block_ids: Sequence[int], after: Any
+        self, block_ids: Sequence[int], after: Any, part: int = 0
     ) -> AbstractAsyncContextManager[list[Memory]]:
-        """Memory to write these blocks into; they have its contents when the `with` has ended."""
+        """Memory to write a part of these blocks into; they have it when the `with` has ended."""
 
 
 def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) -> list[LayerView]:
@@ -81,42 +85,51 @@ def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) ->
     return views
 
 
-def memory_of(layers: Mapping[str, torch.Tensor]) -> BlockMemory:
-    """The memory of a group, blocks first in each tensor. Raises Unsupported."""
+def memory_of(layers: Mapping[str, torch.Tensor], parts: int = 1) -> BlockMemory:
+    """The memory of a group, blocks first in each tensor. Raises UnsupportedLayout.
+
+    Several parts divide the KV heads (`kv_layout.head_parts`).
+    """
     buffers: list[torch.Tensor] = []
     views = views_of(layers, buffers)
     if not views:
         raise UnsupportedLayout("a KV cache group without layers")
     if all(buffer.device.type == "cpu" for buffer in buffers):
-        return HostBlockMemory(views, buffers)
-    return DeviceBlockMemory(views, buffers)
+        return HostBlockMemory(views, buffers, parts)
+    return DeviceBlockMemory(views, buffers, parts)
 
 
 class HostBlockMemory:
     """Blocks in memory of this process."""
 
-    def __init__(self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor]) -> None:
-        self._slices = layer_slices(views)
+    def __init__(
+        self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
+    ) -> None:
+        divided = head_parts(views, parts)
+        self._slices = [layer_slices(of_part) for of_part in divided]
         self._bytes = [buffer.numpy().data for buffer in buffers]
-        self.block_bytes = sum(piece.size for piece in self._slices)
-        self.packing = describe(views)
-        self.layers = layer_bytes(views)
+        self.parts = parts
+        self.block_bytes = sum(piece.size for of_part in self._slices for piece in of_part)
+        self.packing = describe(divided[0])
+        self.layers = layer_bytes(divided[0])
         self.blocks_per_transfer = 1 << 30
 
     def record_event(self) -> None:
         return None
 
-    async def source(self, block_ids: Sequence[int], after: None) -> list[Memory]:
-        return [self._pieces(block) for block in block_ids]
+    async def source(self, block_ids: Sequence[int], after: None, part: int = 0) -> list[Memory]:
+        return [self._pieces(block, part) for block in block_ids]
 
     @asynccontextmanager
-    async def target(self, block_ids: Sequence[int], after: None) -> AsyncIterator[list[Memory]]:
-        yield [self._pieces(block) for block in block_ids]
+    async def target(
+        self, block_ids: Sequence[int], after: None, part: int = 0
+    ) -> AsyncIterator[list[Memory]]:
+        yield [self._pieces(block, part) for block in block_ids]
 
-    def _pieces(self, block: int) -> list[Any]:
+    def _pieces(self, block: int, part: int) -> list[Any]:
         return [
             self._bytes[buffer][start + block * stride : start + block * stride + size]
-            for buffer, start, stride, size in self._slices
+            for buffer, start, stride, size in self._slices[part]
         ]
 
 
@@ -124,18 +137,26 @@ class DeviceBlockMemory:
     """Blocks in memory of a device, which the host cannot address. (design: device-memory)
 
     One thread with a CUDA stream of its own gathers and scatters, so that neither the engine nor
-    the pool waits for it. Each block is one row of a page-locked buffer.
+    the pool waits for it. A part of each block is one row of a page-locked buffer.
     """
 
-    def __init__(self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor]) -> None:
-        self._slices = layer_slices(views)
+    def __init__(
+        self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
+    ) -> None:
+        divided = head_parts(views, parts)
+        slices = [layer_slices(of_part) for of_part in divided]
         self._device = buffers[0].device
-        self.block_bytes = sum(piece.size for piece in self._slices)
-        self.packing = describe(views)
-        self.layers = layer_bytes(views)
-        self.blocks_per_transfer = max(1, STAGING_BYTES // self.block_bytes)
+        self.parts = parts
+        self._part_bytes = sum(piece.size for piece in slices[0])
+        self.block_bytes = self._part_bytes * parts
+        self.packing = describe(divided[0])
+        self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
+        self.layers = layer_bytes(divided[0])
         blocks = views[0].shape[0]
-        self._rows = [_rows(buffers[piece.buffer], piece, blocks) for piece in self._slices]
+        self._rows = [
+            [_rows(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]
+            for of_part in slices
+        ]
         self._executor = ThreadPoolExecutor(1, "kvpool-stage")
         cuda = self._device.type == "cuda"
         self._pinned = cuda
@@ -148,15 +169,17 @@ class DeviceBlockMemory:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    async def source(self, block_ids: Sequence[int], after: Any) -> list[Memory]:
-        staged = await self._do(lambda: self._gather(block_ids, after))
+    async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
+        staged = await self._do(lambda: self._gather(block_ids, after, part))
         return [row.numpy().data for row in staged]
 
     @asynccontextmanager
-    async def target(self, block_ids: Sequence[int], after: Any) -> AsyncIterator[list[Memory]]:
+    async def target(
+        self, block_ids: Sequence[int], after: Any, part: int = 0
+    ) -> AsyncIterator[list[Memory]]:
         staged = await self._do(lambda: self._staging(len(block_ids)))
         yield [row.numpy().data for row in staged]
-        await self._do(lambda: self._scatter(block_ids, staged, after))
+        await self._do(lambda: self._scatter(block_ids, staged, after, part))
 
     async def _do(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         # A cancelled call must not leave the thread at work on memory that is given back.
@@ -168,9 +191,9 @@ class DeviceBlockMemory:
             raise
 
     def _staging(self, count: int) -> torch.Tensor:
-        return torch.empty(count, self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(count, self._part_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def _gather(self, block_ids: Sequence[int], after: Any) -> torch.Tensor:
+    def _gather(self, block_ids: Sequence[int], after: Any, part: int) -> torch.Tensor:
         host = self._staging(len(block_ids))
         with torch.cuda.stream(self._stream):  # no stream: no effect
             if self._stream is not None:
@@ -178,32 +201,39 @@ class DeviceBlockMemory:
             ids = torch.tensor(block_ids, device=self._device)
             device = torch.empty(host.shape, dtype=torch.uint8, device=self._device)
             start = 0
-            for rows in self._rows:
-                device[:, start : start + rows.shape[1]] = rows.index_select(0, ids)
-                start += rows.shape[1]
+            for rows in self._rows[part]:
+                size = rows.shape[1] * rows.shape[2]
+                place = device[:, start : start + size].unflatten(1, rows.shape[1:])
+                place.copy_(rows.index_select(0, ids))
+                start += size
             host.copy_(device, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
         return host
 
-    def _scatter(self, block_ids: Sequence[int], host: torch.Tensor, after: Any) -> torch.Tensor:
+    def _scatter(
+        self, block_ids: Sequence[int], host: torch.Tensor, after: Any, part: int
+    ) -> torch.Tensor:
         with torch.cuda.stream(self._stream):
             if self._stream is not None:  # kernels of the blocks' last user may still run
                 self._stream.wait_event(after)
             ids = torch.tensor(block_ids, device=self._device)
             device = host.to(self._device, non_blocking=True)
             start = 0
-            for rows in self._rows:
-                rows.index_copy_(0, ids, device[:, start : start + rows.shape[1]])
-                start += rows.shape[1]
+            for rows in self._rows[part]:
+                size = rows.shape[1] * rows.shape[2]
+                place = device[:, start : start + size].unflatten(1, rows.shape[1:])
+                rows.index_copy_(0, ids, place)
+                start += size
         if self._stream is not None:
             self._stream.synchronize()
         return host
 
 
-def _rows(buffer: torch.Tensor, piece: LayerSlice, blocks: int) -> torch.Tensor:
-    """One piece of every block, as one row for each block; no copy."""
-    return torch.as_strided(buffer, (blocks, piece.size), (piece.stride, 1), piece.start)
+def _rows(buffer: torch.Tensor, run: SliceRun, blocks: int) -> torch.Tensor:
+    """The pieces of a run of every block: blocks, pieces, bytes; no copy."""
+    shape, strides = (blocks, run.pieces, run.size), (run.stride, run.step, 1)
+    return torch.as_strided(buffer, shape, strides, run.start)
 
 
 def _natural(layer: str) -> tuple[tuple[int, int | str], ...]:

@@ -3,6 +3,9 @@
 A block's bytes are opaque: kernels pack what is inside as they like. It is taken as a whole, layer
 by layer in the order of the layers' names, each in the order in which it lies in memory. What that
 order was is part of the namespace (`namespace.py`), so bytes of another layout are never read.
+
+A block can also be taken in parts, each of which has some of the KV heads of every layer. A part
+has the same bytes in engines of any tensor parallel size. (design: head-parts)
 """
 
 from __future__ import annotations
@@ -44,6 +47,18 @@ class LayerSlice(NamedTuple):
     size: int
 
 
+class SliceRun(NamedTuple):
+    """So many pieces of every block, each `step` bytes after the one before: a device copies them
+    at once."""
+
+    buffer: int
+    stride: int
+    start: int
+    size: int
+    pieces: int
+    step: int
+
+
 def layer_slices(views: Sequence[LayerView]) -> list[LayerSlice]:
     """The pieces of a block of a group, in the order in which they make the block.
 
@@ -65,6 +80,48 @@ def layer_slices(views: Sequence[LayerView]) -> list[LayerSlice]:
             raise UnsupportedLayout(
                 f"a block of this KV cache lies in more than {SLICES_MAX} pieces"
             )
+    return found
+
+
+def slice_runs(slices: Sequence[LayerSlice]) -> list[SliceRun]:
+    """The same pieces in the same order, in as few runs as there are."""
+    runs: list[SliceRun] = []
+    for piece in slices:
+        last = runs[-1] if runs else None
+        if last is not None and (last.buffer, last.stride, last.size) == (
+            piece.buffer,
+            piece.stride,
+            piece.size,
+        ):
+            step = piece.start - last.start if last.pieces == 1 else last.step
+            if step > 0 and piece.start == last.start + last.pieces * step:
+                runs[-1] = last._replace(pieces=last.pieces + 1, step=step)
+                continue
+        runs.append(SliceRun(piece.buffer, piece.stride, piece.start, piece.size, 1, piece.size))
+    return runs
+
+
+def head_parts(views: Sequence[LayerView], parts: int) -> list[list[LayerView]]:
+    """Views of equal parts of the KV heads: part i has heads i * H / parts to (i + 1) * H / parts.
+
+    The heads are the dimension before the last two, as in vLLM's `[blocks, heads, tokens, content]`
+    and, where a block consists of several of the kernel's, `[blocks, pieces, heads, ...]`.
+    Raises UnsupportedLayout when they cannot be divided.
+    """
+    if parts == 1:
+        return [list(views)]
+    found: list[list[LayerView]] = [[] for _ in range(parts)]
+    for view in views:
+        axis = len(view.shape) - 3
+        if axis < 1 or view.shape[axis] % parts:
+            raise UnsupportedLayout(
+                f"layer {view.layer}: the heads of shape {view.shape} make no {parts} equal parts"
+            )
+        heads = view.shape[axis] // parts
+        shape = (*view.shape[:axis], heads, *view.shape[axis + 1 :])
+        for part, of_part in enumerate(found):
+            offset = view.offset + part * heads * view.strides[axis]
+            of_part.append(view._replace(shape=shape, offset=offset))
     return found
 
 
@@ -114,6 +171,9 @@ def _of_layer(view: LayerView) -> list[LayerSlice]:
 
 
 def _order(view: LayerView) -> tuple[int, ...]:
-    """The inner dimensions as they lie in memory, outermost first."""
-    dimensions = range(1, len(view.shape))
+    """The inner dimensions as they lie in memory, outermost first.
+
+    Those of size 1 have a place only on paper: their strides depend on what the engine allocated.
+    """
+    dimensions = [d for d in range(1, len(view.shape)) if view.shape[d] > 1]
     return tuple(sorted(dimensions, key=lambda d: (-view.strides[d], d)))

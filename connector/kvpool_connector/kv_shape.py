@@ -191,13 +191,21 @@ _MODULE_IGNORED: Final = re.compile(
     r"rank|prefix|name|path|device|num_local|n_local|_physical|max_model_len|max_num|max_seq"
     r"|max_batch|workspace|training|compile|^_is_full|^_enforce|^dp_|^ep_|^world"
 )
+#: Sizes of what one of several ranks has; the whole is in the model's own configuration.
+_OF_A_RANK: Final = re.compile(
+    r"num_heads|num_kv_heads|q_size|kv_size|per_partition|tp_size|num_queries|replicas"
+)
 #: A longer text is cut and gets a hash of all of it.
 _TEXT_MAX: Final = 160
 _DEPTH_MAX: Final = 6
 
 
-def described(vllm_config: Any, roots: Iterable[torch.nn.Module]) -> dict[str, str]:
+def described(
+    vllm_config: Any, roots: Iterable[torch.nn.Module], *, any_ranks: bool = False
+) -> dict[str, str]:
     """The description of an engine: readable values by name, in a stable order.
+
+    With `any_ranks` it is the same for every number of tensor parallel ranks.
 
     `roots` are the models that share the KV cache: the model itself, then draft models that have
     KV of their own.
@@ -224,7 +232,7 @@ def described(vllm_config: Any, roots: Iterable[torch.nn.Module]) -> dict[str, s
             )
     text.update(_described_hf(model.hf_config))
     for number, root in enumerate(models):
-        text.update(_described_modules(root, "draft." if number else "module."))
+        text.update(_described_modules(root, "draft." if number else "module.", any_ranks))
     return dict(sorted(text.items()))
 
 
@@ -248,7 +256,9 @@ def _described_hf(config: Any) -> Iterator[tuple[str, str]]:
     yield from flat(config.to_dict(), "hf.")
 
 
-def _described_modules(root: torch.nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+def _described_modules(
+    root: torch.nn.Module, prefix: str, any_ranks: bool
+) -> Iterator[tuple[str, str]]:
     """For every class of modules, its plain attributes in all instances.
 
     What depends on more than the model's configuration shows here: which rope factors
@@ -259,6 +269,8 @@ def _described_modules(root: torch.nn.Module, prefix: str) -> Iterator[tuple[str
         kind = values.setdefault(type(module).__name__, {})
         for name, value in vars(module).items():
             plain = isinstance(value, bool | int | float | str | enum.Enum | torch.dtype)
+            if any_ranks and _OF_A_RANK.search(name):
+                continue
             if plain and not _MODULE_IGNORED.search(name):
                 kind.setdefault(name, []).append(canonical(value))
             elif name == "quant_method":

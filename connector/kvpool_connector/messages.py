@@ -86,7 +86,8 @@ class StepWork:
 class ModelInfo(NamedTuple):
     """The model as a worker has it in memory.
 
-    `weights` is their fingerprint, without `hidden` tensors that cannot be read. `packing` names
+    `weights` is their fingerprint, without `hidden` tensors that cannot be read; for engines of any
+    tensor parallel size it is one of the tensors that no rank has a part of. `packing` names
     what the kernels do with the inside of a block. `description` is what shapes KV, names and
     readable values. `unknown` says why there is nothing of all this. `adapters` is true if LoRA
     adapters can be told apart.

@@ -5,7 +5,7 @@ Pure: no engine, clock or socket. (design: namespace)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvpool.types import Namespace
@@ -20,7 +20,8 @@ class EngineInfo(NamedTuple):
     `fields` are those of the namespace that are known at the start; `seed()` is what all hashes
     begin with. `ranks` workers run the model, `parts` of them have bytes of their own. `blocks` are
     those of the engine's KV cache. `weights_unknown` says why the files of the weights could not be
-    read.
+    read. With `stage_ranks` the name is that of any tensor parallel size: so many consecutive ranks
+    have the same layers, and what they all say counts once; 0 is a name for this size alone.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -33,6 +34,7 @@ class EngineInfo(NamedTuple):
     loads: bool = True
     saves: bool = True
     weights_unknown: str = ""
+    stage_ranks: int = 0
 
 
 class EngineNames:
@@ -117,10 +119,10 @@ class EngineNames:
         shape = "\n".join(f"{name}={value}" for name, value in models[0].description)
         fields: dict[str, object] = {
             **engine.fields,
-            "memory": namespace.digest(" ".join(model.weights for model in models)),
+            "memory": namespace.digest(" ".join(self._of_stages(m.weights for m in models))),
             "shape": namespace.digest(shape),
             "seed": engine.seed(),
-            "packing": namespace.digest("\n".join(model.packing for model in models)),
+            "packing": namespace.digest("\n".join(self._of_stages(m.packing for m in models))),
         }
         if self._generation:
             fields["generation"] = self._generation
@@ -135,3 +137,12 @@ class EngineNames:
             **{f"shape.{name}": value for name, value in models[0].description},
         }
         return True
+
+    def _of_stages(self, values: Iterable[str]) -> list[str]:
+        """One text for each pipeline stage, if its ranks agree; one for each rank otherwise."""
+        of_ranks = list(values)
+        size = self._engine.stage_ranks
+        if not size:
+            return of_ranks
+        stages = [of_ranks[first : first + size] for first in range(0, len(of_ranks), size)]
+        return [",".join(dict.fromkeys(stage)) for stage in stages]

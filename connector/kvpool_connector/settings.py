@@ -35,6 +35,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     #: Name of this version of the weights. Empty: a fingerprint of the weight files.
     revision: str = ""
+    #: Parts of equal numbers of KV heads that each block is stored in, so that engines of different
+    #: tensor parallel sizes share (design: head-parts). 0: one for each tensor parallel rank, and
+    #: only engines of equal sizes share. Needs `revision`.
+    kv_head_parts: Annotated[int, Meta(ge=0, le=256)] = 0
     #: `auto` loads a prefix if the estimate is that loading is faster than computing it; `always`
     #: and `never` are for experiments (design: load-or-recompute).
     load: Literal["auto", "always", "never"] = "auto"
@@ -94,6 +98,11 @@ def parse(given: Mapping[str, Any]) -> Settings:
         if field.name in given:
             _check_value(field.name, given[field.name], field.type)
     settings = msgspec.convert(dict(given), Settings)
+    if settings.kv_head_parts and not settings.revision:
+        raise _refusal(
+            "kv_head_parts needs revision, a name that is the same for "
+            "the same weights only: what ranks have in memory depends on how many they are"
+        )
     for master in settings.masters:
         host, _, port = master.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 
 from kvpool_connector import settings
 from kvpool_connector.adapters import Adapter, salted
+from kvpool_connector.head_split import head_split
 from kvpool_connector.messages import StepWork, WorkerReport
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
@@ -130,7 +131,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             #: Running requests that may have used KV which this engine would not compute.
             self._tainted: set[str] = set()
         else:
-            rank = rank_of(vllm_config, kv_cache_config)
+            self._split = head_split(vllm_config, kv_cache_config, chosen)
+            rank = rank_of(vllm_config, kv_cache_config, self._split)
             thread = PoolThread(chosen.client(), chosen.member(), logger.info)
             self._worker = ConnectorWorker(chosen, thread, rank)
         thread.wait(chosen.start_wait_s)
@@ -264,8 +266,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = self._kv_cache_config.num_blocks
         caches = {name: group_kernel_blocks(cache, blocks) for name, cache in kv_caches.items()}
         self._of_worker().register(
-            memories_of(caches, self._kv_cache_config),
-            partial(model_info, self._vllm_config),
+            memories_of(caches, self._kv_cache_config, self._split.parts_per_rank),
+            partial(model_info, self._vllm_config, self._split),
             LoadedAdapters(self._vllm_config),
         )
 

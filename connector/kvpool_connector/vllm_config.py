@@ -13,6 +13,7 @@ import torch
 from kvpool import ConfigError
 from kvpool_connector import fingerprint, namespace, vllm_interface
 from kvpool_connector.block_memory import BlockMemory, memory_of
+from kvpool_connector.head_split import HeadSplit, head_split
 from kvpool_connector.kv_layout import UnsupportedLayout
 from kvpool_connector.naming import EngineInfo
 from kvpool_connector.save_queue import StoredBlock
@@ -35,6 +36,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
     check_supported(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    split = head_split(vllm_config, kv_cache_config, settings)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     hash_block = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
     for spec in specs:
@@ -48,29 +50,40 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
         weights_unknown=why_unknown,
         seed=_seed,
         ranks=ranks,
-        parts=ranks // max(1, kv_cache_config.kv_tp_replicas),
+        parts=split.parts * parallel.pipeline_parallel_size,
         blocks=kv_cache_config.num_blocks,
         loads=vllm_config.kv_transfer_config.is_kv_consumer,
         saves=vllm_config.kv_transfer_config.is_kv_producer,
+        stage_ranks=parallel.tensor_parallel_size if settings.kv_head_parts else 0,
     )
 
 
-def rank_of(vllm_config: Any, kv_cache_config: Any) -> Rank:
+def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit) -> Rank:
     """This worker's place among its peers. Raises ConfigError for what is not supported."""
     check_supported(vllm_config, kv_cache_config)
     tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
-    number = get_pp_group().rank_in_group * tensor_parallel + get_tp_group().rank_in_group
-    replicas = max(1, kv_cache_config.kv_tp_replicas)
-    return Rank(number, number // replicas, number % replicas == 0)
+    stage, in_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    part = stage * split.parts + in_stage // split.replicas * split.parts_per_rank
+    return Rank(
+        stage * tensor_parallel + in_stage,
+        part,
+        in_stage % split.replicas == 0,
+        split.parts_per_rank,
+    )
 
 
-def memories_of(caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> list[BlockMemory]:
-    """The memory of each group. Raises ConfigError for a layout whose blocks cannot be copied."""
+def memories_of(
+    caches: Mapping[str, torch.Tensor], kv_cache_config: Any, parts: int = 1
+) -> list[BlockMemory]:
+    """The memory of each group, in blocks of so many parts.
+
+    Raises ConfigError for a layout whose blocks cannot be copied.
+    """
     memories = []
     for group in kv_cache_config.kv_cache_groups:
         layers = {layer: caches[layer] for layer in group.layer_names if layer in caches}
         try:
-            memory = memory_of(layers)
+            memory = memory_of(layers, parts)
         except UnsupportedLayout as error:
             raise ConfigError(f"this KV cache layout is not supported: {error}") from None
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
@@ -167,7 +180,9 @@ def _fields(
             str(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
         ),
         "hash": f"{cache.prefix_caching_hash_algo}/{hash_block}",
-        "tp": parallel.tensor_parallel_size,
+        "tp": f"{settings.kv_head_parts}-head-parts"
+        if settings.kv_head_parts
+        else parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "layout": kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default",
         "vllm": vllm_interface.version(),

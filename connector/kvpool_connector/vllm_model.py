@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -9,30 +10,44 @@ from typing import Any, Final
 import torch
 
 from kvpool_connector import fingerprint, kv_shape
+from kvpool_connector.head_split import HeadSplit, why_undivided
 from kvpool_connector.messages import ModelInfo
 from kvpool_connector.vllm_interface import LAYERWISE_INFO
 
+#: Tensors that every tensor parallel rank has as a whole.
+_UNDIVIDED: Final = re.compile(r"norm\.|layernorm\.|cos_sin_cache")
 #: Bytes of an adapter whose rows are summed, while the engine waits.
 _ADAPTER_SUMMED_BYTES: Final = 16 << 20
 
 
-def model_info(vllm_config: Any) -> ModelInfo:
+def model_info(vllm_config: Any, split: HeadSplit) -> ModelInfo:
     """The loaded model as it is now. Call it again after its weights were changed.
 
-    Takes less than a second: a GPU's tensors are summed there, of a CPU's a part is read.
+    With a split by heads it is described by what does not depend on the number of ranks. Takes less
+    than a second: a GPU's tensors are summed there, of a CPU's a part is read.
     """
     roots = _roots(vllm_config.compilation_config.static_forward_context)
     if not roots:
         return ModelInfo(unknown="vLLM does not say which model it has loaded")
     parallel = vllm_config.parallel_config
+    if why := why_undivided(
+        vllm_config.compilation_config.static_forward_context,
+        (module for root in roots for module in root.modules()),
+        split,
+        parallel.tensor_parallel_size,
+    ):
+        return ModelInfo(unknown=why)
     partial = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
     left_out = _expert_layers(vllm_config) if partial else set()
-    found = fingerprint.memory(_tensors(roots, left_out))
+    tensors = _tensors(roots, left_out)
+    if split.by_heads:
+        tensors = (one for one in tensors if _UNDIVIDED.search(one[0]))
+    found = fingerprint.memory(tensors)
     return ModelInfo(
         weights=found.digest,
         hidden=found.hidden + len(left_out),
         packing=_packing(vllm_config),
-        description=tuple(kv_shape.described(vllm_config, roots).items()),
+        description=tuple(kv_shape.described(vllm_config, roots, any_ranks=split.by_heads).items()),
         adapters=vllm_config.lora_config is None or _lora_manager(roots[0]) is not None,
     )
 

@@ -50,12 +50,13 @@ IDLE_S: Final = 0.001
 
 
 class Rank(NamedTuple):
-    """A worker's place among its peers: its number, the part of each block that it moves, and
-    whether it saves (of several with equal bytes, one does)."""
+    """A worker's place among its peers: its number, the first of the `parts` of each block that it
+    moves, and whether it saves (of several with equal bytes, one does)."""
 
     number: int
     part: int
     saves: bool
+    parts: int = 1
 
 
 class _TransferContext(NamedTuple):
@@ -265,25 +266,47 @@ class ConnectorWorker:
         step = min(memory.blocks_per_transfer, -(-size // memory.block_bytes))
         for first in range(0, len(blocks.digests), step):
             last = min(first + step, len(blocks.digests))
-            ids = blocks.block_ids[first:last]
-            async with self._load_slots, memory.target(ids, context.events[blocks.group]) as target:
-                results = await pool.read(
-                    context.namespaces[blocks.group],
-                    blocks.digests[first:last],
-                    target,
-                    part=self._rank.part,
-                    match=blocks.match.of(first, last) if blocks.match is not None else None,
-                    timeout=max(0.0, until - time.monotonic()),
-                )
-            for block, result in zip(ids, results, strict=True):
-                if result.status.hit and result.size == memory.block_bytes:
-                    loaded_ids.add(block)
-                else:
-                    reason = "wrong size" if result.status.hit else result.status.label
-                    self._count(f"load_miss {reason}", 1)
+            complete = set(blocks.block_ids[first:last])
+            for part in range(memory.parts):
+                if complete:
+                    complete &= await self._read_part(
+                        pool, context, blocks, (first, last), part, until
+                    )
+            loaded_ids |= complete
             if len(loaded_ids) < last:  # attention needs the whole prefix: stop at a miss
                 break
         return loaded_ids
+
+    async def _read_part(
+        self,
+        pool: Pool,
+        context: _TransferContext,
+        blocks: GroupBlocks,
+        span: tuple[int, int],
+        part: int,
+        until: float,
+    ) -> set[int]:
+        """Read one part of the blocks `span[0]` to `span[1]`; returns the ids of those read."""
+        first, last = span
+        memory = self._memory[blocks.group]
+        ids, after = blocks.block_ids[first:last], context.events[blocks.group]
+        async with self._load_slots, memory.target(ids, after, part) as target:
+            results = await pool.read(
+                context.namespaces[blocks.group],
+                blocks.digests[first:last],
+                target,
+                part=self._rank.part + part,
+                match=blocks.match.of(first, last) if blocks.match is not None else None,
+                timeout=max(0.0, until - time.monotonic()),
+            )
+        read_ids = set()
+        for block, result in zip(ids, results, strict=True):
+            if result.status.hit and result.size * memory.parts == memory.block_bytes:
+                read_ids.add(block)
+            else:
+                reason = "wrong size" if result.status.hit else result.status.label
+                self._count(f"load_miss {reason}", 1)
+        return read_ids
 
     def _load_ended(
         self, load: LoadRequest, size: int, missing: Sequence[int], seconds: float
@@ -311,14 +334,20 @@ class ConnectorWorker:
                     refused = {}
                 elif pool is not None:
                     for blocks in save.blocks:
-                        stored = await self._write(pool, context, blocks, save)
-                        for digest, status in stored.items():
-                            if status.present or status is WriteStatus.IN_PROGRESS:
-                                refused.pop((blocks.group, digest), None)
+                        parts = self._memory[blocks.group].parts
+                        written = [
+                            await self._write(pool, context, blocks, save, part)
+                            for part in range(parts)
+                        ]
+                        for number, digest in enumerate(blocks.digests):
+                            of_parts = [statuses[number] for statuses in written]
+                            bad = [one for one in of_parts if not _will_be_there(one)]
+                            if bad:  # a block without one of its parts is none
+                                refused[blocks.group, digest] = bad[0]
                             else:
-                                refused[blocks.group, digest] = status
-                            if status is WriteStatus.STORED:
-                                size += self._memory[blocks.group].block_bytes
+                                refused.pop((blocks.group, digest), None)
+                            new = of_parts.count(WriteStatus.STORED)
+                            size += new * self._memory[blocks.group].block_bytes // parts
         except (KvpoolError, TimeoutError) as error:
             self._count(f"save_error {type(error).__name__}", 1)
         finally:
@@ -326,9 +355,15 @@ class ConnectorWorker:
             self._save_ended(save, size, refused)
 
     async def _write(
-        self, pool: Pool, context: _TransferContext, blocks: GroupBlocks, save: SaveRequest
-    ) -> dict[bytes, WriteStatus]:
-        statuses: dict[bytes, WriteStatus] = {}
+        self,
+        pool: Pool,
+        context: _TransferContext,
+        blocks: GroupBlocks,
+        save: SaveRequest,
+        part: int,
+    ) -> list[WriteStatus]:
+        """Write one part of the blocks; returns the status of each."""
+        statuses: list[WriteStatus] = []
         memory = self._memory[blocks.group]
         for first in range(0, len(blocks.digests), memory.blocks_per_transfer):
             digests = blocks.digests[first : first + memory.blocks_per_transfer]
@@ -336,19 +371,20 @@ class ConnectorWorker:
                 source = await memory.source(
                     blocks.block_ids[first : first + memory.blocks_per_transfer],
                     context.events[blocks.group],
+                    part,
                 )
                 written = await pool.write(
                     context.namespaces[blocks.group],
                     digests,
                     source,
                     parents=blocks.parents[first : first + memory.blocks_per_transfer],
-                    part=self._rank.part,
+                    part=self._rank.part + part,
                     copies=self._settings.copies,
                     session=save.session,
                     resume_in=save.resume_in_s,
                     timeout=self._settings.save_timeout_s,
                 )
-            statuses.update(zip(digests, written, strict=True))
+            statuses += written
         return statuses
 
     def _save_ended(
@@ -370,16 +406,19 @@ class ConnectorWorker:
                 for blocks in probe.blocks if pool is not None else ():
                     assert pool is not None
                     memory = self._memory[blocks.group]
-                    scratch = [bytearray(memory.block_bytes) for _ in blocks.digests]
-                    results = await pool.read(
-                        context.namespaces[blocks.group],
-                        blocks.digests,
-                        scratch,
-                        part=self._rank.part,
-                        match=blocks.match,
-                        timeout=probe.timeout_s,
-                    )
-                    size += sum(result.size for result in results if result.status.hit)
+                    scratch = [
+                        bytearray(memory.block_bytes // memory.parts) for _ in blocks.digests
+                    ]
+                    for part in range(memory.parts):
+                        results = await pool.read(
+                            context.namespaces[blocks.group],
+                            blocks.digests,
+                            scratch,
+                            part=self._rank.part + part,
+                            match=blocks.match,
+                            timeout=probe.timeout_s,
+                        )
+                        size += sum(result.size for result in results if result.status.hit)
         except (KvpoolError, TimeoutError):
             pass  # what came until then is the measurement
         finally:
@@ -400,7 +439,10 @@ class ConnectorWorker:
                 pool = self._thread.pool
                 for blocks in verify.blocks if pool is not None else ():
                     assert pool is not None
-                    result = await self._compare(pool, context, blocks, verify.timeout_s, result)
+                    for part in range(self._memory[blocks.group].parts):
+                        result = await self._compare(
+                            pool, context, blocks, part, verify.timeout_s, result
+                        )
         except (KvpoolError, TimeoutError):
             pass  # what was compared until then counts
         finally:
@@ -413,36 +455,43 @@ class ConnectorWorker:
         pool: Pool,
         context: _TransferContext,
         blocks: GroupBlocks,
+        part: int,
         timeout_s: float,
         result: VerifyResult,
     ) -> VerifyResult:
-        """The result with one more block. Nothing changes if the pool does not have it any more."""
+        """The result with one more part of a block; unchanged if the pool has it no more."""
         memory = self._memory[blocks.group]
         for layer in memory.layers:
             if layer.dtype not in TOLERANCES:
                 return result._replace(problem=f"{layer.layer} has elements of type {layer.dtype}")
-        theirs = bytearray(memory.block_bytes)
+        theirs = bytearray(memory.block_bytes // memory.parts)
         async with self._save_slots:
             [read] = await pool.read(
                 context.namespaces[blocks.group],
                 blocks.digests,
                 [theirs],
-                part=self._rank.part,
+                part=self._rank.part + part,
                 match=blocks.match,
                 timeout=timeout_s,
             )
-            if not read.status.hit or read.size != memory.block_bytes:
+            if not read.status.hit or read.size != len(theirs):
                 return result
-            [ours] = await memory.source(blocks.block_ids, context.events[blocks.group])
-        result = result._replace(compared=result.compared + 1)
+            [ours] = await memory.source(blocks.block_ids, context.events[blocks.group], part)
+        if part == 0:
+            result = result._replace(compared=result.compared + 1)
         pieces = ours if isinstance(ours, list) else [ours]
         for layer, pairs in segments(memory.layers, pieces, theirs):
             found, tolerance = difference(pairs, layer.dtype), TOLERANCES[layer.dtype]
             mismatch = result.mismatch
             if found > tolerance and (mismatch is None or found > mismatch.difference):
-                number, part = self._rank.number, self._rank.part
                 mismatch = Mismatch(
-                    number, part, blocks.group, blocks.digests[0], layer.layer, found, tolerance
+                    self._rank.number,
+                    self._rank.part + part,
+                    blocks.group,
+                    blocks.digests[0],
+                    layer.layer,
+                    found,
+                    tolerance,
                 )
             worst = max(result.difference, found)
             result = result._replace(difference=worst, mismatch=mismatch)
@@ -459,6 +508,11 @@ class ConnectorWorker:
         if amount:
             with self._lock:
                 self._counters[name] = self._counters.get(name, 0.0) + amount
+
+
+def _will_be_there(status: WriteStatus) -> bool:
+    """Whether the pool has the block, or another writer is about to bring it."""
+    return status.present or status is WriteStatus.IN_PROGRESS
 
 
 def _all_refused(save: SaveRequest, status: WriteStatus) -> dict[tuple[int, bytes], WriteStatus]:

@@ -211,7 +211,7 @@ ADVICE = {
     "weights": "their weight files differ: rightly apart, or set the same revision",
     "memory": "their weights in memory differ: rightly apart, unless the engines are still loading",
     "shape": "their models or options differ: `kvpool doctor --engine URL --engine URL` names them",
-    "tp": "engines of different --tensor-parallel-size cannot share blocks",
+    "tp": "set the same --tensor-parallel-size, or the same kv_head_parts and revision",
     "pp": "engines of different --pipeline-parallel-size cannot share blocks",
     "layout": "give every engine the same VLLM_KV_CACHE_LAYOUT",
     "packing": "their kernels pack blocks differently: same hardware and attention backend needed",

@@ -15,6 +15,7 @@ from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
 from kvpool_connector.adapters import Adapter
 from kvpool_connector.block_memory import memory_of
+from kvpool_connector.head_split import HeadSplit, LayerHeads, divide
 from kvpool_connector.messages import ModelInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo
 from kvpool_connector.pool_thread import PoolThread
@@ -52,10 +53,18 @@ class Engine:
         kernel: str = "kernel",
         saves: Sequence[bool] = (),
         dtype: torch.dtype = torch.uint8,
+        heads: int = 8,
         **settings: Any,
     ) -> None:
         patient = {"load": "always", "lookup_timeout_s": 5.0, "transports": ["tcp"]}
         self.settings = settings_module.parse({"masters": [address], **patient, **settings})
+        parts = self.settings.kv_head_parts
+        shape: tuple[int, ...] = (BYTES,)
+        split = HeadSplit(ranks, 1, 1, by_heads=False)
+        if parts:
+            local = max(1, heads // ranks)
+            split = divide(parts, ranks, [LayerHeads(local)], heads)
+            shape = (local, 4, BYTES // 8 // 4)
         self.lines: list[str] = []
         self.clock = Clock()
         self.threads: list[PoolThread] = []
@@ -68,8 +77,9 @@ class Engine:
                 fields={"model": "tiny"},
                 seed=lambda: "0",
                 ranks=ranks,
-                parts=ranks,
+                parts=split.parts,
                 blocks=BLOCKS,
+                stage_ranks=ranks if parts else 0,
             ),
             self.lines.append,
             self.clock,
@@ -77,12 +87,14 @@ class Engine:
         self.model = ModelInfo(packing=kernel)
         self.adapters: dict[int, str] = {}
         self.workers = []
-        self.memory = [torch.zeros(BLOCKS, BYTES, dtype=torch.uint8) for _ in range(ranks)]
+        self.memory = [torch.zeros(BLOCKS, *shape, dtype=torch.uint8) for _ in range(ranks)]
         for rank, memory in enumerate(self.memory):
-            saving = saves[rank] if saves else True
-            worker = ConnectorWorker(self.settings, self._thread(), Rank(rank, rank, saving))
-            layers = {"layer.0": memory.view(dtype)}
-            worker.register([memory_of(layers)], lambda: self.model, lambda: self.adapters)
+            saving = saves[rank] if saves else rank % split.replicas == 0
+            first = rank // split.replicas * split.parts_per_rank
+            place = Rank(rank, first, saving, split.parts_per_rank)
+            worker = ConnectorWorker(self.settings, self._thread(), place)
+            blocks = memory_of({"layer.0": memory.view(dtype)}, split.parts_per_rank)
+            worker.register([blocks], lambda: self.model, lambda: self.adapters)
             self.workers.append(worker)
         self.unpinned: list[int] = []
         self.pinned: list[int] = []
@@ -146,7 +158,8 @@ class Engine:
         for rank, memory in enumerate(self.memory):
             generator = torch.Generator().manual_seed(seed * 10 + rank)
             for block in blocks:
-                memory[block] = torch.randint(0, 256, (BYTES,), generator=generator).byte()
+                values = torch.randint(0, 256, memory.shape[1:], generator=generator)
+                memory[block] = values.byte()
 
     def compute(
         self,
@@ -222,6 +235,51 @@ def test_what_one_engine_saved_another_one_loads(start: Callable[..., Engine]) -
     assert counters["load_bytes"] == 5 * BYTES
     assert "load_blocks_missing" not in counters
     assert reader.workers[0].take_counters() == {}
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers", "parts", "heads"),
+    [(1, 2, 2, 8), (2, 1, 2, 8), (1, 4, 4, 8), (4, 2, 8, 8), (2, 2, 4, 8), (4, 1, 2, 2)],
+)
+def test_ranks_of_another_number_load_their_heads(
+    start: Callable[..., Engine], writers: int, readers: int, parts: int, heads: int
+) -> None:
+    """Also with two ranks for each head, of which one saves."""
+    common = {"kv_head_parts": parts, "revision": "r", "heads": heads}
+    writer, reader = start(ranks=writers, **common), start(ranks=readers, **common)
+    hashes = keys(f"heads-{writers}-{readers}-{parts}", 3)
+    writer.save(hashes, [3, 4, 5])
+    assert writer.scheduler.namespaces == reader.scheduler.namespaces
+    assert reader.ask("r", hashes) == 3 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[10, 9, 11]], 3 * BLOCK)
+    reader.step()
+    reader.until(lambda: ended(reader))  # ranks end in different steps
+    assert not reader.failed
+    replicas = max(1, writers // heads)
+    written = torch.cat(writer.memory[::replicas], 1)[[3, 4, 5]]
+    assert torch.equal(torch.cat(reader.memory, 1)[[10, 9, 11]], written)
+    loaded = sum(worker.take_counters()["load_bytes"] for worker in reader.workers)
+    assert loaded == 3 * written[0].numel()
+
+
+def test_a_block_is_loaded_only_with_all_of_its_parts(start: Callable[..., Engine]) -> None:
+    """The first part of one block is corrupt, and the last of another."""
+    own = LocalPool()
+    try:
+        common = {"address": own.master, "kv_head_parts": 2, "revision": "r"}
+        writer, reader = start(**common), start(**common)
+        hashes = keys("all-parts", 3)
+        writer.save(hashes, [3, 4, 5])
+        assert own.corrupt(every=5) == 2  # of six
+        assert reader.ask("r", hashes) == 3 * BLOCK
+        reader.scheduler.on_blocks_allocated("r", [[10, 9, 11]], 3 * BLOCK)
+        reader.until(lambda: reader.failed == ["r"])
+        assert reader.bad_blocks == {10, 11}
+        assert reader.workers[0].take_counters()["load_bytes"] == BYTES
+        writer.close()
+        reader.close()
+    finally:
+        own.close()
 
 
 def test_a_part_of_what_was_offered_is_loaded(start: Callable[..., Engine]) -> None:
