@@ -39,8 +39,8 @@ def test_one_line_for_each_client_that_holds_memory() -> None:
     ]
     table = clients_table([member("b"), member("a", clients=clients)])
     heading, *rows = [" ".join(line) for line in lines(table)]
-    assert heading == "server client transport connections pinned oldest pin reserved"
-    assert rows == ["a engine-7 shm 2 3 MiB 12 s 0 B", "a writer tcp 1 0 B - 5 KiB"]
+    assert heading == "server client transport connections pinned oldest pin reserved quarantine"
+    assert rows == ["a engine-7 shm 2 3 MiB 12 s 0 B 0 B", "a writer tcp 1 0 B - 5 KiB 0 B"]
 
 
 @pytest.mark.parametrize(
