@@ -6,6 +6,7 @@ request, and its answer ends the silence. (design: pool-thread)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -16,6 +17,8 @@ from kvpool_connector.values import LookupRequest
 #: After so many lookups in a row without an answer in time the pool is silent, for `_PAUSE_S` at
 #: least, doubled when the first lookup after it is late as well.
 _SILENT_AFTER: Final = 3
+#: Between two reports of the metrics.
+_DURATIONS_MAX: Final = 4096
 _PAUSE_S: Final = 0.5
 _PAUSE_S_MAX: Final = 5.0
 #: Why a lookup ended without an answer, labels of a metric: the request has waited as long as it
@@ -50,6 +53,9 @@ class Lookups:
         #: By serial, those that a request waits for. What else the poller has runs on alone.
         self._waiting: dict[int, LookupRequest] = {}
         self._results: list[LookupResult] = []  # not taken yet
+        self._began: dict[int, float] = {}  # by serial, of those that are waited for
+        #: How long requests waited for lookups, in seconds; the owner takes them out.
+        self.durations: deque[float] = deque(maxlen=_DURATIONS_MAX)
         self._late = 0  # in a row
         self._answered = False  # since the last late one
         self._pause = Backoff(_PAUSE_S, _PAUSE_S_MAX)
@@ -80,6 +86,7 @@ class Lookups:
         if not self._is_connecting(now) and not self._poller.is_sent(lookup.serial):
             return NO_MASTER
         self._waiting[lookup.serial] = lookup
+        self._began[lookup.serial] = now
         return ""
 
     def take(self, wait_s: float = 0.0) -> list[LookupResult]:
@@ -91,6 +98,7 @@ class Lookups:
     def give_up(self, serial: int) -> str:
         """The request of this lookup waits no longer. Returns why there was no answer."""
         self._waiting.pop(serial, None)
+        self._end(serial)
         self._count_late()
         return LATE if self._poller.is_sent(serial) else NO_MASTER
 
@@ -110,11 +118,17 @@ class Lookups:
                 self._pause.reset()
             else:
                 self._count_late()
+            self._end(serial)
             self._results.append(LookupResult(lookup.request_id, serial, matches, NO_MASTER))
         if self._waiting and not self._poller.connected and not self._is_connecting(self._clock()):
             for serial, lookup in self._waiting.items():
+                self._end(serial)
                 self._results.append(LookupResult(lookup.request_id, serial, (), NO_MASTER))
             self._waiting.clear()
+
+    def _end(self, serial: int) -> None:
+        if (began := self._began.pop(serial, None)) is not None:
+            self.durations.append(self._clock() - began)
 
     def _is_connecting(self, now: float) -> bool:
         """No master was ever connected, and the first lookup began a moment ago."""

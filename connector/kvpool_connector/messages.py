@@ -69,7 +69,8 @@ class VerifyRequest(NamedTuple):
 class StepWork:
     """What one step asks of every rank. `namespaces` has one for each group.
 
-    `serials` are those of the `WorkerInfo` of every rank that the namespaces are made of.
+    `serials` are those of the `WorkerInfo` of every rank that the namespaces are made of. A worker
+    whose info has a serial below `serial_min` describes its model anew.
     """
 
     step: int
@@ -81,6 +82,7 @@ class StepWork:
     idle: bool = False
     serials: tuple[int, ...] = ()
     verify: VerifyRequest | None = None
+    serial_min: int = 1
 
 
 class ModelInfo(NamedTuple):

@@ -43,8 +43,8 @@ class EngineNames:
     | state   | `namespaces` | `problem` | next state                                            |
     |---------|--------------|-----------|-------------------------------------------------------|
     | waiting | empty        | empty     | named or refused, with the last rank's info            |
-    | named   | one a group  | empty     | waiting, when a rank describes itself anew, until the  |
-    |         |              |           | others have as well; named, with another generation    |
+    | named   | one a group  | empty     | waiting, with `forget` or when a rank describes itself |
+    |         |              |           | anew, until the others have as well                    |
     | refused | empty        | a reason  | waiting, when a rank describes itself anew              |
     """
 
@@ -59,8 +59,10 @@ class EngineNames:
         self.knows_adapters = False
         self._engine = engine
         self._infos: dict[int, WorkerInfo] = {}  # all with the same serial
-        self._serial = 1
         self._generation = ""
+        self._alone = False  # under the other name were wrong blocks
+        #: Infos below it are of weights that the engine has no longer.
+        self.serial = 1
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -82,20 +84,28 @@ class EngineNames:
 
     def on_info(self, info: WorkerInfo) -> bool:
         """Take what a rank has found. True if the names are others now, or refused."""
-        if not 0 <= info.rank < self._engine.ranks or info.serial < self._serial:
+        if not 0 <= info.rank < self._engine.ranks or info.serial < self.serial:
             return False
-        if info.serial > self._serial:
+        if info.serial > self.serial:
             # The weights of one rank are others: those of its peers are, too, or will be.
-            self._serial = info.serial
+            self.serial = info.serial
             self._infos.clear()
         if info.rank in self._infos:
             return False
         self._infos[info.rank] = info
         return self._make()
 
-    def new_generation(self, generation: str) -> None:
-        """What was saved before is never read again."""
+    def forget(self, generation: str, *, alone: bool = False) -> None:
+        """The weights may have changed: every rank must describe its model anew.
+
+        The names are then those of all engines that have these weights. Only where weights are
+        hidden from their fingerprint, and if the engine is to share `alone`, `generation` becomes a
+        field: then nobody else has the name. (design: resets)
+        """
+        self._alone |= alone
         self._generation = generation
+        self.serial += 1
+        self._infos.clear()
         self._make()
 
     def _make(self) -> bool:
@@ -124,7 +134,7 @@ class EngineNames:
             "seed": engine.seed(),
             "packing": namespace.digest("\n".join(self._of_stages(m.packing for m in models))),
         }
-        if self._generation:
+        if self._alone or (self._generation and any(model.hidden for model in models)):
             fields["generation"] = self._generation
         self.namespaces = tuple(
             namespace.name({**fields, "group": f"{number}:{kind}"}, parts=engine.parts)

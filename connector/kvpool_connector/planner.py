@@ -136,6 +136,7 @@ class Planner:
         request.serial, request.asked_at = self._serial, now
         request.matches, request.decision = (), None
         request.shared = request.waits_until = None
+        request.stale = False
         request.blocks_saved = [0] * len(self._groups)
         self.quiet_until[request_id] = 0
         self._end_load(request)
@@ -172,6 +173,12 @@ class Planner:
         stopped = min(matches, key=lambda match: match.length).stopped
         if not stopped.hit:
             self.counters[f"miss {stopped.label}"] += 1
+
+    def wants_names(self, request_id: str) -> bool:
+        """Whether blocks of this request are going to be saved."""
+        request = self._requests[request_id]
+        whole = min(group.block_size for group in self._groups)
+        return self._limits.save and not request.hints.skip_save and request.prompt >= whole
 
     def is_looking_up(self, request_id: str) -> bool:
         return self._requests[request_id].state is RequestState.LOOKING_UP
@@ -211,6 +218,8 @@ class Planner:
         if not request.matches or self.verifier.mismatch is not None:
             return 0
         last = min(self._available(request.matches), (tokens - 1) // self._unit * self._unit)
+        if (most := request.hints.max_load_tokens) is not None:
+            last = min(last, (computed + most) // self._unit * self._unit)
         wanted = Wanted(request.hashes, computed, last, request.waits_until)
         decision, request.estimates, request.shared = self._choice.choose(wanted, now)
         if request.shared is not None:
@@ -286,6 +295,7 @@ class Planner:
             # request does not have to.
             self._probe_prefix(request, load.first, load.last, now)
         self.counters["load_s"] += now - load.started_at
+        self.counters[f"load_duration {now - load.started_at:.2g}"] += 1
         self.counters["loads"] += 1
         if not load.complete:
             self.counters["loads_failed"] += 1
@@ -320,7 +330,8 @@ class Planner:
                 continue
             if plan.verify is None:
                 plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
-            if saves and (items := self._complete_blocks(request, one)):
+            wanted = saves and not (request.hints.skip_save or request.stale)
+            if wanted and (items := self._complete_blocks(request, one)):
                 session = (request.hints.session, request.hints.resume_in_s)
                 sessions.setdefault(session, []).extend(items)
             watched = self.verifier.watches(one.request_id)
@@ -338,6 +349,19 @@ class Planner:
                 for blocks in save.blocks:
                     plan.blocks_to_pin += blocks.block_ids
         return plan
+
+    def on_reset(self) -> None:
+        """The weights have changed. What requests have computed with the old ones is not saved, and
+        what was looked up for them is not loaded: what the pool has now, new requests find out."""
+        self._saves.reset()
+        for request in self._requests.values():
+            request.stale = True
+            request.matches = ()
+            if request.state is RequestState.LOOKING_UP:
+                self.counters["miss reset"] += 1
+                request.move_to(RequestState.ANSWERED)
+            elif request.state is RequestState.OFFERED:
+                request.move_to(RequestState.ANSWERED)
 
     def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[StoredBlock]]:
         """One rank has ended a save. Returns block ids to unpin, and what the pool has now."""
@@ -381,7 +405,8 @@ class Planner:
         self, request_id: str, request: TrackedRequest, tokens: int
     ) -> LookupRequest | None:
         # The last token is always computed: its output is what the engine goes on from.
-        if self._limits.load == "never" or tokens - 1 < self._unit:
+        no_load = self._limits.load == "never" or request.hints.skip_load
+        if no_load or tokens - 1 < self._unit:
             request.move_to(RequestState.ANSWERED)
             return None
         if self.verifier.mismatch is not None:
@@ -507,7 +532,7 @@ class Planner:
         """The tokens that the request has when its next block is complete. (`quiet_until`)"""
         if tokens < request.prompt:
             return 0
-        if not (self._limits.save and self._limits.save_decode):
+        if not (self._limits.save and self._limits.save_decode) or request.hints.skip_save:
             return _NEVER
         next_at = _NEVER
         for blocks, group in zip(request.blocks_saved, self._groups, strict=True):

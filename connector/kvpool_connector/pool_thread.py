@@ -8,27 +8,43 @@ again as long as there is no master; once connected, the pool's client reconnect
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import kvpool
-from kvpool import ClientConfig, Cluster, KvpoolError, Pool
+from kvpool import ClientConfig, Cluster, KvpoolError, Namespace, Pool, ReadStatus
 from kvpool.backoff import Backoff
 
 _RETRY_S: Final = 0.5
 _RETRY_S_MAX: Final = 5.0
+#: While connected, the masters are asked so often whether they are there; after a failure once more
+#: after `_RETRY_S`, and the second failure in a row counts.
+_LOOK_EVERY_S: Final = 5.0
+_LOOK_TIMEOUT_S: Final = 2.0
+_NOWHERE: Final = Namespace("kvpool/look")
 
 
 class PoolThread:
-    """Runs calls to one pool in a thread of its own; `log_line` is called there."""
+    """Runs calls to one pool in a thread of its own; `log_line` is called there.
+
+    With `warn_line` it also looks whether the pool is there all the time, and says once when it is
+    lost, why, when the reason is another one, and when it is back. (design: pool-lost)
+    """
 
     def __init__(
-        self, config: ClientConfig, cluster: Cluster, log_line: Callable[[str], None]
+        self,
+        config: ClientConfig,
+        cluster: Cluster,
+        log_line: Callable[[str], None],
+        warn_line: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config
         self._cluster = cluster
         self._log_line = log_line
+        self._warn_line = warn_line
+        self._problem = ""  # what was logged last, without numbers; empty while the pool is there
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connected = threading.Event()
@@ -87,18 +103,51 @@ class PoolThread:
             self.pool = None
 
     async def _connect(self) -> None:
-        """Try until a master answers, or until `close` cancels it."""
+        """Try until a master answers, or until `close` cancels it. Then look after the pool."""
         backoff = Backoff(_RETRY_S, _RETRY_S_MAX)
-        logged = False
         while True:
             try:
-                self.pool = await kvpool.connect(config=self._config, cluster=self._cluster)
+                self.pool = pool = await kvpool.connect(config=self._config, cluster=self._cluster)
             except KvpoolError as error:
-                if not logged:
-                    self._log_line(f"no pool yet, the engine runs without it: {error}")
-                    logged = True
+                self._report(f"no pool yet, the engine runs without it: {error}")
             else:
                 self._connected.set()
+                self._problem = ""
                 self._log_line(f"connected to the pool at {', '.join(self._config.masters)}")
-                return
+                break
             await asyncio.sleep(backoff.next_delay())
+        if self._warn_line is not None:
+            await self._look_after(pool)
+
+    async def _look_after(self, pool: Pool) -> None:
+        """The client reconnects by itself; this is for those who read the log."""
+        failed = False
+        while True:
+            await asyncio.sleep(_RETRY_S if failed else _LOOK_EVERY_S)
+            problem = await _problem_of(pool)
+            if problem and failed:
+                self._report(f"the pool is lost, the engine runs without it: {problem}")
+            elif not problem and self._problem:
+                self._problem = ""
+                self._log_line(f"the pool at {', '.join(self._config.masters)} is back")
+            failed = bool(problem)
+
+    def _report(self, problem: str) -> None:
+        """Once for each reason: a later one may be what an operator has to mend."""
+        same = re.sub(r"[0-9.]+", "", problem)  # seconds and ports differ each time
+        if same != self._problem:
+            self._problem = same
+            (self._warn_line or self._log_line)(problem)
+
+
+async def _problem_of(pool: Pool) -> str:
+    """Why no master answers now; empty if one does."""
+    try:
+        # The cheapest question, because all engines ask it: for one block that nobody writes.
+        match = await pool.match(_NOWHERE, [bytes(32)], timeout=_LOOK_TIMEOUT_S)
+        if match.stopped is not ReadStatus.NO_MASTER:
+            return ""
+        await pool.members(timeout=_LOOK_TIMEOUT_S)  # the error says why
+    except KvpoolError as error:
+        return str(error)
+    return ""

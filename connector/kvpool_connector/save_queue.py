@@ -67,6 +67,7 @@ class _SaveJob:
     items: list[SaveItem]
     ranks_left: int
     refused: dict[tuple[int, bytes], WriteStatus] = field(default_factory=dict)
+    forgotten: bool = False  # its blocks are of weights that the engine has no longer
 
 
 class SaveQueue:
@@ -165,7 +166,10 @@ class SaveQueue:
             name = (item.group, item.digest)
             self._saving.discard(name)
             refusal = job.refused.get(name)
-            if refusal is None:
+            if job.forgotten:
+                if refusal is not None:
+                    self._counters["dropped reset"] += 1
+            elif refusal is None:
                 self._stored[name] = now
                 self._stored.move_to_end(name)
                 stored.append(StoredBlock(item.request_id, item.group, item.number, item.digest))
@@ -178,6 +182,18 @@ class SaveQueue:
             self._stored.popitem(last=False)
         self._counters["saved_blocks"] += len(stored)
         return [item.block_id for item in job.items], stored
+
+    def reset(self) -> None:
+        """The engine's weights have changed: nothing of what they computed is saved from now on.
+
+        Saves that run go on, to the names that they were started with, and are not tried again.
+        """
+        self._counters["dropped reset"] += len(self._waiting)
+        self._waiting.clear()
+        self._saving.clear()
+        self._stored.clear()
+        for job in self._jobs.values():
+            job.forgotten = True
 
     def take_due(
         self, still_cached: Callable[[int, int, bytes], bool], now: float

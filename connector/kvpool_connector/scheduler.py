@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvpool import KvpoolError, MatchPoller, Namespace
 from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
@@ -187,6 +187,8 @@ class ConnectorScheduler:
             held = self._held_lookups.pop(late, None)
             reason = self._lookups.give_up(late) if held is None else NO_NAMESPACE
             self.planner.on_lookup_result(request_id, late, (), reason)
+        if self._waits_for_names(request_id, now):
+            return None
         return self.planner.loadable_tokens(request_id, tokens, computed, now)
 
     def on_blocks_allocated(
@@ -224,7 +226,9 @@ class ConnectorScheduler:
         self._step_timer.on_start(self._step, step.prefill, now)
         if not self.namespaces:
             self._explain_missing_name(now)
-            return StepWork(self._step, idle=step.idle, serials=self.names.serials), []
+            work = StepWork(self._step, idle=step.idle, serials=self.names.serials)
+            work.serial_min = self.names.serial
+            return work, []
         plan = self.planner.plan_step(step.scheduled, still_cached, now)
         work = StepWork(
             self._step,
@@ -235,6 +239,7 @@ class ConnectorScheduler:
             step.idle,
             self.names.serials,
             plan.verify,
+            self.names.serial,
         )
         return work, plan.blocks_to_pin
 
@@ -285,6 +290,9 @@ class ConnectorScheduler:
         self._metrics_at = now
         metrics = dict(counters)
         counters.clear()
+        while self._lookups.durations:
+            label = f"lookup_duration {self._lookups.durations.popleft():.2g}"
+            metrics[label] = metrics.get(label, 0) + 1
         self._warn_late_lookups(metrics, now)
         metrics["verified_difference"] = self.planner.verifier.difference
         metrics["load_bandwidth_bytes"] = self.planner.transfer_cost.bandwidth
@@ -303,11 +311,15 @@ class ConnectorScheduler:
         return description
 
     def reset(self) -> None:
-        """The weights have changed: what was saved before is never read again."""
-        self.names.new_generation(secrets.token_hex(6))
+        """The weights may have changed: share blocks under the name of those that there are now."""
+        self.planner.on_reset()
+        self._held_lookups.clear()
+        # With parts by heads the fingerprint is of those weights only that no rank divides.
+        alone = self.planner.verifier.mismatch is not None or self._settings.kv_head_parts > 0
+        self.names.forget(secrets.token_hex(6), alone=alone)
         self.adapters.reset()
         self.planner.verifier.reset()
-        self._log_names()
+        self._names_by, self._explained = math.inf, False
 
     def close(self) -> None:
         self._lookups.close()
@@ -354,6 +366,17 @@ class ConnectorScheduler:
         for lookup in held.values():
             self.planner.lookup_started(lookup.request_id, self._clock())
             self._start_lookup(lookup)
+
+    def _waits_for_names(self, request_id: str, now: float) -> bool:
+        """Whether a request that is not looked up waits until its blocks have a name.
+
+        An engine that only saves would otherwise compute its first prompt before there are names,
+        and a prompt that generates one token ends with that step: it would never be saved.
+        """
+        if self.namespaces or self.names.problem or self.planner.is_looking_up(request_id):
+            return False
+        self._names_by = min(self._names_by, now + self._settings.start_wait_s)
+        return now < self._names_by and self.planner.wants_names(request_id)
 
     def _log_names(self) -> None:
         for name in self.namespaces:
@@ -453,30 +476,3 @@ class ConnectorScheduler:
 def _instance() -> str:
     """This process, for the log of a fleet."""
     return f"{socket.gethostname()} (pid {os.getpid()})"
-
-
-def parse_hints(params: Any) -> tuple[RequestHints, str]:
-    """The hints in a request's `kv_transfer_params`, and the names of those that are not valid.
-
-    Known are `session_id` (printable text, at most 128 characters), `resume_in_s` (seconds until
-    the next prompt is expected, and so how long to retain this one) and `end_session` (true when no
-    more prompts come). Others are ignored, they may be another connector's. So is what is not
-    valid.
-    """
-    if not isinstance(params, Mapping):
-        return RequestHints(), ""
-    wrong = []
-    session = params.get("session_id", "")
-    if not isinstance(session, str) or len(session) > 128 or not session.isprintable():
-        wrong.append("session_id")
-        session = ""
-    resume_in_s = params.get("resume_in_s")
-    number = isinstance(resume_in_s, int | float) and not isinstance(resume_in_s, bool)
-    if resume_in_s is not None and not (number and 0 <= resume_in_s <= 1e9):
-        wrong.append("resume_in_s")
-        resume_in_s = None
-    ends = params.get("end_session", False)
-    if not isinstance(ends, bool):
-        wrong.append("end_session")
-        ends = False
-    return RequestHints(session, resume_in_s if session else None, ends), ", ".join(wrong)

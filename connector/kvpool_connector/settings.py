@@ -57,6 +57,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
     #: Also save blocks of generated tokens, because the next turn of a conversation contains them.
     save_decode: bool = True
+    #: Also load in an engine whose kv_role is kv_producer; also save in a kv_consumer.
+    producer_loads: bool = False
+    consumer_saves: bool = False
     #: Prompts that load at once; further prompts are computed.
     loads_max: Count = 32
     #: Reads that one process has under way at once; it may have half as many writes in addition.

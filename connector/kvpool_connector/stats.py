@@ -48,6 +48,15 @@ _GAUGES: Final = {
 }
 #: Not a number: what the engine's name is made of, by field. (design: engine-names)
 DESCRIPTION: Final = "description"
+#: Histograms: how long each took, in seconds rounded to two digits, which is the label.
+_DURATIONS: Final = {
+    "lookup_duration": "Seconds that a request waited for its lookup.",
+    "load_duration": "Seconds from the decision to load until the scheduler had the result.",
+    "save_duration": "Seconds of one save of one rank, in the background.",
+}
+_BUCKETS_S: Final = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
 _UNITS: Final = {"load_s": "load_seconds", "save_s": "save_seconds", "hook_s": "hook_seconds"}
 
 
@@ -70,8 +79,11 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        numbers = {name: value for name, value in self.data.items() if name != DESCRIPTION}
-        return {f"kvpool {name}": round(value, 4) for name, value in sorted(numbers.items())}
+        return {
+            f"kvpool {name}": round(value, 4)
+            for name, value in sorted(self.data.items())
+            if name != DESCRIPTION and name.partition(" ")[0] not in _DURATIONS
+        }
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -90,6 +102,15 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 f"vllm:kvpool_{_metric(name)}", text, labelnames=[*self._labelnames, label]
             )
             for name, (label, text) in _LABELLED.items()
+        }
+        self._histograms = {
+            name: self._histogram_cls(
+                f"vllm:kvpool_{name}_seconds",
+                text,
+                labelnames=self._labelnames,
+                buckets=_BUCKETS_S,
+            )
+            for name, text in _DURATIONS.items()
         }
         self._gauges = {
             name: self._gauge_cls(
@@ -118,6 +139,9 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name, _, label = key.partition(" ")
             if label and name in self._labelled:
                 self._labelled[name].labels(*engine, label.replace(" ", "_")).inc(value)
+            elif name in self._histograms:
+                for _ in range(int(value)):
+                    self._histograms[name].labels(*engine).observe(float(label))
             elif key in self._counters:
                 self._counters[key].labels(*engine).inc(value)
             elif key in self._gauges:

@@ -68,6 +68,7 @@ class TrackedRequest:
     asked_at: float
     blocks_saved: list[int]  # by group: blocks from the first on that are stored or being saved
     state: RequestState = RequestState.LOOKING_UP
+    stale: bool = False  # the weights have changed since it began: nothing of it is saved
     matches: tuple[Match, ...] = ()
     decision: LoadDecision | None = None  # not counted yet
     offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED

@@ -41,13 +41,17 @@ class PlannerLimits(NamedTuple):
 
 
 class RequestHints(NamedTuple):
-    """What a request's parameters say about its conversation."""
+    """What a request's parameters say about its conversation, and what they ask for."""
 
     session: str = ""
     resume_in_s: float | None = None
     ends: bool = False
     #: Not a hint, but as lasting: number and fingerprints of its LoRA adapter.
     adapter: tuple[int, tuple[str, ...]] | None = None
+    #: Not saved, not looked up, and so many tokens loaded at most: what the request asks for.
+    skip_save: bool = False
+    skip_load: bool = False
+    max_load_tokens: int | None = None
 
 
 class ScheduledRequest(NamedTuple):

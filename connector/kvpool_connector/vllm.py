@@ -23,7 +23,8 @@ from kvpool_connector.adapters import Adapter, salted
 from kvpool_connector.head_split import head_split
 from kvpool_connector.messages import StepWork, WorkerReport
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
+from kvpool_connector.request_params import Mistakes, parse_params
+from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.values import ScheduledRequest
 from kvpool_connector.vllm_config import engine_of, events_of, memories_of, rank_of
@@ -117,11 +118,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'lost while it is loaded. Set it to "recompute" in --kv-transfer-config.'
                 )
             engine = engine_of(vllm_config, kv_cache_config, chosen)
-            thread = PoolThread(chosen.client(), chosen.member(), logger.info)
+            # Of all processes of an engine one says whether the pool is there.
+            thread = PoolThread(chosen.client(), chosen.member(), _log_info, _log_warning)
             self._scheduler = ConnectorScheduler(
-                chosen, thread, engine, logger.info, log_error=logger.error
+                chosen, thread, engine, _log_info, log_error=_log_error
             )
             self._requests: dict[str, Any] = {}
+            self._mistakes = Mistakes()
             self._finished: OrderedDict[str, Any] = (
                 OrderedDict()
             )  # for KV events of saves that end later
@@ -132,8 +135,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._tainted: set[str] = set()
         else:
             self._split = head_split(vllm_config, kv_cache_config, chosen)
-            rank = rank_of(vllm_config, kv_cache_config, self._split)
-            thread = PoolThread(chosen.client(), chosen.member(), logger.info)
+            rank = rank_of(vllm_config, kv_cache_config, self._split, chosen)
+            thread = PoolThread(chosen.client(), chosen.member(), _log_info)
             self._worker = ConnectorWorker(chosen, thread, rank)
         thread.wait(chosen.start_wait_s)
 
@@ -154,10 +157,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         began = time.perf_counter()
         scheduler = self._of_scheduler()
-        hints, wrong = parse_hints(request.kv_transfer_params)
-        if wrong:
+        hints, mistakes = parse_params(request.kv_transfer_params)
+        if mistakes:
             scheduler.planner.counters["bad_hints"] += 1
-            logger.warning("request %s: ignored %s", request.request_id, wrong)
+            for mistake in self._mistakes.new(mistakes):
+                logger.warning(
+                    "kvpool: kv_transfer_params of request %s: %s", request.request_id, mistake
+                )
         self._requests[request.request_id] = request
         scheduler.on_new_request(
             request.request_id, request.block_hashes, request.num_tokens, hints, _adapter(request)
@@ -269,6 +275,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             memories_of(caches, self._kv_cache_config, self._split.parts_per_rank),
             partial(model_info, self._vllm_config, self._split),
             LoadedAdapters(self._vllm_config),
+            partial(model_info, self._vllm_config, self._split, summed_bytes=1 << 60),
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -367,6 +374,18 @@ def _adapter(request: Any) -> Adapter | None:
     if lora is None:
         return None
     return Adapter(lora.lora_int_id, f"{lora.lora_name} at {lora.lora_path}")
+
+
+def _log_info(line: str) -> None:
+    logger.info("kvpool: %s", line)
+
+
+def _log_error(line: str) -> None:
+    logger.error("kvpool: %s", line)
+
+
+def _log_warning(line: str) -> None:
+    logger.warning("kvpool: %s", line)
 
 
 def _sends_events(vllm_config: Any) -> bool:

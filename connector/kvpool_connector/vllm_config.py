@@ -33,7 +33,7 @@ _MEDIUM: Final = "CPU"
 
 def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> EngineInfo:
     """The engine as the scheduler half sees it. Raises ConfigError for what is not supported."""
-    check_supported(vllm_config, kv_cache_config)
+    check_supported(vllm_config, kv_cache_config, settings)
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     split = head_split(vllm_config, kv_cache_config, settings)
@@ -52,15 +52,19 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
         ranks=ranks,
         parts=split.parts * parallel.pipeline_parallel_size,
         blocks=kv_cache_config.num_blocks,
-        loads=vllm_config.kv_transfer_config.is_kv_consumer,
-        saves=vllm_config.kv_transfer_config.is_kv_producer,
+        loads=_loads(vllm_config, settings),
+        saves=vllm_config.kv_transfer_config.is_kv_producer or settings.consumer_saves,
         stage_ranks=parallel.tensor_parallel_size if settings.kv_head_parts else 0,
     )
 
 
-def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit) -> Rank:
+def _loads(vllm_config: Any, settings: Settings) -> bool:
+    return bool(vllm_config.kv_transfer_config.is_kv_consumer or settings.producer_loads)
+
+
+def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit, settings: Settings) -> Rank:
     """This worker's place among its peers. Raises ConfigError for what is not supported."""
-    check_supported(vllm_config, kv_cache_config)
+    check_supported(vllm_config, kv_cache_config, settings)
     tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
     stage, in_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group
     part = stage * split.parts + in_stage // split.replicas * split.parts_per_rank
@@ -131,7 +135,7 @@ def events_of(
     return events
 
 
-def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
     """Raises ConfigError for an engine whose blocks cannot be shared."""
     if lacking := vllm_interface.missing():
         raise ConfigError(lacking)
@@ -148,7 +152,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if tuple(kv_cache_config.prefix_cacheable_group_ids) != tuple(range(len(groups))):
         raise ConfigError("KVPoolConnector supports models only whose every KV group is cacheable")
     whole_prompts_only = not vllm_config.scheduler_config.enable_chunked_prefill
-    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    loads = _loads(vllm_config, settings)
     if vllm_config.model_config.use_mla and whole_prompts_only and loads:
         # vLLM's reference MLA for CPUs computes wrong tokens behind a loaded prefix.
         raise ConfigError(

@@ -20,11 +20,12 @@ _UNDIVIDED: Final = re.compile(r"norm\.|layernorm\.|cos_sin_cache")
 _ADAPTER_SUMMED_BYTES: Final = 16 << 20
 
 
-def model_info(vllm_config: Any, split: HeadSplit) -> ModelInfo:
+def model_info(vllm_config: Any, split: HeadSplit, *, summed_bytes: int | None = None) -> ModelInfo:
     """The loaded model as it is now. Call it again after its weights were changed.
 
     With a split by heads it is described by what does not depend on the number of ranks. Takes less
-    than a second: a GPU's tensors are summed there, of a CPU's a part is read.
+    than a second: a GPU's tensors are summed there, of a CPU's a part is read,
+    unless `summed_bytes` asks for more.
     """
     roots = _roots(vllm_config.compilation_config.static_forward_context)
     if not roots:
@@ -42,7 +43,7 @@ def model_info(vllm_config: Any, split: HeadSplit) -> ModelInfo:
     tensors = _tensors(roots, left_out)
     if split.by_heads:
         tensors = (one for one in tensors if _UNDIVIDED.search(one[0]))
-    found = fingerprint.memory(tensors)
+    found = fingerprint.memory(tensors, summed_bytes=summed_bytes)
     return ModelInfo(
         weights=found.digest,
         hidden=found.hidden + len(left_out),

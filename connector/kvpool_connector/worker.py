@@ -86,7 +86,7 @@ class ConnectorWorker:
         self._thread = thread
         self._rank = rank
         self._memory: Sequence[BlockMemory] = ()
-        self._model_info: Callable[[], ModelInfo] = ModelInfo
+        self._whole_model_info: Callable[[], ModelInfo] = ModelInfo
         self._loaded_adapters: Callable[[], Mapping[int, str]] = dict
         self._info: WorkerInfo | None = None
         self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
@@ -110,35 +110,41 @@ class ConnectorWorker:
         memory: Sequence[BlockMemory],
         model_info: Callable[[], ModelInfo],
         loaded_adapters: Callable[[], Mapping[int, str]] = dict,
+        whole_model_info: Callable[[], ModelInfo] | None = None,
     ) -> None:
         """The engine's blocks, one memory for each group, and the model that computes them.
 
         `model_info()` describes the model as it is in memory now, `loaded_adapters()` the LoRA
-        adapters beside it: workers that differ cannot share blocks.
+        adapters beside it: workers that differ cannot share blocks. `whole_model_info()` also
+        notices a change of a few weights; it is used when they may have been changed in place.
         """
         self._memory = memory
-        self._model_info = model_info
+        self._whole_model_info = whole_model_info or model_info
         self._loaded_adapters = loaded_adapters
-        self.describe_again()
+        self._describe(model_info())
 
-    def describe_again(self) -> None:
+    def describe_again(self, serial_min: int = 1) -> None:
         """Look at the model anew: its weights may have changed.
 
         Until the scheduler half has made names of what is found now, this worker loads and saves
         nothing.
         """
-        model = self._model_info()
+        self._describe(self._whole_model_info(), serial_min)
+
+    def _describe(self, model: ModelInfo, serial_min: int = 1) -> None:
         packing = "|".join([model.packing, *(memory.packing for memory in self._memory)])
         self._info = WorkerInfo(
             self._rank.number,
             model._replace(packing=packing),
             tuple(memory.block_bytes for memory in self._memory),
-            self._info.serial + 1 if self._info is not None else 1,
+            max(serial_min, self._info.serial + 1 if self._info is not None else 1),
         )
         self._registered = False
 
     def start_loads(self, work: StepWork) -> None:
-        """Start the loads of a step; returns at once."""
+        """Start the loads of a step; returns at once, unless the weights have changed."""
+        if self._info is not None and self._info.serial < work.serial_min:
+            self.describe_again(work.serial_min)
         self._registered = self._is_named_by(work)
         if not work.loads:
             return
@@ -351,7 +357,9 @@ class ConnectorWorker:
         except (KvpoolError, TimeoutError) as error:
             self._count(f"save_error {type(error).__name__}", 1)
         finally:
-            self._count("save_s", time.monotonic() - began)
+            took_s = time.monotonic() - began
+            self._count("save_s", took_s)
+            self._count(f"save_duration {took_s:.2g}", 1)
             self._save_ended(save, size, refused)
 
     async def _write(

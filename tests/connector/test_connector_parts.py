@@ -15,7 +15,7 @@ from kvpool_connector import fingerprint, namespace, settings
 from kvpool_connector import kv_layout as layout
 from kvpool_connector.block_memory import DeviceBlockMemory, HostBlockMemory, memory_of, views_of
 from kvpool_connector.kv_layout import LayerSlice, LayerView, UnsupportedLayout
-from kvpool_connector.scheduler import parse_hints
+from kvpool_connector.request_params import OTHERS, Mistakes, parse_params
 from tests.conftest import NAMESPACE, keys
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 6, 2, 4, 8, 3
@@ -189,9 +189,45 @@ def test_a_value_that_is_not_valid_is_answered_with_the_valid_ones(
 
 
 def test_hints_that_make_no_sense_are_left_out() -> None:
-    hints, wrong = parse_hints({"session_id": "chat", "resume_in_s": 3, "other": object()})
-    assert (hints.session, hints.resume_in_s, wrong) == ("chat", 3, "")
-    hints, wrong = parse_hints({"session_id": "a" * 500, "resume_in_s": True, "end_session": 1})
+    hints, mistakes = parse_params({"session_id": "chat", "resume_in_s": 3, "end_session": None})
+    assert (hints.session, hints.resume_in_s, mistakes) == ("chat", 3, [])
+    hints, mistakes = parse_params({"session_id": "a" * 500, "resume_in_s": True})
     assert (hints.session, hints.resume_in_s, hints.ends) == ("", None, False)
-    assert wrong == "session_id, resume_in_s, end_session"
-    assert parse_hints(None) == parse_hints([1]) == parse_hints({})
+    assert mistakes[1] == "resume_in_s is True, expected seconds, from 0 to 1e9"
+    assert len(mistakes[0]) < 150
+    assert parse_params(None) == parse_params([1]) == parse_params({})
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"skipload": True}, "unknown key 'skipload'; did you mean 'skip_load'?"),
+        ({"max_tokens_load": 3}, "did you mean 'max_load_tokens'?"),
+        ({"zzz": 3}, "unknown key 'zzz'; known: session_id, resume_in_s, end_session, skip_save"),
+        ({"skip_save": "yes"}, "skip_save is 'yes', expected true or false"),
+        ({"max_load_tokens": -1}, "max_load_tokens is -1, expected a whole number from 0"),
+        ({"max_load_tokens": True}, "max_load_tokens is True, expected a whole number"),
+        ({"a\nb" * 99: 1}, "unknown key 'a\\nba"),
+        ({"skip_load": [[1]] * 9}, "skip_load is list, expected true or false"),
+        ({"max_load_tokens": -(10**4000)}, "max_load_tokens is int, expected a whole number"),
+    ],
+)
+def test_a_key_that_is_misspelt_is_answered(given: dict[str, object], sentence: str) -> None:
+    hints, (mistake,) = parse_params(given)
+    assert hints == parse_params({})[0]
+    assert sentence in mistake
+    assert len(mistake) < 300
+    assert mistake.isprintable()
+
+
+def test_keys_of_other_connectors_are_no_mistake() -> None:
+    remote = {"do_remote_prefill": True, "remote_engine_id": "a", "_p_side_truncated": 1}
+    hints, mistakes = parse_params({**remote, **dict.fromkeys(OTHERS, 1), "skip_load": True})
+    assert (hints.skip_load, hints.skip_save, mistakes) == (True, False, [])
+
+
+def test_clients_cannot_fill_the_log() -> None:
+    mistakes = Mistakes()
+    assert mistakes.new(["a", "b"]) == ["a", "b"]
+    assert mistakes.new(["b", "c"]) == ["c"]
+    assert sum(len(mistakes.new([str(n)])) for n in range(1000)) == 29

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from kvpool import Match, ReadStatus, WriteStatus
+from kvpool import ROOT, Match, ReadStatus, WriteStatus
 from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
 from kvpool_connector.adapters import Adapter
 from kvpool_connector.block_memory import memory_of
 from kvpool_connector.head_split import HeadSplit, LayerHeads, divide
-from kvpool_connector.messages import ModelInfo, WorkerReport
+from kvpool_connector.messages import ModelInfo, SaveResult, WorkerReport
 from kvpool_connector.naming import EngineInfo
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.scheduler import ConnectorScheduler, EngineStep, parse_hints
+from kvpool_connector.request_params import parse_params
+from kvpool_connector.save_queue import SaveItem, SaveQueue
+from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
 from kvpool_connector.worker import ConnectorWorker, Rank
 from tests.conftest import keys
@@ -54,6 +57,7 @@ class Engine:
         saves: Sequence[bool] = (),
         dtype: torch.dtype = torch.uint8,
         heads: int = 8,
+        engine: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         patient = {"load": "always", "lookup_timeout_s": 5.0, "transports": ["tcp"]}
@@ -80,6 +84,7 @@ class Engine:
                 parts=split.parts,
                 blocks=BLOCKS,
                 stage_ranks=ranks if parts else 0,
+                **(engine or {}),
             ),
             self.lines.append,
             self.clock,
@@ -373,14 +378,157 @@ def test_engines_whose_kernels_differ_share_nothing(start: Callable[..., Engine]
     assert same.ask("r", hashes) == 2 * BLOCK
 
 
-def test_after_new_weights_nothing_saved_before_is_found(start: Callable[..., Engine]) -> None:
-    engine = start()
-    hashes = keys("before the new weights", 2)
-    engine.save(hashes, [1, 2])
-    assert engine.ask("before", hashes) == 2 * BLOCK
+def updated(engine: Engine, weights: str) -> Engine:
+    """The engine with other weights, after its operator has reset its caches."""
+    engine.model = engine.model._replace(weights=weights)
     engine.scheduler.reset()
-    assert engine.ask("after", hashes) == 0
-    assert sum("sharing blocks as" in line for line in engine.lines) == 2
+    engine.until(lambda: bool(engine.scheduler.namespaces))
+    return engine
+
+
+def test_engines_share_again_after_each_update_of_their_weights(
+    start: Callable[..., Engine],
+) -> None:
+    """Roll-outs: nothing of the old weights is found, and everything of the new ones."""
+    one, two = start(), start()
+    for number, update in enumerate(("first", "second", "third")):
+        two.loaded.clear()
+        for engine in (one, two):
+            updated(engine, update)
+        hashes = keys("roll-out", 2)  # the same prompt each time
+        assert two.ask(f"before {update}", hashes) == 0
+        one.stored = 0
+        one.save(hashes, [1, 2], seed=number)
+        assert two.ask(f"after {update}", hashes) == 2 * BLOCK
+        two.scheduler.on_blocks_allocated(f"after {update}", [[10, 11]], 2 * BLOCK)
+        two.until(lambda: bool(two.loaded))
+        assert torch.equal(two.memory[0][10:12], one.memory[0][1:3])
+    late = updated(start(), "second")
+    assert late.ask("late", keys("roll-out", 2)) == 2 * BLOCK
+    assert late.scheduler.namespaces != one.scheduler.namespaces
+
+
+def test_weights_that_the_fingerprint_cannot_see_are_shared_with_nobody(
+    start: Callable[..., Engine],
+) -> None:
+    one, two = start(), start()
+    for engine in (one, two):
+        engine.model = engine.model._replace(hidden=1)
+        updated(engine, "same")
+    assert one.scheduler.namespaces != two.scheduler.namespaces
+
+
+def test_what_was_computed_with_the_old_weights_is_not_saved_under_the_new_name(
+    start: Callable[..., Engine],
+) -> None:
+    engine = start()
+    hashes = keys("half old", 3)
+    engine.compute("old", hashes[:2], [1, 2])
+    engine.until(lambda: engine.stored == 2)
+    updated(engine, "new")
+    # It goes on, with blocks of both: only a request that is computed again is saved.
+    engine.step([ScheduledRequest("old", 2 * BLOCK, 3 * BLOCK, [[1, 2, 3]])])
+    assert engine.ask("r", hashes) == 0
+    engine.step(preempted=["old"])
+    assert engine.loadable("old", 3 * BLOCK) in (None, 0)
+    engine.until(lambda: engine.loadable("old", 3 * BLOCK) is not None)
+    engine.step([ScheduledRequest("old", 0, 2 * BLOCK, [[1, 2, 3]])])
+    engine.until(lambda: engine.stored == 4)
+
+
+def test_a_save_of_the_old_weights_is_not_tried_again_under_the_new_name() -> None:
+    counters: dict[str, float] = Counter()
+    queue = SaveQueue(counters, ranks=1, pinned_blocks_max=1, retries_max=3)
+    items = [SaveItem("r", 0, n, bytes([n]) * 16, ROOT, n, 0.0) for n in (1, 2)]
+    save = queue.start(items, "", None, 1.0)  # the second one waits for a pin
+    assert save is not None
+    queue.reset()
+    refused = ((0, items[0].digest, WriteStatus.NO_SPACE),)
+    assert queue.on_result(SaveResult(save.job, 0, refused), 2.0) == ([1], [])
+    assert queue.take_due(lambda *block: True, 1e9) == []
+    assert counters["dropped reset"] == 2
+
+
+def test_the_first_prompt_of_an_engine_that_only_saves_is_saved(pool: LocalPool) -> None:
+    """It ends with the step that computes it: before that, its blocks have a name."""
+    engine = Engine(pool.master, engine={"loads": False})
+    try:
+        for thread in engine.threads:
+            assert thread.wait(10)
+        hashes = keys("a producer's first", 2)
+        engine.scheduler.on_new_request("r", hashes, 2 * BLOCK, RequestHints())
+        engine.until(lambda: engine.loadable("r", 2 * BLOCK) is not None)
+        assert engine.loadable("r", 2 * BLOCK) == 0
+        engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[1, 2]])])
+        engine.scheduler.on_request_finished("r")
+        engine.until(lambda: engine.stored == 2)
+    finally:
+        engine.close()
+
+
+def test_a_request_waits_no_longer_for_names_than_the_setting_says(pool: LocalPool) -> None:
+    engine = Engine(pool.master, engine={"loads": False})
+    try:
+        engine.scheduler.on_new_request("r", keys("no names", 2), 2 * BLOCK, RequestHints())
+        assert engine.loadable("r", 2 * BLOCK) is None
+        engine.clock.ahead_s += engine.settings.start_wait_s
+        assert engine.loadable("r", 2 * BLOCK) == 0
+    finally:
+        engine.close()
+
+
+def test_a_consumer_saves_nothing(start: Callable[..., Engine]) -> None:
+    writer, consumer = start(), start(engine={"saves": False})
+    hashes = keys("for a consumer", 2)
+    writer.save(hashes, [1, 2])
+    assert consumer.ask("r", hashes) == 2 * BLOCK
+    consumer.compute("own", keys("a consumer's own", 2), [5, 6])
+    assert not consumer.pinned
+
+
+def test_a_request_may_ask_for_no_load_no_save_and_fewer_tokens(
+    start: Callable[..., Engine],
+) -> None:
+    writer, reader = start(), start()
+    hashes = keys("by request", 4)
+    writer.save(hashes, [1, 2, 3, 4])
+
+    def offered(tokens_computed: int = 0, **params: Any) -> int | None:
+        hints, mistakes = parse_params(params)
+        assert not mistakes
+        name = f"r{len(reader.loaded)}{params}{tokens_computed}"
+        tokens = 4 * BLOCK + 1
+        reader.scheduler.on_new_request(name, hashes, tokens, hints)
+        reader.until(lambda: reader.loadable(name, tokens, tokens_computed) is not None)
+        return reader.loadable(name, tokens, tokens_computed)
+
+    assert offered() == 4 * BLOCK
+    assert offered(skip_load=True) == 0
+    assert offered(max_load_tokens=0) == 0
+    assert offered(max_load_tokens=BLOCK - 1) == 0
+    assert offered(max_load_tokens=2 * BLOCK + 1) == 2 * BLOCK
+    assert offered(BLOCK, max_load_tokens=2 * BLOCK) == 2 * BLOCK
+    assert offered(max_load_tokens=99 * BLOCK) == 4 * BLOCK
+
+    hints, _ = parse_params({"skip_save": True})
+    reader.scheduler.on_new_request("secret", keys("not to be saved", 2), 2 * BLOCK, hints)
+    reader.step([ScheduledRequest("secret", 0, 2 * BLOCK, [[7, 8]])])
+    assert not reader.pinned
+    assert reader.scheduler.planner.quiet_until["secret"] > 1 << 40
+
+
+def test_durations_are_counted(start: Callable[..., Engine]) -> None:
+    writer, reader = start(), start()
+    hashes = keys("durations", 2)
+    writer.save(hashes, [1, 2])
+    assert reader.ask("r", hashes) == 2 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[10, 11]], 2 * BLOCK)
+    reader.until(lambda: reader.loaded == ["r"])
+    reader.step()
+    reader.clock.ahead_s += 2
+    found = [*reader.scheduler.take_metrics(), *writer.workers[0].take_counters()]
+    kinds = [one.partition(" ")[0] for one in found if "duration" in one]
+    assert sorted(kinds) == ["load_duration", "lookup_duration", "save_duration"]
 
 
 def test_weights_that_were_changed_in_place_have_another_name(
@@ -409,10 +557,11 @@ def test_weights_that_were_changed_in_place_have_another_name(
 
 
 def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
-    start: Callable[..., Engine],
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is loaded or saved meanwhile, and no request waits for it."""
     engine = start(ranks=2)
+    monkeypatch.setattr(engine.workers[0], "describe_again", lambda serial_min: None)
     engine.workers[1].describe_again()
     engine.step()
     assert engine.ask("r", keys("half", 2)) == 0
@@ -836,7 +985,9 @@ def test_the_pools_speed_is_probed_after_the_first_save(start: Callable[..., Eng
     ],
 )
 def test_hints_of_a_request(given: dict[str, Any], hints: RequestHints, wrong: str) -> None:
-    assert parse_hints(given) == (hints, wrong)
+    found, mistakes = parse_params(given)
+    assert found == hints
+    assert ", ".join(one.partition(" is ")[0] for one in mistakes) == wrong
 
 
 def test_a_save_that_the_pool_refused_reports_why(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import kvpool
-from kvpool import ROOT, Cluster, Namespace, WriteStatus
+from kvpool import ROOT, Cluster, Match, Member, Namespace, ReadStatus, WriteStatus
 from kvpool.errors import MasterLost
 from kvpool_connector import pool_thread, settings
 from kvpool_connector.block_memory import memory_of
@@ -73,6 +74,71 @@ def test_it_connects_as_soon_as_there_is_a_master(
     assert lines == [
         "no pool yet, the engine runs without it: nobody there",
         "connected to the pool at 127.0.0.1:9",
+    ]
+
+
+class WatchedPool(NoPool):
+    """`answers` are those of its masters, one after the other."""
+
+    def __init__(self, answers: list[str]) -> None:
+        self.answers = answers
+        self.done = threading.Event()
+
+    async def match(self, name: Namespace, chain: list[bytes], timeout: float) -> Match:
+        self.answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if len(self.answers) == 1:
+            self.done.set()
+        return Match((), 0, ReadStatus.NO_MASTER if self.answer else ReadStatus.NEVER_WRITTEN)
+
+    async def members(self, timeout: float) -> list[Member]:
+        raise MasterLost(self.answer)
+
+
+def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    gone = "no answer within 2.0 s"
+    watched = WatchedPool(
+        [
+            "",
+            "one slow answer",
+            "",
+            *[gone] * 3,
+            "no answer within 1.9 s",
+            *["wrong secret"] * 2,
+            "",
+            "",
+            gone,
+            gone,
+            "",
+            "",
+        ]
+    )
+    tries = iter(["nobody there", "nobody there", "wrong secret"])
+
+    async def connect(**options: Any) -> WatchedPool:
+        if problem := next(tries, ""):
+            raise MasterLost(problem)
+        return watched
+
+    monkeypatch.setattr(kvpool, "connect", connect)
+    monkeypatch.setattr(pool_thread, "_RETRY_S", 0.001)
+    monkeypatch.setattr(pool_thread, "_LOOK_EVERY_S", 0.001)
+    thread = PoolThread(
+        SETTINGS.client(), Cluster(), lines.append, lambda line: lines.append(f"WARNING {line}")
+    )
+    assert watched.done.wait(10)
+    thread.close(10)
+    lost, back = "WARNING the pool is lost, the engine runs without it: ", "is back"
+    assert lines == [
+        "WARNING no pool yet, the engine runs without it: nobody there",
+        "WARNING no pool yet, the engine runs without it: wrong secret",
+        "connected to the pool at 127.0.0.1:9",
+        f"{lost}{gone}",
+        f"{lost}wrong secret",
+        f"the pool at 127.0.0.1:9 {back}",
+        f"{lost}{gone}",
+        f"the pool at 127.0.0.1:9 {back}",
     ]
 
 

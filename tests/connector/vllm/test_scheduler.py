@@ -7,11 +7,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import Counter as Counter_
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -37,6 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import Namespace
+from kvpool_connector import vllm as vllm_connector
 from kvpool_connector.adapters import SaltedHashes
 from kvpool_connector.messages import (
     AdapterInfo,
@@ -49,6 +53,7 @@ from kvpool_connector.messages import (
     WorkerInfo,
     WorkerReport,
 )
+from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
 from kvpool_connector.vllm_settings import RefusedSettings
 from tests.connector.vllm.helpers import free_port, transfer
@@ -152,7 +157,8 @@ class Played:
         report.saves += told.pop("saved", [])
         if not self.greeted:
             for rank in range(self._ranks):
-                report.worker_infos.append(WorkerInfo(rank, ModelInfo(), (SIZE,)))
+                info = WorkerInfo(rank, ModelInfo(), (SIZE,), work.serial_min)
+                report.worker_infos.append(info)
                 report.adapters.append(AdapterInfo(rank, self.adapters))
             self.greeted = True
         ids = list(step.num_scheduled_tokens)
@@ -170,7 +176,8 @@ class Played:
         for answer in self.scheduler.update_from_output(step, output).values():
             stats = answer.scheduler_stats
             for name, value in ((stats and stats.kv_connector_stats) or {}).items():
-                self.counters[name] += value
+                if name != DESCRIPTION:
+                    self.counters[name] += value
         return step, work
 
     def until_loading(self, request: Any) -> LoadRequest:
@@ -408,6 +415,8 @@ def test_an_adapter_that_was_replaced_has_other_keys_under_its_old_name_and_path
         store(pool, writer, writer.request("d", 65, **again), 4)
         assert writer.offered(writer.request("e", 65, **again)) == 0
         writer.connector.reset_cache()
+        writer.greeted = False
+        writer.step()
         store(pool, writer, writer.request("f", 65, **again), 4)
         assert writer.offered(writer.request("g", 65, **again)) == 64
     finally:
@@ -630,3 +639,57 @@ def test_the_command_line_ends_with_the_sentence(capfd: pytest.CaptureFixture[st
     printed = capfd.readouterr().err
     assert printed.count("unknown transport 'smh'; did you mean 'shm'?") == 1
     assert "unknown transport 'smh'" in printed.strip().splitlines()[-1]
+
+
+def test_a_producer_saves_its_first_prompt_of_one_token(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """As the prefill side of P/D: the request ends with the step that computes its prompt."""
+    played = Played(model(), {**transfer(pool.master), "kv_role": "kv_producer"})
+    try:
+        request = played.request("a", 65)
+        request.max_tokens = 1
+        played.scheduler.add_request(request)
+        for _ in range(10):
+            played.step(saved=played.acknowledged())
+        saved = [digest for save in played.saves for digest in save.blocks[0].digests]
+        assert len(saved) == 4 or played.counters["saved_blocks"] == 4
+    finally:
+        played.close()
+
+
+def test_a_misspelt_key_of_a_request_is_counted_and_logged_once(
+    pool: LocalPool, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(model(), transfer(pool.master))
+    lines: list[str] = []
+    monkeypatch.setattr(vllm_connector.logger, "warning", lambda text, *of: lines.append(text % of))
+    try:
+        for name in ("a", "b"):
+            request = played.request(name, 33)
+            request.kv_transfer_params = {"skip_laod": True, "do_remote_prefill": False}
+            played.connector.on_new_request(request)
+        assert played.connector._of_scheduler().planner.counters["bad_hints"] == 2
+    finally:
+        played.close()
+    (line,) = lines
+    assert "kvpool" in line
+    assert "unknown key 'skip_laod'; did you mean 'skip_load'?" in line
+
+
+def test_durations_are_histograms_of_vllms_metrics() -> None:
+    registry = CollectorRegistry()
+    config = VllmConfig(kv_transfer_config=KVTransferConfig(**transfer("127.0.0.1:7450")))
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter_, Gauge, Histogram)}
+    metrics = ConnectorPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    stats = ConnectorStats(data={"lookup_duration 0.0012": 3.0, "load_s": 2.0})
+    stats.aggregate(ConnectorStats(data={"lookup_duration 0.0012": 1.0, "load_duration 4": 1.0}))
+    metrics.observe(stats.data)
+    found = registry.get_sample_value
+    name = "vllm:kvpool_lookup_duration_seconds"
+    assert found(f"{name}_count", {"engine": "0"}) == 4
+    assert found(f"{name}_sum", {"engine": "0"}) == pytest.approx(0.0048)
+    assert found(f"{name}_bucket", {"engine": "0", "le": "0.001"}) == 0
+    assert found(f"{name}_bucket", {"engine": "0", "le": "0.0025"}) == 4
+    assert found("vllm:kvpool_load_duration_seconds_sum", {"engine": "0"}) == 4
+    assert not any("duration" in line for line in stats.reduce())
