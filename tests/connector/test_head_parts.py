@@ -14,7 +14,13 @@ from kvpool import ConfigError
 from kvpool_connector import settings
 from kvpool_connector.block_memory import DeviceBlockMemory, HostBlockMemory, views_of
 from kvpool_connector.head_split import HeadSplit, LayerHeads, divide, why_undivided
-from kvpool_connector.kv_layout import LayerView, UnsupportedLayout, head_parts
+from kvpool_connector.kv_layout import (
+    LayerView,
+    UnsupportedLayout,
+    head_parts,
+    layer_slices,
+    slice_runs,
+)
 from kvpool_connector.messages import ModelInfo, WorkerInfo
 from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.values import CacheGroup
@@ -113,6 +119,13 @@ def test_the_kernels_own_blocks_inside_a_block_are_divided_too() -> None:
     first, second = head_parts([view], 2)
     assert first[0].shape == second[0].shape == (4, 2, 4, 16, 32)
     assert (first[0].offset, second[0].offset) == (0, 4 * 512)
+
+
+def test_pieces_at_equal_distances_are_one_run() -> None:
+    """Half of the heads of 16 tokens is 16 pieces, which a device copies at once."""
+    view = LayerView("l", (4, 8, 16, 32), (4096, 32, 256, 1), 2, 0, 0)
+    for part, of_part in enumerate(head_parts([view], 2)):
+        assert slice_runs(layer_slices(of_part)) == [(0, 8192, part * 256, 256, 16, 512)]
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 2, 2), (4, 2, 2)])
