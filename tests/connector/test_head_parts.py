@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -60,6 +61,7 @@ def memory_of_rank(kind: type, layers: list[torch.Tensor], parts: int) -> Any:
     return kind(views, buffers, parts)
 
 
+@hypothesis.settings(derandomize=True, deadline=None)
 @given(
     order=st.sampled_from(sorted(ORDERS)),
     heads_per_part=st.integers(1, 3),

@@ -267,18 +267,18 @@ def test_a_setting_that_is_no_share_is_refused(rate: Any) -> None:
 
 
 class ComputingEngine(Engine):
-    """An engine whose `model` makes KV of keys: equal numbers mean equal KV, but for rounding."""
+    """An engine whose `seed` makes KV of keys: equal numbers mean equal KV, but for rounding."""
 
-    def __init__(self, address: str, *, model: int = 0, dtype: str = "bfloat16", **options: Any):
+    def __init__(self, address: str, *, seed: int = 0, dtype: str = "bfloat16", **options: Any):
         super().__init__(address, dtype=getattr(torch, dtype), **options)
-        self.model, self.dtype, self.serial = model, getattr(torch, dtype), 0
+        self.seed, self.dtype, self.serial = seed, getattr(torch, dtype), 0
         self.loads = 0
 
     def make(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Compute these blocks."""
         for rank, memory in enumerate(self.memory):
             for digest, block in zip(hashes, blocks, strict=True):
-                seed = int.from_bytes(digest[:4], "big") + self.model + 1000 * rank
+                seed = int.from_bytes(digest[:4], "big") + self.seed + 1000 * rank
                 count = BYTES // self.dtype.itemsize
                 values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
                 self.serial += 1
@@ -350,7 +350,7 @@ def test_engines_that_compute_the_same_go_on_sharing(start: Start, dtype: str) -
 def test_a_wrong_pool_is_found_at_the_tenth_load_and_never_used_again(
     pool: LocalPool, start: Start
 ) -> None:
-    writer, reader = start(), start(model=7, verify_rate=0.1)
+    writer, reader = start(), start(seed=7, verify_rate=0.1)
     prompts = [keys(f"wrong {n}", 3) for n in range(50)]
     for number, hashes in enumerate(prompts):
         writer.serve(f"w{number}", hashes)
@@ -400,7 +400,7 @@ def test_one_rank_that_differs_is_enough(start: Start) -> None:
 def test_a_load_that_is_under_way_at_the_mismatch_is_computed(
     pool: LocalPool, start: Start
 ) -> None:
-    writer, reader = start(), start(model=3, verify_rate=0.5)
+    writer, reader = start(), start(seed=3, verify_rate=0.5)
     first, second = keys("under way", 3), keys("computed", 3)
     writer.serve("w", first)
     writer.serve("x", second)
@@ -431,7 +431,7 @@ def _step(*scheduled: ScheduledRequest) -> EngineStep:
 
 
 def test_blocks_that_the_pool_has_lost_are_not_compared(pool: LocalPool, start: Start) -> None:
-    writer, reader = start(), start(model=5, verify_rate=1.0)
+    writer, reader = start(), start(seed=5, verify_rate=1.0)
     hashes = keys("lost meanwhile", 3)
     writer.serve("w", hashes)
     assert reader.ask("r", hashes) == 0
