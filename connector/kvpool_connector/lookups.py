@@ -17,10 +17,10 @@ from kvpool_connector.values import LookupRequest
 #: After so many lookups in a row without an answer in time the pool is silent, for `_PAUSE_S` at
 #: least, doubled when the first lookup after it is late as well.
 _SILENT_AFTER: Final = 3
-#: Between two reports of the metrics.
-_DURATIONS_MAX: Final = 4096
 _PAUSE_S: Final = 0.5
 _PAUSE_S_MAX: Final = 5.0
+#: Between two reports of the metrics.
+_DURATIONS_MAX: Final = 4096
 #: Why a lookup ended without an answer, labels of a metric: the request has waited as long as it
 #: may; the workers have not reported yet, so there are no names to ask for; no master is connected,
 #: or each one refused; earlier lookups were late.
@@ -40,6 +40,13 @@ class LookupResult(NamedTuple):
     reason: str
 
 
+class _Waiting(NamedTuple):
+    """A lookup that a request waits for."""
+
+    request_id: str
+    began: float
+
+
 class Lookups:
     """Asks masters for one engine, and notices when none answers."""
 
@@ -51,9 +58,8 @@ class Lookups:
         self._clock = clock
         self._first_at: float | None = None
         #: By serial, those that a request waits for. What else the poller has runs on alone.
-        self._waiting: dict[int, LookupRequest] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._results: list[LookupResult] = []  # not taken yet
-        self._began: dict[int, float] = {}  # by serial, of those that are waited for
         #: How long requests waited for lookups, in seconds; the owner takes them out.
         self.durations: deque[float] = deque(maxlen=_DURATIONS_MAX)
         self._late = 0  # in a row
@@ -85,8 +91,7 @@ class Lookups:
             return SILENT
         if not self._is_connecting(now) and not self._poller.is_sent(lookup.serial):
             return NO_MASTER
-        self._waiting[lookup.serial] = lookup
-        self._began[lookup.serial] = now
+        self._waiting[lookup.serial] = _Waiting(lookup.request_id, now)
         return ""
 
     def take(self, wait_s: float = 0.0) -> list[LookupResult]:
@@ -97,8 +102,7 @@ class Lookups:
 
     def give_up(self, serial: int) -> str:
         """The request of this lookup waits no longer. Returns why there was no answer."""
-        self._waiting.pop(serial, None)
-        self._end(serial)
+        self._stop_waiting(serial)
         self._count_late()
         return LATE if self._poller.is_sent(serial) else NO_MASTER
 
@@ -110,25 +114,26 @@ class Lookups:
             assert isinstance(serial, int)
             answered = not any(match.stopped is ReadStatus.NO_MASTER for match in matches)
             self._answered |= answered
-            lookup = self._waiting.pop(serial, None)
-            if lookup is None:
+            waiting = self._stop_waiting(serial)
+            if waiting is None:
                 continue
             if answered:
                 self._late = 0
                 self._pause.reset()
             else:
                 self._count_late()
-            self._end(serial)
-            self._results.append(LookupResult(lookup.request_id, serial, matches, NO_MASTER))
+            self._results.append(LookupResult(waiting.request_id, serial, matches, NO_MASTER))
         if self._waiting and not self._poller.connected and not self._is_connecting(self._clock()):
-            for serial, lookup in self._waiting.items():
-                self._end(serial)
-                self._results.append(LookupResult(lookup.request_id, serial, (), NO_MASTER))
-            self._waiting.clear()
+            for serial in tuple(self._waiting):
+                if (waiting := self._stop_waiting(serial)) is not None:
+                    self._results.append(LookupResult(waiting.request_id, serial, (), NO_MASTER))
 
-    def _end(self, serial: int) -> None:
-        if (began := self._began.pop(serial, None)) is not None:
-            self.durations.append(self._clock() - began)
+    def _stop_waiting(self, serial: int) -> _Waiting | None:
+        """What was waited for under this serial; counts how long."""
+        waiting = self._waiting.pop(serial, None)
+        if waiting is not None:
+            self.durations.append(self._clock() - waiting.began)
+        return waiting
 
     def _is_connecting(self, now: float) -> bool:
         """No master was ever connected, and the first lookup began a moment ago."""

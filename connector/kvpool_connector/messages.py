@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvpool.types import Match, Namespace, WriteStatus
+
+#: Number and fingerprints, by rank, of a LoRA adapter.
+AdapterKey: TypeAlias = tuple[int, tuple[str, ...]]
 
 
 class GroupBlocks(NamedTuple):
@@ -34,15 +37,15 @@ class LoadRequest(NamedTuple):
 class SaveRequest(NamedTuple):
     """Store these blocks, which stay as they are until every rank has acknowledged `job`.
 
-    `adapters` are number and fingerprints (by rank) of the LoRA adapters that they were computed
-    with: a worker that has others now refuses.
+    `adapters` are the LoRA adapters that they were computed with: a worker that has others now
+    refuses.
     """
 
     job: int
     blocks: tuple[GroupBlocks, ...]
     session: str = ""
     resume_in_s: float | None = None
-    adapters: frozenset[tuple[int, tuple[str, ...]]] = frozenset()
+    adapters: frozenset[AdapterKey] = frozenset()
 
 
 class ProbeRequest(NamedTuple):
@@ -62,7 +65,7 @@ class VerifyRequest(NamedTuple):
     job: int
     blocks: tuple[GroupBlocks, ...]
     timeout_s: float
-    adapters: frozenset[tuple[int, tuple[str, ...]]] = frozenset()
+    adapters: frozenset[AdapterKey] = frozenset()
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.types import WriteStatus
-from kvpool_connector.messages import GroupBlocks, SaveRequest, SaveResult
+from kvpool_connector.messages import AdapterKey, GroupBlocks, SaveRequest, SaveResult
 
 #: Blocks that wait for a save; beyond it the oldest are dropped.
 WAITING_BLOCKS_MAX: Final = 4096
@@ -49,7 +49,7 @@ class SaveItem(NamedTuple):
     parent: bytes
     block_id: int
     asked_at: float
-    adapter: tuple[int, tuple[str, ...]] | None = None
+    adapter: AdapterKey | None = None
     attempts: int = 0
 
 

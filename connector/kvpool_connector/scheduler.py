@@ -38,9 +38,9 @@ from kvpool_connector.worker import IDLE_S
 
 #: Metrics that always have news, such as the hooks' own time, are reported this often.
 _METRICS_EVERY_S: Final = 1.0
-#: Lookups without an answer are in the log this often.
 #: The engine's description is sent to its front end this often: one that has missed it gets it.
 _DESCRIBE_EVERY_S: Final = 60.0
+#: Lookups without an answer are in the log this often.
 _WARN_EVERY_S: Final = 60.0
 #: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
 #: lookup that is not waited for so long costs its request a whole step. So long in all per step.
@@ -172,8 +172,7 @@ class ConnectorScheduler:
         if waiting := self._adapter_requests.get(request_id):
             if not waiting.given_up and now < waiting.until and self._reported_step <= waiting.step:
                 return None
-            if not waiting.given_up:
-                waiting.given_up = True
+            waiting.given_up = True
         if not self.planner.tracks(request_id):
             return 0
         if request_id in self._preempted:
@@ -226,9 +225,10 @@ class ConnectorScheduler:
         self._step_timer.on_start(self._step, step.prefill, now)
         if not self.namespaces:
             self._explain_missing_name(now)
-            work = StepWork(self._step, idle=step.idle, serials=self.names.serials)
-            work.serial_min = self.names.serial
-            return work, []
+            names = self.names
+            return StepWork(
+                self._step, idle=step.idle, serials=names.serials, serial_min=names.serial
+            ), []
         plan = self.planner.plan_step(step.scheduled, still_cached, now)
         work = StepWork(
             self._step,
@@ -345,7 +345,7 @@ class ConnectorScheduler:
         """The line that an operator must act on: which engine, which block, and what to do."""
         name = self.namespaces[mismatch.group].name if self.namespaces else "a name of before"
         self._log_error(
-            f"kvpool: the pool has other KV than this engine computes, so nothing is loaded or "
+            f"the pool has other KV than this engine computes, so nothing is loaded or "
             f"saved under this name until a restart or reset_prefix_cache with reset_connector. "
             f"Block {mismatch.digest.hex()} differs by {mismatch.difference:.2g} in "
             f"{mismatch.layer} (rounding explains {mismatch.tolerance:.2g}). "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpool_connector.messages import (
+    AdapterKey,
     LoadRequest,
     ProbeRequest,
     SaveRequest,
@@ -46,8 +47,8 @@ class RequestHints(NamedTuple):
     session: str = ""
     resume_in_s: float | None = None
     ends: bool = False
-    #: Not a hint, but as lasting: number and fingerprints of its LoRA adapter.
-    adapter: tuple[int, tuple[str, ...]] | None = None
+    #: Not a hint, but as lasting: its LoRA adapter.
+    adapter: AdapterKey | None = None
     #: Not saved, not looked up, and so many tokens loaded at most: what the request asks for.
     skip_save: bool = False
     skip_load: bool = False

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import MutableMapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from kvpool.types import Match
 from kvpool_connector.comparison import spread
-from kvpool_connector.messages import GroupBlocks, Mismatch, VerifyRequest, VerifyResult
+from kvpool_connector.messages import AdapterKey, GroupBlocks, Mismatch, VerifyRequest, VerifyResult
 from kvpool_connector.tracked_request import digest_of
 from kvpool_connector.values import CacheGroup, ScheduledRequest
 
@@ -20,10 +20,6 @@ from kvpool_connector.values import CacheGroup, ScheduledRequest
 _FIRST_LOADS: Final = 16
 #: Blocks that one verification compares at most, and pins until then.
 _BLOCKS_MAX: Final = 16
-
-
-#: Number and fingerprints, by rank, of a LoRA adapter.
-AdapterKey: TypeAlias = tuple[int, tuple[str, ...]]
 
 
 class VerifierState(enum.Enum):

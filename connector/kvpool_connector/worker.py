@@ -19,6 +19,7 @@ from kvpool_connector.block_memory import BlockMemory
 from kvpool_connector.comparison import TOLERANCES, difference, segments
 from kvpool_connector.messages import (
     AdapterInfo,
+    AdapterKey,
     GroupBlocks,
     LoadRequest,
     LoadResult,
@@ -227,7 +228,7 @@ class ConnectorWorker:
         rank, info = self._rank.number, self._info
         return info is not None and work.serials[rank : rank + 1] == (info.serial,)
 
-    def _has(self, adapters: frozenset[tuple[int, tuple[str, ...]]]) -> bool:
+    def _has(self, adapters: frozenset[AdapterKey]) -> bool:
         """Whether these LoRA adapters are the loaded ones: vLLM may have reloaded one."""
         if not adapters:
             return True

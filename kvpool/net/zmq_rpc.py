@@ -80,16 +80,14 @@ class ZmqNetwork:
 
     async def serve(self, address: str, handler: Handler) -> Listener:
         """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is taken."""
+        where = endpoint(address)
         socket = self._context.socket(zmq.ROUTER)
         _limit(socket)
         if self._keys is not None:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self._keys
         try:
-            socket.bind(endpoint(address))
-        except ConfigError:
-            socket.close(0)
-            raise
+            socket.bind(where)
         except zmq.ZMQError as error:
             socket.close(0)
             raise ConfigError(
@@ -161,6 +159,7 @@ def open_dealer(
 
     Raises ConfigError for an address that is not valid.
     """
+    where = endpoint(address)
     socket = context.socket(zmq.DEALER)
     _limit(socket)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -172,10 +171,7 @@ def open_dealer(
         socket.curve_serverkey = keys.public
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     try:
-        socket.connect(endpoint(address))
-    except ConfigError:
-        socket.close(0)
-        raise
+        socket.connect(where)
     except zmq.ZMQError as error:
         socket.close(0)
         raise ConfigError(f"address {address!r}: {zmq.strerror(error.errno or 0)}") from None
