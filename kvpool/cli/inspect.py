@@ -224,6 +224,6 @@ def _findings_table(findings: list[Finding]) -> Table:
     table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
     marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
     for finding in findings:
-        text, advice = escape(finding.text), escape(finding.advice)
-        table.add_row(finding.check, marks[finding.verdict], text, advice)
+        check, text, advice = map(escape, (finding.check, finding.text, finding.advice))
+        table.add_row(check, marks[finding.verdict], text, advice)
     return table

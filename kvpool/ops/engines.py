@@ -7,11 +7,15 @@ is read there may come from anybody: it is bounded, and only shown. (design: eng
 from __future__ import annotations
 
 import asyncio
+import http.client
+import io
+import queue
 import re
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvpool.errors import ConfigError
 from kvpool.ops.doctor import ADVICE, Finding
@@ -24,8 +28,13 @@ _PAGE_BYTES_MAX: Final = 16 << 20
 _FIELDS_MAX: Final = 4096
 _ENGINES_MAX: Final = 64
 _SHOWN_MAX: Final = 12
+#: Characters of a line that is read, of a value that is shown, and of a name of a field or engine.
+_LINE_MAX: Final = 1 << 20
+_VALUE_MAX: Final = 1024
+_NAME_MAX: Final = 256
 _SERIES: Final = re.compile(rf"{re.escape(METRIC)}\{{(.*)\}} (\S+)")
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+#: Linear time on any line: a name begins at a word's start only, and nothing is tried twice.
+_LABEL: Final = re.compile(r'\b(\w++)="((?:[^"\\]++|\\.)*+)"')
 _ESCAPES: Final = {r"\\": "\\", r"\"": '"', r"\n": " "}
 #: Fields that are hashes of others, which say more.
 _DIGESTS: Final = frozenset({"shape"})
@@ -64,15 +73,38 @@ def read_engines(address: str) -> list[DescribedEngine] | Finding:
     """The engines behind one server's `/metrics`, or why it cannot be read. Takes 5 s at most."""
     url = metrics_url(address)
     check = f"engine {address}"
+    outcome: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    # No timeout of urllib's bounds a lookup of the name, or an answer that comes byte by byte. The
+    # thread is left behind then: it holds one page at most, and ends with the command.
+    threading.Thread(target=_read_page, args=(url, outcome), daemon=True).start()
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            page = answer.read(_PAGE_BYTES_MAX + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "reason", error)
-        return Finding(check, "fail", f"{url}: {why}", "is this the address of a vLLM server?")
+        page = outcome.get(timeout=_TIMEOUT_S)
+    except queue.Empty:
+        page = TimeoutError(f"no whole answer within {_TIMEOUT_S:g} s")
+    if isinstance(page, Exception):
+        why = _printable(str(getattr(page, "reason", "") or page or type(page).__name__))
+        advice = "is this the address of a vLLM server?"
+        return Finding(check, "fail", f"{url}: {_cut(why)}", advice)
     if len(page) > _PAGE_BYTES_MAX:
         return Finding(check, "fail", f"{url} has more than {_PAGE_BYTES_MAX >> 20} MiB", "")
     return parse_engines(address, page.decode(errors="replace"))
+
+
+def _read_page(url: str, outcome: queue.SimpleQueue[bytes | Exception]) -> None:
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(url, timeout=_TIMEOUT_S) as answer:
+            outcome.put(answer.read(_PAGE_BYTES_MAX + 1))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        outcome.put(error)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """An engine's own address has its metrics; a stranger's answer chooses no other one."""
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> None:
+        raise urllib.error.URLError(f"it redirects to {newurl}: give that address if you trust it")
 
 
 def metrics_url(address: str) -> str:
@@ -81,8 +113,12 @@ def metrics_url(address: str) -> str:
     Raises ConfigError for what is no address of a web server.
     """
     url = address if "://" in address else f"http://{address}"
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        valid = False
+    if not valid:
         raise ConfigError(
             f"--engine {address!r}: expected an address such as http://127.0.0.1:8000"
         )
@@ -95,17 +131,19 @@ def metrics_url(address: str) -> str:
 def parse_engines(address: str, page: str) -> list[DescribedEngine]:
     """The descriptions in a page of metrics, one for each data parallel rank that has sent one."""
     found: dict[str, dict[str, str]] = {}
-    for line in page.splitlines():
-        if not line.startswith(METRIC) or (series := _SERIES.fullmatch(line)) is None:
+    for line in io.StringIO(page):  # one at a time: a page may consist of millions
+        if not line.startswith(METRIC) or len(line) > _LINE_MAX:
+            continue
+        if (series := _SERIES.fullmatch(line.rstrip("\r\n"))) is None:
             continue
         labels = {name: _unescaped(value) for name, value in _LABEL.findall(series[1])}
         if series[2] not in ("1", "1.0") or "field" not in labels:  # 0: it was so before
             continue
-        engine = labels.get("engine", "0")
+        engine = _cut(labels.get("engine", "0"), _NAME_MAX)
         if engine in found or len(found) < _ENGINES_MAX:
             fields = found.setdefault(engine, {})
             if len(fields) < _FIELDS_MAX:
-                fields[labels["field"]] = labels.get("value", "")
+                fields[_cut(labels["field"], _NAME_MAX)] = labels.get("value", "")
     several = len(found) > 1
     return [
         DescribedEngine(f"{address} engine {number}" if several else address, fields)
@@ -117,7 +155,7 @@ def described(engine: DescribedEngine) -> Finding:
     """What one engine says of itself."""
     check = f"engine {engine.address}"
     if problem := engine.fields.get("problem"):
-        return Finding(check, "fail", problem, "see the engine's log")
+        return Finding(check, "fail", _cut(problem), "see the engine's log")
     name = engine.fields.get("namespace")
     if name is None:
         return Finding(
@@ -127,7 +165,7 @@ def described(engine: DescribedEngine) -> Finding:
             "send it a request: it says so after its first step; is it started with "
             "KVPoolConnector in --kv-transfer-config?",
         )
-    return Finding(check, "ok", f"shares blocks as: {name}")
+    return Finding(check, "ok", f"shares blocks as: {_cut(name)}")
 
 
 def difference(one: DescribedEngine, other: DescribedEngine) -> Finding:
@@ -157,12 +195,13 @@ def difference(one: DescribedEngine, other: DescribedEngine) -> Finding:
 def _differs(name: str, one: str | None, other: str | None) -> str:
     """A field and its two values; of values that are lists of words, the words that differ."""
     if one is None or other is None:
-        return f"{_plain(name)} {one or 'none'} and {other or 'none'}"
+        return f"{_plain(name)} {_cut(one or 'none')} and {_cut(other or 'none')}"
     ours, theirs = one.split(" "), other.split(" ")
     if len(ours) > 1 or len(theirs) > 1:
-        one = " ".join(word for word in ours if word not in theirs) or "none"
-        other = " ".join(word for word in theirs if word not in ours) or "none"
-    return f"{_plain(name)} {one} and {other}"
+        in_ours, in_theirs = set(ours), set(theirs)
+        one = " ".join(word for word in ours if word not in in_theirs) or "none"
+        other = " ".join(word for word in theirs if word not in in_ours) or "none"
+    return f"{_plain(name)} {_cut(one)} and {_cut(other)}"
 
 
 def _plain(name: str) -> str:
@@ -176,4 +215,13 @@ def _advice(name: str) -> str:
 
 def _unescaped(text: str) -> str:
     text = re.sub(r"\\.", lambda found: _ESCAPES.get(found[0], found[0]), text)
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    """The text without what a terminal would obey."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _cut(text: str, length: int = _VALUE_MAX) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"

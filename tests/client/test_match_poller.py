@@ -256,6 +256,50 @@ def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
     assert until(poller)[0].stopped is ReadStatus.NO_MASTER
 
 
+def test_a_request_that_has_ended_is_not_ended_again(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    """By the second master's answer, or by the deadline."""
+    masters = fakes(2)
+    clock = Clock()
+    addresses = [master.address for master in masters]
+    poller = open_poller(*addresses, clock=clock, attempt_s=20.0, hedge_s=0.1)
+    for answer in (miss(), Error("Overloaded", "busy")):
+        poller.start("a", [(SPACE, keys("x", 1))])
+        asked = []
+        while len(asked) < 2:
+            clock.ahead_s += 0.2
+            poller.poll(0.005)
+            asked += [master for master in masters if master.socket.poll(1) and master not in asked]
+        for master in asked:
+            master.answer(answer)
+        until(poller)
+        time.sleep(0.1)
+        assert poller.poll(0.005) == []
+        clock.ahead_s += 21.0
+        assert poller.poll(0.005) == []
+        assert not poller._requests
+
+
+def test_all_pages_of_a_lookup_have_one_deadline(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_module, "_FIND_KEYS", 2)
+    (master,) = fakes(1)
+    clock = Clock()
+    poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=20.0)
+    poller.start("a", [(SPACE, keys("x", 4))])
+    while not master.socket.poll(1):
+        poller.poll(0.005)
+    clock.ahead_s += 12.0
+    master.answer(FindReply([(0, 1, [("s", "dram", 0)])], b""))
+    while not master.socket.poll(1):
+        assert poller.poll(0.005) == []
+    clock.ahead_s += 9.0
+    (found,) = until(poller, within_s=3.0)
+    assert (found.length, found.stopped) == (2, ReadStatus.NO_MASTER)
+
+
 def test_a_link_that_was_never_answered_is_opened_again(
     fakes: Callable[[int], list[FakeMaster]], open_poller: Open
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -162,6 +164,33 @@ def test_what_a_rank_finds_is_in_the_name(rank: int, other: dict[str, object]) -
     assert one.namespaces != two.namespaces
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": lambda: "1"},
+        {"fields": {"model": "other", "weights": "files"}},
+        {"fields": {"model": "tiny", "weights": "others"}},
+        {"kinds": ("window",)},
+    ],
+)
+def test_what_the_scheduler_half_knows_is_in_the_name(other: dict[str, Any]) -> None:
+    names = EngineNames(engine()._replace(**other))
+    names.on_info(info(0))
+    assert names.on_info(info(1))
+    assert names.namespaces != named(info(0), info(1)).namespaces
+
+
+def test_what_may_have_changed_has_no_name_until_every_rank_has_described_it_anew() -> None:
+    names = named(info(0), info(1))
+    first = names.namespaces
+    names.forget("generation")
+    assert (names.namespaces, names.missing_ranks) == ((), [0, 1])
+    assert not names.on_info(info(0))  # from before
+    assert not names.on_info(info(0, 2))
+    assert names.on_info(info(1, 2))
+    assert names.namespaces == first
+
+
 def test_ranks_with_each_others_weights_have_another_name() -> None:
     swapped = named(info(0, weights="w1"), info(1, weights="w0"))
     assert swapped.namespaces != named(info(0), info(1)).namespaces
@@ -249,3 +278,9 @@ def test_keys_contain_the_adapters_fingerprint() -> None:
     plain.append(b"4" * 32)
     assert len(one) == 4
     assert len(one[3]) == 32
+
+
+def test_an_adapter_that_the_first_rank_has_not_loaded_is_not_known() -> None:
+    known = KnownAdapters(ranks=2)
+    known.on_info(AdapterInfo(1, {1: "v1"}))
+    assert known.fingerprints(CHAT) == ()

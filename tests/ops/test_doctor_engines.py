@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -61,6 +64,33 @@ def serve() -> Iterator[Serve]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[[list[bytes]], str]]:
+    """Sends these bytes to who connects, 50 ms after one another; gives its address."""
+    listeners: list[socket.socket] = []
+
+    def start(pieces: list[bytes]) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def answer() -> None:
+            with listener.accept()[0] as peer:
+                peer.recv(65536)
+                for piece in pieces:
+                    try:
+                        peer.sendall(piece)
+                    except OSError:
+                        return
+                    time.sleep(0.05)
+
+        threading.Thread(target=answer, daemon=True).start()
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    yield start
+    for listener in listeners:
+        listener.close()
 
 
 async def compare(serve: Serve, other: Mapping[str, str]) -> Finding:
@@ -132,6 +162,58 @@ def test_what_anybody_may_send_is_bounded(serve: Serve, monkeypatch: pytest.Monk
     assert "and 41 more" in finding.text
 
 
+OK = b"HTTP/1.0 200 OK\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        ([b"HTTP/1.0 200 OK\r\n", *[b"x: y\r\n"] * 90], "no whole answer within"),
+        ([OK, *[b"x"] * 90], "no whole answer within"),
+        ([b"no web server\r\n\r\n"], "no web server"),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"], "IncompleteRead"),
+        ([b"HTTP/1.1 500 \x1b[2J\r\n\r\n"], "?[2J"),
+        ([b"HTTP/1.1 500 " + b"x" * 60_000 + b"\r\n\r\n"], "xxx…"),
+        ([b"HTTP/1.1 302 a\r\nLocation: http://10.0.0.1/metrics\r\n\r\n"], "it redirects to http"),
+        ([b"HTTP/1.1 302 a\r\nLocation: file:///etc/passwd\r\n\r\n"], "file:///etc/passwd"),
+    ],
+)
+def test_a_strangers_answer_is_one_short_finding_in_time(
+    stranger: Callable[[list[bytes]], str],
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: list[bytes],
+    text: str,
+) -> None:
+    monkeypatch.setattr(engines, "_TIMEOUT_S", 1.0)
+    began = time.monotonic()
+    found = engines.read_engines(stranger(pieces))
+    assert time.monotonic() - began < 3.0
+    assert isinstance(found, Finding)
+    assert (found.verdict, text in found.text) == ("fail", True), found
+    assert found.text.isprintable()
+    assert len(found.text) < 1200
+
+
+def test_no_page_takes_long_to_compare() -> None:
+    began = time.monotonic()
+    labels = ["a" * 1_000_000, 'a="' + '\\"' * 400_000, 'a="' + "b " * 400_000, "} " * 400_000]
+    hostile = "".join(f"{METRIC}{{{text}}} 1.0\n" for text in labels)
+    assert parse_engines("a", hostile) == []
+    assert parse_engines("a", f'{METRIC}{{field="{"f" * (2 << 20)}"}} 1.0\n') == []
+    one, other = (
+        parse_engines("a", page({"namespace": name, "f" * 9999: words}))[0]
+        for name, words in (
+            ("n", " ".join(f"a{n}" for n in range(60_000))),
+            ("m" * 50_000, " ".join(f"b{n}" for n in range(60_000))),
+        )
+    )
+    finding = engines.difference(one, other)
+    assert "a0 a1" in finding.text
+    assert len(finding.text) < 3000
+    assert len(engines.described(other).text) < 1200
+    assert time.monotonic() - began < 10.0  # it takes 0.2 s; the squares of these, minutes
+
+
 @pytest.mark.parametrize(
     ("address", "url"),
     [
@@ -144,7 +226,10 @@ def test_addresses_are_given_short_or_whole(address: str, url: str) -> None:
     assert metrics_url(address) == url
 
 
-@pytest.mark.parametrize("address", ["file:///etc/passwd", "ftp://gpu1", "http://", ""])
+@pytest.mark.parametrize(
+    "address",
+    ["file:///etc/passwd", "ftp://gpu1", "http://", "", "gpu1:99999", "gpu1:x", "http://[::1"],
+)
 def test_what_is_no_web_server_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="expected an address"):
         metrics_url(address)
@@ -159,3 +244,15 @@ def test_the_command_compares_engines_without_a_pool(serve: Serve) -> None:
     assert "model qwen and llama" in json.loads(done.stdout)[2]["text"]
     wrong = [sys.executable, "-m", "kvpool", "doctor", "--engine", "file:///x"]
     assert subprocess.run(wrong, capture_output=True, timeout=60, check=False).returncode == 2
+
+
+def test_the_table_shows_what_looks_like_markup_as_it_is(serve: Serve) -> None:
+    """Rank numbers come from the page, too."""
+    text = page(ONE) + page(ONE).replace('engine="0"', 'engine="[/red]"')
+    command = [sys.executable, "-m", "kvpool", "doctor", "--engine", serve(text)]
+    environment = {**os.environ, "COLUMNS": "300"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "engine [/red]" in done.stdout

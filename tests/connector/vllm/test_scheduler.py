@@ -46,14 +46,17 @@ from kvpool_connector.messages import (
     AdapterInfo,
     LoadRequest,
     LoadResult,
+    Mismatch,
     ModelInfo,
     SaveRequest,
     SaveResult,
     StepWork,
+    VerifyResult,
     WorkerInfo,
     WorkerReport,
 )
 from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
+from kvpool_connector.verifier import VerifyOutcome
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
 from kvpool_connector.vllm_settings import RefusedSettings
 from tests.connector.vllm.helpers import free_port, transfer
@@ -155,6 +158,7 @@ class Played:
         self.saves += work.saves
         report = WorkerReport(work.step, told.pop("worker_infos", []), told.pop("loaded", []))
         report.saves += told.pop("saved", [])
+        report.verified += told.pop("verified", [])
         if not self.greeted:
             for rank in range(self._ranks):
                 info = WorkerInfo(rank, ModelInfo(), (SIZE,), work.serial_min)
@@ -287,6 +291,47 @@ def test_a_hit_is_loaded_and_the_last_token_computed(pool: LocalPool, played: Pl
     assert step.num_scheduled_tokens == {"a": 16}
     played.finish()
     assert played.free == BLOCKS - 1
+
+
+def test_after_a_mismatch_no_request_that_may_have_used_wrong_blocks_is_cached(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither blocks of its prompt nor those of its answer; what comes later is cached again."""
+
+    def cached() -> int:
+        blocks = played.scheduler.kv_cache_manager.block_pool.blocks
+        return sum(block.block_hash is not None for block in blocks)
+
+    assert played.connector._scheduler is not None
+    verifier = played.connector._scheduler.planner.verifier
+    wrong = VerifyOutcome([], Mismatch(0, 0, 0, b"d", "layer", 1.0, 0.1))
+    monkeypatch.setattr(verifier, "on_result", lambda result: wrong)
+    played.step()
+    tokens = 38 * BLOCK - 3  # two steps of prefill; the last step completes a block
+    played.add("a", tokens)
+    played.step()
+    assert cached() == 32
+    played.step(verified=[VerifyResult(1, 1)])
+    assert cached() == 0
+    while played.scheduler.has_requests() or played.saves:
+        played.step(saved=played.acknowledged())
+        assert cached() == 0
+    played.add("b", tokens)
+    played.step()
+    assert cached() == 32
+
+
+def test_what_a_tenant_computes_is_in_no_other_tenants_name(
+    pool: LocalPool, played: Played, model: Callable[..., Path]
+) -> None:
+    other = Played(model(), transfer(pool.master, lookup_timeout_s=0.5, tenant="other"))
+    try:
+        played.step()
+        other.step()
+        assert other.namespace != played.namespace
+        assert "tenant=other " in other.namespace.name
+    finally:
+        other.close()
 
 
 def test_a_request_aborted_while_it_loads_leaves_nothing(pool: LocalPool, played: Played) -> None:
