@@ -66,8 +66,9 @@ class ServerConnection:
         while True:
             self._context.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
-            if full and self._store.can_demote and any(a.extent for a in answers):
-                # It waits for itself: what it has reserved must be sealed before it can go down.
+            if full and any(answer.extent for answer in answers):
+                # Nobody waits for memory while it holds some: two of such writers would wait for
+                # each other, and one that never sends would not be cut off (seed 104530).
                 for position in full:
                     answers[position] = Reservation(WriteStatus.NOT_YET)
                 break

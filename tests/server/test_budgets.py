@@ -432,6 +432,26 @@ async def test_silent_reservers_stop_nobody(
         assert server.stats(0.0).counters["cut_connections"] >= 1
 
 
+async def test_a_writer_that_asks_for_more_than_there_is_does_not_wait_with_what_it_holds(
+    pool_dev: dev.Dev, impatient: None
+) -> None:
+    """While a server works for a client, it is not stalled: its wait must not keep the memory."""
+    (server,) = pool_dev.servers
+    server.store.limits = Limits.none()
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool, raw(pool_dev) as stranger:
+        await stranger.ask(wire.Hello("default", "greedy"), wire.Welcome)
+        count = SIZE // BLOCK + 8
+        packed, parents = b"".join(keys("strange", count)), bytes(32 * count)
+        reserve = wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [BLOCK] * count, 60.0)
+        reserved = await stranger.ask(reserve, wire.Reserved)
+        late = WriteStatus.NOT_YET
+        assert [status is late for status in map(WriteStatus, reserved.statuses)][-8:] == [True] * 8
+        (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
+        assert status is WriteStatus.STORED
+        assert server.stats(0.0).counters["cut_connections"] == 1
+
+
 async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
     pool_dev: dev.Dev, impatient: None
 ) -> None:

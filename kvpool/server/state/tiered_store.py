@@ -112,7 +112,8 @@ class TieredStore:
                 store.change_log = self.change_log
                 store.on_leave = self._on_leave
                 store.count_place = self._count_place
-            self.front.write_back = self.can_demote
+            # Sealed blocks of the front tier can be written back, which makes them evictable.
+            self.front.write_back = self.backing_tier != self.front_tier
 
     def __repr__(self) -> str:
         return f"<TieredStore {self.stores!r}>"
@@ -495,11 +496,6 @@ class TieredStore:
         """Whether readers find the block of a sealed entry in its tier and not in another one."""
         index = entry.index
         return self.peek(index.namespace, index.part, entry.digest) is entry
-
-    @property
-    def can_demote(self) -> bool:
-        """Sealed blocks of the front tier can be written back, which makes them evictable."""
-        return self.backing_tier != self.front_tier
 
     @property
     def stored(self) -> int:
