@@ -8,6 +8,7 @@ device is staged: one gather on the device, one copy to page-locked memory, and 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,6 +19,7 @@ import torch
 from kvpool.types import Memory
 from kvpool_connector.comparison import LayerBytes
 from kvpool_connector.kv_layout import (
+    LayerSlice,
     LayerView,
     SliceRun,
     UnsupportedLayout,
@@ -106,10 +108,19 @@ class HostBlockMemory:
         self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
     ) -> None:
         divided = head_parts(views, parts)
-        self._slices = [layer_slices(of_part) for of_part in divided]
-        self._bytes = [buffer.numpy().data for buffer in buffers]
+        slices = [layer_slices(of_part) for of_part in divided]
+        memory = [buffer.numpy().data for buffer in buffers]
+        #: For each part, runs of pieces with one stride and size: for each piece the memory from
+        #: that of block 0 on. To cut them is most of what a `source` costs.
+        self._runs = [
+            [
+                (stride, size, [memory[piece.buffer][piece.start :] for piece in run])
+                for (stride, size), run in itertools.groupby(of_part, _stride_and_size)
+            ]
+            for of_part in slices
+        ]
         self.parts = parts
-        self.block_bytes = sum(piece.size for of_part in self._slices for piece in of_part)
+        self.block_bytes = sum(piece.size for of_part in slices for piece in of_part)
         self.packing = describe(divided[0])
         self.layers = layer_bytes(divided[0])
         self.blocks_per_transfer = 1 << 30
@@ -127,10 +138,11 @@ class HostBlockMemory:
         yield [self._pieces(block, part) for block in block_ids]
 
     def _pieces(self, block: int, part: int) -> list[Any]:
-        return [
-            self._bytes[buffer][start + block * stride : start + block * stride + size]
-            for buffer, start, stride, size in self._slices[part]
-        ]
+        pieces: list[Any] = []
+        for stride, size, views in self._runs[part]:
+            cut = slice(block * stride, block * stride + size)
+            pieces += [view[cut] for view in views]
+        return pieces
 
 
 class DeviceBlockMemory:
@@ -228,6 +240,10 @@ class DeviceBlockMemory:
         if self._stream is not None:
             self._stream.synchronize()
         return host
+
+
+def _stride_and_size(piece: LayerSlice) -> tuple[int, int]:
+    return piece.stride, piece.size
 
 
 def _rows(buffer: torch.Tensor, run: SliceRun, blocks: int) -> torch.Tensor:

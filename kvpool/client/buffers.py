@@ -85,7 +85,8 @@ def normalize_buffers(buffers: Sequence[BufferLike], *, writable: bool) -> Buffe
         if len(views) == 1:  # most blocks: without a generator
             size, readonly = len(views[0]), views[0].readonly
         else:
-            size, readonly = sum(map(len, views)), any(view.readonly for view in views)
+            size = sum(map(len, views))
+            readonly = writable and any(view.readonly for view in views)
         if size > BLOCK_SIZE_MAX:
             raise TooLarge(f"buffer {position} has {size} bytes, a block at most {BLOCK_SIZE_MAX}")
         if writable and readonly:
@@ -120,6 +121,14 @@ def as_views(memory: Memory, index: int) -> tuple[memoryview, ...]:
         return (_view(memory, index),)
     if not memory:
         raise BadBuffer(f"buffer {index} has no pieces: a block has at least one byte")
+    # An engine passes some thirty views of bytes for each block: those stay as they are.
+    for piece in memory:
+        if type(piece) is not memoryview or piece.format != "B" or piece.ndim != 1:
+            break
+        if not piece.contiguous or not piece:
+            break
+    else:
+        return tuple(memory)
     return tuple([_view(piece, index) for piece in memory])
 
 

@@ -80,3 +80,24 @@ def test_a_part_of_a_match_is_a_match() -> None:
     assert part.length == 4
     assert match.of(0, 9) == match
     assert match.of(9, 12) == Match((), 0, ReadStatus.EVICTED)
+
+
+async def test_views_of_other_shapes_are_bytes_too_and_bad_ones_are_found_behind_good_ones(
+    pool: Pool,
+) -> None:
+    """Views of bytes are taken as they are; one that is not must not be taken for one."""
+    (name,) = keys("shapes", 1)
+    data = value(name, 96)
+    plain, words = memoryview(data[:16]), memoryview(data[16:32]).cast("H")
+    square = memoryview(data[32:]).cast("B", (8, 8))
+    await pool.write(NAMESPACE, [name], [[plain, words, square]])
+    got = bytearray(96)
+    (result,) = await pool.read(NAMESPACE, [name], [[memoryview(got).cast("I")]])
+    assert result.size == 96
+    assert got == data
+    with pytest.raises(BadBuffer, match="not contiguous"):
+        await pool.write(NAMESPACE, [name], [[plain, memoryview(data)[::2]]])
+    with pytest.raises(BadBuffer, match="empty"):
+        await pool.write(NAMESPACE, [name], [[plain, plain[:0]]])
+    with pytest.raises(BadBuffer, match="read-only"):
+        await pool.read(NAMESPACE, [name], [[memoryview(got), memoryview(b"abc")]])

@@ -51,28 +51,32 @@ def test_pieces_of_any_size_on_both_sides(seed: int) -> None:
         assert target == data + bytes(room - size)
 
 
-def test_a_writer_hashes_what_it_meant_and_a_reader_what_it_received() -> None:
+@pytest.mark.parametrize("sizes", [[100, 100, 100], [30_000] * 12])
+def test_a_writer_hashes_what_it_meant_and_a_reader_what_it_received(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The memory that was copied to has other bytes afterwards: another writer's."""
-    data, target = bytearray(b"a" * 300), bytearray(300)
+    copyto = np.copyto
 
-    class Torn:
-        def __enter__(self) -> None: ...
-        def __exit__(self, *exc_info: object) -> None:
-            target[150] = 0
+    def torn(target: copy_pool.Bytes, source: copy_pool.Bytes) -> None:
+        copyto(target, source)
+        target[50] = 0
 
-    flag = StopFlag()
-    flag.lock = Torn()  # type: ignore[assignment]
-    pieces = pieces_of(data, [100, 100, 100])
+    monkeypatch.setattr(copy_pool.np, "copyto", torn)
+    size = sum(sizes)
+    data, target = bytearray(b"a" * size), bytearray(size)
     right = xxhash.xxh3_64_intdigest(bytes(data), 7)
-    gathered = CopyJob(pieces, (memoryview(target),), 7, hash_source=True)
-    assert copy_pool._copy(gathered, flag) == right
-    scattered = CopyJob((memoryview(data),), pieces_of(target, [100, 100, 100]), 7)
-    assert copy_pool._copy(scattered, flag) != right
+    gathered = CopyJob(pieces_of(data, sizes), (memoryview(target),), 7, hash_source=True)
+    assert copy_pool._copy(gathered, StopFlag()) == right
+    assert target != data
+    scattered = CopyJob((memoryview(data),), pieces_of(target, sizes), 7)
+    assert copy_pool._copy(scattered, StopFlag()) != right
 
 
 @pytest.mark.parametrize("scatter", [False, True])
 def test_nothing_is_copied_after_the_stop(scatter: bool) -> None:
-    data, target = bytearray(b"a" * 400), bytearray(400)
+    piece = STEP // 4
+    data, target = bytearray(b"a" * (12 * piece)), bytearray(12 * piece)
     flag = StopFlag()
 
     class Counting:
@@ -88,12 +92,12 @@ def test_nothing_is_copied_after_the_stop(scatter: bool) -> None:
         def __exit__(self, *exc_info: object) -> None: ...
 
     flag.lock = Counting()  # type: ignore[assignment]
-    parts = [100, 100, 100, 100]
+    parts = [piece] * 12
     job = CopyJob((memoryview(data),), pieces_of(target, parts), 7)
     if not scatter:
         job = CopyJob(pieces_of(data, parts), (memoryview(target),), 7, hash_source=True)
-    copy_pool._copy(job, flag)
-    assert target == b"a" * 200 + bytes(200)
+    assert copy_pool._copy(job, flag) == 0
+    assert target == b"a" * (8 * piece) + bytes(4 * piece)
 
 
 def test_other_threads_run_while_small_pieces_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

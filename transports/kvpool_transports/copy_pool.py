@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -152,10 +153,11 @@ def _copy(job: CopyJob, flag: StopFlag | None) -> int:
         return _copy_one(source[0], target[0], seed, hash_source, flag)
     hasher = xxhash.xxh3_64(seed=seed) if seed is not None else None
     if len(target) == 1 and max(map(len, source)) <= SMALL_PIECE_MAX:
-        complete = _copy_small(_gathered(source, target[0]), hasher, hash_source, flag)
+        complete = _copy_small(source, _parts(target[0], source), hasher, hash_source, flag)
         return hasher.intdigest() if hasher is not None and complete else 0
     if len(source) == 1 and target and max(map(len, target)) <= SMALL_PIECE_MAX:
-        complete = _copy_small(_scattered(source[0], target), hasher, hash_source, flag)
+        rooms = _first_bytes(target, len(source[0]))
+        complete = _copy_small(_parts(source[0], rooms), rooms, hasher, hash_source, flag)
         return hasher.intdigest() if hasher is not None and complete else 0
     step = STEP if hasher is not None else 16 * STEP
     for piece, copied in _steps(source, target, step):
@@ -197,53 +199,54 @@ def _copy_one(
 
 
 def _copy_small(
-    pairs: Iterable[tuple[memoryview, memoryview]],
+    sources: Sequence[memoryview],
+    targets: Sequence[memoryview],
     hasher: xxhash.xxh3_64 | None,
     hash_source: bool,
     flag: StopFlag | None,
 ) -> bool:
-    """Copy and hash many small pieces; false when it was stopped.
+    """Copy each small piece to its target and hash it; false when it was stopped.
 
-    Once in every `STEP` bytes another thread gets the GIL: numpy's copy gives it up. Without that
-    an engine's thread would wait for the interpreter's switch interval of 5 ms.
+    A step is as many pieces as fit into `STEP` bytes. Numpy copies the first of them, because it
+    gives up the GIL: without that an engine's thread would wait for the interpreter's switch
+    interval of 5 ms.
     """
     lock = flag.lock if flag is not None else contextlib.nullcontext()
-    kept = STEP
-    for piece, room in pairs:
+    update = hasher.update if hasher is not None else _ignore
+    hashed = sources if hash_source else targets
+    count = max(1, STEP // max(map(len, sources)))
+    triples = zip(sources, targets, hashed, strict=True)
+    for source, target, piece in triples:
         with lock:
             if flag is not None and flag.is_set:
                 return False
-            if kept >= STEP:
-                np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(piece, np.uint8))
-                kept = 0
-            else:
-                room[:] = piece
-        kept += len(piece)
-        if hasher is not None:
-            hasher.update(piece if hash_source else room)
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+            update(piece)
+            for source, target, piece in itertools.islice(triples, count - 1):
+                target[:] = source
+                update(piece)
     return True
 
 
-def _gathered(
-    source: tuple[memoryview, ...], target: memoryview
-) -> Iterator[tuple[memoryview, memoryview]]:
-    """Each piece of the source, and where it goes."""
-    end = 0
-    for piece in source:
-        start, end = end, end + len(piece)
-        yield piece, target[start:end]
+def _ignore(_: memoryview) -> None:
+    """Instead of a hash."""
 
 
-def _scattered(
-    source: memoryview, target: tuple[memoryview, ...]
-) -> Iterator[tuple[memoryview, memoryview]]:
-    """Each piece of the target that the source reaches, and what goes there."""
-    end = 0
-    for room in target:
-        if end == len(source):
-            return
-        start, end = end, min(end + len(room), len(source))
-        yield source[start:end], room[: end - start]
+def _parts(whole: memoryview, pieces: Sequence[memoryview]) -> list[memoryview]:
+    """`whole` in parts of the pieces' lengths. It is at least as long as all of them."""
+    ends = list(itertools.accumulate(map(len, pieces)))
+    return [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _first_bytes(pieces: Sequence[memoryview], size: int) -> list[memoryview]:
+    """The pieces up to so many bytes; together they have at least that many."""
+    kept: list[memoryview] = []
+    for piece in pieces:
+        if size <= len(piece):
+            return [*kept, piece[:size]]
+        kept.append(piece)
+        size -= len(piece)
+    return kept
 
 
 def _steps(
