@@ -26,8 +26,8 @@ test: $(VENV)/ready  ## the whole suite, two tests at a time
 test-vllm: $(VLLM_VENV)/ready  ## the connector on real vLLM engines, on a CPU
 	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm $(ARGS)
 
-demo-vllm: $(VLLM_VENV)/ready  ## two vllm serve and a conversation that alternates between them
-	$(VLLM_VENV)/bin/python -m examples.vllm_two_instances
+demo-vllm: $(VLLM_VENV)/ready  ## a fresh vllm serve takes over long sessions, with the pool and without
+	$(VLLM_VENV)/bin/python -m examples.vllm_two_instances --picture demo-vllm.svg $(ARGS)
 
 check: $(VENV)/ready  ## lint and types
 	$(BIN)/ruff check .
@@ -120,4 +120,4 @@ $(VENV)/mutants-ready: $(VENV)/ready
 	@touch $@
 
 clean:  ## remove virtual environments and what was built
-	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(DOCS_VENV) site demo.svg
+	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(DOCS_VENV) site demo.svg demo-vllm.svg

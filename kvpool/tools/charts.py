@@ -1,9 +1,11 @@
-"""A replay as a picture: one SVG, written by hand, readable in any browser."""
+"""Measurements as pictures: one SVG each, written by hand, readable in any browser."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from kvpool.tools.policy_study import MIN, Study
 from kvpool.tools.replay_report import ReplayReport, quantiles
@@ -12,6 +14,21 @@ _WIDTH, _HEIGHT = 960, 560
 _INK, _QUIET, _GRID = "#1b2733", "#62707d", "#e3e8ed"
 _LINES = ("#9db4c7", "#d98c5f", "#12805c", "#7a5aa8", "#c2a83e", "#b0457b", "#3d7fb5")
 _POOL, _OTHER, _WEAK = "#12805c", "#9db4c7", "#d98c5f"
+
+
+class Bar(NamedTuple):
+    """A median with the lowest and the highest measurement, in one unit."""
+
+    median: float
+    low: float
+    high: float
+
+
+class BarGroup(NamedTuple):
+    """Bars that stand side by side over one label, by the name of what was measured."""
+
+    label: str
+    bars: Mapping[str, Bar]
 
 
 def draw(report: ReplayReport) -> str:
@@ -42,6 +59,65 @@ def curves(study: Study) -> str:
         "</svg>",
     ]
     return "\n".join(parts)
+
+
+def grouped_bars(title: str, subtitle: str, groups: Sequence[BarGroup]) -> str:
+    """Groups of bars from left to right, each with a line from the lowest to the highest.
+
+    A name has one colour in all groups. The scale begins at 0. Raises ValueError without a bar.
+    """
+    names = list(dict.fromkeys(name for group in groups for name in group.bars))
+    colours = dict(zip(names, (_OTHER, _POOL, _WEAK, *_LINES), strict=False))
+    ceiling = _round_up(max(bar.high for group in groups for bar in group.bars.values()))
+    left, top, width, height = 70, 120, _WIDTH - 110, 330
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="Helvetica, Arial, sans-serif">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        _text(40, 40, title, 20, _INK, weight="bold"),
+        _text(40, 64, subtitle, 13, _QUIET),
+    ]
+    for number, name in enumerate(names):
+        key = left + 200 * number
+        parts += [
+            f'<rect x="{key}" y="84" width="14" height="14" fill="{colours[name]}"/>',
+            _text(key + 20, 96, name, 13, _INK),
+        ]
+    for step in range(5):
+        y = top + height * (1 - step / 4)
+        parts += [
+            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{_GRID}"/>',
+            _text(left - 8, y + 4, f"{ceiling * step / 4:g}", 12, _QUIET, "end"),
+        ]
+    room = width / len(groups)
+    thick = min(36.0, room * 0.8 / max(len(group.bars) for group in groups))
+    for place, group in enumerate(groups):
+        middle = left + room * (place + 0.5)
+        parts.append(_text(middle, top + height + 24, group.label, 13, _INK, "middle"))
+        for number, (name, bar) in enumerate(group.bars.items()):
+            x = middle + thick * (number - len(group.bars) / 2)
+            tall, low, high = (height * value / ceiling for value in bar)
+            parts += [
+                f'<rect x="{x:.1f}" y="{top + height - tall:.1f}" width="{thick - 2:.1f}" '
+                f'height="{tall:.1f}" fill="{colours[name]}"/>',
+                f'<line x1="{x + thick / 2 - 1:.1f}" x2="{x + thick / 2 - 1:.1f}" '
+                f'y1="{top + height - low:.1f}" y2="{top + height - high:.1f}" stroke="{_INK}"/>',
+                _text(
+                    x + thick / 2 - 1,
+                    top + height - high - 6,
+                    f"{bar.median:.2g}" if bar.median < 100 else f"{bar.median:.0f}",
+                    11,
+                    _QUIET,
+                    "middle",
+                ),
+            ]
+    return "\n".join([*parts, "</svg>"])
+
+
+def _round_up(value: float) -> float:
+    """The next of 1, 2, 4, 6, 8 or 10 times a power of ten; at least something."""
+    unit = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+    return next(unit * step for step in (1, 2, 4, 6, 8, 10) if value <= unit * step)
 
 
 def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[str]:

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import ast
 import enum
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm.config
-from vllm.config import DeviceConfig, LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
+from vllm.config import (
+    DeviceConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    MultiModalConfig,
+    VllmConfig,
+)
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from kvpool_connector import kv_shape, vllm_interface
+from kvpool import ConfigError
+from kvpool_connector import block_memory, kv_shape, settings, vllm_interface
 from kvpool_connector.kv_shape import IRRELEVANT
+from kvpool_connector.vllm_config import check_supported
+from kvpool_connector.vllm_plugin import register
 from tests.connector.vllm.helpers import ROOT
 
 #: The fields that are described, each of which can change the KV of given tokens.
@@ -179,6 +194,106 @@ def test_a_vllm_that_lacks_a_name_is_refused_with_a_sentence(owner: Any) -> None
     assert "renamed_since (pinning blocks)" in sentence
 
 
+def test_an_engine_whose_vllm_lacks_a_name_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not meet a missing one at its first request."""
+    config, no_cache = VllmConfig(device_config=DeviceConfig("cpu")), SimpleNamespace()
+    monkeypatch.delattr(vllm_interface.BlockPool, "touch")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32; .* lacks BlockPool\.touch \(pinning"):
+        check_supported(config, no_cache, settings.parse({}))
+
+
+PLUGIN = """
+import sys
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+sys.modules["vllm.v1.metrics.cache_hit_source"] = None  # as in vLLM 0.31, which has no such module
+from kvpool_connector.vllm_plugin import register
+register()
+register()
+print("vLLM goes on")
+KVConnectorFactory.get_connector_class_by_name("KVPoolConnector")
+"""
+
+
+def test_a_vllm_without_a_module_runs_and_refuses_the_connector_when_it_is_used() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PLUGIN], capture_output=True, text=True, cwd=ROOT, timeout=100
+    )
+    assert "vLLM goes on" in done.stdout, done.stderr
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "KVPoolConnector supports vLLM 0.32" in last
+    assert "lacks a name" in last
+    assert "cache_hit_source" in last
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"), [("0.32.1", True), ("0.33.0", False), ("0.32.1.dev3+gabc", False)]
+)
+def test_a_version_that_no_test_has_run_with_is_named_in_the_log(
+    version: str, tested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert (vllm_interface.untested() == "") is tested
+    assert tested or version in vllm_interface.untested()
+
+
+# --- device memory ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("connector", "device", "reserved"),
+    [
+        ({"kv_connector": "KVPoolConnector"}, "meta", True),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {"connectors": [{"kv_connector": "KVPoolConnector"}]},
+            },
+            "meta",
+            True,
+        ),
+        ({"kv_connector": "ExampleConnector"}, "meta", False),
+        ({"kv_connector": "KVPoolConnector"}, "cpu", False),
+        (None, "meta", False),
+    ],
+)
+def test_device_memory_is_taken_before_vllm_measures_what_is_left(
+    connector: dict[str, Any] | None, device: str, reserved: bool
+) -> None:
+    """vLLM measures after `init_device`, from a snapshot that it has made in it."""
+    block_memory.stage_of.cache_clear()
+    taken: list[int] = []
+
+    def init_device() -> None:
+        worker.device = torch.device(device)
+        taken.append(block_memory.stage_of.cache_info().currsize)
+
+    worker = SimpleNamespace(device=None, init_device=init_device)
+    wrapper = WorkerWrapperBase()
+    wrapper.worker = worker  # type: ignore[assignment]
+    transfer = connector and KVTransferConfig(kv_role="kv_both", **connector)
+    wrapper.vllm_config = VllmConfig(device_config=DeviceConfig("cpu"))
+    wrapper.vllm_config.kv_transfer_config = transfer or None
+    register()
+    wrapper.init_device()
+    assert taken == [0]
+    assert block_memory.stage_of.cache_info().currsize == reserved
+    block_memory.stage_of.cache_clear()
+
+
+def test_vllm_makes_the_snapshot_before_it_measures() -> None:
+    """The order that the reservation relies on, in vLLM's own words."""
+    source = Path(find_spec("vllm.v1.worker.gpu_worker").origin or "").read_text()  # type: ignore[union-attr]
+    bodies = {
+        node.name: ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert "self.init_snapshot = init_snapshot = MemorySnapshot" in bodies["init_device"]
+    assert "self.init_snapshot" in bodies["determine_available_memory"]
+    assert "ensure_kv_transfer_initialized" in bodies["initialize_from_config"]
+
+
 def test_only_one_file_imports_vllm() -> None:
     importing = set()
     for path in Path(ROOT, "connector").rglob("*.py"):
@@ -188,7 +303,7 @@ def test_only_one_file_imports_vllm() -> None:
                 names = [node.module or ""]
             if any(name == "vllm" or name.startswith("vllm.") for name in names):
                 importing.add(path.name)
-    assert importing == {"vllm_interface.py"}
+    assert importing == {"vllm_interface.py", "vllm_plugin.py"}
 
 
 @pytest.mark.parametrize(

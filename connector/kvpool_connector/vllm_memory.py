@@ -1,0 +1,35 @@
+"""The device memory of staging, taken before vLLM measures how much is left for the KV cache.
+
+vLLM makes a connector after it has measured, and asks none before how much it needs. So the plugin
+has the initialization of a worker's device end with the allocation. (design: device-memory)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from kvpool_connector.block_memory import stage_of
+from kvpool_connector.vllm_interface import WorkerWrapperBase
+from kvpool_connector.vllm_settings import given_settings
+
+
+@functools.cache
+def reserve_when_started() -> None:
+    """From now on a worker that uses this connector has its staging memory when its device is
+    ready: before the weights are loaded. Called again, this does nothing.
+    """
+    WorkerWrapperBase.init_device = _then_reserve(WorkerWrapperBase.init_device)
+
+
+def _then_reserve(init_device: Any) -> Any:
+    @functools.wraps(init_device)
+    def started(wrapper: Any) -> None:
+        init_device(wrapper)
+        device, transfer = wrapper.worker.device, wrapper.vllm_config.kv_transfer_config
+        if device is None or device.type == "cpu" or transfer is None:
+            return
+        if any(True for _ in given_settings(transfer)):
+            stage_of(device)
+
+    return started

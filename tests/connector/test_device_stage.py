@@ -1,0 +1,166 @@
+"""Staging takes a device's memory once: 16 MiB, whatever is copied. On the device `cpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpool_connector import fingerprint
+from kvpool_connector.block_memory import (
+    DEVICE_BYTES,
+    STAGING_BYTES,
+    DeviceBlockMemory,
+    DeviceStage,
+    HostBlockMemory,
+    memory_of,
+    stage_of,
+    views_of,
+)
+from kvpool_connector.kv_layout import SliceRun, windows
+from tests.connector.test_connector_parts import LAYOUTS, caches
+
+CPU = torch.device("cpu")
+BLOCK_BYTES = 3 * 2 * 4 * 8 * 2
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the largest memory that an operation of torch has allocated for its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in [*args, *(kwargs or {}).values()]:
+            if isinstance(given, torch.Tensor):
+                self.known.add(given.untyped_storage()._cdata)
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.untyped_storage()._cdata not in self.known:
+            self.largest = max(self.largest, found.untyped_storage().nbytes())
+        return found
+
+
+def staged(layers: dict[str, torch.Tensor], size: int) -> DeviceBlockMemory:
+    buffers: list[torch.Tensor] = []
+    return DeviceBlockMemory(views_of(layers, buffers), buffers, stage=DeviceStage(CPU, size))
+
+
+def in_place(layers: dict[str, torch.Tensor]) -> HostBlockMemory:
+    buffers: list[torch.Tensor] = []
+    return HostBlockMemory(views_of(layers, buffers), buffers)
+
+
+def joined(block: Any) -> bytes:
+    return b"".join(bytes(piece) for piece in (block if isinstance(block, list) else [block]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [16, 100, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 1, 4096])
+async def test_a_buffer_of_any_size_moves_the_same_bytes(layout: str, size: int) -> None:
+    """Smaller than a piece of a layer, than a block, than a transfer: in more rounds."""
+    layers = caches(LAYOUTS[layout])
+    before = {layer: cache.clone() for layer, cache in layers.items()}
+    memory, ids = staged(layers, size), [4, 1, 3]
+    source = await memory.source(ids, None)
+    assert [joined(one) for one in source] == [
+        joined(one) for one in await in_place(layers).source(ids, None)
+    ]
+    async with memory.target([0, 5, 2], None) as target:
+        for place, block in zip(target, source, strict=True):
+            place[:] = joined(block)
+    for layer, cache in layers.items():
+        for block, was in ((0, 4), (5, 1), (2, 3), (4, 4), (1, 1), (3, 3)):
+            assert torch.equal(cache[block], before[layer][was])
+
+
+def copied(memory: DeviceBlockMemory, ids: Sequence[int]) -> int:
+    """Bytes of the largest memory that was allocated beside the rows of the host."""
+    host = memory._host_rows(len(ids))
+    memory._host_rows = lambda count: host  # type: ignore[method-assign]
+    with Allocations() as seen:
+        memory._gather(ids, None, 0)
+        memory._scatter(ids, host, None, 0)
+    return seen.largest
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [100, 1000, 1 << 20])
+def test_a_copy_allocates_nothing_on_the_device(layout: str, size: int) -> None:
+    """But the numbers of its blocks, which come from the host."""
+    ids = [1, 4, 2, 0]
+    assert copied(staged(caches(LAYOUTS[layout]), size), ids) <= 8 * len(ids)
+
+
+def test_the_detector_of_allocations_detects() -> None:
+    rows = torch.zeros(100, 8)
+    with Allocations() as seen:
+        rows.index_select(0, torch.tensor([1, 2]))
+    assert seen.largest == 2 * 8 * 4
+
+
+def test_all_groups_of_a_worker_share_one_buffer() -> None:
+    assert stage_of(torch.device("meta")) is stage_of(torch.device("meta"))
+    assert stage_of(torch.device("meta")).device_bytes == DEVICE_BYTES + 32768
+    assert DEVICE_BYTES == 16 << 20
+    one, two = (
+        {name: tensor.to("meta") for name, tensor in caches(LAYOUTS[layout]).items()}
+        for layout in ("LBHNC", "BLHNC")
+    )
+    stages = {memory_of(layers)._stage for layers in (one, two)}  # type: ignore[attr-defined]
+    assert stages == {stage_of(torch.device("meta"))}
+
+
+def test_what_one_transfer_takes_of_the_host_is_bounded() -> None:
+    memory = staged(caches(LAYOUTS["LBHNC"]), 4096)
+    assert memory.blocks_per_transfer * memory.block_bytes <= STAGING_BYTES
+
+
+async def test_caches_that_were_made_in_inference_mode_are_written() -> None:
+    """As vLLM may make them."""
+    with torch.inference_mode():
+        layers = caches(LAYOUTS["LBHNC"])
+        memory = staged(layers, 1000)
+    async with memory.target([1], None) as (place,):
+        place[:] = bytes(BLOCK_BYTES)
+    assert not any(cache[1].any() for cache in layers.values())
+
+
+@pytest.mark.parametrize("size_max", [1, 7, 10, 30, 64, 1000])
+def test_windows_have_all_bytes_in_order(size_max: int) -> None:
+    runs = [SliceRun(0, 900, 0, 10, 3, 20), SliceRun(1, 900, 5, 35, 1, 35)]
+
+    def places(some: Sequence[SliceRun]) -> list[tuple[int, int]]:
+        return [
+            (run.buffer, run.start + piece * run.step + byte)
+            for run in some
+            for piece in range(run.pieces)
+            for byte in range(run.size)
+        ]
+
+    found = windows(runs, size_max)
+    assert [place for window in found for place in places(window)] == places(runs)
+    assert all(0 < len(places(window)) <= size_max for window in found)
+
+
+def test_a_fingerprint_needs_little_memory_beside_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums are made of some rows at a time, and come out the same."""
+    weights = [
+        ("embeddings", torch.arange(70_000, dtype=torch.int16).view(7000, 10)),
+        ("experts", torch.arange(60_000, dtype=torch.int16).view(30, 200, 10)),
+        ("norm", torch.arange(5000, dtype=torch.int16)),
+    ]
+    expected = fingerprint.memory(weights)
+    monkeypatch.setattr(fingerprint, "_SUMS_AT_ONCE", 512)
+    assert fingerprint.memory(weights) == expected
+    with Allocations() as seen:
+        fingerprint._summed(weights[0][1], 1)
+        fingerprint._summed(weights[1][1], 1)
+        fingerprint._summed(weights[2][1], 1)
+    assert seen.largest <= 8 * 512
