@@ -24,7 +24,8 @@ from kvpool.net.zmq_polled import PolledLinks
 from kvpool.net.zmq_rpc import RECONNECT_AFTER_S
 from kvpool.types import Cluster, Match, Namespace
 from kvpool.wire import messages as wire
-from kvpool.wire.frames import decode_envelope, envelope_id
+from kvpool.wire.frames import Envelope, decode_envelope, envelope_id
+from kvpool.wire.versions import SpokenVersion
 
 #: Requests without a reply are looked through so often: to send them again, or to end them.
 _TICK_S: Final = 0.005
@@ -54,6 +55,7 @@ class MatchPoller:
         self._config = config
         self._clock = clock
         self._links = PolledLinks(config.masters, cluster)
+        self._spoken = [SpokenVersion() for _ in range(len(self._links))]
         self._preferred = 0
         self._next_id = 0
         self._lookups: dict[Hashable, _Lookup] = {}
@@ -152,9 +154,11 @@ class MatchPoller:
             self._send_to_all(id, request, now)
 
     def _send(self, id: int, request: _Request, link: int, now: float) -> bool:
-        sent = self._links.send(link, request.type, request.body, id)
+        version = self._spoken[link].at(now)
+        body = wire.translate(request.type, request.body, version)
+        sent = self._links.send(link, request.type, body, id, version)
         if sent:
-            request.asked.add(link)
+            request.asked[link] = version
             self.connected = True
             self._unanswered_since.setdefault(link, now)
         return sent
@@ -173,17 +177,29 @@ class MatchPoller:
         now = self._clock()
         try:
             envelope = decode_envelope(message, self._links.cluster)
+            if self._refused_version(request, link, envelope, now):
+                self._send(id, request, link, now)
+                return
             answer = wire.decode_answer(wire.FindReply, envelope.type, envelope.body)
         except (Unavailable, Overloaded, PeerError) as error:
             request.refused.add(link)
             self._send_to_all(id, request, now)
-            if request.refused == request.asked:
+            if request.refused == request.asked.keys():
                 del self._requests[id]
                 self._go_on(request.chain, MasterLost(str(error)), now)
             return
         self._preferred = link
         del self._requests[id]
         self._go_on(request.chain, answer, now)
+
+    def _refused_version(
+        self, request: _Request, link: int, envelope: Envelope, now: float
+    ) -> bool:
+        """A master of the release before has refused the question, and can be asked in its own."""
+        asked = request.asked.get(link)
+        if asked is None or envelope.type != wire.TYPES[wire.Error]:
+            return False
+        return self._spoken[link].refused(asked, envelope.version, now)
 
     def _tick(self) -> None:
         """Send what could not be sent, ask further masters, end what is too old."""
@@ -235,8 +251,8 @@ class _Request:
     type: int
     body: bytes
     hedge_at: float
-    asked: set[int] = field(default_factory=set)  # links
-    refused: set[int] = field(default_factory=set)
+    asked: dict[int, int] = field(default_factory=dict)  # by link: in which protocol version
+    refused: set[int] = field(default_factory=set)  # links
 
 
 class _Question(NamedTuple):

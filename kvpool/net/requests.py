@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from kvpool import logs
 from kvpool.errors import Closed, DeadlineExceeded, KvpoolError, Overloaded, PeerError
 from kvpool.protocols import Handler
-from kvpool.wire.frames import decode_envelope, encode_envelope, envelope_id
-from kvpool.wire.messages import Error, encode
+from kvpool.wire.frames import (
+    PROTOCOL_VERSION,
+    Envelope,
+    decode_envelope,
+    encode_envelope,
+    envelope_id,
+)
+from kvpool.wire.messages import TYPES, Error, encode, translate
+from kvpool.wire.versions import SpokenVersion
 
 log = logs.get("kvpool.link")
 
 #: Requests one caller may have in flight to one master.
 PENDING_MAX = 4096
+_ERROR: Final = TYPES[Error]
 
 
 class PendingRequests:
@@ -35,9 +44,10 @@ class PendingRequests:
         self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._next_id = 0
+        self._spoken = SpokenVersion()
         # An error is a result, too: a future that raises its exception is in a cycle with the frame
         # that waited (design: garbage-collection).
-        self._pending: dict[int, asyncio.Future[tuple[int, bytes] | KvpoolError]] = {}
+        self._pending: dict[int, asyncio.Future[Envelope | KvpoolError]] = {}
         self._closed = False
 
     def __len__(self) -> int:
@@ -51,19 +61,36 @@ class PendingRequests:
     ) -> tuple[int, bytes]:
         """Transmit one request, as (id, message), and wait for its reply: (type, body).
 
+        A master that speaks only an older version refuses it, and is asked once more in that one.
         Raises DeadlineExceeded, Overloaded (too many wait already), Closed, and PeerError when
-        the reply is not valid.
+        the reply is not valid, or the older version has no such message.
         """
+        while True:
+            version = self._spoken.at(self._loop.time())
+            translated = translate(type, body, version)
+            reply = await self._exchange(type, translated, version, transmit, deadline)
+            now = self._loop.time()
+            if reply.type != _ERROR or not self._spoken.refused(version, reply.version, now):
+                return reply.type, reply.body
+
+    async def _exchange(
+        self,
+        type: int,
+        body: bytes,
+        version: int,
+        transmit: Callable[[int, bytes], None],
+        deadline: float,
+    ) -> Envelope:
         if self._closed:
             raise Closed(f"the link to master {self._address} is closed")
         if len(self._pending) >= PENDING_MAX:
             raise Overloaded(f"{PENDING_MAX} requests are pending at master {self._address}")
         id = self._next_id = self._next_id + 1
-        future: asyncio.Future[tuple[int, bytes] | KvpoolError] = self._loop.create_future()
+        future: asyncio.Future[Envelope | KvpoolError] = self._loop.create_future()
         self._pending[id] = future
         timer = self._loop.call_at(deadline, self._expire, future)
         try:
-            transmit(id, encode_envelope(type, self._cluster, id, body))
+            transmit(id, encode_envelope(type, self._cluster, id, body, version=version))
             reply = await future
         finally:
             timer.cancel()
@@ -85,7 +112,7 @@ class PendingRequests:
             return
         future = self._pending.get(envelope.id)
         if future is not None and not future.done():  # else: a second reply, or a late one
-            future.set_result((envelope.type, envelope.body))
+            future.set_result(envelope)
 
     def close(self) -> None:
         """End every pending request with Closed, and refuse new ones."""
@@ -94,7 +121,7 @@ class PendingRequests:
             if not future.done():
                 future.set_result(Closed(f"the link to master {self._address} was closed"))
 
-    def _expire(self, future: asyncio.Future[tuple[int, bytes] | KvpoolError]) -> None:
+    def _expire(self, future: asyncio.Future[Envelope | KvpoolError]) -> None:
         if not future.done():
             future.set_result(DeadlineExceeded(f"master {self._address} did not answer in time"))
 
@@ -108,12 +135,15 @@ def answer(handler: Handler, cluster: int, message: bytes, caller: str) -> bytes
     id = envelope_id(message)
     if id is None:
         return None
+    version = PROTOCOL_VERSION
     try:
         envelope = decode_envelope(message, cluster)
+        version = envelope.version
         type, body = handler(envelope.type, envelope.body, caller)
-        return encode_envelope(type, cluster, id, body)
+        body = translate(type, body, version)
+        return encode_envelope(type, cluster, id, body, version=version)
     except Exception as error:
         if not isinstance(error, KvpoolError):  # a bug: only this request fails
             log.exception("a request failed")
         type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
-        return encode_envelope(type, cluster, id, body)
+        return encode_envelope(type, cluster, id, body, version=version)

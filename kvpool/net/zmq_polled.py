@@ -46,10 +46,11 @@ class PolledLinks:
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def send(self, link: int, type: int, body: bytes, id: int) -> bool:
+    def send(self, link: int, type: int, body: bytes, id: int, version: int) -> bool:
         """Queue one request; False when the link is not connected, or its queue is full."""
+        message = encode_envelope(type, self.cluster, id, body, version=version)
         try:
-            self._sockets[link].send(encode_envelope(type, self.cluster, id, body), _NOBLOCK)
+            self._sockets[link].send(message, _NOBLOCK)
         except zmq.Again:
             return False
         return True

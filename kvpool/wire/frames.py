@@ -17,7 +17,10 @@ import xxhash
 from kvpool.errors import BadFrame, VersionMismatch
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX
 
-PROTOCOL_VERSION: Final = 3
+#: What this release speaks, and the oldest that it still understands: one release back, so that a
+#: pool can be upgraded one process at a time (design: protocol-versions).
+PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION_MIN: Final = 3
 BODY_SIZE_MAX: Final = 1 << 20
 PAYLOAD_SIZE_MAX: Final = BATCH_BLOCKS_MAX * BLOCK_SIZE_MAX
 HEADER_SIZE: Final = 16
@@ -36,12 +39,22 @@ class Frame(NamedTuple):
     payload_size: int
 
 
+class Header(NamedTuple):
+    """What stands in front of a data-plane frame."""
+
+    type: int
+    body_size: int
+    payload_size: int
+    version: int
+
+
 class Envelope(NamedTuple):
     """A control-plane message, still encoded."""
 
     type: int
     id: int
     body: bytes
+    version: int
 
 
 def cluster_id(cluster: str) -> int:
@@ -49,32 +62,38 @@ def cluster_id(cluster: str) -> int:
     return xxhash.xxh3_64_intdigest(cluster.encode()) & 0xFFFFFFFF
 
 
-def encode_frame(type: int, body: bytes, payload_size: int = 0) -> bytes:
-    """Header and body of a frame; the payload follows it on the stream."""
+def encode_frame(
+    type: int, body: bytes, payload_size: int = 0, *, version: int | None = None
+) -> bytes:
+    """Header and body of a frame, of this version or `version`; the payload follows it on the
+    stream."""
     if len(body) > BODY_SIZE_MAX:
         raise BadFrame(f"body of {len(body)} bytes, limit {BODY_SIZE_MAX}")
-    return _DATA.pack(_DATA_MAGIC, PROTOCOL_VERSION, type, len(body), payload_size) + body
+    version = version or PROTOCOL_VERSION
+    return _DATA.pack(_DATA_MAGIC, version, type, len(body), payload_size) + body
 
 
-def decode_header(header: bytes | bytearray | memoryview) -> tuple[int, int, int]:
-    """(type, body size, payload size) of a data-plane frame. Raises PeerError."""
+def decode_header(header: bytes | bytearray | memoryview) -> Header:
+    """The header of a data-plane frame. Raises PeerError."""
     magic, version, type, body_size, payload_size = _DATA.unpack_from(header)
     if magic != _DATA_MAGIC:
         raise BadFrame(f"frame starts with {bytes(header[:4])!r}, expected {_DATA_MAGIC!r}")
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatch(f"peer speaks protocol {version}, this is {PROTOCOL_VERSION}")
+    _check_version(version)
     if body_size > BODY_SIZE_MAX:
         raise BadFrame(f"body of {body_size} bytes, limit {BODY_SIZE_MAX}")
     if payload_size > PAYLOAD_SIZE_MAX:
         raise BadFrame(f"payload of {payload_size} bytes, limit {PAYLOAD_SIZE_MAX}")
-    return type, body_size, payload_size
+    return Header(type, body_size, payload_size, version)
 
 
-def encode_envelope(type: int, cluster: int, id: int, body: bytes) -> bytes:
-    """One control-plane message."""
+def encode_envelope(
+    type: int, cluster: int, id: int, body: bytes, *, version: int | None = None
+) -> bytes:
+    """One control-plane message, of this version or `version`."""
     if len(body) > BODY_SIZE_MAX:
         raise BadFrame(f"body of {len(body)} bytes, limit {BODY_SIZE_MAX}")
-    return _CONTROL.pack(_CONTROL_MAGIC, PROTOCOL_VERSION, type, cluster, id) + body
+    version = version or PROTOCOL_VERSION
+    return _CONTROL.pack(_CONTROL_MAGIC, version, type, cluster, id) + body
 
 
 def decode_envelope(message: bytes, cluster: int) -> Envelope:
@@ -84,11 +103,17 @@ def decode_envelope(message: bytes, cluster: int) -> Envelope:
     magic, version, type, theirs, id = _CONTROL.unpack_from(message)
     if magic != _CONTROL_MAGIC:
         raise BadFrame(f"message starts with {message[:4]!r}, expected {_CONTROL_MAGIC!r}")
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatch(f"peer speaks protocol {version}, this is {PROTOCOL_VERSION}")
+    _check_version(version)
     if theirs != cluster:
         raise VersionMismatch("peer belongs to another cluster (setting `cluster`)")
-    return Envelope(type, id, message[HEADER_SIZE:])
+    return Envelope(type, id, message[HEADER_SIZE:], version)
+
+
+def _check_version(version: int) -> None:
+    if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"peer speaks protocol {version}, this is {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
+        )
 
 
 def envelope_id(message: bytes) -> int | None:

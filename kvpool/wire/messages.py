@@ -12,7 +12,7 @@ msgspec, both ends and the allocator more than the lookup itself.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Final, TypeVar
 
@@ -37,6 +37,7 @@ from kvpool.types import (
     Text,
 )
 from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
+from kvpool.wire.frames import PROTOCOL_VERSION
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
@@ -496,9 +497,50 @@ _BY_NUMBER: Final = {number: type for type, number in TYPES.items()}
 M = TypeVar("M", bound=Message)
 
 
-def encode(message: Message) -> tuple[int, bytes]:
-    """(type number, body)."""
+#: What came with protocol 4, by the struct that has it. A peer of protocol 3 refuses it, so it is
+#: not sent any. Such a field has a default, which stands for what a peer of protocol 3 means; its
+#: struct omits defaults. With the next version these lines go (design: protocol-versions).
+NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {}
+#: Messages that a peer of protocol 3 does not know.
+NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset()
+
+
+def encode(message: Message, version: int | None = None) -> tuple[int, bytes]:
+    """(type number, body), as a peer of that version understands it; None: of this version.
+
+    Raises VersionMismatch when it has no such message.
+    """
+    if version is not None and version < PROTOCOL_VERSION:
+        message = _as_of(version, message)
     return TYPES[type(message)], _ENCODER.encode(message)
+
+
+def translate(number: int, body: bytes, version: int) -> bytes:
+    """The same for a message that is encoded already, in this version. Raises VersionMismatch."""
+    if version >= PROTOCOL_VERSION:
+        return body
+    kind = _BY_NUMBER[number]
+    return encode(decode(kind, number, body), version)[1]
+
+
+def _as_of(version: int, message: Message) -> Message:
+    if type(message) in NEW_MESSAGES:
+        raise VersionMismatch(
+            f"{type(message).__name__} needs protocol {PROTOCOL_VERSION}, the peer speaks {version}"
+        )
+    old = _without_new_fields(message)
+    assert isinstance(old, Message)
+    return old
+
+
+def _without_new_fields(part: object) -> object:
+    """A copy in which new fields have their defaults, in structs inside of it, too."""
+    if isinstance(part, list):
+        return [_without_new_fields(item) for item in part]
+    if not isinstance(part, msgspec.Struct):
+        return part
+    known = set(part.__struct_fields__) - NEW_FIELDS.get(type(part), frozenset())
+    return type(part)(**{name: _without_new_fields(getattr(part, name)) for name in known})
 
 
 def encoded_size(part: Message) -> int:

@@ -29,7 +29,7 @@ class Raw:
         """One correct exchange."""
         await self.send(frame(message))
         header = await self._exactly(HEADER_SIZE)
-        number, body_size, payload_size = decode_header(header)
+        number, body_size, payload_size, _ = decode_header(header)
         body = await self._exactly(body_size)
         await self._exactly(payload_size)
         return wire.decode_answer(answer, number, body)
@@ -42,7 +42,7 @@ class Raw:
                 while more := await self._loop.sock_recv(self.socket, 1 << 16):
                     got += more
         while got:
-            number, body_size, payload_size = decode_header(got)
+            number, body_size, payload_size, _ = decode_header(got)
             if number == wire.TYPES[wire.Error]:
                 return wire.decode(wire.Error, number, got[HEADER_SIZE:][:body_size]).code
             got = got[HEADER_SIZE + body_size + payload_size :]

@@ -155,7 +155,7 @@ async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage
         host, port = running.servers[0].addresses[0].removeprefix("ucx://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(frame(Hello("default", "test")))
-        type, body_size, _ = decode_header(await reader.readexactly(HEADER_SIZE))
+        type, body_size, _, _ = decode_header(await reader.readexactly(HEADER_SIZE))
         assert type == TYPES[Welcome]
         await reader.readexactly(body_size)
         writer.write(encode_frame(PAYLOAD, b"", len(garbage)) + garbage)

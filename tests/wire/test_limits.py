@@ -131,9 +131,9 @@ def test_the_fewest_and_the_most_elements_of_a_field(
 def test_a_body_and_a_payload_have_their_limits() -> None:
     body = bytes(frames.BODY_SIZE_MAX)
     frame = frames.encode_frame(1, body, frames.PAYLOAD_SIZE_MAX)
-    assert frames.decode_header(frame) == (1, len(body), frames.PAYLOAD_SIZE_MAX)
+    assert frames.decode_header(frame)[:3] == (1, len(body), frames.PAYLOAD_SIZE_MAX)
     envelope = frames.encode_envelope(1, 7, 5, body)
-    assert frames.decode_envelope(envelope, 7) == (1, 5, body)
+    assert frames.decode_envelope(envelope, 7)[:3] == (1, 5, body)
     with pytest.raises(BadFrame, match="bytes"):
         frames.decode_envelope(envelope + b"x", 7)
     with pytest.raises(BadFrame, match="limit"):

@@ -41,15 +41,16 @@ from kvpool.protocols import (
 )
 from kvpool.types import Cluster
 from kvpool.wire.frame_reader import FrameReader, no_payload
-from kvpool.wire.frames import Frame, encode_frame
-from kvpool.wire.messages import Error, Hello, M, Message, Welcome, decode_answer, encode
+from kvpool.wire.frames import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Frame
+from kvpool.wire.messages import Error, Hello, M, Message, Welcome, decode_answer
+from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import Sessions, StreamSession
 from kvpool_transports.streams.strangers import Strangers
-from kvpool_transports.streams.stream import Ending, Stream, wait_until
+from kvpool_transports.streams.stream import Ending, Stream, encode_message, wait_until
 
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _DIAL_AGAIN_S = 0.01  # the server's queue of new connections is full
@@ -194,7 +195,8 @@ class _ShmListener:
             self._warned.add(uid)
         with sock, contextlib.suppress(OSError):
             why = f"shm is for processes of user {os.geteuid()}, this one is of user {uid}"
-            sock.send(encode_frame(*encode(Error(Unauthenticated.__name__, why))))
+            error = Error(Unauthenticated.__name__, why)
+            sock.send(encode_message(error, PROTOCOL_VERSION_MIN))  # before its first word
 
 
 class _ShmSession(StreamSession):
@@ -216,7 +218,7 @@ class _ShmSession(StreamSession):
 
     async def welcome(self, hello: Hello, welcome: Welcome) -> None:
         fds = [self._read_only, self._writable] if hello.writer else [self._read_only]
-        frame = encode_frame(*encode(welcome))
+        frame = encode_message(welcome, self.stream.version)
         # Past the stream, which can send no descriptors, but in order: the client has answered
         # everything that the stream has sent.
         try:
@@ -311,6 +313,7 @@ class _Segment:
         self._inode = 0
         self._size = 0
         self._mapping: _Mapping | None = None
+        self._spoken = SpokenVersion()
         self._becoming_writer = asyncio.Lock()
         self._closed = False
 
@@ -340,6 +343,7 @@ class _Segment:
         try:
             with os_errors(f"server at {self._address}"):
                 _, stream = await loop.create_connection(Stream, sock=sock)
+            stream.speak(self._spoken.at(loop.time()))
         except BaseException:
             sock.close()
             raise
@@ -347,6 +351,11 @@ class _Segment:
 
     async def _dial(self, deadline: float, *, writer: bool) -> socket.socket:
         """A connection after the handshake, the segment mapped."""
+        return await requests.dial_in_common_version(
+            self._spoken, functools.partial(self._try_to_dial, deadline, writer)
+        )
+
+    async def _try_to_dial(self, deadline: float, writer: bool) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         bare = _BareStream(sock)
         try:
@@ -361,6 +370,7 @@ class _Segment:
                     server="",
                     deadline=deadline,
                     writer=writer,
+                    spoken=self._spoken,
                 )
             with os_errors(f"segment of {self._address}"):
                 self._adopt(bare.take_descriptors(2 if writer else 1), welcome.segment_size)
@@ -405,7 +415,15 @@ class _BareStream:
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
+        self._version = PROTOCOL_VERSION
         self._descriptors: list[int] = []
+
+    @property
+    def version(self) -> int:
+        return min(self._version, self._reader.version)
+
+    def speak(self, version: int) -> None:
+        self._version = version
 
     def take_descriptors(self, count: int) -> list[int]:
         """What the server has passed: `count` descriptors, which the caller closes."""
@@ -424,7 +442,7 @@ class _BareStream:
         # A server that has hung up already may have sent its reason: `receive` has it.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             async with asyncio.timeout_at(deadline):
-                await self._loop.sock_sendall(self._socket, encode_frame(*encode(message)))
+                await self._loop.sock_sendall(self._socket, encode_message(message, self.version))
 
     async def receive(self, *, deadline: float) -> Frame:
         complete = self._reader.ask(no_payload)

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
+from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
@@ -44,6 +46,8 @@ class TcpTransport:
     ) -> Channel:
         host, port = parse(address, "tcp")
 
+        spoken = SpokenVersion()
+
         async def dial(deadline: float) -> Stream:
             loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):
@@ -52,14 +56,21 @@ class TcpTransport:
             tune(transport)
             try:
                 await requests.handshake(
-                    stream, cluster=cluster, client=client, server="", deadline=deadline
+                    stream,
+                    cluster=cluster,
+                    client=client,
+                    server="",
+                    deadline=deadline,
+                    spoken=spoken,
                 )
             except BaseException:
                 stream.abort()
                 raise
             return stream
 
-        streams = StreamPool(dial)
+        streams = StreamPool(
+            lambda deadline: requests.dial_in_common_version(spoken, partial(dial, deadline))
+        )
         async with streams.stream(deadline):
             pass  # the server is there and speaks our protocol; the stream stays for later
         return StreamChannel(address, streams)

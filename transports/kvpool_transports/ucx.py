@@ -31,6 +31,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -50,6 +51,7 @@ from kvpool.wire.frame_reader import (
 )
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message, Welcome, decode_answer
+from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.channel import StreamChannel
@@ -138,6 +140,8 @@ class UcxTransport:
         def make() -> UcxStream:
             return UcxStream(workers.current(), workers.copies)
 
+        spoken = SpokenVersion()
+
         async def dial(deadline: float) -> Stream:
             loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):
@@ -145,7 +149,12 @@ class UcxTransport:
                     _, stream = await loop.create_connection(make, host, port)
                     try:
                         await requests.handshake(
-                            stream, cluster=cluster, client=client, server="", deadline=deadline
+                            stream,
+                            cluster=cluster,
+                            client=client,
+                            server="",
+                            deadline=deadline,
+                            spoken=spoken,
                         )
                         await _exchange_addresses(stream, workers, deadline)
                         await stream.handshake_token(deadline)
@@ -154,7 +163,9 @@ class UcxTransport:
                         raise
             return stream
 
-        streams = StreamPool(dial)
+        streams = StreamPool(
+            lambda deadline: requests.dial_in_common_version(spoken, partial(dial, deadline))
+        )
         try:
             async with streams.stream(deadline):
                 pass  # the server is there and speaks our protocol; the stream stays for later

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
@@ -42,6 +42,7 @@ from kvpool.wire.messages import (
     decode_answer,
     pack_parents,
 )
+from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.stream import Stream
@@ -59,11 +60,32 @@ _NOT_OF_SEAL = (*_NOT_OF_SERVERS, WriteStatus.RESERVED, WriteStatus.NOT_YET)
 class Exchange(Protocol):
     """What a handshake needs of a stream."""
 
+    @property
+    def version(self) -> int: ...
+
+    def speak(self, version: int) -> None: ...
+
     async def send(self, message: Message, *, deadline: float) -> object: ...
 
     async def receive(self, *, deadline: float) -> Frame: ...
 
     async def expect(self, type: type[M], *, deadline: float) -> M: ...
+
+
+T = TypeVar("T")
+
+
+async def dial_in_common_version(spoken: SpokenVersion, dial: Callable[[], Awaitable[T]]) -> T:
+    """What `dial` gives, which makes the handshake; once more when the server is of the release
+    before, and has refused ours (design: protocol-versions)."""
+    now = asyncio.get_running_loop().time()
+    tried = spoken.at(now)
+    try:
+        return await dial()
+    except VersionMismatch:
+        if spoken.at(now) == tried:
+            raise
+    return await dial()
 
 
 async def handshake(
@@ -74,6 +96,7 @@ async def handshake(
     server: str,
     deadline: float,
     writer: bool = False,
+    spoken: SpokenVersion | None = None,
 ) -> Welcome:
     """The first exchange on a new stream: versions, cluster, secret (design: authentication).
 
@@ -82,11 +105,20 @@ async def handshake(
     version, another cluster, or another server than `server` (if that is not empty), and
     Unauthenticated when a proof is missing or wrong.
     """
+    now = asyncio.get_running_loop().time()
+    if spoken is not None:
+        stream.speak(spoken.at(now))
+    asked = stream.version
     nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
-    await stream.send(Hello(cluster.name, client, nonce, writer), deadline=deadline)
-    if cluster.secret:
-        await _prove(stream, cluster, nonce, deadline)
-    welcome = await stream.expect(Welcome, deadline=deadline)
+    try:
+        await stream.send(Hello(cluster.name, client, nonce, writer), deadline=deadline)
+        if cluster.secret:
+            await _prove(stream, cluster, nonce, deadline)
+        welcome = await stream.expect(Welcome, deadline=deadline)
+    except VersionMismatch:
+        if spoken is not None:
+            spoken.refused(asked, stream.version, now)
+        raise
     if server and welcome.server != server:
         raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")
     return welcome

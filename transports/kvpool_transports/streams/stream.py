@@ -22,7 +22,7 @@ from typing import Final, TypeAlias, cast
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
 from kvpool.wire.frame_reader import ChooseTarget, FrameReader, Pieces, ReaderState, no_payload
-from kvpool.wire.frames import Frame, encode_frame
+from kvpool.wire.frames import PROTOCOL_VERSION, Frame, encode_frame
 from kvpool.wire.messages import PAYLOAD, M, Message, decode_answer, encode
 from kvpool_transports.streams.payload import writes
 
@@ -55,6 +55,12 @@ def _detach_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_detach_in_child)
+
+
+def encode_message(message: Message | None, version: int, payload_size: int = 0) -> bytes:
+    """The frame of a message (of none: the payload frame), as a peer of that version reads it."""
+    type, body = encode(message, version) if message is not None else (PAYLOAD, b"")
+    return encode_frame(type, body, payload_size, version=version)
 
 
 class Stream(asyncio.BufferedProtocol):
@@ -93,6 +99,7 @@ class Stream(asyncio.BufferedProtocol):
         #: work on the peer's memory: the close tells the peer that this work has ended.
         self.owned = True
         self.lost = False
+        self._version = PROTOCOL_VERSION
         self._deferred_message: Message | None = None
         self._why: KvpoolError | None = None
         self._portions = 0  # sent
@@ -102,6 +109,15 @@ class Stream(asyncio.BufferedProtocol):
         return f"<Stream {state}>"
 
     # --- for the owner -----------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """In which this end sends: the older one of both ends', once the peer has sent a frame."""
+        return min(self._version, self._reader.version)
+
+    def speak(self, version: int) -> None:
+        """Send in this version from now on, or in an older one (design: protocol-versions)."""
+        self._version = version
 
     async def send(
         self,
@@ -118,16 +134,16 @@ class Stream(asyncio.BufferedProtocol):
         """
         transport = self._writable()
         size = sum([len(piece) for pieces in payload for piece in pieces])
-        type, body = encode(message) if message is not None else (PAYLOAD, b"")
+        head = encode_message(message, self.version, size)
         self._deferred_message = None
         checksums: list[int] = []
         if not payload:
-            transport.write(encode_frame(type, body))
+            transport.write(head)
             if self._write_paused:
                 await self._flush(deadline)
             return checksums
         first = True
-        for portion in writes(encode_frame(type, body, size), payload, seeds, checksums):
+        for portion in writes(head, payload, seeds, checksums):
             if not first:
                 await asyncio.sleep(0)  # a fast peer must not keep other tasks from running
             first = False
@@ -144,7 +160,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def send_now(self, message: Message) -> None:
         """Queue a small frame without waiting until it is sent."""
-        self._writable().write(encode_frame(*encode(message)))
+        self._writable().write(encode_message(message, self.version))
 
     def send_deferred(self, message: Message) -> None:
         """Queue a small frame for the loop's next turn, unless another one is sent before it.

@@ -1,0 +1,568 @@
+"""The messages of protocol 3, as they were: what a process of the release before understands.
+
+It never changes. When protocol 4 becomes the oldest version, a copy of its messages replaces it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvpool.fingerprint import FINGERPRINT_SIZE
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    BLOCK_SIZE_MAX,
+    COPIES_MAX,
+    DIGEST_SIZE_MAX,
+    DIGEST_SIZE_MIN,
+    SESSION_NAME_MAX,
+    Count,
+    Name,
+    Rate,
+    Seconds,
+    Text,
+    Total,
+)
+from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
+
+#: Digests in one control-plane message.
+DIGESTS_MAX: Final = 16_384
+#: Namespaces in one answer: with names of the maximum length it still fits into a message.
+NAMESPACES_MAX: Final = 256
+#: Blocks that one announcement carries, so that applying it never stalls a master's loop.
+ANNOUNCED_BLOCKS_MAX: Final = 1024
+#: Hints in one answer to a heartbeat.
+HINTS_MAX: Final = 1024
+
+
+class Figure(NamedTuple):
+    """How `/metrics` shows a field: its name there, a help text, and whether it only grows."""
+
+    metric: str
+    help: str
+    grows: bool = False
+
+
+class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tier of a server: how full it is, and how much is read and written.
+
+    Sizes are bytes. `read_s` and `write_s` are the seconds in which at least one transfer ran.
+    Rates are bytes (`write_block_rate`: blocks) per second over the last seconds; they are no
+    metrics, because Prometheus computes rates itself. `hits` counts blocks read directly from this
+    tier; `status_text` describes how the tier is accessed; `dropped` is by reason.
+    """
+
+    name: Name
+    status_text: Text = ""
+    lost: Annotated[bool, Figure("lost", "1 when it was taken out of service")] = False
+    capacity: Annotated[Count, Figure("capacity_bytes", "of the tier")] = 0
+    used: Annotated[Count, Figure("used_bytes", "reserved or stored")] = 0
+    blocks: Annotated[Count, Figure("blocks", "stored")] = 0
+    hits: Annotated[Count, Figure("hits", "blocks that were read where they lay in it", True)] = 0
+    read_bytes: Annotated[Total, Figure("read_bytes", "moved up out of it", True)] = 0
+    read_s: Annotated[Seconds, Figure("read_seconds", "in which any of that moved", True)] = 0.0
+    read_rate: Rate = 0.0
+    written_bytes: Annotated[Total, Figure("written_bytes", "moved down into it", True)] = 0
+    write_s: Annotated[Seconds, Figure("write_seconds", "in which any of that moved", True)] = 0.0
+    write_rate: Rate = 0.0
+    failures: Annotated[Count, Figure("failures", "reads and writes that failed", True)] = 0
+    corrupt: Annotated[
+        Count, Figure("corrupt_blocks", "whose bytes failed their checksum", True)
+    ] = 0
+    written_blocks: Annotated[Count, Figure("written_blocks", "moved down into it", True)] = 0
+    write_block_rate: Rate = 0.0
+    dropped: Annotated[
+        dict[Name, Count],
+        Meta(max_length=64),
+        Figure("dropped_blocks", "that were in it and that the last start did not find", True),
+    ] = {}
+    read_only: Annotated[
+        bool, Figure("read_only", "1 while it is read but takes no writes, for its disk fails them")
+    ] = False
+
+
+class ClientUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The memory that one client keeps a server from reusing at the moment, over one transport.
+
+    Bytes are the sum of its `connections` that hold any; `oldest_pin_s` is the age of its oldest
+    pin. No metrics: clients come and go.
+    """
+
+    name: Name
+    transport: Name
+    connections: Count = 1
+    pinned_bytes: Count = 0
+    oldest_pin_s: Seconds = 0.0
+    reserved_bytes: Count = 0
+    #: Of connections that the server has given up, and whose client may still write.
+    quarantined_bytes: Count = 0
+
+
+class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The figures of one server, as every heartbeat carries them. Bytes, counts and seconds.
+
+    A new figure is a field here, and a line in `BlockServer.stats`, which measures it: masters
+    pass this on as a whole, and `kvpool status --json` and `/metrics` show every field
+    (design: metrics).
+    """
+
+    used: Annotated[Count, Figure("used_bytes", "reserved or stored in that tier")] = 0
+    blocks: Annotated[Count, Figure("blocks", "stored")] = 0
+    pins: Annotated[Count, Figure("pins", "held by readers")] = 0
+    reservations: Annotated[Count, Figure("reservations", "held by writers")] = 0
+    rss: Annotated[Count, Figure("resident_bytes", "memory of the process")] = 0
+    victim_age_s: Annotated[
+        Seconds, Figure("victim_age_seconds", "since the next victim was last used")
+    ] = 0.0
+    #: Each is a metric by its own name.
+    counters: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
+    #: Each tier has its own figures: metrics of the tier.
+    usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
+    pinned_bytes: Annotated[Count, Figure("pinned_bytes", "held by readers")] = 0
+    oldest_pin_s: Annotated[Seconds, Figure("oldest_pin_seconds", "since the oldest pin")] = 0.0
+    reserved_bytes: Annotated[Count, Figure("reserved_bytes", "held by writers")] = 0
+    #: The clients that hold most.
+    clients: Annotated[list[ClientUsage], Meta(max_length=64)] = []
+
+
+Small = Annotated[int, Meta(ge=0, lt=2**16)]
+Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
+#: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
+WireHint = tuple[SessionName, Seconds, Seconds | None]
+DigestSize = Annotated[int, Meta(ge=DIGEST_SIZE_MIN, le=DIGEST_SIZE_MAX)]
+Packed = Annotated[bytes, Meta(max_length=DIGESTS_MAX * DIGEST_SIZE_MAX)]
+BlockSizes = Annotated[
+    list[Annotated[int, Meta(ge=1, le=BLOCK_SIZE_MAX)]], Meta(max_length=BATCH_BLOCKS_MAX)
+]
+Ids = Annotated[list[Id], Meta(max_length=BATCH_BLOCKS_MAX)]
+Hashes = Annotated[list[Hash64], Meta(max_length=BATCH_BLOCKS_MAX)]
+Counts = Annotated[list[Count], Meta(max_length=BATCH_BLOCKS_MAX)]
+Statuses = Annotated[bytes, Meta(max_length=BATCH_BLOCKS_MAX)]
+ProofBytes = Annotated[bytes, Meta(min_length=PROOF_SIZE, max_length=PROOF_SIZE)]
+Names = Annotated[list[Name], Meta(max_length=64)]
+#: What only a server and one master know; see `ServerMessage`.
+Token = Annotated[bytes, Meta(min_length=TOKEN_SIZE, max_length=TOKEN_SIZE)]
+#: Far from the end of `Id`, so that there always is a next number.
+SequenceNumber = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Keys(Message, frozen=True):
+    """Blocks of one namespace; base of the messages that name some."""
+
+    namespace: Annotated[str, Meta(min_length=1, max_length=512)]
+    parts: Annotated[int, Meta(ge=1, le=256)]
+    digest_size: DigestSize
+    digests: Packed
+
+
+# --- data plane: client to server -----------------------------------------------------
+
+
+class Hello(Message, frozen=True, omit_defaults=True):
+    """First message on a stream. With a nonce, the server must prove that it knows the secret.
+
+    With shm, a `writer` asks for a writable descriptor.
+    """
+
+    cluster: Name
+    client: Name
+    nonce: Annotated[bytes, Meta(max_length=NONCE_SIZE)] = b""
+    writer: bool = False
+
+
+class Challenge(Message, frozen=True):
+    """The server knows the secret; does the client? See `kvpool.wire.auth`."""
+
+    nonce: Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
+    proof: ProofBytes
+
+
+class Proof(Message, frozen=True):
+    """The client does."""
+
+    proof: ProofBytes
+
+
+class Welcome(Message, frozen=True):
+    """The server is who it says; with shm, the size of the segment whose descriptors come along."""
+
+    server: Name
+    segment_size: Count = 0
+
+
+class Reserve(Keys, frozen=True, omit_defaults=True):
+    """Room for blocks. `parents` are packed like the digests, zeros standing for ROOT.
+
+    With a `session`, these blocks are part of its chain; `resume_s` says when it resumes.
+    """
+
+    part: Small
+    parents: Packed
+    sizes: BlockSizes
+    wait_s: Seconds
+    session: SessionName = ""
+    resume_s: Seconds | None = None
+
+
+class Reserved(Message, frozen=True):
+    """One status byte per block; ids and offsets of those that are RESERVED, in order.
+
+    Without offsets the client sends the bytes; with them it has mapped the memory and writes there.
+    """
+
+    statuses: Statuses
+    ids: Ids
+    offsets: Counts
+
+
+class Seal(Message, frozen=True):
+    """The bytes are there. Reservations of this stream that are not named are given back."""
+
+    ids: Ids
+    checksums: Hashes
+    visible: bool
+    wait_s: Seconds
+
+
+class Sealed(Message, frozen=True):
+    """One status byte per id."""
+
+    statuses: Statuses
+
+
+class Read(Keys, frozen=True, omit_defaults=True):
+    """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`).
+
+    With `view` the client uses the pinned memory itself, not a copy of it.
+    """
+
+    part: Small
+    buffer_sizes: Counts
+    view: bool = False
+
+
+class Data(Message, frozen=True):
+    """A status byte per block; sizes and checksums of the hits, whose bytes are the payload."""
+
+    statuses: Statuses
+    sizes: Counts
+    checksums: Hashes
+
+
+class Pinned(Message, frozen=True):
+    """A status byte per block; where the hits lie. They stay pinned until `Unpin` or EOF."""
+
+    statuses: Statuses
+    offsets: Counts
+    sizes: Counts
+    checksums: Hashes
+
+
+class Unpin(Message, frozen=True, omit_defaults=True):
+    """The reader has finished with every block pinned on this stream. Answered only if it asks."""
+
+    confirm: bool = False
+
+
+class Unpinned(Message, frozen=True):
+    """The blocks of this stream were pinned until its `Unpin` came (design: budgets)."""
+
+
+class Remove(Keys, frozen=True, omit_defaults=True):
+    """Forget these blocks, every part, or only that `part`."""
+
+    part: Small | None = None
+
+
+class ReportCorruption(Keys, frozen=True):
+    """A reader found a wrong checksum. The server verifies it and removes corrupt blocks."""
+
+    part: Small
+
+
+class Removed(Message, frozen=True):
+    """One byte per block: 1 where one was removed."""
+
+    flags: Statuses
+
+
+class Error(Message, frozen=True):
+    """The request was refused; the name of the error and a sentence. Both planes."""
+
+    code: Name
+    text: Text
+
+
+# --- control plane: server to master ---------------------------------------------------
+
+
+class ServerMessage(Message, frozen=True):
+    """What a server says of itself. `token` proves that it is the server that registered the id:
+    its epoch is public, its token is not (design: server-identity)."""
+
+    server: Name
+    epoch: Hash64
+    token: Token
+
+
+class Register(ServerMessage, frozen=True, omit_defaults=True):
+    """With `sequence`, the number of the last announcement that this process has sent.
+
+    `kept` says that the next process of this server will have the same token. `blocks_max` is the
+    number of blocks that its memory can hold; 0: as many of 4 KiB as `capacity` has room for.
+    """
+
+    host: Name
+    addresses: Names
+    tiers: Names
+    capacity: Annotated[int, Meta(ge=1, lt=2**48)]
+    sequence: SequenceNumber = 0
+    kept: bool = False
+    blocks_max: Count = 0
+
+
+class Registered(Message, frozen=True, omit_defaults=True):
+    """`hints_heard` is the number of the last hint so far: the server receives only later ones.
+    Announcements go on from `sequence`.
+
+    When not `accepted`: `problem` is the reason, `heard_s` the age of the last message of the
+    server that has the id, and `lasting` is True when it does not help to wait.
+    """
+
+    accepted: bool
+    master: Name
+    hints_heard: Count = 0
+    sequence: SequenceNumber = 0
+    problem: Text = ""
+    heard_s: Seconds = 0.0
+    lasting: bool = False
+
+
+class Heartbeat(ServerMessage, frozen=True, omit_defaults=True):
+    """Sent regularly: the server is alive. With its statistics, the number of the last hint that it
+    received (`hints_heard`), and that of its last announcement (`sequence`).
+
+    `blocks` and `fingerprint` are of what the server held after that announcement. Without a
+    fingerprint there is nothing to compare now."""
+
+    stats: ServerStats
+    hints_heard: Count = 0
+    sequence: Count = 0
+    blocks: Count = 0
+    fingerprint: Annotated[bytes, Meta(max_length=FINGERPRINT_SIZE)] = b""
+
+
+class HeartbeatReply(Message, frozen=True, omit_defaults=True):
+    """False asks the server to register and send its inventory.
+
+    The reply to a heartbeat has the hints after `hints_heard`, and the number of the last one; the
+    number of the server's last message that was applied (`sequence`), and how many blocks the
+    master lists for it. With `differs` these are not the blocks that the server holds.
+    """
+
+    known: bool
+    hints: Annotated[list[WireHint], Meta(max_length=HINTS_MAX)] = []
+    hints_heard: Count = 0
+    sequence: Id = 0
+    blocks: Count = 0
+    differs: bool = False
+
+
+class Leave(ServerMessage, frozen=True):
+    """The server shuts down. Answered with `HeartbeatReply`."""
+
+
+class BlockChanges(Keys, frozen=True):
+    """A stretch of consecutive changes of one kind. `status` is what a reader sees now."""
+
+    part: Small
+    tier: Small
+    status: Small
+
+
+class Announce(ServerMessage, frozen=True):
+    """Changes number `sequence` of this server, to be applied in order and without a gap."""
+
+    sequence: Id
+    changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
+
+
+class Inventory(ServerMessage, frozen=True):
+    """All blocks of a server, in pieces; announcements go on from `sequence`."""
+
+    sequence: Id
+    piece: Count
+    last: bool
+    changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
+
+
+class Announced(Message, frozen=True, omit_defaults=True):
+    """False: there is a gap, send the inventory.
+
+    For `unlisted` blocks of this message the map has no room; `problem` is the limit.
+    """
+
+    applied: bool
+    unlisted: Count = 0
+    problem: Text = ""
+
+
+# --- control plane: client to master ---------------------------------------------------
+
+WireReplica = tuple[Name, Name, Small]
+WireRun = tuple[Count, Count, Annotated[list[WireReplica], Meta(max_length=4096)]]
+
+
+class Find(Keys, frozen=True):
+    """Where blocks are. With `prefix` the answer ends at the first miss: a match."""
+
+    prefix: bool
+
+
+class FindReply(Message, frozen=True):
+    """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one)."""
+
+    runs: Annotated[list[WireRun], Meta(max_length=DIGESTS_MAX)]
+    misses: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
+
+
+class Place(Keys, frozen=True):
+    """Where to write `copies` copies of blocks of `size` bytes in all."""
+
+    parent: Annotated[bytes, Meta(max_length=DIGEST_SIZE_MAX)]
+    size: Count
+    host: Name
+    copies: Annotated[int, Meta(ge=1, le=COPIES_MAX)]
+
+
+class PlaceReply(Message, frozen=True):
+    """Servers, best first; a byte per block: how many copies the pool has."""
+
+    servers: Annotated[list[Name], Meta(max_length=4096)]
+    copies: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
+
+
+class Members(Message, frozen=True):
+    """The servers whose names come after `after`, in order."""
+
+    after: Name = ""
+
+
+class MemberInfo(Message, frozen=True):
+    """One server; `stats` are those of its last heartbeat."""
+
+    server: Name
+    epoch: Hash64
+    host: Name
+    addresses: Names
+    tiers: Names
+    alive: bool
+    heard_s: Seconds
+    capacity: Count
+    stats: ServerStats
+
+
+class MembersReply(Message, frozen=True):
+    """As many as fit well into one message; with `more`, ask again after the last one."""
+
+    master: Name
+    uptime_s: Seconds
+    blocks: Count
+    members: Annotated[list[MemberInfo], Meta(max_length=4096)]
+    more: bool
+
+
+class Hint(Message, frozen=True):
+    """A session resumes in `resume_s`, or (None) has ended; for every server to know."""
+
+    session: Annotated[SessionName, Meta(min_length=1)]
+    resume_s: Seconds | None
+
+
+class HintReply(Message, frozen=True):
+    """What became of it, as a `HintStatus`."""
+
+    status: Small
+
+
+class Explain(Keys, frozen=True):
+    pass
+
+
+class Explained(Message, frozen=True):
+    """Per block: status, sentence, replicas."""
+
+    blocks: Annotated[
+        list[tuple[Small, Text, Annotated[list[WireReplica], Meta(max_length=4096)]]],
+        Meta(max_length=DIGESTS_MAX),
+    ]
+
+
+NamespaceName = Annotated[str, Meta(max_length=512)]
+
+
+class Namespaces(Message, frozen=True):
+    """The namespaces whose names, and parts, come after these, in order."""
+
+    after: NamespaceName = ""
+    parts: Annotated[int, Meta(ge=0, le=256)] = 0
+
+
+class NamespacesReply(Message, frozen=True):
+    """Name, parts and blocks of each, as many as fit; with `more`, ask again after the last one."""
+
+    namespaces: Annotated[
+        list[tuple[NamespaceName, Annotated[int, Meta(ge=1, le=256)], Count]],
+        Meta(max_length=NAMESPACES_MAX),
+    ]
+    more: bool
+
+
+TYPES: Final[dict[type[Message], int]] = {
+    Error: 1,
+    Hello: 2,
+    Welcome: 3,
+    Reserve: 4,
+    Reserved: 5,
+    # 6 is PAYLOAD, the frame that has no message
+    Seal: 7,
+    Sealed: 8,
+    Read: 9,
+    Data: 10,
+    Pinned: 11,
+    Unpin: 12,
+    Remove: 13,
+    ReportCorruption: 14,
+    Removed: 15,
+    Challenge: 16,
+    Proof: 17,
+    Unpinned: 18,
+    Register: 32,
+    Registered: 33,
+    Heartbeat: 34,
+    HeartbeatReply: 35,
+    Leave: 36,
+    Announce: 37,
+    Inventory: 38,
+    Announced: 39,
+    Find: 40,
+    FindReply: 41,
+    Place: 42,
+    PlaceReply: 43,
+    Members: 44,
+    MembersReply: 45,
+    Explain: 46,
+    Explained: 47,
+    Hint: 48,
+    HintReply: 49,
+    Namespaces: 50,
+    NamespacesReply: 51,
+}
