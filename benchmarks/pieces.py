@@ -5,16 +5,12 @@
 The KV cache of a prompt of 512 tokens as vLLM keeps it on a CPU: the layers apart, each block one
 run in each layer; and the same in parts by KV heads, for engines of different tensor parallel
 sizes. The limit is one thread's `numpy.copyto` of whole blocks' pieces into one buffer.
-
-The last row is about CPU, not about time: all threads of the process that saves prompts of 2,048
-tokens, beside the least that saving can cost, a bare loop that copies and hashes the same pieces.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import resource
 import secrets
 import statistics
 import time
@@ -22,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from rich.console import Console
 
 import kvpool
@@ -31,7 +26,6 @@ from kvpool.tools.bench import Row, serving, table
 from kvpool_connector.block_memory import memory_of
 
 _TARGET = 0.6
-_SAVING_TARGET = 1.3
 
 
 class Shape(NamedTuple):
@@ -54,9 +48,6 @@ SHAPES = (
     Shape("8B, block 128, 8 parts", 32, 8, 128, 128, 8),
     Shape("tiny, block 32", 4, 2, 32, 32),
 )
-
-
-SAVED = Shape("24 KiB a token, block 32", 24, 4, 64, 32)
 
 
 async def measure(shape: Shape, master: str, rounds: int) -> list[Row]:
@@ -122,65 +113,9 @@ async def measure(shape: Shape, master: str, rounds: int) -> list[Row]:
     return rows
 
 
-async def saving(shape: Shape, master: str, rounds: int) -> Row:
-    """CPU of saving prompts of 2,048 tokens, and of copying and hashing their pieces."""
-    count = 2048 // shape.block
-    caches = {
-        f"layers.{layer}": torch.randint(
-            -100, 100, (count, shape.heads, shape.block, 2 * shape.head), dtype=torch.int16
-        )
-        for layer in range(shape.layers)
-    }
-    memory = memory_of(caches)
-    size = memory.block_bytes * count
-    flat = memoryview(bytearray(size))
-    namespace = Namespace(f"bench/saving {shape.name}")
-    saved: list[float] = []
-    floor: list[float] = []
-    async with await kvpool.connect(
-        config=ClientConfig(masters=[master], transports=["shm"])
-    ) as pool:
-        for number in range(3 * rounds):
-            source: Any = await memory.source(list(range(count)), None)
-            began = _cpu_s()
-            chain = [secrets.token_bytes(32) for _ in source]
-            statuses = await pool.write(namespace, chain, source)
-            written = _cpu_s()
-            at = 0
-            for block in source:
-                hasher = xxhash.xxh3_64()
-                for piece in block:
-                    flat[at : at + len(piece)] = piece
-                    hasher.update(piece)
-                    at += len(piece)
-            if (
-                number >= 2 * rounds
-            ):  # before, pages of the pool's memory are touched the first time
-                saved.append(written - began)
-                floor.append(_cpu_s() - written)
-            assert all(status.present for status in statuses)
-            await pool.remove(namespace, chain)
-    ratio = statistics.median(saved) / statistics.median(floor)
-    return Row(
-        f"CPU of saving, {shape.name} ({size / 2**20:.0f} MiB)",
-        f"{statistics.median(saved) / size * 1e12:.0f} ms/GB",
-        f"copy and hash {statistics.median(floor) / size * 1e12:.0f} ms/GB",
-        ratio,
-        f"<= {_SAVING_TARGET}",
-        ratio <= _SAVING_TARGET,
-    )
-
-
-def _cpu_s() -> float:
-    """CPU seconds of all threads of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 async def run(rounds: int) -> list[Row]:
     async with serving(512 << 20) as address:
-        rows = [row for shape in SHAPES for row in await measure(shape, address, rounds)]
-        return [*rows, await saving(SAVED, address, rounds)]
+        return [row for shape in SHAPES for row in await measure(shape, address, rounds)]
 
 
 def main() -> None:

@@ -92,6 +92,7 @@ class Planner:
             ranks=ranks,
             pinned_blocks_max=limits.saved_blocks_max,
             retries_max=limits.save_retries,
+            gather_s=limits.save_gather_s,
         )
 
     @property
@@ -314,16 +315,18 @@ class Planner:
         scheduled: Iterable[ScheduledRequest],
         still_cached: Callable[[int, int, bytes], bool],
         now: float,
+        *,
+        idle: bool = False,
     ) -> StepPlan:
         """What is to be loaded, saved and probed with this step; each is in one plan.
 
-        `scheduled` may leave out requests that are quiet (`quiet_until`).
+        `scheduled` may leave out requests that are quiet (`quiet_until`). `idle`: nothing is
+        computed, so that no block comes that a save could wait for.
         `still_cached(block_id, group, digest)` says whether a block still has these contents.
         """
         plan = StepPlan(loads=self._loads, probe=self._prober.take())
         self._loads = []
         saves = self._limits.save and self.verifier.mismatch is None
-        sessions: dict[tuple[str, float | None], list[SaveItem]] = {}
         for one in scheduled:
             request = self._requests.get(one.request_id)
             if request is None:
@@ -332,8 +335,11 @@ class Planner:
                 plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
             wanted = saves and not (request.hints.skip_save or request.stale)
             if wanted and (items := self._complete_blocks(request, one)):
-                session = (request.hints.session, request.hints.resume_in_s)
-                sessions.setdefault(session, []).extend(items)
+                hints = request.hints
+                # Other engines may wait for a prompt, and for what is generated when it has ended.
+                plan.blocks_to_pin += self._saves.add(
+                    items, hints.session, hints.resume_in_s, now, at_once=one.start < request.prompt
+                )
             watched = self.verifier.watches(one.request_id)
             self.quiet_until[one.request_id] = (
                 0 if watched else self._next_save_at(request, one.end)
@@ -341,13 +347,12 @@ class Planner:
         if plan.verify is not None:
             plan.blocks_to_pin += [blocks.block_ids[0] for blocks in plan.verify.blocks]
         if saves and (retries := self._saves.take_due(still_cached, now)):
-            sessions.setdefault(("", None), []).extend(retries)
-        for (name, resume_in_s), items in sessions.items():
-            save = self._saves.start(items, name, resume_in_s, now)
-            if save is not None:
-                plan.saves.append(save)
-                for blocks in save.blocks:
-                    plan.blocks_to_pin += blocks.block_ids
+            plan.blocks_to_pin += self._saves.add(retries, "", None, now, at_once=True)
+        if not saves:
+            self._saves.drop_gathered("mismatch")
+        elif idle:
+            self._saves.expedite_all()
+        plan.saves = self._saves.take_saves(now)
         return plan
 
     def on_reset(self) -> None:
@@ -373,6 +378,10 @@ class Planner:
             self._prober.plan(digests[: self._prober.blocks(self.block_bytes[0])], None, now)
         return unpinned, stored
 
+    def take_dropped(self) -> list[int]:
+        """Block ids to unpin, which a plan had pinned for a save and nothing saves any more."""
+        return self._saves.take_dropped()
+
     # --- the end --------------------------------------------------------------------------
 
     def on_preempted(self, request_id: str) -> None:
@@ -382,6 +391,7 @@ class Planner:
             request.blocks_saved = [0] * len(self._groups)
             self.quiet_until[request_id] = 0
             self.verifier.release(request_id)
+            self._saves.expedite_all()  # the engine has no free blocks
             if request.state is RequestState.OFFERED:
                 request.move_to(RequestState.ANSWERED)
 
@@ -397,6 +407,7 @@ class Planner:
         del self.quiet_until[request_id]
         self.verifier.release(request_id)
         self._end_load(request)
+        self._saves.expedite(request.hints.session, request.hints.resume_in_s)
         return request.hints
 
     # --- inside ---------------------------------------------------------------------------

@@ -22,6 +22,8 @@ WAITING_BLOCKS_MAX: Final = 4096
 _STORED_BLOCKS_MAX: Final = 1 << 14
 #: Of the waiting blocks, how many one step looks at: the scheduler's loop has microseconds for it.
 _RETRIES_PER_STEP: Final = 64
+#: Of the blocks that may be pinned, the share that may wait for further ones.
+_GATHERED_SHARE_MAX: Final = 0.25
 #: Seconds before the first retry; each further one waits twice as long.
 _RETRY_AFTER_S: Final = 0.5
 #: What may succeed next time. ALREADY_STORED and BYPASSED are final, TOO_LARGE will not change.
@@ -70,24 +72,34 @@ class _SaveJob:
     forgotten: bool = False  # its blocks are of weights that the engine has no longer
 
 
+@dataclass(slots=True)
+class _Gathered:
+    """Blocks of one session that wait for further ones, parents before their children."""
+
+    due_at: float
+    items: list[SaveItem] = field(default_factory=list)
+
+
 class SaveQueue:
     """The saves of one engine, whose `ranks` workers each do every save. (design: save-queue)
 
     A block, named by its group and digest, is in one of these states:
 
-    | state   | its bytes          | next state                                               |
-    |---------|--------------------|----------------------------------------------------------|
-    | absent  |                    | saving, with `start`; waiting, if no block may be pinned  |
-    | waiting | may be overwritten | saving, with `take_due` and `start`; absent, if they were |
-    | saving  | pinned             | absent, when all ranks have acknowledged; waiting, if the |
-    |         |                    | pool refused it and may take it later                     |
+    | state    | its bytes          | next state                                                |
+    |----------|--------------------|-----------------------------------------------------------|
+    | absent   |                    | gathered, with `add`; waiting, if no block may be pinned  |
+    | waiting  | may be overwritten | gathered, with `take_due` and `add`; absent, if they were |
+    | gathered | pinned             | saving, with `take_saves`; absent, with `drop_gathered`   |
+    | saving   | pinned             | absent, when all ranks have acknowledged; waiting, if the |
+    |          |                    | pool refused it and may take it later                     |
 
-    A request that asked the pool before a block was stored does not know of it: `start` leaves that
+    A request that asked the pool before a block was stored does not know of it: `add` leaves that
     block out. One that asked later and found nothing saves it again, for the pool has evicted it.
 
-    A block that is being saved is pinned from `start` to the last rank's `on_result`, and each pin
+    A block is pinned from `add` to the last rank's `on_result`, or to `drop_gathered`, and each pin
     is returned exactly once. At most `pinned_blocks_max` are pinned, at most `WAITING_BLOCKS_MAX`
-    wait. `counters` counts blocks: `saved_blocks`, `save_retries`, and `dropped REASON`.
+    wait. A block is gathered for `gather_s` at most, as long as the engine steps. `counters` counts
+    blocks: `saved_blocks`, `save_retries`, and `dropped REASON`.
     """
 
     def __init__(
@@ -97,15 +109,21 @@ class SaveQueue:
         ranks: int,
         pinned_blocks_max: int,
         retries_max: int,
+        gather_s: float = 0.0,
     ) -> None:
         self._counters = counters
+        self._gather_s = gather_s
         self._ranks = ranks
         self._pinned_blocks_max = pinned_blocks_max
         self._retries_max = retries_max
         self._jobs: dict[int, _SaveJob] = {}
         self._next_job = 0
         self._pinned = 0
+        #: Gathered, or being saved.
         self._saving: set[tuple[int, bytes]] = set()
+        self._gathered: dict[tuple[str, float | None], _Gathered] = {}  # by session
+        self._gathered_blocks = 0
+        self._dropped_ids: list[int] = []  # pinned, until `take_dropped`
         #: When each was stored, oldest first.
         self._stored: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         #: When each may be tried again, oldest first.
@@ -113,37 +131,67 @@ class SaveQueue:
 
     @property
     def running(self) -> bool:
-        """Whether a save was started that not every rank has acknowledged."""
-        return bool(self._jobs)
+        """Whether blocks are pinned."""
+        return bool(self._jobs or self._gathered or self._dropped_ids)
 
-    def start(
-        self, items: Iterable[SaveItem], session: str, resume_in_s: float | None, now: float
-    ) -> SaveRequest | None:
-        """Save these blocks of one session; the engine must pin those of the request.
+    def add(
+        self,
+        items: Iterable[SaveItem],
+        session: str,
+        resume_in_s: float | None,
+        now: float,
+        *,
+        at_once: bool = False,
+    ) -> list[int]:
+        """Save these blocks of one session, or `at_once` with the next `take_saves`.
 
-        Left out are blocks that are being saved for another request, or have been since this one
-        asked the pool. Those beyond `pinned_blocks_max` wait. None when no block is left.
+        Returns the block ids that the engine must pin. Left out are blocks that are being saved for
+        another request, or have been since this one asked the pool. Those beyond
+        `pinned_blocks_max` wait.
         """
         accepted = self._accept(items, now)
-        if not accepted:
-            return None
-        job = self._next_job
-        self._next_job += 1
-        self._jobs[job] = _SaveJob(accepted, self._ranks)
-        groups: dict[int, list[SaveItem]] = {}
-        for item in accepted:
-            groups.setdefault(item.group, []).append(item)
-        blocks = tuple(
-            GroupBlocks(
-                group,
-                tuple([item.digest for item in members]),
-                tuple([item.block_id for item in members]),
-                tuple([item.parent for item in members]),
-            )
-            for group, members in groups.items()
-        )
-        adapters = frozenset(item.adapter for item in accepted if item.adapter is not None)
-        return SaveRequest(job, blocks, session, resume_in_s, adapters)
+        if accepted:
+            key = session, resume_in_s
+            gathered = self._gathered.setdefault(key, _Gathered(now + self._gather_s))
+            gathered.items += accepted
+            self._gathered_blocks += len(accepted)
+            if at_once:
+                gathered.due_at = now
+        return [item.block_id for item in accepted]
+
+    def expedite(self, session: str, resume_in_s: float | None) -> None:
+        """Nothing more comes for what is gathered of this session: save it with the next step."""
+        gathered = self._gathered.get((session, resume_in_s))
+        if gathered is not None:
+            gathered.due_at = -math.inf
+
+    def expedite_all(self) -> None:
+        """The engine needs memory, or has time: save all that is gathered with the next step."""
+        for gathered in self._gathered.values():
+            gathered.due_at = -math.inf
+
+    def take_saves(self, now: float) -> list[SaveRequest]:
+        """A save for each session whose blocks have been gathered long enough."""
+        if self._gathered_blocks > self._pinned_blocks_max * _GATHERED_SHARE_MAX:
+            self.expedite_all()
+        due = [key for key, gathered in self._gathered.items() if gathered.due_at <= now]
+        return [self._start(self._gathered.pop(key).items, *key) for key in due]
+
+    def drop_gathered(self, reason: str) -> None:
+        """What is gathered must not be saved any more. `take_dropped` has its pins."""
+        for gathered in self._gathered.values():
+            self._counters[f"dropped {reason}"] += len(gathered.items)
+            for item in gathered.items:
+                self._saving.discard((item.group, item.digest))
+                self._dropped_ids.append(item.block_id)
+        self._gathered.clear()
+        self._gathered_blocks = 0
+
+    def take_dropped(self) -> list[int]:
+        """Block ids to unpin, of blocks that are not going to be saved."""
+        dropped, self._dropped_ids = self._dropped_ids, []
+        self._pinned -= len(dropped)
+        return dropped
 
     def on_result(self, result: SaveResult, now: float) -> tuple[list[int], list[StoredBlock]]:
         """One rank has ended a save.
@@ -188,6 +236,7 @@ class SaveQueue:
 
         Saves that run go on, to the names that they were started with, and are not tried again.
         """
+        self.drop_gathered("reset")
         self._counters["dropped reset"] += len(self._waiting)
         self._waiting.clear()
         self._saving.clear()
@@ -198,7 +247,7 @@ class SaveQueue:
     def take_due(
         self, still_cached: Callable[[int, int, bytes], bool], now: float
     ) -> list[SaveItem]:
-        """Waiting blocks that may be tried again now, for `start`.
+        """Waiting blocks that may be tried again now, for `add`.
 
         Nothing while all pins are used. A block whose bytes were overwritten is dropped:
         `still_cached(block_id, group, digest)` says whether it still has these contents.
@@ -218,9 +267,29 @@ class SaveQueue:
                 self._counters["dropped block reused"] += 1
         return due
 
+    def _start(self, items: list[SaveItem], session: str, resume_in_s: float | None) -> SaveRequest:
+        self._gathered_blocks -= len(items)
+        job = self._next_job
+        self._next_job += 1
+        self._jobs[job] = _SaveJob(items, self._ranks)
+        groups: dict[int, list[SaveItem]] = {}
+        for item in items:
+            groups.setdefault(item.group, []).append(item)
+        blocks = tuple(
+            GroupBlocks(
+                group,
+                tuple([item.digest for item in members]),
+                tuple([item.block_id for item in members]),
+                tuple([item.parent for item in members]),
+            )
+            for group, members in groups.items()
+        )
+        adapters = frozenset([item.adapter for item in items if item.adapter is not None])
+        return SaveRequest(job, blocks, session, resume_in_s, adapters)
+
     def _accept(self, items: Iterable[SaveItem], now: float) -> list[SaveItem]:
         """Pin those that no save has, as many as the engine can spare."""
-        accepted = []
+        accepted: list[SaveItem] = []
         for item in items:
             name = (item.group, item.digest)
             if name in self._saving or self._stored.get(name, -math.inf) > item.asked_at:

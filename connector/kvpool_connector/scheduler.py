@@ -116,6 +116,7 @@ class ConnectorScheduler:
             loads_max=settings.loads_max,
             saved_blocks_max=max(1, int(engine.blocks * settings.save_share_max)),
             save_retries=settings.save_retries,
+            save_gather_s=settings.save_gather_s,
             probe_every_s=settings.probe_every_s,
             loads_per_check=settings.loads_per_check,
         )
@@ -229,7 +230,7 @@ class ConnectorScheduler:
             return StepWork(
                 self._step, idle=step.idle, serials=names.serials, serial_min=names.serial
             ), []
-        plan = self.planner.plan_step(step.scheduled, still_cached, now)
+        plan = self.planner.plan_step(step.scheduled, still_cached, now, idle=step.idle)
         work = StepWork(
             self._step,
             self.namespaces,
@@ -266,7 +267,7 @@ class ConnectorScheduler:
             self.planner.on_load_result(loaded, now)
         for probed in report.probes:
             self.planner.on_probe_result(probed)
-        outcome = ReportOutcome([], [])
+        outcome = ReportOutcome(self.planner.take_dropped(), [])
         for saved in report.saves:
             unpinned, stored = self.planner.on_save_result(saved, now)
             outcome.blocks_to_unpin.extend(unpinned)

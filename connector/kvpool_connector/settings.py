@@ -66,6 +66,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfers_max: Count = 4
     #: Share of the engine's blocks that unfinished saves may keep from reuse; further saves wait.
     save_share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    #: Longest time for which generated blocks wait for further ones, so that one message stores
+    #: them; not once their request has ended. 0: no wait (design: save-queue).
+    save_gather_s: Annotated[float, Meta(ge=0, le=10)] = 0.1
     #: Number of further attempts of a refused save, while the engine still has its blocks.
     save_retries: Annotated[int, Meta(ge=0, le=100)] = 3
     #: Number of servers to which each block is written.

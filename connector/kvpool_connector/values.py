@@ -37,6 +37,7 @@ class PlannerLimits(NamedTuple):
     loads_max: int = 32
     saved_blocks_max: int = 1 << 30
     save_retries: int = 3
+    save_gather_s: float = 0.0
     probe_every_s: float = 5.0
     loads_per_check: int = 0
 

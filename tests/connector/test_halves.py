@@ -440,8 +440,8 @@ def test_a_save_of_the_old_weights_is_not_tried_again_under_the_new_name() -> No
     counters: dict[str, float] = Counter()
     queue = SaveQueue(counters, ranks=1, pinned_blocks_max=1, retries_max=3)
     items = [SaveItem("r", 0, n, bytes([n]) * 16, ROOT, n, 0.0) for n in (1, 2)]
-    save = queue.start(items, "", None, 1.0)  # the second one waits for a pin
-    assert save is not None
+    assert queue.add(items, "", None, 1.0) == [1]  # the second one waits for a pin
+    [save] = queue.take_saves(1.0)
     queue.reset()
     refused = ((0, items[0].digest, WriteStatus.NO_SPACE),)
     assert queue.on_result(SaveResult(save.job, 0, refused), 2.0) == ([1], [])

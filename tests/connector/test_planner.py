@@ -661,7 +661,11 @@ def test_random_lives_of_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def _random_life(chance: random.Random) -> None:
-    played = Played(ranks=chance.choice([1, 2]), saved_blocks_max=chance.choice([2, 1000]))
+    played = Played(
+        ranks=chance.choice([1, 2]),
+        saved_blocks_max=chance.choice([2, 1000]),
+        save_gather_s=chance.choice([0.0, 3.0]),
+    )
     kept: list[int] = []
     open_jobs: list[int] = []
     loads: list[str] = []
@@ -681,7 +685,7 @@ def _random_life(chance: random.Random) -> None:
 
     for turn in range(300):
         played.now += chance.random()
-        act = chance.randrange(8)
+        act = chance.randrange(9)
         name = chance.choice(sorted(alive)) if alive else ""
         if act == 0 or not alive:
             name = f"r{turn}"
@@ -698,8 +702,12 @@ def _random_life(chance: random.Random) -> None:
             offer(name)
         elif act == 4:
             answer(name, played.planner.on_restart(name, sizes[name], played.now))
+        elif act == 5 and chance.random() < 0.3:
+            played.planner.on_reset()
         plan = played.step(name, alive.get(name, 0), alive.get(name, 0) + chance.randrange(64))
         kept += plan.blocks_to_pin
+        for block in played.planner.take_dropped():
+            kept.remove(block)
         open_jobs += [save.job for save in plan.saves for _ in range(ranks)]
         loads += [load.request_id for load in plan.loads for _ in range(ranks)]
         while open_jobs and chance.random() < 0.5:
@@ -710,11 +718,14 @@ def _random_life(chance: random.Random) -> None:
             played.planner.on_load_result(
                 LoadResult(loads.pop(), 1, chance.random() < 0.5, 0.0), played.now
             )
+    for name in alive:
+        played.planner.on_request_finished(name)
+    plan = played.idle()
+    kept += plan.blocks_to_pin
+    open_jobs += [save.job for save in plan.saves for _ in range(ranks)]
     for job in open_jobs:
         for block in played.saved(job):
             kept.remove(block)
-    for name in alive:
-        played.planner.on_request_finished(name)
     assert not kept
     assert not played.planner.has_pending_work
     assert played.planner.loading == 0

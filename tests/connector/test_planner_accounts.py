@@ -425,8 +425,8 @@ def queue(retries_max: int = 3, pinned_blocks_max: int = 100) -> SaveQueue:
 
 def refuse(saves: SaveQueue, items: list[SaveItem], now: float) -> None:
     """Save blocks, all of which the pool refuses."""
-    request = saves.start(items, "", None, now)
-    assert request is not None
+    saves.add(items, "", None, now)
+    [request] = saves.take_saves(now)
     refused = tuple((0, one.digest, WriteStatus.NO_SPACE) for one in items)
     saves.on_result(SaveResult(request.job, 0, refused), now)
 
@@ -456,7 +456,8 @@ def test_the_blocks_that_have_waited_longest_are_dropped() -> None:
         SaveItem("a", 0, number, number.to_bytes(32, "big"), b"", number, 0.0)
         for number in range(WAITING_BLOCKS_MAX + 2)
     ]
-    assert saves.start(many, "", None, 0.0) is None
+    assert not saves.add(many, "", None, 0.0)
+    assert not saves.take_saves(0.0)
     saves._pinned_blocks_max = 1 << 20
     assert saves.take_due(lambda *_: True, 0.0)[0].number == 2
 

@@ -1,0 +1,202 @@
+"""Generated blocks wait for others, so that one message stores many; no request waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool import ROOT
+from kvpool_connector.messages import Mismatch, SaveRequest
+from kvpool_connector.values import RequestHints, ScheduledRequest, StepPlan
+from tests.conftest import keys
+from tests.connector.test_halves import BLOCK, Engine
+from tests.connector.test_planner import Played, hashes
+from tests.support.local_pool import LocalPool
+
+GATHER_S = 0.1
+
+
+class Decoding(Played):
+    """Requests that have computed and saved a prompt of one block, and decode."""
+
+    def __init__(self, *names: str, hints: RequestHints | None = None, **limits: object) -> None:
+        super().__init__(save_gather_s=GATHER_S, **limits)
+        self.at: dict[str, int] = {}
+        for number, name in enumerate(names):
+            chain = hashes(name, 20 * BLOCK)
+            hint = hints or RequestHints()
+            self.planner.on_new_request(name, chain, BLOCK, hint, self.now)
+            [save] = self.step(name, 0, BLOCK, first=100 * number + 1).saves
+            self.saved(save.job)
+            self.at[name] = 1
+
+    def completes(self, *names: str) -> StepPlan:
+        """A step in which each of these requests completes its next block."""
+        scheduled = []
+        for name in names:
+            number = self.at[name]
+            self.at[name] = number + 1
+            first = 100 * list(self.at).index(name) + 1
+            ids = [list(range(first, first + number + 1))]
+            end = (number + 1) * BLOCK
+            scheduled.append(ScheduledRequest(name, end - 1, end, ids))
+        return self.idle(*scheduled)
+
+
+def ids(saves: list[SaveRequest]) -> list[tuple[int, ...]]:
+    return [blocks.block_ids for save in saves for blocks in save.blocks]
+
+
+def test_blocks_of_several_steps_are_one_save_with_parents_first() -> None:
+    played = Decoding("a", "b")
+    for block in (2, 3):
+        plan = played.completes("a")
+        assert not plan.saves
+        assert plan.blocks_to_pin == [block]  # from now on: the request may end at any time
+        assert played.planner.has_pending_work
+    assert not played.completes("b").saves
+    played.now += GATHER_S
+    [save] = played.completes("a").saves
+    assert ids([save]) == [(2, 3, 102, 4)]
+    [blocks] = save.blocks
+    chain, other = hashes("a", 4 * BLOCK), hashes("b", 2 * BLOCK)
+    assert blocks.digests == (chain[1], chain[2], other[1], chain[3])
+    assert blocks.parents == (chain[0], chain[1], other[0], chain[2])
+    assert played.saved(save.job) == [2, 3, 102, 4]
+    assert not played.planner.has_pending_work
+
+
+def test_a_prompt_is_saved_at_once_and_takes_along_what_waits() -> None:
+    played = Decoding("a")
+    assert not played.completes("a").saves
+    chain = hashes("prompt", 2 * BLOCK)
+    played.planner.on_new_request("prompt", chain, 2 * BLOCK, RequestHints(), played.now)
+    [save] = played.step("prompt", 0, 2 * BLOCK, first=50).saves
+    assert ids([save]) == [(2, 50, 51)]
+    assert save.blocks[0].parents[1:] == (ROOT, chain[0])
+
+
+def test_what_a_request_has_generated_is_saved_when_it_has_ended() -> None:
+    """Its next turn may come at once, to another engine."""
+    played = Decoding("a")
+    played.completes("a")
+    played.planner.on_request_finished("a")
+    assert ids(played.idle().saves) == [(2,)]
+
+
+def test_the_end_of_one_session_hurries_no_other() -> None:
+    played = Decoding("a", hints=RequestHints(session="one"))
+    chain = hashes("b", 20 * BLOCK)
+    played.planner.on_new_request("b", chain, BLOCK, RequestHints(session="two"), played.now)
+    played.step("b", 0, BLOCK, first=101)
+    played.at["b"] = 1
+    assert not played.completes("a", "b").saves
+    played.planner.on_request_finished("a")
+    [save] = played.idle().saves
+    assert (save.session, ids([save])) == ("one", [(2,)])
+    played.now += GATHER_S
+    [save] = played.idle().saves
+    assert (save.session, ids([save])) == ("two", [(102,)])
+
+
+def test_a_preemption_or_an_idle_engine_ends_the_wait() -> None:
+    played = Decoding("a", "b")
+    played.completes("a")
+    played.planner.on_preempted("b")  # the engine has no free blocks
+    assert ids(played.idle().saves) == [(2,)]
+    played.completes("a")
+    plan = played.planner.plan_step((), lambda *block: True, played.now, idle=True)
+    assert ids(plan.saves) == [(3,)]
+
+
+def test_waiting_blocks_are_few_of_those_that_may_be_pinned() -> None:
+    played = Decoding("a", saved_blocks_max=8)
+    assert not played.completes("a").saves
+    assert not played.completes("a").saves
+    assert ids(played.completes("a").saves) == [(2, 3, 4)]
+    assert not played.completes("a").saves  # counted anew
+
+
+def test_what_waits_at_a_reset_is_unpinned_and_never_saved() -> None:
+    """The names after the reset are those of other weights."""
+    played = Decoding("a")
+    assert played.completes("a").blocks_to_pin == [2]
+    played.planner.on_reset()
+    assert played.planner.has_pending_work
+    assert played.planner.take_dropped() == [2]
+    assert played.planner.take_dropped() == []
+    assert not played.planner.has_pending_work
+    played.now += GATHER_S
+    assert not played.idle().saves
+    assert played.planner.counters["dropped reset"] == 1
+
+
+def test_what_waits_at_a_mismatch_is_unpinned_and_never_saved() -> None:
+    played = Decoding("a")
+    played.completes("a")
+    played.planner.verifier.mismatch = Mismatch(0, 0, 0, hashes("a", BLOCK)[0], "layer.0", 1.0, 0.1)
+    played.now += GATHER_S
+    assert not played.idle().saves
+    assert played.planner.take_dropped() == [2]
+    assert not played.planner.has_pending_work
+    assert played.planner.counters["dropped mismatch"] == 1
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    pool = LocalPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def engine(pool: LocalPool) -> Iterator[Engine]:
+    """It has saved the first block of a request that decodes, and gathers for long."""
+    engine = Engine(pool.master, save_gather_s=5.0).connected()
+    yield engine
+    engine.close()
+
+
+def prompt(engine: Engine, chain: list[bytes]) -> None:
+    """Save the prompt, which is the first block; the request goes on to decode."""
+    engine.fill(range(1, len(chain) + 1), 1)
+    engine.compute("a", chain[:1], [1])
+    engine.until(lambda: engine.stored == 1)
+    engine.scheduler.planner._requests["a"].hashes = chain
+
+
+def decode(engine: Engine, block: int) -> None:
+    """The step that completes this block."""
+    end = block * BLOCK
+    report = engine.step([ScheduledRequest("a", end - 1, end, [list(range(1, block + 1))])])
+    assert not report.saves
+
+
+def test_an_engine_saves_what_it_generates_in_one_job_and_all_of_it_in_the_end(
+    engine: Engine,
+) -> None:
+    prompt(engine, keys("gathered", 6))
+    for block in range(2, 6):
+        decode(engine, block)
+    assert engine.stored == 1
+    engine.scheduler.on_request_finished("a")
+    saves = []
+    while engine.scheduler.planner.has_pending_work:
+        saves += engine.step().saves
+    assert len(saves) == 1
+    assert engine.stored == 5
+    assert sorted(engine.pinned) == sorted(engine.unpinned) == [1, 2, 3, 4, 5]
+
+
+def test_an_engine_that_is_reset_gets_its_blocks_back_and_saves_none_of_them(
+    engine: Engine,
+) -> None:
+    prompt(engine, keys("reset", 3))
+    decode(engine, 2)
+    decode(engine, 3)
+    assert engine.pinned == [1, 2, 3]
+    engine.scheduler.reset()
+    engine.until(lambda: not engine.scheduler.planner.has_pending_work)
+    assert engine.unpinned == [1, 2, 3]
+    assert engine.stored == 1
