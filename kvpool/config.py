@@ -109,6 +109,11 @@ class ServerConfig(_Section, frozen=True):
     #: Number of reads after which a block is promoted to a tier above the one that clients read
     #: from (design: promotion).
     promote_after: int = 1
+    #: Bytes per second that this server fetches from other servers. 0: a quarter of the speed that
+    #: its transfers reach, so that clients have the rest (design: moves).
+    fetch_rate: Size = 0
+    #: Transfers from other servers at the same time.
+    fetches_max: Annotated[int, Meta(ge=1, le=64)] = 2
     #: Touch all memory in the background at start, because the first write to a page is slow.
     prefault: bool = True
     #: Host and port for metrics, health and readiness over HTTP. Empty: no HTTP server.

@@ -170,6 +170,52 @@ class WriteStatus(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
+class FetchStatus(enum.IntEnum):
+    """The outcome of one block that a server was asked to fetch from another (design: moves)."""
+
+    #: Sealed here, and every living master knows of it.
+    FETCHED = 0
+    #: This server had it; no byte moved.
+    ALREADY_HERE = 1
+    #: A writer or another call is bringing it. Ask again.
+    IN_PROGRESS = 2
+    #: Only blocks that were used later than this one could make room for it.
+    NO_ROOM = 3
+    #: The budget or the time of the call is used up. Ask again.
+    NOT_YET = 4
+    #: The source does not have it, or it was removed on the way.
+    GONE = 5
+    #: The source is unknown, or did not answer in time.
+    SOURCE_LOST = 6
+    #: The bytes that arrived have another checksum than the source named.
+    CORRUPT = 7
+    #: This server takes no blocks, because it hands over its own.
+    REFUSED = 8
+
+    @property
+    def present(self) -> bool:
+        """True when this server has the block now."""
+        return self in (FetchStatus.FETCHED, FetchStatus.ALREADY_HERE)
+
+    @property
+    def label(self) -> str:
+        """The name in lower-case words for tables and logs: `no room`."""
+        return self.name.lower().replace("_", " ")
+
+
+class Offer(NamedTuple):
+    """What a server tells another one about a block that it may fetch.
+
+    The rest is of a hit only: bytes, checksum, parent, and the seconds since its last use.
+    """
+
+    status: ReadStatus
+    size: int = 0
+    checksum: int = 0
+    parent: bytes = ROOT
+    age_s: float = 0.0
+
+
 class Cluster(NamedTuple):
     """The cluster that a process belongs to. Processes of other clusters are refused.
 

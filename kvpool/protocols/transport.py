@@ -11,7 +11,9 @@ from kvpool.protocols.tier import Tier
 from kvpool.types import (
     Cluster,
     Extent,
+    FetchStatus,
     Namespace,
+    Offer,
     Pin,
     ReadBlock,
     ReadResult,
@@ -52,7 +54,9 @@ class ReserveRequest(NamedTuple):
     """The blocks of one write, for which a connection reserves space. The three lists run parallel.
 
     `parents` are the digests before them in their chains (ROOT for the first), `sizes` are bytes. A
-    `session_hint` names the session whose chain the blocks are part of.
+    `session_hint` names the session whose chain the blocks are part of. `last_used` is set for
+    blocks that a server fetches: the time of the last use of each, in microseconds of the loop's
+    clock. They keep it, and only blocks that were used before are evicted for them (design: moves).
     """
 
     namespace: Namespace
@@ -61,6 +65,7 @@ class ReserveRequest(NamedTuple):
     parents: Sequence[bytes]
     sizes: Sequence[int]
     session_hint: SessionHint | None = None
+    last_used: Sequence[int] | None = None
 
     def subset(self, positions: Sequence[int]) -> ReserveRequest:
         """The request for the blocks at `positions` alone."""
@@ -68,6 +73,7 @@ class ReserveRequest(NamedTuple):
             digests=[self.digests[i] for i in positions],
             parents=[self.parents[i] for i in positions],
             sizes=[self.sizes[i] for i in positions],
+            last_used=self.last_used and [self.last_used[i] for i in positions],
         )
 
 
@@ -134,6 +140,28 @@ class Connection(Protocol):
     ) -> list[bool]:
         """A reader found a wrong checksum: verify the stored bytes, and remove the blocks that are
         corrupt. True where one was removed (design: checksums)."""
+
+    def offer(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
+    ) -> list[Offer]:
+        """What the server `receiver`, which is about to fetch these blocks, must know of them.
+
+        It is no use of a block. Removals of the hits are passed on to the receiver from now on.
+        """
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        """Read blocks from the server `source` and store them here, in their order (design: moves).
+
+        At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation.
+        """
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         """The memory of extents that this connection has reserved or pinned."""
@@ -305,6 +333,33 @@ class SupportsZeroCopyView(Protocol):
 
         `deadline` bounds the pinning; the views may be used for longer.
         """
+
+
+@runtime_checkable
+class SupportsFetch(Protocol):
+    """A channel over which servers can be asked to fetch blocks from each other (design: moves)."""
+
+    async def offer(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        receiver: str,
+        *,
+        deadline: float,
+    ) -> list[Offer]:
+        """As `Connection.offer`; at most BATCH_BLOCKS_MAX blocks."""
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        """As `Connection.fetch`; at most BATCH_BLOCKS_MAX blocks."""
 
 
 class Transport(Protocol):

@@ -2,6 +2,7 @@
 
 context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
+fetcher.py       blocks from and to other servers, which peer_servers.py reaches
 announcer.py     one master's view of this server
 tier_mover.py    bytes between tiers
 state/, eviction/   pure: which block lies where, and which one is evicted next
@@ -32,6 +33,8 @@ from kvpool.runtime import Host, this_host
 from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
+from kvpool.server.fetcher import Fetcher
+from kvpool.server.peer_servers import PeerServers
 from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
@@ -89,6 +92,17 @@ class BlockServer:
             config.pinned_max or memory // 4, config.reserved_max or default_reserved_max(memory)
         )
         self._context = ServerContext(self.server, store, self.tiers)
+        self._peers = PeerServers(
+            self.server,
+            self.host,
+            config.masters,
+            cluster=cluster,
+            network=network,
+            transports=transports,
+        )
+        self._fetcher = Fetcher(
+            self._context, self._peers, rate=config.fetch_rate, transfers_max=config.fetches_max
+        )
         self._listeners: list[Listener] = []
         self._connection_id = 0
 
@@ -188,6 +202,7 @@ class BlockServer:
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             await listener.close()
+        await self._peers.close()
         await context.mover.close()
         for tier in self.tiers:
             tier.close()
@@ -200,7 +215,7 @@ class BlockServer:
         if len(context.connections) >= self._config.connections_max:
             raise Overloaded(f"{len(context.connections)} clients are connected, the limit")
         self._connection_id += 1
-        connection = ServerConnection(context, self._connection_id, peer)
+        connection = ServerConnection(context, self._fetcher, self._connection_id, peer)
         context.connections.add(connection)
         return connection
 

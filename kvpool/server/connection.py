@@ -15,11 +15,13 @@ from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.context import ServerContext
-from kvpool.server.state.clearing import MAKING_ROOM
+from kvpool.server.fetcher import Fetcher
 from kvpool.types import (
     ClientUsage,
     Extent,
+    FetchStatus,
     Namespace,
+    Offer,
     Pin,
     ReadStatus,
     Reservation,
@@ -46,9 +48,10 @@ class ServerConnection:
     `id` names it in the store, where it owns reservations and pins.
     """
 
-    def __init__(self, context: ServerContext, id: int, peer: Peer) -> None:
+    def __init__(self, context: ServerContext, fetcher: Fetcher, id: int, peer: Peer) -> None:
         self.peer = peer
         self._context = context
+        self._fetcher = fetcher
         self._store = context.store
         self._id = id
         #: What `peer.link` and the store showed when they were last looked at, and since when.
@@ -90,22 +93,9 @@ class ServerConnection:
         return answers
 
     async def _reserve(self, request: ReserveRequest, wait_until: float) -> list[Reservation]:
-        """As `TieredStore.reserve`, in steps in which room is made; NO_SPACE at `wait_until`."""
-        compactor = self._context.compactor
-        answers = self._store.reserve(self._id, request, self._loop.time())
-        try:
-            while rest := [i for i, answer in enumerate(answers) if answer is MAKING_ROOM]:
-                self._context.publish()
-                if not await compactor.make_room(self._id, wait_until):
-                    await self._context.wait_for_space(wait_until)
-                retried = [Reservation(WriteStatus.NO_SPACE)] * len(rest)
-                if self._open and self._loop.time() < wait_until:
-                    retried = self._store.reserve(self._id, request.subset(rest), self._loop.time())
-                for position, answer in zip(rest, retried, strict=True):
-                    answers[position] = answer
-        finally:
-            compactor.stop(self._id)
-        return answers
+        return await self._context.reserve(
+            self._id, request, wait_until, is_open=lambda: self._open
+        )
 
     def lend(self) -> bool:
         lent = self._store.front.lend(self._id)
@@ -188,10 +178,28 @@ class ServerConnection:
         self, namespace: Namespace, digests: Sequence[bytes], part: int | None = None
     ) -> list[bool]:
         removed = self._store.remove(namespace, digests, part=part)
+        self._fetcher.revoke(namespace, digests, part)
         self._context.on_change()
         await self._context.mover.erase()  # it must not be back after a restart
+        await self._fetcher.pass_on(namespace, digests, part)
         await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
+
+    def offer(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
+    ) -> list[Offer]:
+        return self._fetcher.offer(namespace, part, digests, receiver)
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        return await self._fetcher.fetch(namespace, part, digests, source, deadline=deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]

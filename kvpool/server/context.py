@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvpool import logs
-from kvpool.protocols import Addressable, Tier
+from kvpool.protocols import Addressable, ReserveRequest, Tier
 from kvpool.server.announcer import Announcer
 from kvpool.server.compactor import Compactor
+from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
-from kvpool.types import ClientUsage
+from kvpool.types import ClientUsage, Reservation, WriteStatus
 
 log = logs.get("kvpool.server")
 
@@ -78,13 +79,41 @@ class ServerContext:
         self.publish()
         self.space_changed()
 
-    async def wait_until_announced(self, deadline: float) -> None:
-        """Return when every registered master has applied what was published, or at `deadline`."""
+    async def reserve(
+        self,
+        owner: int,
+        request: ReserveRequest,
+        wait_until: float,
+        *,
+        is_open: Callable[[], bool] = lambda: True,
+    ) -> list[Reservation]:
+        """As `TieredStore.reserve`, in steps in which room is made; NO_SPACE at `wait_until`, and
+        when the owner is not open any more: nothing would free what is reserved then."""
+        now = asyncio.get_running_loop().time
+        answers = self.store.reserve(owner, request, now())
+        try:
+            while rest := [i for i, answer in enumerate(answers) if answer is MAKING_ROOM]:
+                self.publish()
+                if not await self.compactor.make_room(owner, wait_until):
+                    await self.wait_for_space(wait_until)
+                retried = [Reservation(WriteStatus.NO_SPACE)] * len(rest)
+                if is_open() and now() < wait_until:
+                    retried = self.store.reserve(owner, request.subset(rest), now())
+                for position, answer in zip(rest, retried, strict=True):
+                    answers[position] = answer
+        finally:
+            self.compactor.stop(owner)
+        return answers
+
+    async def wait_until_announced(self, deadline: float) -> bool:
+        """Return when every registered master has applied what was published (True), or at
+        `deadline`."""
         waits = [announcer.flushed() for announcer in self.announcers if announcer.registered]
-        if waits:
-            await asyncio.wait(
-                waits, timeout=max(0.0, deadline - asyncio.get_running_loop().time())
-            )
+        if not waits:
+            return True
+        timeout = max(0.0, deadline - asyncio.get_running_loop().time())
+        _, late = await asyncio.wait(waits, timeout=timeout)
+        return not late
 
     def space_changed(self) -> None:
         """An extent was freed or became evictable: end every `wait_for_space`.

@@ -37,7 +37,9 @@ from kvpool.types import (
     ROOT,
     Cluster,
     Extent,
+    FetchStatus,
     Namespace,
+    Offer,
     Pin,
     ReadBlock,
     ReadResult,
@@ -319,6 +321,24 @@ class _Watched:
         dropped = await self._inner.report_corruption(namespace, part, digests)
         await self._recorder.answering.wait()
         return dropped
+
+    def offer(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
+    ) -> list[Offer]:
+        return self._inner.offer(namespace, part, digests, receiver)
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        statuses = await self._inner.fetch(namespace, part, digests, source, deadline=deadline)
+        await self._recorder.answering.wait()
+        return statuses
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         held = {extent for extent, _ in self._unsealed.values()}

@@ -48,7 +48,9 @@ class EmptiesRanges(Store):
         super()._link(entry, restored=restored)
         self._children.setdefault(entry.parent, []).append(entry)
 
-    def _make_room(self, newcomer: Entry, owner: int, now: float) -> int | Reservation:
+    def _make_room(
+        self, newcomer: Entry, owner: int, now: float, last_used: int
+    ) -> int | Reservation:
         size = self.allocator.rounded(newcomer.size)
         victim: object = Decision.NOT_YET
         while victim is Decision.NOT_YET:
@@ -60,7 +62,7 @@ class EmptiesRanges(Store):
                 return offset
         inside = min(self._ranges(size), key=_bytes, default=None)
         if inside is None:
-            return super()._make_room(newcomer, owner, now)
+            return super()._make_room(newcomer, owner, now, last_used)
         for entry in inside:
             self._evict_with_descendants(entry)
         offset = self.allocator.allocate(size)

@@ -215,6 +215,41 @@ class Removed(Message, frozen=True):
     flags: Statuses
 
 
+class Propose(Keys, frozen=True):
+    """Another server, the `receiver`, is about to fetch these blocks from this one: what are they?
+
+    From then on this server passes removals of them on to the receiver (design: moves).
+    """
+
+    part: Small
+    receiver: Name
+
+
+class Proposed(Message, frozen=True):
+    """A status byte per block; of the hits sizes, checksums, parents (packed, as in `Reserve`), and
+    the seconds since their last use."""
+
+    statuses: Statuses
+    sizes: Counts
+    checksums: Hashes
+    parents: Packed
+    ages_s: Annotated[list[Seconds], Meta(max_length=BATCH_BLOCKS_MAX)]
+
+
+class Fetch(Keys, frozen=True):
+    """Fetch these blocks, in this order, from the server `source`; answer within `wait_s`."""
+
+    part: Small
+    source: Name
+    wait_s: Seconds
+
+
+class Fetched(Message, frozen=True):
+    """One status byte per block, a `FetchStatus`."""
+
+    statuses: Statuses
+
+
 class Error(Message, frozen=True):
     """The request was refused; the name of the error and a sentence. Both planes."""
 
@@ -467,6 +502,10 @@ TYPES: Final[dict[type[Message], int]] = {
     Challenge: 16,
     Proof: 17,
     Unpinned: 18,
+    Propose: 19,
+    Proposed: 20,
+    Fetch: 21,
+    Fetched: 22,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,

@@ -214,10 +214,19 @@ class WatchedStore(Store):
         return answers
 
     def seal(
-        self, owner: int, id: int, checksum: int, now: float, *, from_other_tier: bool = False
+        self,
+        owner: int,
+        id: int,
+        checksum: int,
+        now: float,
+        *,
+        from_other_tier: bool = False,
+        last_used: int | None = None,
     ) -> WriteStatus:
         entry = self._forget("reservation", owner, id)
-        status = super().seal(owner, id, checksum, now, from_other_tier=from_other_tier)
+        status = super().seal(
+            owner, id, checksum, now, from_other_tier=from_other_tier, last_used=last_used
+        )
         if entry is not None:
             self.verify(entry, "sealed")
             key = entry.index.namespace, entry.digest, entry.index.part

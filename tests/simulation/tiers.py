@@ -183,9 +183,18 @@ class WatchedDiskStore(WatchedStore):
         return answers
 
     def seal(
-        self, owner: int, id: int, checksum: int, now: float, *, from_other_tier: bool = False
+        self,
+        owner: int,
+        id: int,
+        checksum: int,
+        now: float,
+        *,
+        from_other_tier: bool = False,
+        last_used: int | None = None,
     ) -> WriteStatus:
-        status = super().seal(owner, id, checksum, now, from_other_tier=from_other_tier)
+        status = super().seal(
+            owner, id, checksum, now, from_other_tier=from_other_tier, last_used=last_used
+        )
         self.truth.probes.add("a block was demoted to the disk")
         return status
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.types import (
     ClientUsage,
+    FetchStatus,
     HintStatus,
     ReadStatus,
     ServerStats,
@@ -65,6 +66,8 @@ STATUSES = {
     WriteStatus: "stored already_stored in_progress no_space reserved deadline server_lost "
     "no_master too_large bypassed not_yet",
     HintStatus: "accepted clipped refused unknown",
+    FetchStatus: "fetched already_here in_progress no_room not_yet gone source_lost corrupt "
+    "refused",
 }
 
 

@@ -31,7 +31,16 @@ from kvpool.protocols import (
     View,
     WriteOptions,
 )
-from kvpool.types import Cluster, Namespace, ReadBlock, ReadResult, WriteBlock, WriteStatus
+from kvpool.types import (
+    Cluster,
+    FetchStatus,
+    Namespace,
+    Offer,
+    ReadBlock,
+    ReadResult,
+    WriteBlock,
+    WriteStatus,
+)
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 
@@ -250,6 +259,30 @@ class _InprocChannel:
     ) -> list[bool]:
         async with self._connection() as connection, self._until(deadline):
             return await connection.report_corruption(namespace, part, digests)
+
+    async def offer(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        receiver: str,
+        *,
+        deadline: float,
+    ) -> list[Offer]:
+        async with self._connection() as connection, self._until(deadline):
+            return connection.offer(namespace, part, digests, receiver)
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        async with self._connection() as connection, self._until(deadline):
+            return await connection.fetch(namespace, part, digests, source, deadline=deadline)
 
     async def close(self) -> None:
         self.abort()

@@ -11,6 +11,7 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -53,6 +54,8 @@ _FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
 _SEARCHES: Final = 8
 _UNLIMITED: Final = 1 << 62
+#: Later than the last use of any block, in microseconds.
+_JUST_NOW: Final = 1 << 62
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
 _PIN_LATER: Final = Pin(ReadStatus.NOT_YET)
 _VIEW_REFUSED: Final = Pin(ReadStatus.REFUSED)
@@ -112,6 +115,8 @@ class Store:
         self.on_leave: Callable[[Entry, Event], bool] | None = None
         #: Of the blocks that readers find in this tier (design: map-fingerprint).
         self.fingerprint = MapFingerprint()
+        #: Whether another tier has a sealed block, too, so that the server keeps it.
+        self.has_copy: Callable[[Entry], bool] = lambda entry: False
         #: Counts a sealed block that has come (1) or left (-1), if other tiers may have it, too.
         self.count_place: Callable[[Entry, int], None] | None = None
         self.stored = 0  # visible blocks (parts count singly)
@@ -154,7 +159,7 @@ class Store:
         sealed the first blocks (design: budgets). `in_steps`, the rest is MAKING_ROOM when the call
         has worked for long enough.
         """
-        namespace, part, digests, parents, sizes, session_hint = request
+        namespace, part, digests, parents, sizes, session_hint, last_used = request
         index = self._indexes.get((namespace, part))
         if index is None:
             index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
@@ -171,7 +176,8 @@ class Store:
         # Granted, and not yet linked. A batch is linked at once, and always before the policy is
         # asked for a victim or touches another block: so its order is that of single calls.
         fresh: dict[bytes, Entry] = {}
-        for digest, parent, size in zip(digests, parents, sizes, strict=True):
+        stamps = last_used or itertools.repeat(_JUST_NOW, len(digests))
+        for digest, parent, size, stamp in zip(digests, parents, sizes, stamps, strict=True):
             known = index.blocks.get(digest) or fresh.get(digest)
             if known is not None:
                 self._link_all(fresh, now)
@@ -193,7 +199,7 @@ class Store:
                 offset = self.allocator.allocate(size)
                 if offset is None:
                     self._link_all(fresh, now)
-                    made = self._make_room(entry, owner, now)
+                    made = self._make_room(entry, owner, now, stamp)
                     if isinstance(made, Reservation):
                         refusal = made
                         answers.append(refusal)
@@ -212,7 +218,14 @@ class Store:
         return answers
 
     def seal(
-        self, owner: int, id: int, checksum: int, now: float, *, from_other_tier: bool = False
+        self,
+        owner: int,
+        id: int,
+        checksum: int,
+        now: float,
+        *,
+        from_other_tier: bool = False,
+        last_used: int | None = None,
     ) -> WriteStatus:
         """Make a reserved block visible, all at once. Raises BadMessage for a foreign id.
 
@@ -226,6 +239,8 @@ class Store:
         # Only a block that no other tier has must be written back before it may be evicted.
         entry.clean = from_other_tier or not self.write_back
         self.policy.touch(entry, now)
+        if last_used is not None:  # it was used elsewhere, and is as old as it was there
+            entry.last_used = min(entry.last_used, last_used)
         self.stored += 1
         self.stored_bytes += entry.size
         if not from_other_tier:
@@ -700,8 +715,11 @@ class Store:
         self.policy.touch(entry, now)
         return Reservation(WriteStatus.ALREADY_STORED)
 
-    def _make_room(self, newcomer: Entry, owner: int, now: float) -> int | Reservation:
-        """Evict victims until `newcomer` fits: its offset, or the refusal.
+    def _make_room(
+        self, newcomer: Entry, owner: int, now: float, last_used: int
+    ) -> int | Reservation:
+        """Evict victims, used before `last_used`, until `newcomer` fits: its offset, or the
+        refusal.
 
         Where enough is free, but nowhere together, blocks are moved instead: a `clearing` begins.
         So little more is evicted than is written, whatever sizes are mixed (design: allocator).
@@ -751,11 +769,7 @@ class Store:
                 if wrong == _WRONG_VICTIMS_MAX:
                     return Reservation(WriteStatus.NO_SPACE)
                 continue
-            # A chain that does not fit keeps its head: no block is stored in place of its parent.
-            # Where it goes to a slower tier, it is not lost.
-            namespace = newcomer.index.namespace
-            its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
-            if its_parent and not self.write_back:
+            if self._is_spared(victim, newcomer, last_used):
                 self.policy.add_candidate(victim)
                 return Reservation(WriteStatus.NO_SPACE)
             offset = self._evict(victim, newcomer.size)
@@ -810,6 +824,29 @@ class Store:
         self.policy.reject(victim)
         if self.on_rejected_victim is not None:
             self.on_rejected_victim(victim)
+
+    def _is_spared(self, victim: Entry, newcomer: Entry, last_used: int) -> bool:
+        """Whether a block that may be evicted stays, and the newcomer is refused."""
+        # A chain that does not fit keeps its head: no block is stored in place of its parent. Where
+        # it goes to a slower tier, it is not lost.
+        namespace = newcomer.index.namespace
+        its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
+        if its_parent and not self.write_back:
+            return True
+        # A block that is fetched takes the place of less valuable ones only (design: moves).
+        return (
+            last_used != _JUST_NOW
+            and self._last_use(victim) >= last_used
+            and not self.has_copy(victim)
+        )
+
+    def _last_use(self, entry: Entry) -> int:
+        """When a block was used last, by any part that is here; of one whose session has announced
+        its return: later than any other."""
+        session = entry.session
+        if session is not None and session.due is not None:
+            return _JUST_NOW
+        return max(part.last_used for part in self._parts(entry))
 
     def _parts(self, entry: Entry) -> list[Entry]:
         """The parts of the block that are on this server, this one included."""

@@ -103,6 +103,8 @@ class TieredStore:
         #: Clean without a copy since then, in the order of writing. Not a dict, which takes linear
         #: time to find its first entry when those before it are gone.
         self._unwritten: OrderedDict[Entry, None] = OrderedDict()
+        #: Fetched from another server and not written back: they make room there by their age.
+        self._fetched: set[Entry] = set()
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
         self._unreported = 0  # blocks of offline tiers whose loss is still to be announced
         self._evicting = False  # copies in other tiers leave with their block: announced once
@@ -114,6 +116,7 @@ class TieredStore:
                 store.count_place = self._count_place
             # Sealed blocks of the front tier can be written back, which makes them evictable.
             self.front.write_back = self.backing_tier != self.front_tier
+            self.front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
 
     def __repr__(self) -> str:
         return f"<TieredStore {self.stores!r}>"
@@ -132,6 +135,8 @@ class TieredStore:
             return front.reserve(owner, request, now)
         namespace, part, digests, *_ = request
         below = [self._in_slower_tier(namespace, part, digest) for digest in digests]
+        if request.last_used is not None and not self._has_room_below(request, now):
+            return [Reservation(WriteStatus.NO_SPACE)] * len(digests)
         if not any(below):
             answers = front.reserve(owner, request, now)
         else:
@@ -148,12 +153,16 @@ class TieredStore:
             self._touch_others(namespace, part, known, now)
         return answers
 
-    def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
+    def seal(
+        self, owner: int, id: int, checksum: int, now: float, *, last_used: int | None = None
+    ) -> WriteStatus:
         """As `Store.seal`; the block is written back when its turn comes."""
         entry = self.front.reserved(owner, id)
-        status = self.front.seal(owner, id, checksum, now)
+        status = self.front.seal(owner, id, checksum, now, last_used=last_used)
         if not entry.clean:
             self._queue(entry)
+            if last_used is not None:
+                self._fetched.add(entry)
         return status
 
     def pin(
@@ -241,6 +250,11 @@ class TieredStore:
         """
         return 0 if self.read_only else len(self._writeback_queue) + len(self._unwritten)
 
+    @property
+    def is_writing_back(self) -> bool:
+        """Blocks of the front tier wait for the backing tier, or are on their way to it."""
+        return bool(self.waiting or (self.front.write_back and self.front.pinned_by(MOVER)))
+
     def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
         """The next blocks to copy to the backing tier, then those for the cache tiers.
 
@@ -300,10 +314,15 @@ class TieredStore:
             good = False  # `take_offline` has already removed these blocks from the pool
         # The source block may have been removed during the transfer: then no copy may appear.
         if good and entry.state is State.STORED:
-            target.seal(MOVER, copy.id, entry.checksum, now, from_other_tier=True)
+            down = copy.target == self.backing_tier != self.front_tier
+            last_used = entry.last_used if down else None
+            target.seal(
+                MOVER, copy.id, entry.checksum, now, from_other_tier=True, last_used=last_used
+            )
             if copy.target == self.front_tier:
                 self.change_log.append(entry, ReadStatus.HIT, self.front_tier)
-            elif copy.target == self.backing_tier:
+            elif down:
+                self._fetched.discard(entry)
                 self.front.mark_clean(entry)
         else:
             target.cancel(MOVER, copy.id)
@@ -362,6 +381,7 @@ class TieredStore:
             self._writeback_queue.clear()
             self._writeback_bytes = 0
             self._unwritten.clear()
+            self._fetched.clear()
             self.read_only = False
         return lost
 
@@ -583,6 +603,24 @@ class TieredStore:
                     return entry
         return None
 
+    def _has_room_below(self, request: ReserveRequest, now: float) -> bool:
+        """Whether the backing tier can take blocks that are fetched, for older ones if it is full.
+
+        Else they would be written to memory, and then refused below (design: moves).
+        """
+        if not self.front.write_back or self.read_only:
+            return True
+        backing, last_used = self.backing, request.last_used or ()
+        free = backing.allocator.available - self._writeback_bytes
+        oldest = int((now - backing.policy.victim_age(now)) * 1e6)
+        return sum(request.sizes) <= free or min(last_used, default=oldest) >= oldest
+
+    def _elsewhere_than_in_front(self, entry: Entry) -> Entry | None:
+        index = entry.index
+        stores = (store for store in self._online() if store is not self.front)
+        found = (store.peek(index.namespace, index.part, entry.digest) for store in stores)
+        return next((one for one in found if one is not None), None)
+
     def _elsewhere(self, entry: Entry) -> Entry | None:
         """Another sealed copy of the same block, the front tier's first."""
         index = entry.index
@@ -649,6 +687,7 @@ class TieredStore:
                 self._queue(entry)
             elif answer is not WriteStatus.RESERVED:
                 self.front.mark_clean(entry)
+                self._fetched.discard(entry)
             taken += entry.size
         return taken
 
@@ -673,6 +712,7 @@ class TieredStore:
                 [entry.parent],
                 [entry.size],
                 session_hint,
+                [entry.last_used] if entry in self._fetched else None,
             ),
             now,
         )
@@ -693,6 +733,7 @@ class TieredStore:
         if tier == self.backing_tier:
             self._erasable.append(entry.offset)
         self._unwritten.pop(entry, None)
+        self._fetched.discard(entry)
         if self._evicting:
             return False
         others = [

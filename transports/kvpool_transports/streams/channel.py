@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, WriteOptions
-from kvpool.types import Namespace, ReadBlock, ReadResult, ReadStatus, WriteBlock, WriteStatus
+from kvpool.types import (
+    FetchStatus,
+    Namespace,
+    Offer,
+    ReadBlock,
+    ReadResult,
+    ReadStatus,
+    WriteBlock,
+    WriteStatus,
+)
 from kvpool.wire.frame_reader import PayloadReceiver
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import Data, decode_answer
@@ -76,6 +85,30 @@ class StreamChannel:
     ) -> list[bool]:
         """Report wrong checksums; True where the server verified it and removed the block."""
         return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
+
+    async def offer(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        receiver: str,
+        *,
+        deadline: float,
+    ) -> list[Offer]:
+        """What the server tells the server `receiver` about blocks that it may fetch."""
+        return await requests.offer(self._streams, namespace, part, digests, receiver, deadline)
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        """Ask the server to fetch blocks from the server `source`; one status each."""
+        return await requests.fetch(self._streams, namespace, part, digests, source, deadline)
 
     async def close(self) -> None:
         """As `abort`: the channel has no copies of its own to wait for."""

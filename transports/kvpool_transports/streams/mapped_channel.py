@@ -15,7 +15,9 @@ from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BLOCK_SIZE_MAX,
+    FetchStatus,
     Namespace,
+    Offer,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -187,6 +189,30 @@ class MappedChannel:
     ) -> list[bool]:
         """Report wrong checksums; True where the server verified it and removed the block."""
         return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
+
+    async def offer(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        receiver: str,
+        *,
+        deadline: float,
+    ) -> list[Offer]:
+        """What the server tells the server `receiver` about blocks that it may fetch."""
+        return await requests.offer(self._streams, namespace, part, digests, receiver, deadline)
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        """Ask the server to fetch blocks from the server `source`; one status each."""
+        return await requests.fetch(self._streams, namespace, part, digests, source, deadline)
 
     async def close(self) -> None:
         """`abort`, then end the copy threads and unmap the segment. Idempotent."""

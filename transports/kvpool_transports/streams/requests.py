@@ -13,7 +13,9 @@ from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     Cluster,
+    FetchStatus,
     Namespace,
+    Offer,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -26,10 +28,14 @@ from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     TYPES,
     Challenge,
+    Fetch,
+    Fetched,
     Hello,
     M,
     Message,
     Proof,
+    Propose,
+    Proposed,
     Read,
     Remove,
     Removed,
@@ -41,6 +47,7 @@ from kvpool.wire.messages import (
     Welcome,
     decode_answer,
     pack_parents,
+    unpack_parents,
 )
 from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
@@ -50,6 +57,7 @@ from kvpool_transports.streams.stream import Stream
 #: By value; calling an enum takes ten times as long.
 _READ = tuple(ReadStatus)
 _WRITE = tuple(WriteStatus)
+_FETCH = tuple(FetchStatus)
 #: What no server answers: a client gives itself the first two, and a block whose bytes have not
 #: been sent is not stored, one that is sealed is not reserved.
 _NOT_OF_SERVERS = (WriteStatus.SERVER_LOST, WriteStatus.NO_MASTER)
@@ -225,6 +233,58 @@ async def report_corruption(
     async with streams.stream(deadline) as stream:
         await stream.send(request, deadline=deadline)
         return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
+
+
+async def offer(
+    streams: StreamPool,
+    namespace: Namespace,
+    part: int,
+    digests: Sequence[bytes],
+    receiver: str,
+    deadline: float,
+) -> list[Offer]:
+    """What the server tells `receiver` about blocks that it may fetch from there.
+
+    Raises BadMessage for an answer that does not fit the request.
+    """
+    size = len(digests[0])
+    request = Propose(namespace.name, namespace.parts, size, b"".join(digests), part, receiver)
+    async with streams.stream(deadline) as stream:
+        await stream.send(request, deadline=deadline)
+        answer = await stream.expect(Proposed, deadline=deadline)
+    statuses = read_statuses(answer.statuses, len(digests))
+    offers = [Offer(status) for status in statuses]
+    hits = [i for i, status in enumerate(statuses) if status.hit]
+    parents = unpack_parents(answer.parents, size)
+    counts = {len(answer.sizes), len(answer.checksums), len(parents), len(answer.ages_s)}
+    if counts != {len(hits)}:
+        raise BadMessage(f"{len(hits)} blocks offered, and properties of {sorted(counts)}")
+    properties = zip(answer.sizes, answer.checksums, parents, answer.ages_s, strict=True)
+    for position, (block_size, checksum, parent, age_s) in zip(hits, properties, strict=True):
+        offers[position] = Offer(ReadStatus.HIT, block_size, checksum, parent, age_s)
+    return offers
+
+
+async def fetch(
+    streams: StreamPool,
+    namespace: Namespace,
+    part: int,
+    digests: Sequence[bytes],
+    source: str,
+    deadline: float,
+) -> list[FetchStatus]:
+    """Ask the server to fetch blocks from the server `source`; one status each."""
+    size = len(digests[0])
+    wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
+    request = Fetch(namespace.name, namespace.parts, size, b"".join(digests), part, source, wait_s)
+    async with streams.stream(deadline) as stream:
+        await stream.send(request, deadline=deadline)
+        answer = await stream.expect(Fetched, deadline=deadline)
+    _count(answer.statuses, len(digests))
+    try:
+        return [_FETCH[value] for value in answer.statuses]
+    except IndexError:
+        raise BadMessage(f"{max(answer.statuses)} is not a valid FetchStatus") from None
 
 
 def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:

@@ -32,10 +32,14 @@ from kvpool.wire.messages import (
     Challenge,
     Data,
     Error,
+    Fetch,
+    Fetched,
     Hello,
     Message,
     Pinned,
     Proof,
+    Propose,
+    Proposed,
     Read,
     Remove,
     Removed,
@@ -49,6 +53,7 @@ from kvpool.wire.messages import (
     Welcome,
     decode,
     message_type,
+    pack_parents,
     unpack_batch,
     unpack_parents,
 )
@@ -281,9 +286,37 @@ class StreamSession:
             _check_part(namespace, report_corruption.part)
             flags = await connection.report_corruption(namespace, report_corruption.part, digests)
             await self._send(Removed(bytes(flags)))
+        elif kind is Propose:
+            await self._offer(decode(Propose, frame.type, frame.body), connection)
+        elif kind is Fetch:
+            await self._fetch(decode(Fetch, frame.type, frame.body), connection)
         else:
             name = kind.__name__ if kind is not None else f"type {frame.type}"
             raise BadMessage(f"{name} is no request")
+
+    async def _offer(self, propose: Propose, connection: Connection) -> None:
+        namespace, digests = unpack_batch(propose)
+        _check_part(namespace, propose.part)
+        offers = connection.offer(namespace, propose.part, digests, propose.receiver)
+        hits = [offer for offer in offers if offer.status.hit]
+        await self._send(
+            Proposed(
+                bytes([offer.status for offer in offers]),
+                [offer.size for offer in hits],
+                [offer.checksum for offer in hits],
+                pack_parents([offer.parent for offer in hits], propose.digest_size),
+                [offer.age_s for offer in hits],
+            )
+        )
+
+    async def _fetch(self, fetch: Fetch, connection: Connection) -> None:
+        namespace, digests = unpack_batch(fetch)
+        _check_part(namespace, fetch.part)
+        deadline = self._loop.time() + min(fetch.wait_s, WAIT_S_MAX)
+        statuses = await connection.fetch(
+            namespace, fetch.part, digests, fetch.source, deadline=deadline
+        )
+        await self._send(Fetched(bytes(statuses)))
 
     async def _write(self, reserve: Reserve, connection: Connection) -> None:
         """Reserve, let the bytes arrive, seal."""

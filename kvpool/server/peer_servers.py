@@ -1,0 +1,167 @@
+"""How a server reaches other servers: as their client, over the transports that it listens on.
+
+It asks masters where they are, and keeps a channel to each that it has used (design: moves).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvpool.errors import (
+    DeadlineExceeded,
+    MasterLost,
+    Overloaded,
+    PeerError,
+    ServerLost,
+    Unavailable,
+)
+from kvpool.protocols import Channel, Link, Network, SupportsReachability, Transport
+from kvpool.runtime import Host
+from kvpool.types import Cluster
+from kvpool.wire import messages as wire
+
+#: One master is asked for so long before the next one is.
+_MASTER_S: Final = 1.0
+#: The list of members is asked for so often at most.
+_REFRESH_S: Final = 0.5
+_MEMBERS_MAX: Final = 4096
+
+
+class PeerServers:
+    """Channels to other servers, and questions to masters. Nothing is opened before it is used."""
+
+    def __init__(
+        self,
+        server: str,
+        host: Host,
+        masters: Sequence[str],
+        *,
+        cluster: Cluster,
+        network: Network,
+        transports: Mapping[str, Transport],
+    ) -> None:
+        self.server = server
+        self._host = host
+        self._masters = masters
+        self._cluster = cluster
+        self._network = network
+        self._transports = transports
+        self._links: list[Link] = []
+        self._members: dict[str, wire.MemberInfo] = {}
+        self._refreshed_at = float("-inf")
+        self._channels: dict[str, tuple[int, Channel]] = {}  # with the epoch of the server
+        self._connecting = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
+        """The first good answer of a master. Raises MasterLost."""
+        if not self._links and not self._closed:
+            self._links = [self._network.connect(address) for address in self._masters]
+        problem = "this server is closed"
+        for link in list(self._links):
+            until = min(deadline, _now() + _MASTER_S)
+            try:
+                got = await link.request(*wire.encode(message), deadline=until)
+                return wire.decode_answer(answer, *got)
+            except (Unavailable, Overloaded, PeerError) as error:
+                problem = str(error)  # and not the error, which refers to this frame
+                if link in self._links:  # the others first, the next time
+                    self._links.remove(link)
+                    self._links.append(link)
+        raise MasterLost(f"no master answers: {problem}")
+
+    async def members(self, deadline: float) -> Mapping[str, wire.MemberInfo]:
+        """Every server that a master knows, by name; not older than half a second.
+
+        Raises MasterLost.
+        """
+        if _now() < self._refreshed_at + _REFRESH_S:
+            return self._members
+        found: dict[str, wire.MemberInfo] = {}
+        after, more = "", True
+        while more and len(found) < _MEMBERS_MAX:
+            page = await self.ask(wire.Members(after), wire.MembersReply, deadline)
+            # Pages are sorted. A master whose pages do not go on would be asked for ever.
+            if not page.members or page.members[-1].server <= after:
+                break
+            found.update((info.server, info) for info in page.members)
+            after, more = page.members[-1].server, page.more
+        self._members, self._refreshed_at = found, _now()
+        return found
+
+    async def channel(self, server: str, deadline: float) -> Channel:
+        """A channel to this server. Raises ServerLost when no path to it works, MasterLost."""
+        kept = self._channels.get(server)
+        if kept is not None and kept[0] == self._epoch(server):
+            return kept[1]
+        async with self._connecting:
+            info = (await self.members(deadline)).get(server)
+            if info is None or server == self.server:
+                raise ServerLost(f"no master knows another server {server!r}")
+            kept = self._channels.get(server)
+            if kept is not None and kept[0] != info.epoch:  # it was restarted
+                self.failed(server)
+            if server not in self._channels:
+                self._channels[server] = info.epoch, await self._connect(info, deadline)
+            return self._channels[server][1]
+
+    def failed(self, server: str) -> None:
+        """A call to it has failed: connect anew the next time, to what a master knows then."""
+        kept = self._channels.pop(server, None)
+        self._refreshed_at = float("-inf")
+        if kept is not None:
+            kept[1].abort()
+            closing = asyncio.get_running_loop().create_task(kept[1].close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """End every call and connection. Idempotent."""
+        self._closed = True
+        for server in list(self._channels):
+            self.failed(server)
+        links, self._links = self._links, []
+        for link in links:
+            link.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _epoch(self, server: str) -> int:
+        info = self._members.get(server)
+        return info.epoch if info is not None else 0
+
+    async def _connect(self, info: wire.MemberInfo, deadline: float) -> Channel:
+        problem = "it has no transport in common with this server"
+        for transport, address in self._paths(info):
+            try:
+                return await transport.connect(
+                    address, cluster=self._cluster, client=self.server, deadline=deadline
+                )
+            except DeadlineExceeded:
+                raise
+            except (Unavailable, PeerError, Overloaded) as error:
+                problem = str(error)
+        raise ServerLost(f"server {info.server!r}: {problem}")
+
+    def _paths(self, info: wire.MemberInfo) -> list[tuple[Transport, str]]:
+        """Those inside this host first."""
+        by_scheme = {address.partition("://")[0]: address for address in info.addresses}
+        inside, remote = [], []
+        for scheme, transport in self._transports.items():
+            address = by_scheme.get(scheme)
+            if address is None or (
+                isinstance(transport, SupportsReachability) and not transport.can_reach(address)
+            ):
+                continue
+            if not transport.same_host:
+                remote.append((transport, address))
+            elif info.host == self._host.id:
+                inside.append((transport, address))
+        return [*inside, *remote]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

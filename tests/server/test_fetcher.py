@@ -1,0 +1,322 @@
+"""Blocks that a server fetches from another one: whole, verified, announced, and never too many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import Namespace, Pool, dev
+from kvpool.errors import LinkBroken
+from kvpool.protocols import Channel, SupportsFetch, WriteOptions
+from kvpool.server import fetcher as fetcher_module
+from kvpool.server.block_server import BlockServer
+from kvpool.server.state.fetches import FetchBudget
+from kvpool.types import ROOT, FetchStatus, ReadStatus, WriteBlock
+from tests.conftest import NAMESPACE, key, keys, value, values
+
+SIZE = 8192
+FETCHED, NOT_YET, NO_ROOM = FetchStatus.FETCHED, FetchStatus.NOT_YET, FetchStatus.NO_ROOM
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Pair:
+    """A pool of two servers, the source and the target."""
+
+    def __init__(self, running: dev.Dev, pool: Pool) -> None:
+        self.pool = pool
+        self.source, self.target, *self.others = running.servers
+
+    async def put(
+        self,
+        chain: Sequence[bytes],
+        server: BlockServer | None = None,
+        namespace: Namespace = NAMESPACE,
+        size: int = SIZE,
+    ) -> None:
+        """Store a chain on one server, at the source if no other is named."""
+        name = (server or self.source).server
+        options = WriteOptions(namespace, 0, visible=True)
+        blocks = [
+            WriteBlock(digest, parent, (memoryview(value(digest, size)),), size)
+            for parent, digest in zip([ROOT, *chain], chain, strict=False)
+        ]
+        statuses = await self.pool._writer._write_on(name, options, blocks, now() + 10)
+        assert all(status.present for status in statuses), statuses
+
+    async def fetch(
+        self, digests: Sequence[bytes], source: str | None = None, within_s: float = 5.0
+    ) -> list[FetchStatus]:
+        """Ask the target to fetch blocks, as any member of the cluster may."""
+        name = self.source.server if source is None else source
+
+        async def ask(channel: Channel) -> list[FetchStatus]:
+            assert isinstance(channel, SupportsFetch)
+            return await channel.fetch(NAMESPACE, 0, digests, name, deadline=now() + within_s)
+
+        return await self.pool._servers.call(self.target.server, ask, now() + within_s)
+
+    def has(self, server: BlockServer, digests: Sequence[bytes]) -> list[bool]:
+        return [server.stack.peek(NAMESPACE, 0, digest) is not None for digest in digests]
+
+    def check(self) -> None:
+        for server in (self.source, self.target):
+            server.stack.check()
+            assert not server.store.reservations
+            assert not server.store.pins
+            assert len(server._fetcher.fetches) == 0
+
+
+@asynccontextmanager
+async def pair(
+    capacity: str = "32MiB", listen: Sequence[str] = ("tcp://127.0.0.1:0",), **more: Any
+) -> AsyncIterator[Pair]:
+    options = {"servers": 2, "listen": ("inproc://", *listen), **more}
+    async with dev.serve(capacity, **options) as running, running.pool() as pool:
+        both = Pair(running, pool)
+        yield both
+        both.check()
+
+
+@pytest.mark.parametrize("address", ["inproc://other", "tcp://127.0.0.1:0", "shm://"])
+async def test_a_server_fetches_blocks_and_serves_them(address: str) -> None:
+    listen = () if address.startswith("inproc") else (address,)
+    async with pair(listen=listen) as both:
+        chain = keys("chain", 100)
+        await both.put(chain)
+        if listen:  # between the two servers only the transport that is tried
+            del both.target._peers._transports["inproc"]  # type: ignore[attr-defined]
+        assert await both.fetch(chain) == [FETCHED] * 100
+        for entry in both.source.store.inventory():
+            copy = both.target.store.peek(NAMESPACE, 0, entry.digest)
+            assert copy is not None
+            assert (copy.checksum, copy.parent) == (entry.checksum, entry.parent)
+        match = await both.pool.match(NAMESPACE, chain)
+        assert {replica.server for replica in match.runs[0].replicas} == {"dev-0", "dev-1"}
+        assert await both.fetch(chain) == [FetchStatus.ALREADY_HERE] * 100
+        await both.source.close()
+        into = [bytearray(SIZE) for _ in chain]
+        results = await both.pool.read(NAMESPACE, chain, into)
+        assert all(result.status.hit for result in results)
+        assert list(map(bytes, into)) == values(chain)
+        counters = both.target.stats(now()).counters
+        assert (counters["fetch_fetched"], counters["fetched_bytes"]) == (100, 100 * SIZE)
+
+
+async def test_what_cannot_be_fetched_has_a_reason() -> None:
+    async with pair() as both:
+        chain = keys("chain", 3)
+        await both.put(chain)
+        assert await both.fetch(chain, "nobody") == [FetchStatus.SOURCE_LOST] * 3
+        assert await both.fetch(chain, both.target.server) == [FetchStatus.SOURCE_LOST] * 3
+        assert await both.fetch([key("never written")]) == [FetchStatus.GONE]
+        await both.pool.remove(NAMESPACE, chain[1:2])
+        assert await both.fetch(chain) == [FETCHED, FetchStatus.GONE, FETCHED]
+
+
+async def test_corrupt_bytes_are_not_stored_and_leave_the_source() -> None:
+    async with pair() as both:
+        chain = keys("chain", 3)
+        await both.put(chain)
+        entry = both.source.store.peek(NAMESPACE, 0, chain[1])
+        assert entry is not None
+        both.source.tier.view(entry.offset, entry.size)[5] ^= 1  # type: ignore[attr-defined]
+        assert await both.fetch(chain) == [FETCHED, FetchStatus.CORRUPT, FETCHED]
+        assert both.has(both.target, chain) == [True, False, True]
+        assert both.has(both.source, chain) == [True, False, True]
+
+
+async def test_blocks_that_a_client_wants_stay_in_a_full_server() -> None:
+    async with pair("1MiB") as both:
+        old, new = keys("old", 8), keys("new", 120)
+        await both.put(old)
+        await asyncio.sleep(0.05)
+        await both.put(new, both.target)
+        stored = both.target.store.stored
+        assert await both.fetch(old) == [FETCHED] * 8
+        assert both.target.store.stored == stored + 8
+        await both.put(keys("filler", 6), both.target)  # evicts nothing: 6 of 128 extents are free
+        more = keys("older", 4)
+        for digest in more:
+            await both.put([digest])
+            entry = both.source.store.peek(NAMESPACE, 0, digest)
+            assert entry is not None
+            entry.last_used = 1
+        before = both.target.store.evicted
+        assert set(await both.fetch(more)) <= {NO_ROOM, FETCHED}
+        assert both.target.store.evicted == before
+
+
+async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
+    async with pair("1MiB") as both:
+        chain, other = keys("chain", 4), keys("another", 1)
+        await both.put(chain)
+        await both.put(other)
+        await asyncio.sleep(0.05)
+        await both.put(keys("new", 126), both.target)
+        room = both.target.store.allocator.available // SIZE
+        head = both.source.store.peek(NAMESPACE, 0, chain[0])
+        assert head is not None
+        assert room == 2
+        assert await both.fetch([*chain, *other]) == [FETCHED, FETCHED, NO_ROOM, NO_ROOM, NO_ROOM]
+        assert both.target.store.evicted == 0
+
+
+async def test_a_removal_follows_a_block_to_where_it_was_fetched() -> None:
+    """The removal came to the target before it fetched the block, and to the source after that."""
+    async with pair() as both:
+        chain = keys("chain", 3)
+        await both.put(chain)
+        await both.fetch(chain)
+
+        async def remove(channel: Channel) -> list[bool]:
+            return await channel.remove(NAMESPACE, chain[2:], deadline=now() + 5)
+
+        assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [True]
+        assert both.has(both.target, chain) == [True, True, False]
+        assert both.source.stats(now()).counters["passed_on_removals"] == 1
+
+
+async def test_a_block_that_is_removed_on_its_way_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as both:
+        chain = keys("chain", 3)
+        await both.put(chain)
+        verify = fetcher_module.Fetcher._is_right
+        removals = []
+
+        async def remove_meanwhile(self: Any, *arguments: Any) -> bool:
+            if not removals:
+                removals.append(asyncio.create_task(both.pool.remove(NAMESPACE, chain[1:])))
+                await asyncio.wait(removals)
+            return await verify(self, *arguments)
+
+        monkeypatch.setattr(fetcher_module.Fetcher, "_is_right", remove_meanwhile)
+        gone = FetchStatus.GONE
+        assert await both.fetch(chain) == [FETCHED, gone, gone]
+        assert removals[0].result() == [True, True]
+        for server in (both.source, both.target):
+            assert both.has(server, chain) == [True, False, False]
+        assert (await both.pool.match(NAMESPACE, chain)).length == 1
+
+
+async def test_the_budget_holds_and_asking_again_goes_on() -> None:
+    async with pair() as both:
+        chain = keys("chain", 200)
+        await both.put(chain)
+        both.target._fetcher.budget = FetchBudget(4e6)  # 200 blocks in 0.4 s
+        began, asked = now(), 0
+        while not all(both.has(both.target, chain)):
+            statuses = await both.fetch(chain, within_s=0.2)
+            here = both.has(both.target, chain)
+            assert here == sorted(here, reverse=True), "heads first"
+            assert set(statuses) <= {FETCHED, FetchStatus.ALREADY_HERE, NOT_YET}
+            asked += 1
+            assert asked < 50
+        step = fetcher_module._STEP_BLOCKS * SIZE
+        assert now() - began >= (200 * SIZE - step) / 4e6
+        assert asked > 1
+
+
+async def test_two_calls_fetch_a_block_once() -> None:
+    async with pair() as both:
+        chain = keys("chain", 100)
+        await both.put(chain)
+        first, second = await asyncio.gather(both.fetch(chain), both.fetch(chain))
+        brought = first.count(FETCHED) + second.count(FETCHED)
+        assert brought == 100
+        assert set(first + second) == {FETCHED, FetchStatus.IN_PROGRESS}
+        assert both.target.stats(now()).counters["fetched_bytes"] == 100 * SIZE
+
+
+async def test_a_caller_that_gives_up_leaves_nothing() -> None:
+    async with pair() as both:
+        chain = keys("chain", 400)
+        await both.put(chain)
+        for delay_s in (0.0, 0.001, 0.003, 0.01, 0.02):
+            calling = asyncio.create_task(both.fetch(chain))
+            await asyncio.sleep(delay_s)
+            calling.cancel()
+            await asyncio.wait([calling])
+            await asyncio.sleep(0.05)
+            both.check()
+        assert set(await both.fetch(chain)) <= {FETCHED, FetchStatus.ALREADY_HERE}
+
+
+async def test_a_source_that_ends_meanwhile_costs_a_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as both:
+        chain = keys("chain", 100)
+        await both.put(chain)
+        step = fetcher_module.Fetcher._step
+        steps = []
+
+        async def end_source(self: Any, *arguments: Any) -> list[int]:
+            steps.append(1)
+            if len(steps) == 2:
+                await both.source.close()
+            return await step(self, *arguments)
+
+        monkeypatch.setattr(fetcher_module.Fetcher, "_step", end_source)
+        statuses = await both.fetch(chain)
+        count = statuses.count(FETCHED)
+        assert statuses == [FETCHED] * count + [FetchStatus.SOURCE_LOST] * (100 - count)
+        assert 0 < count < 100
+        assert await both.fetch(chain[count:]) == [FetchStatus.SOURCE_LOST] * (100 - count)
+
+
+async def test_blocks_of_a_disk_are_fetched_into_memory_and_disk(tmp_path: Path) -> None:
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    async with pair(tiers=tiers) as both:
+        chain = keys("chain", 300)  # 2.4 MiB: most of it is on the disk alone
+        for first in range(0, 300, 50):
+            await both.put(chain[first : first + 50])
+        statuses = await both.fetch(chain, within_s=20.0)
+        assert statuses == [FETCHED] * 300
+        for server in (both.source, both.target):
+            assert all(both.has(server, chain))
+        await both.source.close()
+        into = [bytearray(SIZE) for _ in chain]
+        results = await both.pool.read(NAMESPACE, chain, into, timeout=20)
+        assert all(result.status is ReadStatus.HIT for result in results)
+        assert list(map(bytes, into)) == values(chain)
+
+
+async def test_a_master_that_is_late_keeps_the_source_from_forgetting() -> None:
+    """FETCHED means that every living master knows of the copy."""
+    async with pair() as both:
+        chain = keys("chain", 3)
+        await both.put(chain)
+        (announcer,) = both.target._context.announcers
+        deliver, may_go = announcer._deliver, asyncio.Event()
+
+        async def late(message: Any) -> bool:
+            await may_go.wait()
+            return await deliver(message)
+
+        announcer._deliver = late  # type: ignore[method-assign]
+        assert await both.fetch(chain, within_s=0.5) == [NOT_YET] * 3
+        assert all(both.has(both.target, chain))
+        may_go.set()
+        assert await both.fetch(chain) == [FetchStatus.ALREADY_HERE] * 3
+
+
+async def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
+    async with pair() as both:
+        chain = keys("chain", 3)
+        await both.put(chain)
+        channel = await both.target._peers.channel(both.source.server, now() + 5)
+        channel.abort()
+        with pytest.raises(LinkBroken):
+            await channel.remove(NAMESPACE, chain, deadline=now() + 1)
+        assert await both.fetch(chain) == [FetchStatus.SOURCE_LOST] * 3
+        assert await both.fetch(chain) == [FETCHED] * 3
