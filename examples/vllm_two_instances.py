@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 SESSIONS = 5
 TURNS_BEFORE, TURNS_AFTER = 6, 3
-FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 5000, 500, 16
+FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 3000, 500, 16
 NEW_TOKENS = 2000
 _KV_BYTES = 640 << 20  # all sessions fit: an eviction would be another demo
 _WARM_UPS = 3
@@ -370,7 +370,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
-def main(arguments: Sequence[str]) -> None:
+def tiny(folder: Path) -> Path:
+    from examples import tiny_model  # needs torch and more, which come with vLLM
+
+    return tiny_model.make(folder, layers=8, hidden=256)
+
+
+def main(arguments: Sequence[str], make_model: Callable[[Path], Path] = tiny) -> None:
     chosen = parse(arguments)
     if find_spec("vllm") is None:
         raise SystemExit(
@@ -378,16 +384,13 @@ def main(arguments: Sequence[str]) -> None:
             f"{sys.executable}. `make demo-vllm` installs vLLM for CPUs into .venv-vllm (Linux on "
             "x86-64, 3.5 GB) and runs the demo there."
         )
-    from examples import tiny_model  # needs torch and more, which come with vLLM
-
     # As Ctrl-C does: engines are in process groups of their own, and must not be left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as folder:
             logs = Path(folder)
-            model = tiny_model.make(logs / "model", layers=8, hidden=256)
-            measured = measure(model, logs, chosen.sessions)
+            measured = measure(make_model(logs / "model"), logs, chosen.sessions)
     except KeyboardInterrupt:
         print("\nstopped; all processes are gone", file=sys.stderr)
         sys.exit(130)

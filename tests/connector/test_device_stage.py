@@ -78,6 +78,14 @@ async def test_a_buffer_of_any_size_moves_the_same_bytes(layout: str, size: int)
             assert torch.equal(cache[block], before[layer][was])
 
 
+async def test_more_blocks_than_a_round_has_numbers_for() -> None:
+    """Blocks of a few bytes: it is not the buffer that is full first."""
+    memory = staged(caches(LAYOUTS["LBHNC"]), 4 << 20)
+    found = await memory.source([1, 4, 2] * 3000, None)
+    assert [joined(one) for one in found] == [joined(one) for one in found[:3]] * 3000
+    assert joined(found[0]) != joined(found[1])
+
+
 def copied(memory: DeviceBlockMemory, ids: Sequence[int]) -> int:
     """Bytes of the largest memory that was allocated beside the rows of the host."""
     host = memory._host_rows(len(ids))

@@ -1,0 +1,136 @@
+"""`make demo-vllm` with a stand-in for `vllm serve`: what it leaves behind, however it ends.
+
+The pool is a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE = Path(__file__).parent / "fake_vllm"
+RUN = """
+import sys
+from examples import vllm_two_instances
+vllm_two_instances.main(sys.argv[1:], lambda folder: folder)
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Path:
+    return tmp_path / "pids"
+
+
+@pytest.fixture
+def start(tmp_path: Path, pids: Path) -> Iterator[Start]:
+    started = []
+
+    def run(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        paths = [str(FAKE), str(ROOT), *(str(ROOT / one) for one in ("transports", "tiers"))]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-u", "-c", RUN, "--sessions", "1", *arguments],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(paths),
+                    "FAKE_VLLM_PIDS": str(pids),
+                    **environment,
+                },
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def pool_of(demo: subprocess.Popen[str]) -> int:
+    """The id of the pool's process, when the demo has printed it."""
+    assert demo.stdout is not None
+    line = demo.stdout.readline()
+    return int(line.removeprefix("the pool is process ").partition(":")[0])
+
+
+def are_gone(*processes: int) -> bool:
+    """Whether none of them runs, some seconds later at the latest."""
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def engines(pids: Path, at_least: int = 1) -> list[int]:
+    """Their ids, when so many have started."""
+    until = time.monotonic() + 30
+    while not pids.exists() or len(pids.read_text().split()) < at_least:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return [int(pid) for pid in pids.read_text().split()]
+
+
+def test_it_prints_medians_and_draws_a_picture(start: Start, pids: Path, tmp_path: Path) -> None:
+    demo = start("--picture", "out.svg", "--each")
+    pool = pool_of(demo)
+    out, err = demo.communicate(timeout=100)
+    assert demo.returncode == 0, err
+    assert "All 4 answers are equal." in out
+    assert "session 1: computed, although the pool should have it" in out  # this one has no cache
+    assert "the pool ended" not in out
+    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+    assert are_gone(pool, *engines(pids, 3))
+
+
+def test_a_pool_that_is_killed_in_the_middle_does_not_end_it(start: Start, pids: Path) -> None:
+    demo = start()
+    pool = pool_of(demo)
+    engines(pids)
+    os.kill(pool, signal.SIGKILL)
+    out, err = demo.communicate(timeout=100)
+    assert demo.returncode == 0, err
+    assert "the pool ended on the way; the engines went on without it" in out
+    assert are_gone(*engines(pids, 3))
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "terminate"]
+)
+@pytest.mark.parametrize("number", [1, 3], ids=["first engine", "the two others"])
+def test_it_leaves_no_process_when_it_is_stopped(
+    start: Start, pids: Path, sent: signal.Signals, code: int, number: int
+) -> None:
+    demo = start()
+    pool = pool_of(demo)
+    running = engines(pids, number)
+    demo.send_signal(sent)
+    _, err = demo.communicate(timeout=60)
+    assert demo.returncode == code
+    assert "Traceback" not in err
+    assert are_gone(pool, *running)
+
+
+def test_an_engine_that_dies_is_shown_with_the_end_of_its_log(start: Start, pids: Path) -> None:
+    demo = start(FAKE_VLLM_DIES_AFTER="5")
+    _, err = demo.communicate(timeout=100)
+    assert demo.returncode == 1
+    assert "the engine core has died" in err
+    assert "Traceback" not in err
+    assert are_gone(*engines(pids))
