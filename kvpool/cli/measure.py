@@ -18,18 +18,24 @@ if TYPE_CHECKING:
     from kvpool.tools.workloads import Request
 
 Trace = Annotated[Path | None, typer.Argument(help="Trace in the Mooncake format (JSON lines).")]
-Workload = Annotated[str, typer.Option(help="Generated workload if no trace is given: codex.")]
-Servers = Annotated[int, typer.Option(min=1, max=64, help="Number of block servers.")]
+Workload = Annotated[str, typer.Option(help="Generated if no trace is given: codex or fanout.")]
+Servers = Annotated[
+    str, typer.Option(help="Number of block servers; with --dry several, e.g. 1,4,16.")
+]
 Clients = Annotated[int, typer.Option(min=1, max=64, help="Number of engine instances.")]
 Capacity = Annotated[
-    str | None, typer.Option(help="Memory of all servers together, e.g. 1GiB or 5000blocks.")
+    str | None,
+    typer.Option(
+        help="Memory of all servers together, e.g. 1GiB or 5000blocks; "
+        "with --dry also 0.5ws, a part of the working set."
+    ),
 ]
 BlockSize = Annotated[
     str | None,
     typer.Option(help="Bytes of each block, e.g. 64KiB. Default: depends on the workload."),
 ]
-Sessions = Annotated[int, typer.Option(min=1, help="codex: total number of sessions.")]
-Concurrent = Annotated[int, typer.Option(min=1, help="codex: sessions at the same time.")]
+Sessions = Annotated[int, typer.Option(min=1, help="Sessions in all; of fanout: groups.")]
+Concurrent = Annotated[int, typer.Option(min=1, help="Sessions, or groups, at the same time.")]
 InFlight = Annotated[
     int | None,
     typer.Option(help="Requests at a time. Default: 1 for a trace, else the number of clients."),
@@ -75,7 +81,7 @@ Picture = Annotated[
 def replay(
     trace: Trace = None,
     workload: Workload = "codex",
-    servers: Servers = 2,
+    servers: Servers = "",
     clients: Clients = 4,
     capacity: Capacity = None,
     block_size: BlockSize = None,
@@ -95,25 +101,31 @@ def replay(
 ) -> None:
     """Play a workload through a pool of real processes and check every byte.
 
-    With --dry, --capacity and --policy take several values, comma-separated.
+    With --dry, --capacity, --policy and --servers take several values, comma-separated.
+    Without it there are 2 servers, with it one.
     """
     from kvpool.tools import replay as replays
 
     if dry:
         try:
             name, requests = replays.requests_of(trace, workload, sessions, concurrent, seed)
-            blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size)
+            requests = requests[:limit]
+            blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size, requests)
+            counts = replays.server_counts(servers or "1", most=1024)
         except KvpoolError as error:
             fail(error)
-        _dry(name, requests[:limit], policy, blocks, hints, seed, picture, as_json)
+        _dry(name, requests, policy, blocks, counts, hints, seed, picture, as_json)
         return
     try:
         if hints:
             raise ConfigError("--hints needs --dry: only there the times of the trace are kept")
+        counts = replays.server_counts(servers or "2", most=64)
+        if len(counts) > 1:
+            raise ConfigError("several numbers of --servers need --dry")
         options = replays.options(
             trace=trace,
             workload=workload,
-            servers=servers,
+            servers=counts[0],
             clients=clients,
             capacity=capacity,
             block_size=block_size,
@@ -157,6 +169,7 @@ def _dry(
     requests: list[Request],
     policies: str,
     capacities: list[int],
+    servers: list[int],
     hints: bool,
     seed: int,
     picture: Path | None,
@@ -172,6 +185,7 @@ def _dry(
             capacities=capacities,
             hints=hints,
             seed=seed,
+            servers=servers,
         )
     except KvpoolError as error:
         fail(error)
@@ -184,7 +198,8 @@ def _dry(
     if as_json:
         print(json.dumps(done.as_dict()))
     else:
-        console.print(dries.table(done))
+        for table in dries.tables(done):
+            console.print(table)
 
 
 def bench(

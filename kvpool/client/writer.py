@@ -95,6 +95,20 @@ class BatchState:
                 self.tried[position].add(server)
         return batches
 
+    def answered(
+        self,
+        server: str,
+        positions: Sequence[int],
+        answer: Sequence[WriteStatus],
+        needed: dict[int, int],
+    ) -> None:
+        """Keep a server's answer for these blocks; `needed` keeps those that need copies."""
+        for position, status in zip(positions, answer, strict=True):
+            self.record(position, server, status)
+            needed[position] -= status not in RETRY_ELSEWHERE
+            if not needed[position]:
+                del needed[position]
+
     def record(self, position: int, server: str, status: WriteStatus) -> None:
         """Keep what a server answered for one block."""
         before = self.statuses[position]
@@ -282,15 +296,14 @@ class Writer:
             ]
             answers = [await writes[0]] if len(writes) == 1 else await _run_all(writes)
             for (server, positions), answer in zip(batches, answers, strict=True):
-                present = []
-                for position, status in zip(positions, answer, strict=True):
-                    batch.record(position, server, status)
-                    needed[position] -= status not in RETRY_ELSEWHERE
-                    if status in _PRESENT:
-                        present.append(batch.blocks[position].digest)
+                batch.answered(server, positions, answer, needed)
+                present = [
+                    batch.blocks[position].digest
+                    for position, status in zip(positions, answer, strict=True)
+                    if status in _PRESENT
+                ]
                 location = CachedLocation(batch.options.namespace, server, batch.copies == 1)
                 self._locations.put(location, present)
-            needed = {position: missing for position, missing in needed.items() if missing}
 
     async def _settle(self, batch: BatchState, sources: Mapping[int, WriteBlock]) -> None:
         """Keep one version of the blocks that this call has stored (`Versions.settle`)."""

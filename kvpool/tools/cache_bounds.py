@@ -93,3 +93,23 @@ def ideal(requests: Sequence[Request]) -> float:
             hits += 1
         seen.update(request.chain)
     return hits / blocks(requests)
+
+
+def working_set(requests: Sequence[Request]) -> int:
+    """Blocks that were used and will be used again: the mean over the middle half of the time.
+
+    A cache of that size could hold every block between its uses.
+    """
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for request in requests:
+        for id in request.chain:
+            first.setdefault(id, request.time_s)
+            last[id] = request.time_s
+    begin, end = requests[0].time_s, requests[-1].time_s
+    quarter_s = (end - begin) / 4
+    begin, end = begin + quarter_s, end - quarter_s
+    if end <= begin:
+        return len(first)
+    held_s = sum(max(0.0, min(last[id], end) - max(first[id], begin)) for id in first)
+    return round(held_s / (end - begin))

@@ -1,48 +1,37 @@
-"""`kvpool replay --dry`: policies measured by the real store, without processes and bytes.
+"""`kvpool replay --dry`: policies measured by the real stores, without processes and bytes.
 
-Store, policy and hints are those of a server; time is the trace's. Beside them stands MIN, the hit
-rate that no policy can exceed. The rules: a hit is a block of the longest prefix that is here; then
-the rest of the chain is written, as far as the whole store could hold it; the blocks of a request
-stay until it is through.
+The pool is a `DryPool`: what it is made of is the code of the product; time is the trace's. Beside
+it stands MIN, the hit rate that no policy can exceed in one store. The rules: a hit is a block of
+the longest prefix that is here; then the rest of the chain is written; the blocks of a request stay
+until it is through.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
+import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from rich.table import Table
 
 from kvpool import registry
-from kvpool.errors import ConfigError, InvariantViolated
-from kvpool.protocols import ReserveRequest
-from kvpool.protocols.policy import Policy
-from kvpool.server.state.entry import Entry
-from kvpool.server.state.store import Store
+from kvpool.errors import ConfigError
 from kvpool.tools import cache_bounds, workloads
+from kvpool.tools.dry_pool import DryPool, Foresight, PolicyOf
 from kvpool.tools.workloads import Request
-from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import WriteStatus
 
 #: The name of the bound among the policies.
 MIN = "MIN"
 _HINTS = "+hints"
 #: How well sessions know when they resume: sigma of a lognormal error, 95 % within a factor 1.6.
 _HINT_SIGMA = 0.25
-
-_NAMESPACE = Namespace("dry")
-_OWNER = 1
-#: Every block has this size; the store sees bytes, the result depends on how many blocks fit.
-_SIZE = 4096
-
-#: When the next prompt is expected, in seconds; None when this was the last one.
-Foresight = Callable[[Request], float | None]
+#: After these shares of the requests the loss of each server is measured.
+_LOSSES_AT = (0.4, 0.6, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +43,27 @@ class StudyOptions:
     policies: list[str]
     capacities: list[int]
     foresight: Foresight
+    servers: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRow:
-    """What came of one policy at one capacity."""
+    """What came of one policy at one capacity, on so many servers.
+
+    `usable_worst` and `usable_mean` are the shares of the living prefixes' blocks that can be read
+    when one of the servers is lost; `place_us` is the median time of one placement.
+    """
 
     policy: str
     capacity: int
     hit_rate: float
     seconds: float
+    servers: int = 1
     evicted: int = 0
+    usable_worst: float = 0.0
+    usable_mean: float = 0.0
+    servers_per_chain: float = 1.0
+    place_us: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
 
 
@@ -76,16 +75,19 @@ class Study:
     requests: int
     blocks: int
     ideal: float
+    working_set: int
     rows: list[StudyRow] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
-    def rate(self, policy: str, capacity: int) -> float:
-        """The hit rate of a policy that was played."""
+    def rate(self, policy: str, capacity: int, servers: int | None = None) -> float:
+        """The hit rate of a policy that was played; without `servers`, on the first number."""
         return next(
-            row.hit_rate for row in self.rows if (row.policy, row.capacity) == (policy, capacity)
+            row.hit_rate
+            for row in self.rows
+            if (row.policy, row.capacity) == (policy, capacity) and servers in (None, row.servers)
         )
 
 
@@ -93,13 +95,21 @@ def study(options: StudyOptions, progress: Callable[[str], None]) -> Study:
     """Play every policy at every capacity, LRU and the bound among them."""
     requests = options.requests
     done = Study(
-        options.name, len(requests), workloads.blocks(requests), cache_bounds.ideal(requests)
+        options.name,
+        len(requests),
+        workloads.blocks(requests),
+        cache_bounds.ideal(requests),
+        cache_bounds.working_set(requests),
     )
     for capacity in options.capacities:
         for name in dict.fromkeys(["lru", *options.policies, MIN]):
-            row = _row(options, name, capacity)
-            done.rows.append(row)
-            progress(f"{name} at {capacity:,} blocks: {row.hit_rate:.2%} ({row.seconds:.0f} s)")
+            for servers in options.servers if name != MIN else (1,):
+                row = _row(options, name, capacity, servers)
+                done.rows.append(row)
+                progress(
+                    f"{name} at {capacity:,} blocks on {servers}: {row.hit_rate:.2%} "
+                    f"({row.seconds:.0f} s)"
+                )
     return done
 
 
@@ -117,69 +127,62 @@ def noisy(sigma: float, seed: int) -> Foresight:
 
 def play(
     requests: Sequence[Request],
-    policy: Policy[Entry],
+    policy: PolicyOf,
     capacity: int,
     foresight: Foresight | None = None,
-) -> tuple[int, Store]:
-    """Blocks that were hit, and the store afterwards."""
-    store = Store(capacity * _SIZE, alignment=_SIZE, policy=policy)
-    hits = sum(_play_one(store, request, capacity, foresight) for request in requests)
-    return hits, store
+    *,
+    servers: int = 1,
+    hosts: int = 0,
+) -> DryPool:
+    """The pool after all requests. With more servers, losses were measured on the way."""
+    pool = DryPool(servers, capacity, policy, hosts)
+    losses_at = {int(len(requests) * share) for share in _LOSSES_AT} if servers > 1 else set()
+    for number, request in enumerate(requests):
+        if number in losses_at:
+            pool.lose_each(requests[number:])
+        pool.play(request, foresight)
+    return pool
 
 
-def hit_rate(requests: Sequence[Request], policy: str, capacity: int) -> float:
+def hit_rate(
+    requests: Sequence[Request], policy: str, capacity: int, *, servers: int = 1, hosts: int = 0
+) -> float:
     """Of all blocks that are asked for, the share that is here. Raises ConfigError."""
-    hits, _ = play(requests, registry.policy(policy, capacity * _SIZE), capacity)
-    return hits / workloads.blocks(requests)
+    pool = play(requests, _policy_of(policy), capacity, servers=servers, hosts=hosts)
+    return pool.played.hits / workloads.blocks(requests)
 
 
-def _row(options: StudyOptions, name: str, capacity: int) -> StudyRow:
+def _policy_of(name: str) -> PolicyOf:
+    return lambda size: registry.policy(name, size)
+
+
+def _row(options: StudyOptions, name: str, capacity: int, servers: int) -> StudyRow:
     started = time.monotonic()
     if name == MIN:
         rate = cache_bounds.belady(options.requests, capacity)
         return StudyRow(name, capacity, rate, time.monotonic() - started)
-    policy = registry.policy(name.removesuffix(_HINTS), capacity * _SIZE)
     foresight = options.foresight if name.endswith(_HINTS) else None
-    hits, store = play(options.requests, policy, capacity, foresight)
-    rate = hits / workloads.blocks(options.requests)
-    counters = {**store.hint_counters, "bypassed": store.bypassed}
-    return StudyRow(name, capacity, rate, time.monotonic() - started, store.evicted, counters)
-
-
-def _play_one(store: Store, request: Request, capacity: int, foresight: Foresight | None) -> int:
-    now = request.time_s
-    chain = [_digest(id) for id in request.chain]
-    # Leaves go first, so what is here of a chain is a prefix: its length is found by bisection.
-    held = bisect_left(chain, True, key=lambda digest: store.peek(_NAMESPACE, 0, digest) is None)
-    pins = store.pin(_OWNER, _NAMESPACE, 0, chain[:held], now)
-    if any(pin.status is not ReadStatus.HIT for pin in pins):
-        raise InvariantViolated("a head was evicted before its tail")
-    session_hint = None
-    if foresight is not None:
-        session_hint = SessionHint(str(request.session), foresight(request))
-    fresh = chain[held:capacity]
-    if fresh:
-        parents = [chain[held - 1] if held else ROOT, *fresh[:-1]]
-        sizes = [_SIZE] * len(fresh)
-        for answer in store.reserve(
-            _OWNER, ReserveRequest(_NAMESPACE, 0, fresh, parents, sizes, session_hint), now
-        ):
-            if answer.status is WriteStatus.RESERVED:
-                store.seal(_OWNER, answer.id, 0, now)
-    elif session_hint is not None and session_hint.resume_in is not None:
-        store.resume(session_hint.session, session_hint.resume_in, now)
-    if session_hint is not None and session_hint.resume_in is None:
-        store.end(session_hint.session, now)
-    for pin in pins:
-        store.unpin(_OWNER, pin.id)
-    store.take_changes()  # nobody listens
-    return held
-
-
-@lru_cache(maxsize=1 << 18)
-def _digest(id: int) -> bytes:
-    """Spread as real ones are: a policy may sample by them."""
-    return hashlib.blake2b(id.to_bytes(8, "little"), digest_size=16).digest()
+    policy = _policy_of(name.removesuffix(_HINTS))
+    pool = play(options.requests, policy, capacity, foresight, servers=servers)
+    played, stores = pool.played, pool.stores
+    counters: dict[str, int] = {}
+    for store in stores:
+        for counter, count in store.hint_counters.items():
+            counters[counter] = counters.get(counter, 0) + count
+    counters["bypassed"] = played.statuses[WriteStatus.BYPASSED]
+    return StudyRow(
+        name,
+        capacity,
+        played.hits / workloads.blocks(options.requests),
+        time.monotonic() - started,
+        servers,
+        sum(store.evicted for store in stores),
+        min((loss.worst for loss in played.losses), default=0.0),
+        statistics.fmean([loss.mean for loss in played.losses] or [0.0]),
+        played.servers_of_hits / max(1, played.hit_prompts),
+        statistics.median(played.place_s or [0.0]) * 1e6,
+        counters,
+    )
 
 
 def options(
@@ -190,6 +193,7 @@ def options(
     capacities: list[int],
     hints: bool,
     seed: int,
+    servers: Sequence[int] = (1,),
 ) -> StudyOptions:
     """From what a user says. With `hints`, each policy is played without and with them.
 
@@ -197,6 +201,11 @@ def options(
 
     Raises ConfigError.
     """
+    for count in servers:
+        if any(capacity < count for capacity in capacities):
+            raise ConfigError(
+                f"{min(capacities)} blocks over {count} servers: expected one on each"
+            )
     wanted = [one.strip() for one in policies.split(",") if one.strip()]
     known = registry.installed(registry.POLICIES)
     for one in wanted:
@@ -208,10 +217,42 @@ def options(
         request.resumes_s is None for request in requests
     ):
         raise ConfigError("hints need sessions, and this trace names none")
-    return StudyOptions(name, requests, wanted, capacities, noisy(_HINT_SIGMA, seed))
+    foresight = noisy(_HINT_SIGMA, seed)
+    return StudyOptions(name, requests, wanted, capacities, foresight, tuple(servers))
 
 
-def table(done: Study) -> Table:
+def tables(done: Study) -> list[Table]:
+    """The result, for a terminal."""
+    if all(row.servers == 1 for row in done.rows):
+        return [_policy_table(done)]
+    return [_server_table(done, one) for one in dict.fromkeys(row.capacity for row in done.rows)]
+
+
+def _server_table(done: Study, capacity: int) -> Table:
+    """One capacity, by policy and number of servers."""
+    shown = Table(
+        title=f"{done.name}: {done.requests:,} requests, {capacity:,} blocks in all servers, "
+        f"{capacity / max(1, done.working_set):.2f} of the working set"
+    )
+    for name in ("policy", "servers", "hit rate", "left without one", "at worst", "fair"):
+        shown.add_column(name, justify="left" if name == "policy" else "right")
+    shown.add_column("servers per chain", justify="right")
+    shown.add_column("place", justify="right")
+    for row in done.rows:
+        if row.capacity != capacity:
+            continue
+        cells = [row.policy, f"{row.servers}", f"{row.hit_rate:.2%}"]
+        if row.policy == MIN:
+            cells[0] = "MIN, the exact bound"
+        elif row.servers > 1:
+            cells += [f"{row.usable_mean:.1%}", f"{row.usable_worst:.1%}"]
+            cells += [f"{1 - 1 / row.servers:.1%}", f"{row.servers_per_chain:.2f}"]
+            cells.append(f"{row.place_us:.0f} us")
+        shown.add_row(*cells)
+    return shown
+
+
+def _policy_table(done: Study) -> Table:
     """Hit rates by capacity; with LRU, how much of the way from it to the bound."""
     shown = Table(
         title=f"{done.name}: {done.requests:,} requests, {done.blocks:,} blocks, "

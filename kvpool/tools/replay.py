@@ -140,13 +140,33 @@ def requests_of(
     if workload == "codex":
         name = f"codex, {concurrent} of {sessions} sessions at a time"
         return name, workloads.codex(sessions, concurrent, seed=seed)
-    raise ConfigError(f"workload {workload!r}: expected codex, or a trace file")
+    if workload == "fanout":
+        name = f"fanout, {concurrent} of {sessions} groups of 17 sessions at a time"
+        return name, workloads.fan_out(sessions, concurrent, seed=seed)
+    raise ConfigError(f"workload {workload!r}: expected codex, fanout, or a trace file")
 
 
-def capacities_in_blocks(text: str, block_size: str | None) -> list[int]:
-    """`5000blocks,25000blocks`, or sizes and the size of a block. Raises ConfigError."""
+def server_counts(text: str, most: int) -> list[int]:
+    """`1,4,16`. Raises ConfigError."""
+    counts = [one.strip() for one in text.split(",")]
+    if not all(one.isdecimal() and 1 <= int(one[:9]) <= most for one in counts):
+        raise ConfigError(f"servers {text!r}: expected numbers from 1 to {most}")
+    return [int(one) for one in counts]
+
+
+def capacities_in_blocks(
+    text: str, block_size: str | None, requests: Sequence[workloads.Request]
+) -> list[int]:
+    """`5000blocks,25000blocks`, parts of the working set (`0.5ws`), or sizes and a block's size.
+
+    Raises ConfigError.
+    """
     found = []
     for one in text.split(","):
+        share = one.strip().removesuffix(_WORKING_SETS)
+        if share != one.strip():
+            found.append(_part_of_working_set(share, requests))
+            continue
         if not one.strip().endswith(_BLOCKS) and block_size is None:
             raise ConfigError(f"capacity {one!r}: expected 5000blocks, or also --block-size")
         size = parse_size(block_size) if block_size is not None else 1
@@ -157,6 +177,17 @@ def capacities_in_blocks(text: str, block_size: str | None) -> list[int]:
 
 
 _BLOCKS = "blocks"
+_WORKING_SETS = "ws"
+
+
+def _part_of_working_set(share: str, requests: Sequence[workloads.Request]) -> int:
+    try:
+        part = float(share)
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1000:
+        raise ConfigError(f"capacity {share}ws: expected a part of the working set, like 0.5ws")
+    return max(1, round(part * cache_bounds.working_set(requests)))
 
 
 def _bytes(capacity: str, block_size: int) -> int:
@@ -274,8 +305,10 @@ def _add(
 def _add_bounds(options: ReplayOptions, report: ReplayReport) -> None:
     requests, capacity = options.requests, options.capacity_blocks
     report.offline_lru = report.offline_policy = cache_bounds.lru(requests, capacity)
-    if options.policy != "lru":
-        report.offline_policy = dry.hit_rate(requests, options.policy, capacity)
+    if options.policy != "lru" or options.servers > 1:
+        report.offline_policy = dry.hit_rate(
+            requests, options.policy, capacity, servers=options.servers, hosts=1
+        )
     report.offline_isolated = cache_bounds.isolated(requests, capacity, options.clients)
     report.offline_ideal = cache_bounds.ideal(requests)
 

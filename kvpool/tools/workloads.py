@@ -1,8 +1,9 @@
 """Workloads: who asks for which blocks, in which order, and what is in them.
 
 `codex` generates agentic traffic calibrated to published aggregates of Codex on SWE-bench Pro (610
-traces: median 33 turns, 94.2 % of the input repeated); `mooncake` reads traces in the format of the
-Mooncake FAST'25 paper. What a cache should do with the same requests: `cache_bounds`.
+traces: median 33 turns, 94.2 % of the input repeated); `fan_out` has agents that start children
+with their own context; `mooncake` reads traces in the format of the Mooncake FAST'25 paper. What a
+cache should do with the same requests: `cache_bounds`.
 """
 
 from __future__ import annotations
@@ -75,6 +76,55 @@ def codex(
 
 _SYSTEM_TOKENS = 816
 _CONTEXT_MAX = 258_000
+
+
+def fan_out(
+    groups: int = 60, concurrent: int = 12, *, block: int = 512, seed: int = 1
+) -> list[Request]:
+    """Agents with children: `concurrent` groups at any time, blocks of `block` tokens.
+
+    An agent reads a context of about 40,000 tokens, then starts 16 children in two seconds. Each
+    begins with the agent's whole context and has about eight turns of its own; then the agent goes
+    on for three turns. All groups share a system prompt and tools of 20,480 tokens.
+    """
+    rng = np.random.default_rng(seed)
+    lanes = list(rng.random(concurrent) * 60.0)
+    fresh = iter(range(1 << 40)).__next__
+    system = [fresh() for _ in range(20_480 // block)]
+    timed: list[tuple[int, Request]] = []
+    number = iter(range(1 << 40)).__next__
+
+    def grown(chain: list[int], tokens: float) -> list[int]:
+        return chain + [fresh() for _ in range(max(1, int(tokens) // block))]
+
+    def conversation(chain: list[int], turns: int, now: float) -> float:
+        """The turns of one session, the first with `chain`. Returns when the last one ends."""
+        session = number()
+        for turn in range(turns):
+            lasts_s = 6.0 + float(rng.lognormal(math.log(5.2), 1.0))
+            resumes_s = lasts_s if turn + 1 < turns else None
+            at_ms = int(now * 1000)
+            timed.append((at_ms, Request(session, tuple(chain), at_ms / 1000, resumes_s)))
+            now += lasts_s
+            chain = grown(chain, rng.lognormal(math.log(1_800), 0.6))
+        return now
+
+    for _ in range(groups):
+        lane = int(np.argmin(lanes))
+        context = grown(system, rng.lognormal(math.log(40_000), 0.4))
+        ready = conversation(context, 1, lanes[lane])
+        starts = ready + np.sort(rng.random(_CHILDREN)) * 2.0
+        turns = np.maximum(2, rng.poisson(8, _CHILDREN))
+        ends = [
+            conversation(grown(context, 600), int(count), float(start))
+            for start, count in zip(starts, turns, strict=True)
+        ]
+        lanes[lane] = conversation(grown(context, 8_000), 3, max(ends))
+    timed.sort(key=lambda entry: entry[0])
+    return [request for _, request in timed]
+
+
+_CHILDREN = 16
 
 
 def _sessions(count: int, seed: int) -> Iterator[list[_Turn]]:

@@ -14,8 +14,9 @@ import pytest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools import policy_study as dry
-from kvpool.tools.cache_bounds import belady, lru
-from kvpool.tools.workloads import Request, blocks, codex
+from kvpool.tools.cache_bounds import belady, lru, working_set
+from kvpool.tools.dry_pool import DryPool
+from kvpool.tools.workloads import Request, blocks, codex, fan_out
 
 
 def best(requests: list[Request], capacity: int) -> int:
@@ -53,26 +54,78 @@ def test_the_bound_is_exact(seed: int) -> None:
 def test_the_store_is_least_recently_used_to_the_block() -> None:
     requests = codex(20, 6)
     for capacity in (150, 600):
-        hits, store = dry.play(requests, LRU(), capacity)
-        assert hits / blocks(requests) == pytest.approx(lru(requests, capacity), abs=1e-12)
-        store.check()
+        pool = dry.play(requests, LRU, capacity)
+        assert pool.played.hits / blocks(requests) == pytest.approx(
+            lru(requests, capacity), abs=1e-12
+        )
+        pool.check()
 
 
 def test_hints_close_most_of_the_way_from_lru_to_the_bound() -> None:
     requests = codex(20, 10)[:400]
     capacity = 400
     least, most = lru(requests, capacity), belady(requests, capacity)
-    hits, store = dry.play(requests, LRU(), capacity, dry.noisy(0.25, 1))
-    store.check()
-    assert (hits / blocks(requests) - least) / (most - least) >= 0.9
+    pool = dry.play(requests, LRU, capacity, dry.noisy(0.25, 1))
+    pool.check()
+    assert (pool.played.hits / blocks(requests) - least) / (most - least) >= 0.9
+
+
+def test_several_servers_have_one_map_and_lose_no_block() -> None:
+    requests = codex(12, 6)[:200]
+    pool = dry.play(requests, LRU, 400, dry.noisy(0.25, 1), servers=4)
+    pool.check()
+    assert sum(store.stored for store in pool.stores) == 400
+    assert len(pool.played.losses) == 3
+    ample = dry.play(requests, LRU, 100_000, servers=4)
+    assert ample.played.hits == dry.play(requests, LRU, 100_000).played.hits
+
+
+def test_what_the_loss_of_a_server_leaves() -> None:
+    """Two prompts that share nothing, each on a server of its own; the third server is empty."""
+    pool = DryPool(3, 30, lambda size: LRU())
+    for number, chain in enumerate([(1, 2, 3), (4,)]):
+        pool.play(Request(number, chain, float(number)))
+    held = sorted(store.stored for store in pool.stores)
+    assert held == [0, 1, 3]
+    pool.lose_each([Request(0, (1, 2, 3)), Request(1, (4, 5)), Request(1, (4, 5, 6))])
+    (loss,) = pool.played.losses
+    assert loss.worst == pytest.approx(1 / 4)
+    assert loss.mean == pytest.approx((1 / 4 + 3 / 4 + 1) / 3)
+
+
+def test_the_working_set_is_what_will_be_used_again() -> None:
+    """Block 1 all the time; the others one after the other, each for half of its turn."""
+    turns = [Request(0, (1, 2 + n // 2), float(n)) for n in range(400)]
+    assert working_set(turns) == 2  # 1 and half of one, rounded
+    assert working_set([Request(0, (1, 2), 5.0)]) == 2  # at one moment
+
+
+def test_children_begin_with_the_whole_context_of_their_agent() -> None:
+    requests = fan_out(3, 2)
+    assert requests == fan_out(3, 2)
+    sessions: dict[int, list[Request]] = {}
+    for request in requests:
+        sessions.setdefault(request.session, []).append(request)
+    assert len(sessions) == 3 * 18
+    shared = requests[0].chain[:40]
+    assert all(request.chain[:40] == shared for request in requests)
+    for turns in sessions.values():
+        for one, other in itertools.pairwise(turns):
+            assert other.chain[: len(one.chain)] == one.chain
+            assert other.time_s == pytest.approx(one.time_s + (one.resumes_s or 0), abs=0.01)
+        assert turns[-1].resumes_s is None
+    contexts = {request.chain for request in requests if len(sessions[request.session]) == 1}
+    assert len(contexts) == 3
+    children = [turns[0] for turns in sessions.values() if len(turns) > 1]
+    assert all(any(one.chain[: len(c)] == c for c in contexts) for one in children)
 
 
 def test_a_lease_helps_where_lru_throws_out_what_is_needed_next() -> None:
     """A third of the working set."""
     requests = codex(16, 8)[:220]
-    hits, store = dry.play(requests, Lease(0), 200)
-    store.check()
-    assert hits / blocks(requests) > lru(requests, 200) + 0.05
+    pool = dry.play(requests, Lease, 200)
+    pool.check()
+    assert pool.played.hits / blocks(requests) > lru(requests, 200) + 0.05
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -100,9 +153,31 @@ def test_the_command_prints_every_policy_beside_the_bound(tmp_path: Path) -> Non
     assert [row["hit_rate"] for row in rows_again] == [row["hit_rate"] for row in study["rows"]]
 
 
+def test_the_command_compares_numbers_of_servers() -> None:
+    small = ("--sessions", "8", "--concurrent", "4", "--capacity", "0.5ws", "--servers", "1,3")
+    done = run(*small, "--policy", "lease+hints", "--json")
+    assert done.returncode == 0, done.stderr
+    study = json.loads(done.stdout)
+    rows = {(row["policy"], row["servers"]): row for row in study["rows"]}
+    assert set(rows) == {(p, n) for p in ("lru", "lease+hints") for n in (1, 3)} | {("MIN", 1)}
+    assert rows["lru", 1]["capacity"] == round(study["working_set"] / 2)
+    for policy in ("lru", "lease+hints"):
+        alone, three = rows[policy, 1], rows[policy, 3]
+        assert three["hit_rate"] <= rows["MIN", 1]["hit_rate"]
+        assert three["usable_worst"] <= three["usable_mean"] < 1
+        assert alone["servers_per_chain"] == 1 <= three["servers_per_chain"]
+    shown = run(*small, "--workload", "fanout", "--sessions", "1", "--concurrent", "1")
+    assert "working set" in " ".join(shown.stdout.split()), shown.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--servers", "0"], "numbers from 1 to 1024"),
+        (["--servers", "1,x"], "numbers from 1 to 1024"),
+        (["--servers", "200", "--capacity", "100blocks"], "over 200 servers"),
+        (["--capacity", "-1ws"], "part of the working set"),
+        (["--workload", "copilot"], "codex, fanout"),
         (["--policy", "clock"], "no policy 'clock'"),
         (["--capacity", "12"], "5000blocks"),
         (["--capacity", "0blocks"], "holds no block"),

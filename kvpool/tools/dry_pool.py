@@ -1,0 +1,281 @@
+"""A pool in virtual time: the directory of a master and the stores of its servers, without sockets.
+
+Directory, placement, stores, policies, hints and the order in which a writer tries servers are the
+code of the product; only messages and bytes are left out. Announcements arrive at once, heartbeats
+and with them hints once a second, as in production. The result depends on the requests alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from kvpool.client.writer import BatchState
+from kvpool.errors import InvariantViolated
+from kvpool.master.state.directory import Directory
+from kvpool.master.state.hint_log import HintLog
+from kvpool.protocols import ReserveRequest, WriteOptions
+from kvpool.protocols.policy import Policy
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
+from kvpool.tools.workloads import Request
+from kvpool.types import (
+    ROOT,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Run,
+    ServerStats,
+    SessionHint,
+    WriteBlock,
+    WriteStatus,
+)
+
+#: When the next prompt is expected, in seconds; None when this was the last one.
+Foresight = Callable[[Request], float | None]
+#: Makes the eviction policy of one server, whose memory has so many bytes.
+PolicyOf = Callable[[int], Policy[Entry]]
+
+#: Every block has this size; the store sees bytes, the result depends on how many blocks fit.
+BLOCK_SIZE: Final = 4096
+_HEARTBEAT_S: Final = 1.0
+_HINTS_MAX: Final = 1024
+_NAMESPACE: Final = Namespace("dry")
+_OPTIONS: Final = WriteOptions(_NAMESPACE, 0, True)
+_OWNER: Final = 1
+_NO_DEADLINE: Final = float("inf")
+#: Prompts after some moment whose prefixes count as living.
+_LIVING_MAX: Final = 1000
+
+
+class Loss(NamedTuple):
+    """The share of the living prefixes' blocks that is usable when one server is lost."""
+
+    worst: float
+    mean: float
+
+
+@dataclass(slots=True)
+class DryServer:
+    """One server: its store, and what it has received from the master."""
+
+    name: str
+    host: str
+    store: Store
+    heard: int = 0  # the number of the last hint
+    beat_at: float = -1.0
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of all requests so far."""
+
+    hits: int = 0
+    statuses: Counter[WriteStatus] = field(default_factory=Counter)
+    place_s: list[float] = field(default_factory=list)
+    #: Prompts with a hit, and over how many servers their prefixes lay.
+    hit_prompts: int = 0
+    servers_of_hits: int = 0
+    losses: list[Loss] = field(default_factory=list)
+
+
+class DryPool:
+    """`count` servers of equal size with room for `capacity` blocks together, on `hosts` hosts.
+
+    The engine that plays a prompt is on one of these hosts, in turn.
+    """
+
+    def __init__(self, count: int, capacity: int, policy: PolicyOf, hosts: int = 0) -> None:
+        self.capacity = capacity
+        self.played = Played()
+        self._hosts = hosts or count
+        self._directory = Directory(servers_max=count, servers_per_host_max=count)
+        self._hints = HintLog()
+        self._turns = itertools.count()
+        size = capacity // count * BLOCK_SIZE
+        self.servers: dict[str, DryServer] = {}
+        for number in range(count):
+            name, host = f"server-{number:03}", f"host-{number % self._hosts:03}"
+            store = Store(size, alignment=BLOCK_SIZE, policy=policy(size))
+            self.servers[name] = DryServer(name, host, store)
+            self._directory.register(name, 1, host, [], ["dram"], size, 0.0)
+
+    @property
+    def stores(self) -> list[Store]:
+        return [server.store for server in self.servers.values()]
+
+    def check(self) -> None:
+        """Check every invariant, and that the map is right. Raises InvariantViolated."""
+        self._directory.check()
+        for server in self.servers.values():
+            server.store.check()
+            if self._directory.listed(server.name) != server.store.stored:
+                raise InvariantViolated(f"the map of {server.name} is wrong")
+
+    def play(self, request: Request, foresight: Foresight | None = None) -> int:
+        """One prompt: read what is here, and write the rest. Returns the blocks that were hit.
+
+        The blocks of a prompt stay until it is through. Of a chain longer than the pool only what
+        fits is offered.
+        """
+        now, chain = request.time_s, [digest_of(id) for id in request.chain]
+        host = f"host-{next(self._turns) % self._hosts:03}"
+        self._exchange_heartbeats(now)
+        hint = None
+        if foresight is not None:
+            hint = SessionHint(str(request.session), foresight(request))
+        runs, _ = self._directory.find(_NAMESPACE, chain, prefix=True)
+        held = runs[-1].last + 1 if runs else 0
+        pins = list(self._pin(runs, chain, host, now))
+        fresh = chain[held : self.capacity]
+        if fresh:
+            parent = chain[held - 1] if held else ROOT
+            self._write(fresh, parent, host, hint, now)
+        elif hint is not None and hint.resume_in is not None:
+            self._hints.add(hint.session, hint.resume_in, now)
+        if hint is not None and hint.resume_in is None:
+            self._hints.add(hint.session, None, now)
+        for store, pin in pins:
+            store.unpin(_OWNER, pin.id)
+        self.played.hits += held
+        return held
+
+    def lose_each(self, following: Iterable[Request]) -> None:
+        """Record what the loss of each server, one at a time, would leave of living prefixes.
+
+        Living are the prefixes that the next prompts of each session would find now.
+        """
+        seen: set[int] = set()
+        living = 0
+        lost = dict.fromkeys(self.servers, 0)
+        for request in following:
+            if request.session in seen:
+                continue
+            seen.add(request.session)
+            chain = [digest_of(id) for id in request.chain]
+            runs, _ = self._directory.find(_NAMESPACE, chain, prefix=True)
+            length = runs[-1].last + 1 if runs else 0
+            living += length
+            counted: set[str] = set()
+            for run in runs:
+                holders = {replica.server for replica in run.replicas}
+                if len(holders) == 1 and not holders <= counted:
+                    counted |= holders
+                    lost[holders.pop()] += length - run.first
+            if len(seen) >= _LIVING_MAX:
+                break
+        if living:
+            kept = [1 - blocks / living for blocks in lost.values()]
+            self.played.losses.append(Loss(min(kept), sum(kept) / len(kept)))
+
+    # --- inside --------------------------------------------------------------------------
+
+    def _exchange_heartbeats(self, now: float) -> None:
+        """What every server has sent and received until now; each has its own phase."""
+        for number, server in enumerate(self.servers.values()):
+            phase_s = number / len(self.servers) * _HEARTBEAT_S
+            due = (now - phase_s) // _HEARTBEAT_S * _HEARTBEAT_S + phase_s
+            if due <= server.beat_at:
+                continue
+            server.beat_at = due
+            store = server.store
+            stats = ServerStats(
+                used=store.allocator.allocated,
+                blocks=store.stored,
+                victim_age_s=store.policy.victim_age(due),
+            )
+            self._directory.heartbeat(server.name, 1, stats, due)
+            hints, server.heard = self._hints.since(server.heard, _HINTS_MAX)
+            for hint in hints:
+                if hint.resume_in is None:
+                    store.end(hint.session, due)
+                else:
+                    age_s = max(0.0, due - hint.received_at)
+                    store.resume(hint.session, hint.resume_in, due, age_s=age_s)
+
+    def _pin(
+        self, runs: Sequence[Run], chain: Sequence[bytes], host: str, now: float
+    ) -> Iterator[tuple[Store, Pin]]:
+        """Read each run from one server, one on the reader's host or where the one before was."""
+        used: dict[str, None] = {}
+        for run in runs:
+            holders = [replica.server for replica in run.replicas]
+            server = min(
+                holders,
+                key=lambda name: (self.servers[name].host != host, name not in used, name),
+            )
+            used[server] = None
+            store = self.servers[server].store
+            digests = chain[run.first : run.last + 1]
+            for pin in store.pin(_OWNER, _NAMESPACE, 0, digests, now):
+                if pin.status is not ReadStatus.HIT:
+                    raise InvariantViolated("a block is not where the map says")
+                yield store, pin
+        if used:
+            self.played.hit_prompts += 1
+            self.played.servers_of_hits += len(used)
+
+    def _write(
+        self, digests: list[bytes], parent: bytes, host: str, hint: SessionHint | None, now: float
+    ) -> None:
+        size = BLOCK_SIZE * len(digests)
+        started = time.perf_counter()
+        placed = self._directory.place(_NAMESPACE, digests, parent, size, host)
+        self.played.place_s.append(time.perf_counter() - started)
+        parents = [parent, *digests[:-1]]
+        blocks = [
+            WriteBlock(digest, before, (), BLOCK_SIZE)
+            for digest, before in zip(digests, parents, strict=True)
+        ]
+        batch = BatchState(_OPTIONS, blocks, 1, _NO_DEADLINE, placed.servers)
+        needed = dict.fromkeys(range(len(blocks)), 1)
+        while needed and (batches := batch.next_batches(needed)):
+            for name, positions in batches.items():
+                answer = self._store(name, batch, positions, hint, now)
+                batch.answered(name, positions, answer, needed)
+        self.played.statuses.update(batch.results(now))
+
+    def _store(
+        self,
+        name: str,
+        batch: BatchState,
+        positions: Sequence[int],
+        hint: SessionHint | None,
+        now: float,
+    ) -> list[WriteStatus]:
+        """Reserve and seal, as one connection does, and announce what has changed."""
+        store = self.servers[name].store
+        request = ReserveRequest(
+            _NAMESPACE,
+            0,
+            [batch.blocks[i].digest for i in positions],
+            [batch.blocks[i].parent for i in positions],
+            [BLOCK_SIZE] * len(positions),
+            hint,
+        )
+        answers = []
+        for reservation in store.reserve(_OWNER, request, now):
+            status = reservation.status
+            if status is WriteStatus.RESERVED:
+                status = store.seal(_OWNER, reservation.id, 0, now)
+            answers.append(status)
+        changes = itertools.groupby(store.take_changes(), key=lambda change: change.status)
+        for status, group in changes:
+            gone = [change.digest for change in group]
+            if status is ReadStatus.HIT:
+                self._directory.stored(name, _NAMESPACE, 0, 0, gone)
+            else:
+                self._directory.removed(name, _NAMESPACE, 0, gone, status)
+        return answers
+
+
+@lru_cache(maxsize=1 << 18)
+def digest_of(id: int) -> bytes:
+    """Spread as real ones are: a policy may sample by them."""
+    return hashlib.blake2b(id.to_bytes(8, "little"), digest_size=16).digest()
