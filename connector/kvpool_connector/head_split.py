@@ -86,10 +86,7 @@ def head_split(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> He
     if not parts:
         replicas = max(1, kv_cache_config.kv_tp_replicas)
         return HeadSplit(tensor_parallel // replicas, 1, replicas, by_heads=False)
-    specs = []
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        specs += list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+    specs = [one for group in kv_cache_config.kv_cache_groups for one in specs_of(group)]
     for spec in specs if parts > 1 else ():
         packed = spec.num_head_slots not in (None, spec.num_kv_heads)
         if packed or spec.state_content_bytes or spec.kv_quant_mode.name not in _QUANTIZED:
@@ -103,6 +100,12 @@ def head_split(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> He
         [LayerHeads(spec.num_kv_heads, spec.max_tp_shards) for spec in specs],
         vllm_config.model_config.get_total_num_kv_heads(),
     )
+
+
+def specs_of(group: Any) -> list[Any]:
+    """What kinds of layers a KV cache group of vLLM has: one, or several of equal size."""
+    spec = group.kv_cache_spec
+    return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 
 def why_undivided(

@@ -84,7 +84,9 @@ class Lookups:
         if silent and len(self._poller):
             return SILENT
         try:
-            self._poller.start(lookup.serial, list(zip(namespaces, lookup.chains, strict=True)))
+            groups = range(len(namespaces)) if lookup.groups is None else lookup.groups
+            asked = [namespaces[group] for group in groups]
+            self._poller.start(lookup.serial, list(zip(asked, lookup.chains, strict=True)))
         except KvpoolError as error:
             return type(error).__name__
         if silent:

@@ -34,6 +34,7 @@ from kvpool_connector.values import (
     StepPlan,
 )
 from kvpool_connector.verifier import Verifier
+from kvpool_connector.windows import Windows
 
 #: More tokens than any request has.
 _NEVER: Final = 1 << 62
@@ -64,6 +65,9 @@ class Planner:
         self._groups = tuple(groups)
         #: Tokens: only whole multiples are loaded, so that no group's block is loaded in part.
         self._unit = math.lcm(*(group.block_size for group in groups))
+        self._windows = Windows(self._groups, self._unit)
+        #: A group of which a hit has every block.
+        self._whole = self._windows.whole
         self._limits = limits
         self._ranks = ranks
         self._requests: dict[str, TrackedRequest] = {}
@@ -135,7 +139,7 @@ class Planner:
         request = self._requests[request_id]
         self._serial += 1
         request.serial, request.asked_at = self._serial, now
-        request.matches, request.decision = (), None
+        request.matches, request.prefixes, request.decision = (), (), None
         request.shared = request.waits_until = None
         request.stale = False
         request.blocks_saved = [0] * len(self._groups)
@@ -152,20 +156,29 @@ class Planner:
 
     def on_lookup_result(
         self, request_id: str, serial: int, matches: Sequence[Match], reason: str
-    ) -> None:
+    ) -> LookupRequest | None:
         """The answer to a lookup, one match for each group. Without matches it is a miss.
 
+        Returns what else to look up, under the same serial; its answer comes here as well.
         Ignored when it comes after its timeout, or after the request has restarted or finished.
         """
         request = self._requests.get(request_id)
         if request is None or request.serial != serial:
-            return
+            return None
         if request.state is not RequestState.LOOKING_UP:
-            return
+            return None
+        if prefixes := request.prefixes:
+            request.prefixes = ()
+            matches = self._windows.joined(prefixes, matches)
+        elif matches and request.hints.max_load_tokens is None:
+            chains = self._windows.wanted(matches, request.hashes)
+            if chains:
+                request.prefixes = tuple(matches)
+                return LookupRequest(request_id, serial, tuple(chains.values()), tuple(chains))
         request.move_to(RequestState.ANSWERED)
         if not matches:
             self.counters[f"miss {reason}"] += 1
-            return
+            return None
         request.matches = tuple(matches)
         request.blocks_saved = [
             max(blocks, match.length)
@@ -174,6 +187,7 @@ class Planner:
         stopped = min(matches, key=lambda match: match.length).stopped
         if not stopped.hit:
             self.counters[f"miss {stopped.label}"] += 1
+        return None
 
     def wants_names(self, request_id: str) -> bool:
         """Whether blocks of this request are going to be saved."""
@@ -218,7 +232,9 @@ class Planner:
         request.decision = None
         if not request.matches or self.verifier.mismatch is not None:
             return 0
-        last = min(self._available(request.matches), (tokens - 1) // self._unit * self._unit)
+        last = min(
+            self._windows.available(request.matches), (tokens - 1) // self._unit * self._unit
+        )
         if (most := request.hints.max_load_tokens) is not None:
             last = min(last, (computed + most) // self._unit * self._unit)
         wanted = Wanted(request.hashes, computed, last, request.waits_until)
@@ -274,7 +290,7 @@ class Planner:
         self._running.start(request.load)
         self.verifier.on_load()
         request.move_to(RequestState.LOADING)
-        self._count_hits(request.matches[0], first, last)
+        self._count_hits(request.matches[self._whole], first, last)
 
     def on_load_result(self, result: LoadResult, now: float) -> None:
         """One rank has ended a load. With the last one, its speed is measured."""
@@ -361,7 +377,7 @@ class Planner:
         self._saves.reset()
         for request in self._requests.values():
             request.stale = True
-            request.matches = ()
+            request.matches = request.prefixes = ()
             if request.state is RequestState.LOOKING_UP:
                 self.counters["miss reset"] += 1
                 request.move_to(RequestState.ANSWERED)
@@ -434,14 +450,6 @@ class Planner:
         self.counters["lookups"] += 1
         return LookupRequest(request_id, request.serial, chains)
 
-    def _available(self, matches: Sequence[Match]) -> int:
-        """Tokens that every group has."""
-        tokens = min(
-            match.length * group.block_size
-            for match, group in zip(matches, self._groups, strict=True)
-        )
-        return tokens // self._unit * self._unit
-
     def _begin_wait(self, request: TrackedRequest, now: float) -> None:
         request.move_to(RequestState.WAITING)
         if request.waits_until is None:
@@ -513,7 +521,7 @@ class Planner:
 
     def _count_hits(self, match: Match, first: int, last: int) -> None:
         """Tokens `first` to `last` by the tier that they are read from; groups have the same."""
-        block = self._groups[0].block_size
+        block = self._groups[self._whole].block_size
         for run in match.runs:
             inside = min(last, (run.last + 1) * block) - max(first, run.first * block)
             if inside > 0 and run.replicas:
@@ -527,14 +535,14 @@ class Planner:
     def _bytes_of(self, first: int, last: int) -> int:
         """Bytes that one rank moves for these tokens."""
         return sum(
-            (last - first) // group.block_size * size
+            self._windows.blocks(group, first, last) * size
             for group, size in zip(self._groups, self.block_bytes, strict=True)
         )
 
     def _probe_prefix(self, request: TrackedRequest, first: int, last: int, now: float) -> None:
         """Measure in the background what was not loaded because it was estimated to be slow."""
         group = self._groups[0]
-        start = first // group.block_size
+        start = last // group.block_size - self._windows.blocks(group, first, last)
         stop = min(last // group.block_size, start + self._prober.blocks(self.block_bytes[0]))
         digests = [digest_of(request.hashes, group, i) for i in range(start, stop)]
         self._prober.plan(digests, request.matches[0].of(start, stop), now)

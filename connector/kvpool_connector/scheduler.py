@@ -453,7 +453,7 @@ class ConnectorScheduler:
 
     def _take_lookup_results(self, wait_s: float = 0.0) -> None:
         for result in self._lookups.take(wait_s):
-            self.planner.on_lookup_result(*result)
+            self._start_lookup(self.planner.on_lookup_result(*result))
 
     def _wait_for_lookups(self) -> None:
         """Wait for the next answer, as long as this step's hooks may wait."""

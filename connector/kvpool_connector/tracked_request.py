@@ -70,6 +70,7 @@ class TrackedRequest:
     state: RequestState = RequestState.LOOKING_UP
     stale: bool = False  # the weights have changed since it began: nothing of it is saved
     matches: tuple[Match, ...] = ()
+    prefixes: tuple[Match, ...] = ()  # while the ends of sliding windows are looked up
     decision: LoadDecision | None = None  # not counted yet
     offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED
     estimates: Estimates = NO_ESTIMATES

@@ -18,11 +18,13 @@ from kvpool_connector.messages import (
 class CacheGroup(NamedTuple):
     """A KV cache group: tokens in one of its blocks, and how many of the engine's hashes those are.
 
-    All groups of an engine cover the same tokens, in blocks of different sizes.
+    All groups of an engine cover the same tokens, in blocks of different sizes. Of a sliding window
+    the last `window_blocks` of a prefix are enough to go on from it; 0: every block is needed.
     """
 
     block_size: int
     hashes_per_block: int
+    window_blocks: int = 0
 
 
 class PlannerLimits(NamedTuple):
@@ -70,11 +72,13 @@ class ScheduledRequest(NamedTuple):
 
 
 class LookupRequest(NamedTuple):
-    """Match these chains in the pool, one for each group. `serial` marks answers that are old."""
+    """Match these chains in the pool, one for each of the `groups` (None: of all groups). `serial`
+    marks answers that are old."""
 
     request_id: str
     serial: int
     chains: tuple[tuple[bytes, ...], ...]
+    groups: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

@@ -205,6 +205,8 @@ class Verifier:
                 if not block_id:  # it lay before a sliding window
                     continue
                 match = self._matches[number].of(index, index + 1)
+                if not match.runs:  # the pool was not asked for it, for the same reason
+                    continue
                 digest = digest_of(hashes, group, index)
                 chosen.append(GroupBlocks(number, (digest,), (block_id,), match=match))
         return chosen

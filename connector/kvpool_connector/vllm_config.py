@@ -13,7 +13,7 @@ import torch
 from kvpool import ConfigError
 from kvpool_connector import fingerprint, namespace, vllm_interface
 from kvpool_connector.block_memory import BlockMemory, memory_of
-from kvpool_connector.head_split import HeadSplit, head_split
+from kvpool_connector.head_split import HeadSplit, head_split, specs_of
 from kvpool_connector.kv_layout import UnsupportedLayout
 from kvpool_connector.naming import EngineInfo
 from kvpool_connector.save_queue import StoredBlock
@@ -44,7 +44,10 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
             raise ConfigError(f"blocks of {spec.block_size} tokens, hashes of {hash_block}")
     weights, why_unknown = _weights(vllm_config, settings)
     return EngineInfo(
-        groups=tuple(CacheGroup(spec.block_size, spec.block_size // hash_block) for spec in specs),
+        groups=tuple(
+            CacheGroup(spec.block_size, spec.block_size // hash_block, _window_blocks(spec))
+            for spec in specs
+        ),
         kinds=tuple(_kind(spec) for spec in specs),
         fields=_fields(vllm_config, kv_cache_config, settings, hash_block, weights),
         weights_unknown=why_unknown,
@@ -159,8 +162,28 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) 
             "KVPoolConnector cannot load for this model: vLLM has turned chunked prefill off, and "
             'computes MLA wrongly behind a prefix that is there already; "kv_producer" can save'
         )
+    for spec in (one for group in groups for one in specs_of(group)):
+        if spec.kv_quant_mode.is_per_token_head and spec.state_content_bytes is None:
+            # Found with vLLM's kernels for CPUs: each answer behind a loaded prefix was wrong.
+            raise ConfigError(
+                f"KVPoolConnector does not support a KV cache of the type "
+                f"{spec.kv_quant_mode.name} here: each token has a scale, and this engine's blocks "
+                "have no room for them"
+            )
     if not vllm_config.cache_config.enable_prefix_caching and len(groups) > 1:
         raise ConfigError("KVPoolConnector needs prefix caching for a model with several KV groups")
+
+
+def _window_blocks(spec: Any) -> int:
+    """Blocks of a sliding window that the engine needs before the token where it goes on; 0: all.
+
+    Other kinds may have a window and keep every block all the same.
+    """
+    if type(spec).__name__ != "SlidingWindowSpec":
+        return 0
+    tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
+    blocks: int = -(-tokens // spec.block_size)
+    return max(1, blocks)
 
 
 def _kind(spec: Any) -> str:

@@ -1,4 +1,8 @@
-"""One vLLM engine in a process of its own, told what to do in lines of JSON."""
+"""A vLLM engine in a process of its own, told what to do in lines of JSON.
+
+`start` ends the engine and makes another one in the same process: importing vLLM takes most of the
+time of a first start.
+"""
 
 from __future__ import annotations
 
@@ -37,32 +41,59 @@ def main() -> None:
     # The engine logs to stdout: answers get a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    given: dict[str, Any] = json.loads(sys.argv[1])
-    ranks = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
+    first: dict[str, Any] = json.loads(sys.argv[1])
+    ranks = first.get("tensor_parallel_size", 1) * first.get("pipeline_parallel_size", 1)
     if ranks == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        given.setdefault("distributed_executor_backend", "uni")
+        DEFAULTS["distributed_executor_backend"] = "uni"
 
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
 
-    transfer = given.pop("kv_transfer_config", None)
-    if transfer is not None:
-        given["kv_transfer_config"] = KVTransferConfig(**transfer)
-    llm = LLM(**{**DEFAULTS, **given})
+    llm: Any = None
+
+    def start(given: dict[str, Any]) -> bool:
+        nonlocal llm
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            llm = None
+            gc.collect()
+            cleanup_dist_env_and_memory()
+            # A second start looks into all modules, and fails at one object in this one.
+            sys.modules.pop("llvmlite.binding.ffi", None)
+        arguments = {**DEFAULTS, **given}
+        if (transfer := arguments.pop("kv_transfer_config", None)) is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+        llm = LLM(**arguments)
+        return True
 
     def generate(told: dict[str, Any]) -> dict[str, Any]:
         sampling = SamplingParams(
-            temperature=0,
+            temperature=told.get("temperature", 0),
+            seed=0,
+            n=told.get("n", 1),
             max_tokens=told.get("max_tokens", 8),
             ignore_eos=True,
             extra_args={"kv_transfer_params": told["params"]} if "params" in told else None,
         )
         prompts: Any = [{"prompt_token_ids": tokens} for tokens in told["prompts"]]
+        if weights := told.get("as_embeddings"):  # a file with the embedding of every token
+            table = torch.load(weights)
+            prompts = [{"prompt_embeds": table[torch.tensor(one)]} for one in told["prompts"]]
+        adapter = told.get("adapter")  # a number and a directory
         began = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        outputs = llm.generate(
+            prompts,
+            sampling,
+            use_tqdm=False,
+            lora_request=LoRARequest(f"adapter {adapter[0]}", *adapter) if adapter else None,
+        )
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "samples": [[list(one.token_ids) for one in output.outputs] for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],
             "seconds": time.perf_counter() - began,
@@ -85,6 +116,13 @@ def main() -> None:
             llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1), use_tqdm=False)
         return True
 
+    def sleep(told: dict[str, Any]) -> None:
+        """And wake up again, with the weights of another directory where one is given."""
+        llm.sleep(1)
+        if "weights" in told:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": told["weights"]})
+        llm.wake_up()
+
     def held(told: dict[str, Any]) -> dict[str, int]:
         """What must not grow: bytes of memory, file descriptors, asyncio tasks, threads."""
         with open("/proc/self/statm") as file:
@@ -106,12 +144,15 @@ def main() -> None:
         ]
 
     commands: dict[str, Any] = {
+        "start": start,
+        "sleep": sleep,
         "generate": generate,
         "metrics": metrics,
         "forget": forget,
         "held": held,
         "threads": threads,
     }
+    start(first)
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         told = json.loads(line)

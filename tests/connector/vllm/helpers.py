@@ -78,6 +78,12 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def start(self, model: Path, **arguments: Any) -> Engine:
+        """End this engine and start another one, in the same process."""
+        self.begin("start", model=str(model), **arguments)
+        assert self._answer(_START_S)
+        return self
+
     def ready(self) -> Engine:
         """Wait until it serves."""
         assert self._answer(_START_S) == "ready"

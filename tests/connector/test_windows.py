@@ -1,0 +1,106 @@
+"""Of a sliding window the end of a prefix is enough, and only that is asked for and loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import Match, ReadStatus
+from kvpool.types import Replica, Run
+from kvpool_connector.messages import LoadResult
+from kvpool_connector.values import CacheGroup, LookupRequest, RequestHints
+from kvpool_connector.windows import Windows
+from tests.connector.test_planner import BLOCK, Played, hashes, matched
+
+#: The first group has a window of three blocks, the second one needs every block.
+GROUPS = (CacheGroup(BLOCK, 1, 3), CacheGroup(BLOCK, 1))
+TOKENS = 10 * BLOCK + 1
+
+
+def look_up(
+    played: Played, window: int, whole: int, hints: RequestHints | None = None
+) -> LookupRequest | None:
+    """The pool has so many blocks of the prefix, by group. Returns what is asked next."""
+    chain = hashes("a", TOKENS)
+    asked = played.planner.on_new_request("a", chain, TOKENS, hints or RequestHints(), played.now)
+    assert asked is not None
+    assert [len(chain) for chain in asked.chains] == [10, 10]
+    return played.planner.on_lookup_result("a", asked.serial, [matched(window), matched(whole)], "")
+
+
+def test_the_end_of_the_window_is_asked_for_where_its_beginning_is_lost() -> None:
+    played = Played(groups=GROUPS)
+    asked = look_up(played, 0, 8)
+    assert asked is not None
+    assert asked.groups == (0,)
+    assert asked.chains == (tuple(hashes("a", TOKENS)[5:8]),)
+    assert played.offer("a", TOKENS) is None  # the request waits for that as well
+    assert played.planner.on_lookup_result("a", asked.serial, [matched(3)], "") is None
+    assert played.offer("a", TOKENS) == 8 * BLOCK
+    ids = [[0, 0, 0, 0, 0, 11, 12, 13], list(range(21, 29))]
+    played.planner.on_blocks_allocated("a", ids, 8 * BLOCK, played.now)
+    (load,) = played.idle().loads
+    assert [blocks.block_ids for blocks in load.blocks] == [(11, 12, 13), tuple(range(21, 29))]
+    assert load.blocks[0].match == Match(
+        (Run(0, 2, (Replica("a", "dram"),)),), 3, ReadStatus.NEVER_WRITTEN
+    )
+    assert played.planner.counters["hit_tokens dram"] == 8 * BLOCK
+    played.planner.on_load_result(LoadResult("a", 11 << 20, True, 0.1), played.now)
+    played.planner.on_request_finished("a")
+
+
+@pytest.mark.parametrize(
+    ("window", "whole", "end", "tokens"),
+    [
+        (4, 8, 2, 4),  # a part of the end does not help: what both prefixes have is loaded
+        (0, 8, 0, 0),
+        (4, 8, None, 4),  # no answer in time
+        (0, 2, 2, 2),  # a prefix shorter than the window
+        (2, 8, 3, 8),
+    ],
+)
+def test_what_is_offered(window: int, whole: int, end: int | None, tokens: int) -> None:
+    played = Played(groups=GROUPS)
+    asked = look_up(played, window, whole)
+    assert asked is not None
+    assert len(asked.chains[0]) == min(3, whole)
+    found = () if end is None else (matched(end),)
+    played.planner.on_lookup_result("a", asked.serial, found, "lookup timeout")
+    assert played.offer("a", TOKENS) == tokens * BLOCK
+    assert played.planner.counters["miss lookup timeout"] == 0
+
+
+@pytest.mark.parametrize(("window", "whole"), [(8, 8), (10, 8), (0, 0), (3, 0)])
+def test_nothing_more_is_asked_where_the_prefixes_suffice(window: int, whole: int) -> None:
+    assert look_up(Played(groups=GROUPS), window, whole) is None
+
+
+def test_a_request_that_takes_less_than_there_is_needs_the_prefix() -> None:
+    """Its window ends elsewhere."""
+    played = Played(groups=GROUPS)
+    assert look_up(played, 4, 8, RequestHints(max_load_tokens=6 * BLOCK)) is None
+    assert played.offer("a", TOKENS) == 4 * BLOCK
+
+
+def test_a_request_that_restarts_forgets_what_it_has_asked() -> None:
+    played = Played(groups=GROUPS)
+    asked = look_up(played, 0, 8)
+    assert asked is not None
+    again = played.planner.on_restart("a", TOKENS, played.now)
+    assert again is not None
+    assert played.planner.on_lookup_result("a", asked.serial, [matched(3)], "") is None
+    assert played.offer("a", TOKENS) is None
+    assert played.planner.on_lookup_result("a", again.serial, [matched(8), matched(8)], "") is None
+    assert played.offer("a", TOKENS) == 8 * BLOCK
+
+
+def test_the_estimate_counts_what_a_load_moves() -> None:
+    windows = Windows(GROUPS, BLOCK)
+    assert [windows.blocks(group, 0, 8 * BLOCK) for group in GROUPS] == [3, 8]
+    assert [windows.blocks(group, 6 * BLOCK, 8 * BLOCK) for group in GROUPS] == [2, 2]
+
+
+def test_windows_alone_need_their_prefix() -> None:
+    """Nothing says where such a prefix ends."""
+    windows = Windows((CacheGroup(BLOCK, 1, 3),), BLOCK)
+    assert not windows.wanted([matched(2)], hashes("a", TOKENS))
+    assert windows.available([matched(2)]) == 2 * BLOCK
