@@ -97,7 +97,7 @@ class ServerConfig(_Section, frozen=True):
     policy: str = "lru"
     #: Client connections at the same time. The server refuses more with Overloaded, so that its
     #: memory for connections is bounded.
-    connections_max: int = 1024
+    connections_max: Annotated[int, Meta(ge=1)] = 1024
     #: Bytes of memory that readers may pin at a time: half by reads that copy, half by `read_view`.
     #: A larger read goes in several steps; further views are refused. 0: a quarter of the memory
     #: that clients read from (design: budgets).
@@ -108,7 +108,7 @@ class ServerConfig(_Section, frozen=True):
     reserved_max: Size = 0
     #: Number of reads after which a block is promoted to a tier above the one that clients read
     #: from (design: promotion).
-    promote_after: int = 1
+    promote_after: Annotated[int, Meta(ge=1)] = 1
     #: Bytes per second that this server fetches from other servers. 0: a quarter of the speed that
     #: its transfers reach, so that clients have the rest (design: moves).
     fetch_rate: Size = 0
@@ -450,8 +450,6 @@ def _check(config: Config) -> None:
         )
     if config.local_only:
         _check_local_only(config)
-    if config.server.connections_max < 1:
-        raise ConfigError("setting 'server.connections_max': expected at least 1")
     if config.server.identity_file and not config.server.id:
         raise ConfigError(
             "setting 'server.identity_file' is the proof of an id: set 'server.id', too"

@@ -109,6 +109,7 @@ def test_defaults_stay(section: str) -> None:
         ("server.capacity", 4096, 2**60),
         ("server.pinned_max", 0, 2**60),
         ("server.connections_max", 1, 10**9),
+        ("server.promote_after", 1, 10**9),
         ("client.hedge_s", 0.001, 86_400.0),
     ],
 )

@@ -1,4 +1,4 @@
-"""A pool that is upgraded one process at a time: both releases at once
+"""A pool that is upgraded one process at a time: both releases at once.
 
 (design: protocol-versions)
 """

@@ -1,4 +1,4 @@
-"""Two releases side by side: each message as the release before reads it
+"""Two releases side by side: each message as the release before reads it.
 
 (design: protocol-versions)
 """
