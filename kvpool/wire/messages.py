@@ -541,7 +541,7 @@ M = TypeVar("M", bound=Message)
 #: struct omits defaults. With the next version these lines go (design: protocol-versions).
 NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {}
 #: Messages that a peer of protocol 3 does not know.
-NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset()
+NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset({Propose, Proposed, Fetch, Fetched})
 
 
 def encode(message: Message, version: int | None = None) -> tuple[int, bytes]:
