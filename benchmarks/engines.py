@@ -209,7 +209,7 @@ def steady(console: Console, folder: Path) -> None:
     console.print(f"1,000 requests of 200 tokens, {hits:.0f} tokens of the pool; each hundred:")
     with_pool, alone = held.values()
     for name in with_pool[0]:
-        unit, of = (1 << 20, " (MiB)") if name == "memory" else (1, "")
+        unit, of = (1 << 20, " (MiB)") if "memory" in name else (1, "")
         one, other = ([f"{now[name] / unit:.4g}" for now in those] for those in (with_pool, alone))
         console.print(f"  {name}{of}: {' '.join(one)}; without a pool {' '.join(other)}")
     console.print(f"  in the end: pins {pins}, reservations {reservations}")

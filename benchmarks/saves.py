@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import resource
 import secrets
@@ -213,6 +214,8 @@ def _measure(shape: Shape, address: str, rounds: int) -> list[Row]:
     rows = []
     saving = _PlayedEngine(shape, address, saves=True)
     alone = _PlayedEngine(shape, address, saves=False)
+    gc.collect()
+    gc.freeze()  # as vLLM does when an engine has started
     for load in LOADS:
         ratios, costs, floors = [], [], []
         for number in range(rounds + 1):

@@ -124,12 +124,16 @@ def main() -> None:
         llm.wake_up()
 
     def held(told: dict[str, Any]) -> dict[str, int]:
-        """What must not grow: bytes of memory, file descriptors, asyncio tasks, threads."""
+        """What must not grow: bytes of memory, file descriptors, asyncio tasks, threads.
+
+        And what does until all of the pool was used: bytes of shared memory and of files.
+        """
         with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[1])
+            resident, shared = map(int, file.read().split()[1:3])
         tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]
         return {
-            "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+            "memory": (resident - shared) * os.sysconf("SC_PAGE_SIZE"),
+            "shared memory": shared * os.sysconf("SC_PAGE_SIZE"),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": sum(not task.done() for task in tasks),
             "threads": threading.active_count(),
