@@ -18,7 +18,7 @@ from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, SequenceCheck
 from kvpool.piecewise_dict import PIECE_KEYS
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
+from kvpool.types import Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
 
 ONE = Namespace("one")
@@ -363,86 +363,6 @@ def test_a_run_ends_where_the_place_changes() -> None:
     assert [(run.first, run.last) for run in match.runs] == [(0, 1), (2, 2), (3, 4)]
     assert [len(run.replicas) for run in match.runs] == [1, 2, 1]
     assert (match.length, match.stopped) == (5, ReadStatus.NEVER_WRITTEN)
-
-
-def test_placement_prefers_host_then_room_then_the_parent() -> None:
-    directory = directory_of("near", "full")
-    directory.register("far", 1, "host-b", [], ["dram"], 10_000, 0.0)
-    directory.heartbeat("full", 1, ServerStats(used=1000, victim_age_s=5), 0.0)
-    placed = directory.place(ONE, [key("x")], ROOT, 100, HOST)
-    assert placed.servers == ("near", "full", "far")
-    assert directory.place(ONE, [key("x")], ROOT, 100, "host-b").servers[0] == "far"
-    for parent in ("far", "full"):  # the writer's host, then free memory, count more
-        directory.stored(parent, ONE, 0, 0, [key(parent)])
-        assert directory.place(ONE, [key("x")], key(parent), 100, HOST).servers[0] == "near"
-
-
-def test_a_chain_stays_with_its_parent_unless_that_server_is_worn() -> None:
-    directory = directory_of("a", "b")
-    directory.stored("b", ONE, 0, 0, [key("parent")])
-    directory.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
-    directory.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=9.8), 0.0)
-    assert directory.place(ONE, [key("x")], key("parent"), 1, HOST).servers[0] == "b"
-    directory.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=1), 0.0)
-    assert directory.place(ONE, [key("x")], key("parent"), 1, HOST).servers[0] == "a"
-
-
-def test_what_was_placed_since_the_last_heartbeat_makes_a_full_server_younger() -> None:
-    """Each write to it evicts; a chain leaves before its server is worn."""
-    directory = directory_of("a", "b")
-    directory.stored("a", ONE, 0, 0, [key("parent")])
-    directory.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
-    directory.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=8), 0.0)
-    placed = [
-        directory.place(ONE, [digest], key("parent"), 100, HOST).servers[0]
-        for digest in keys("w", 14)
-    ]
-    assert placed[:3] == ["a", "a", "a"]
-    assert "b" in placed[3:]
-    directory.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
-    assert directory.place(ONE, [key("x")], key("parent"), 100, HOST).servers[0] == "a"
-
-
-def test_full_servers_share_writes_by_the_age_of_their_victims() -> None:
-    directory = directory_of("a", "b")
-    first = []
-    for digest in keys("w", 500):
-        directory.heartbeat("a", 1, ServerStats(used=1000, victim_age_s=10), 0.0)
-        directory.heartbeat("b", 1, ServerStats(used=1000, victim_age_s=5), 0.0)
-        first.append(directory.place(ONE, [digest], ROOT, 1, HOST).servers[0])
-    assert 350 < first.count("a") < 450  # four fifths: the weights are 1 and 1/4
-
-
-def test_copies_are_placed_on_different_hosts_first() -> None:
-    """All servers of a host fail together."""
-    directory = directory_of("a", "b")
-    directory.register("c", 1, "host-b", [], ["dram"], 1000, 0.0)
-    assert directory.place(ONE, [key("x")], ROOT, 1, HOST).servers[2] == "c"
-    for copies in (2, 3):
-        placed = directory.place(ONE, [key("x")], ROOT, 1, HOST, copies).servers
-        assert placed[0] in "ab"
-        assert placed[1] == "c"
-        assert sorted(placed) == ["a", "b", "c"]
-
-
-def test_two_writers_of_a_block_are_sent_to_one_server() -> None:
-    first = [
-        directory_of("a", "b", "c").place(ONE, [digest], ROOT, 1, HOST).servers[0]
-        for digest in keys("block", 30)
-    ]
-    again = [
-        directory_of("c", "a", "b").place(ONE, [digest], ROOT, 1, HOST).servers[0]
-        for digest in keys("block", 30)
-    ]
-    assert first == again
-    assert len(set(first)) == 3
-
-
-def test_a_hash_at_the_end_of_its_range_is_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever chooses a digest cannot choose one that the weights divide by zero for."""
-    for hashed in (0, 2**64 - 1):
-        monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda _, hashed=hashed: hashed)
-        assert directory_of("a").place(ONE, [key("x")], ROOT, 1, HOST).servers == ("a",)
 
 
 def test_each_miss_is_explained() -> None:

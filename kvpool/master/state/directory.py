@@ -19,7 +19,7 @@ from kvpool.master.state.locations import (
     LocationTable,
     ServerInventory,
 )
-from kvpool.master.state.placement import Placement, rank_servers
+from kvpool.master.state.placement import Placement, Placer
 from kvpool.master.state.server_record import Refusal, SequenceCheck, ServerRecord
 from kvpool.piecewise_dict import PiecewiseDict, compact
 from kvpool.tombstones import Tombstones
@@ -66,6 +66,7 @@ class Directory:
         self.blocks_max = blocks_max
         self.tombstones = Tombstones(tombstones_max)
         self._servers: dict[str, ServerRecord] = {}
+        self._placer = Placer()  # knows the living ones
         self._blocks: PiecewiseDict[Namespace, Blocks] = PiecewiseDict()
         self._count = 0  # blocks of all namespaces
         self._locations = LocationTable()
@@ -141,11 +142,13 @@ class Directory:
             caller=caller,
         )
         if record is not None:
+            self._placer.remove(record)
             self._retire_all(record)
             former = (*record.former_epochs, record.epoch)
             # Not its own, which comes back after a process that had the id in the meantime.
             added.former_epochs.extend(one for one in former if one != epoch)
         self._servers[server] = added
+        self._placer.add(added)
         self._version += 1
         return None
 
@@ -181,9 +184,7 @@ class Directory:
         record = self._servers.get(server)
         if record is None or record.epoch != epoch:
             return False
-        record.last_seen = now
-        record.stats = stats
-        record.bytes_placed = 0
+        record.beat(stats, now)
         self._set_alive(record, True)
         return sequence <= record.sequence
 
@@ -465,19 +466,21 @@ class Directory:
     ) -> Placement:
         """Where to write `copies` copies of blocks with `size` bytes in all, best server first.
 
-        Advice only: nothing is reserved. `rank_servers` explains the order.
+        Advice only: nothing is reserved. `Placer.rank` explains the order.
         """
         held = self._held(self._blocks.get(namespace), parent) if parent != ROOT else None
-        ranked = rank_servers(
-            (record for record in self._servers.values() if record.alive),
+        if held is not None:
+            self._resolve(held)
+        ranked = self._placer.rank(
             key=digests[0] if digests else b"",
-            parent_servers={one.inventory.server for one in held.locations} if held else (),
+            parent=parent,
+            holders=[self._servers[one.server] for one in held.replicas] if held else [],
             size=size,
             host=host,
             copies=copies,
         )
         for record in ranked[:copies]:
-            record.bytes_placed += size
+            record.offer(size)
         return Placement(
             tuple(record.server for record in ranked), self._complete_replicas(namespace, digests)
         )
@@ -569,6 +572,10 @@ class Directory:
         if record.alive is not alive:
             record.alive = alive
             self._version += 1
+            if alive:
+                self._placer.add(record)
+            else:
+                self._placer.remove(record)
 
     def _refusal(
         self, record: ServerRecord, epoch: int, token: bytes, now: float
@@ -633,6 +640,7 @@ class Directory:
 
     def _forget(self, record: ServerRecord) -> None:
         del self._servers[record.server]
+        self._placer.remove(record)
         self._retire_all(record)
 
     def _room(self, record: ServerRecord, wanted: int) -> int:

@@ -1,14 +1,22 @@
-"""Where to write: the servers that a writer should try, best first."""
+"""Where to write: the servers that a writer should try, best first.
+
+A chain stays on the server that has it: there its blocks are kept and evicted together, and hints
+about its session apply to all of it. A new chain goes where the least is written. Pure; a call
+takes the same time with any number of servers. (design: placement)
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterable
-from typing import Final, NamedTuple
+import bisect
+from collections.abc import Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import xxhash
 
 from kvpool.master.state.server_record import ServerRecord
+from kvpool.types import ROOT
+
+V = TypeVar("V")
 
 
 class Placement(NamedTuple):
@@ -18,52 +26,148 @@ class Placement(NamedTuple):
     copies: list[int]
 
 
-#: A chain stays on its parent's server if that server's next victim is at least this share as old
-#: as the oldest one: then the server is under no more pressure than the others.
-_AGE_TOLERANCE: Final = 0.9
+#: Servers that are compared for a new chain, drawn by its key; of fewer all.
+DRAWN: Final = 16
+#: Servers on the writer's host that are compared besides.
+_LOCAL: Final = 2
+#: A server with room counts as so many times less loaded: its room is a claim, and one server that
+#: has come back empty must not get every new chain.
+_ROOM_FACTOR: Final = 4.0
+#: A server on the writer's host counts as so many times less loaded, if it is not full.
+_LOCAL_FACTOR: Final = 1.25
+#: Memory is a claim, too: more than so many times the median is not believed.
+_CAPACITY_MEDIANS_MAX: Final = 4.0
+#: From a block that so many chains go on from, each in its own way, a chain is a new one.
+SHARED_FROM: Final = 4
+#: Blocks whose branches are counted, and new chains whose server is remembered, at least.
+_BRANCHES_KEPT: Final = 8192
+_CHAINS_KEPT: Final = 128
 
 
-def rank_servers(
-    records: Iterable[ServerRecord],
-    *,
-    key: bytes,
-    parent_servers: Container[str],
-    size: int,
-    host: str,
-    copies: int,
-) -> list[ServerRecord]:
-    """The `records` of living servers, best first, for `size` bytes whose first digest is `key`.
+class Placer:
+    """The servers that may be written to, and what was asked about chains lately.
 
-    1. Servers on the writer's `host`.
-    2. Servers with free memory.
-    3. The parent's server, if no younger data is evicted there than elsewhere.
-    4. When all are full: by weighted rendezvous hashing, where the weight falls with the age of
-       the server's next victim. So the pool evicts its oldest data, whichever server has it, and
-       two writers of one block choose the same server.
-
-    With several `copies` the best servers of different hosts come first, because all servers of a
-    host fail together.
+    What it remembers of chains is bounded, and losing it costs hits at most.
     """
-    servers = list(records)
-    oldest_s = max(map(_victim_age_s, servers), default=0.0)
 
-    def preference(record: ServerRecord) -> tuple[bool, bool, bool, float]:
-        has_room = record.capacity - record.stats.used - record.bytes_placed >= size
-        share = _victim_age_s(record) / oldest_s if oldest_s and not has_room else 1.0
-        stays = record.server in parent_servers and share >= _AGE_TOLERANCE
-        # -weight / ln(uniform): each server is the largest with a probability of its weight.
-        hashed = xxhash.xxh3_64_intdigest(key + record.server.encode())
-        # 53 bits: with all 64 the quotient can round to 1, and then the logarithm is 0.
-        uniform = ((hashed >> 11) + 1) / (2**53 + 1)
-        return record.host == host, has_room, stays, -(share**2) / math.log(uniform)
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._records: list[ServerRecord] = []  # in the order of their names
+        self._by_host: dict[str, list[ServerRecord]] = {}
+        #: By a block: how many chains went on from it, and how the last one did.
+        self._branches: Recent[tuple[int, bytes]] = Recent(_BRANCHES_KEPT)
+        #: By its first new block: where a new chain was sent.
+        self._begun: Recent[str] = Recent(_CHAINS_KEPT)
 
-    servers.sort(key=preference, reverse=True)
-    if copies > 1:
-        best_of_host = {record.host: record for record in reversed(servers)}
-        servers.sort(key=lambda record: best_of_host[record.host] is not record)
-    return servers
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, record: ServerRecord) -> None:
+        """From now on this server is chosen."""
+        position = bisect.bisect_left(self._names, record.server)
+        self._names.insert(position, record.server)
+        self._records.insert(position, record)
+        self._by_host.setdefault(record.host, []).append(record)
+
+    def remove(self, record: ServerRecord) -> None:
+        """From now on this server is not chosen; nothing if it was not."""
+        position = bisect.bisect_left(self._names, record.server)
+        if position < len(self._names) and self._records[position] is record:
+            del self._names[position], self._records[position]
+            here = self._by_host[record.host]
+            here.remove(record)
+            if not here:
+                del self._by_host[record.host]
+
+    def rank(
+        self,
+        *,
+        key: bytes,
+        parent: bytes,
+        holders: Sequence[ServerRecord],
+        size: int,
+        host: str,
+        copies: int,
+    ) -> list[ServerRecord]:
+        """Servers for `size` bytes whose first digest is `key`, best first; `DRAWN` or a few more.
+
+        1. Those that have the parent, its `holders`, unless many chains branch off there.
+        2. Where another writer of the same chain was sent a moment ago.
+        3. The ones to which the fewest bytes were sent lately, for their memory. One with room
+           counts as less loaded, and one on the writer's `host` a little, unless it is full.
+
+        With several `copies` the best servers of different hosts come first, because all servers of
+        a host fail together.
+        """
+        drawn = {record.server: record for record in self._draw(key, host, copies)}
+        drawn.update((record.server, record) for record in holders)
+        servers = list(drawn.values())
+        if not servers:
+            return servers
+        keeping = {record.server for record in holders}
+        begun = None
+        if not keeping or self._branch(parent, key) >= SHARED_FROM:
+            keeping = set()
+            begun = self._begun.get(key)
+        median = sorted([record.capacity for record in servers])[(len(servers) - 1) // 2]
+        believed_max = max(1.0, _CAPACITY_MEDIANS_MAX * median)
+
+        def order(record: ServerRecord) -> tuple[bool, bool, float]:
+            load = record.offered / min(max(1, record.capacity), believed_max)
+            if record.capacity - record.stats.used - record.bytes_placed >= size:
+                load /= _ROOM_FACTOR * (_LOCAL_FACTOR if record.host == host else 1.0)
+            return record.server not in keeping, record.server != begun, load
+
+        servers.sort(key=order)  # of equal ones the first that was drawn
+        if not keeping:
+            self._begun.put(key, servers[0].server)
+        if copies > 1:
+            best_of_host = {record.host: record for record in reversed(servers)}
+            servers.sort(key=lambda record: best_of_host[record.host] is not record)
+        return servers
+
+    def _draw(self, key: bytes, host: str, copies: int) -> list[ServerRecord]:
+        """Candidates in an order that the key decides; a server may be drawn twice."""
+        hashed = xxhash.xxh3_64_intdigest(key)
+        here = self._by_host.get(host, ())
+        count = len(self._records)
+        wanted = max(DRAWN, 2 * copies)
+        if count <= wanted:
+            first = hashed % max(1, count)
+            return [*here[:_LOCAL], *self._records[first:], *self._records[:first]]
+        drawn = [here[(hashed + n) % len(here)] for n in range(min(_LOCAL, len(here)))]
+        for _ in range(wanted):
+            hashed = (hashed * 6364136223846793005 + 1442695040888963407) % 2**64
+            drawn.append(self._records[(hashed >> 32) * count >> 32])
+        return drawn
+
+    def _branch(self, parent: bytes, first: bytes) -> int:
+        """Count the chain that goes on from `parent` with `first`; how many did so far."""
+        if parent == ROOT:
+            return 0
+        count, last = self._branches.get(parent) or (0, b"")
+        if first != last:  # not another part, or another writer, of the same chain
+            count += 1
+            self._branches.put(parent, (count, first))
+        return count
 
 
-def _victim_age_s(record: ServerRecord) -> float:
-    """Age of the next victim, less the share of memory that was placed since it was reported."""
-    return record.stats.victim_age_s * max(0.0, 1 - record.bytes_placed / record.capacity)
+class Recent(Generic[V]):
+    """What was put last under a key: `kept` keys at least, and twice as many at most."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._young: dict[bytes, V] = {}
+        self._old: dict[bytes, V] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def get(self, key: bytes) -> V | None:
+        value = self._young.get(key)
+        return self._old.get(key) if value is None else value
+
+    def put(self, key: bytes, value: V) -> None:
+        if len(self._young) >= self._kept and key not in self._young:
+            self._old, self._young = self._young, {}
+        self._young[key] = value

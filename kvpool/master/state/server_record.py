@@ -19,6 +19,8 @@ EARLIER_MAX: Final = 4
 #: Epochs that a record remembers after restarts: a server does not restart more often while one
 #: message is on its way.
 _FORMER_EPOCHS: Final = 8
+#: A conversation has several turns in this time, so that each server's share of them shows.
+_OFFERED_HALVES_S: Final = 60.0
 
 
 class Refusal(NamedTuple):
@@ -95,6 +97,20 @@ class ServerRecord:
     earlier: list[ServerInventory] = field(default_factory=list)  # replaced by the arriving one
     stats: ServerStats = field(default_factory=ServerStats)
     bytes_placed: int = 0  # that writers were sent here with, since the last heartbeat
+    beat_at: float = 0.0  # when the last heartbeat came
+    offered: float = 0.0  # the same, of which each minute half is forgotten (design: placement)
+
+    def offer(self, size: int) -> None:
+        """A writer was sent here with so many bytes."""
+        self.bytes_placed += size
+        self.offered += size
+
+    def beat(self, stats: ServerStats, now: float) -> None:
+        """A heartbeat has come: what was placed until now is in its figures."""
+        self.offered *= 0.5 ** (max(0.0, now - self.beat_at) / _OFFERED_HALVES_S)
+        self.beat_at = self.last_seen = now
+        self.stats = stats
+        self.bytes_placed = 0
 
     def shows(self, token: bytes) -> bool:
         """Whether this is the token of this server. In constant time."""

@@ -1,0 +1,217 @@
+"""Where new blocks go: chains stay whole, and what a server claims decides little."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from kvpool.master.state.directory import Directory
+from kvpool.master.state.placement import DRAWN, SHARED_FROM, Recent
+from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
+
+ONE = Namespace("one")
+HOST = "host-a"
+CAPACITY = 10_000
+FULL = ServerStats(used=CAPACITY)
+
+
+def key(name: str) -> bytes:
+    return name.encode().ljust(16, b".")
+
+
+def pool(*servers: str, **elsewhere: str) -> Directory:
+    """Servers on HOST, and others as `name="host"`. All are empty."""
+    made = Directory(servers_max=4096, servers_per_host_max=4096)
+    for server in servers:
+        made.register(server, 1, HOST, [], ["dram"], CAPACITY, 0.0)
+    for server, host in elsewhere.items():
+        made.register(server, 1, host, [], ["dram"], CAPACITY, 0.0)
+    return made
+
+
+def beat(directory: Directory, now: float, **stats: ServerStats) -> None:
+    for server, figures in stats.items():
+        assert directory.heartbeat(server, 1, figures, now)
+
+
+def place(
+    directory: Directory,
+    name: str,
+    parent: bytes = ROOT,
+    *,
+    size: int = 100,
+    host: str = "nowhere",
+    copies: int = 1,
+) -> tuple[str, ...]:
+    return directory.place(ONE, [key(name)], parent, size, host, copies).servers
+
+
+def test_the_writers_host_is_preferred_as_long_as_it_has_room() -> None:
+    directory = pool("near", far="host-b")
+    assert place(directory, "a", host=HOST)[0] == "near"
+    assert place(directory, "b", host="host-b")[0] == "far"
+    beat(directory, 1.0, near=FULL)
+    assert [place(directory, f"c{n}", host=HOST)[0] for n in range(3)] == ["far"] * 3
+    beat(directory, 2.0, far=FULL)
+    sent = Counter(place(directory, f"d{n}", host=HOST)[0] for n in range(40))
+    assert max(sent.values()) <= 23  # a full server is no better for being near
+
+
+@pytest.mark.parametrize("host", [HOST, "host-b"])
+def test_a_chain_stays_where_it_is(host: str) -> None:
+    """Also on a full, busy server of another host, when others are empty."""
+    directory = pool("a", b="host-b")
+    directory.stored("b", ONE, 0, 0, [key("parent")])
+    beat(directory, 1.0, b=FULL)
+    for turn in range(20):
+        parent = key(f"turn{turn - 1}") if turn else key("parent")
+        assert place(directory, f"turn{turn}", parent, host=host, size=5000)[0] == "b"
+        directory.stored("b", ONE, 0, 0, [key(f"turn{turn}")])
+
+
+def test_a_chain_whose_server_is_lost_begins_anew_and_goes_on_there() -> None:
+    directory = pool("a", "b", "c")
+    directory.stored("a", ONE, 0, 0, [key("parent")])
+    directory.leave("a", 1)
+    first = place(directory, "x", key("parent"))
+    assert "a" not in first
+    directory.stored(first[0], ONE, 0, 0, [key("x")])
+    assert place(directory, "y", key("x"))[0] == first[0]
+    beat(directory, 1.0, a=ServerStats())
+    assert "a" in place(directory, "z")
+
+
+def test_from_a_block_that_many_chains_share_they_go_to_all_servers() -> None:
+    directory = pool("a", "b", "c", "d")
+    directory.stored("a", ONE, 0, 0, [key("system prompt")])
+    sent = [place(directory, f"chat {n}", key("system prompt"))[0] for n in range(40)]
+    assert sent[: SHARED_FROM - 1] == ["a"] * (SHARED_FROM - 1)
+    assert Counter(sent).keys() == set("abcd")
+    assert max(Counter(sent).values()) <= 14
+
+
+def test_the_parts_of_one_chain_and_its_other_writers_are_no_branches() -> None:
+    """Eight ranks ask for the same blocks, and all of them go to the chain's server."""
+    directory = pool("a", "b")
+    directory.stored("a", ONE, 0, 0, [key("parent")])
+    for _ in range(3 * SHARED_FROM):
+        assert place(directory, "turn", key("parent"))[0] == "a"
+
+
+def test_all_writers_of_a_new_chain_are_sent_to_one_server() -> None:
+    """Together they have more bytes than fits there, and the masters have seen different things."""
+    directory = pool("a", "b", "c")
+    first = place(directory, "x", size=4000)[0]
+    for n in range(20):
+        place(directory, f"other {n}")
+        assert place(directory, "x", size=4000)[0] == first
+    one, other = pool("a", "b", "c"), pool("c", "a", "b")
+    sent = [(place(one, f"w{n}")[0], place(other, f"w{n}")[0]) for n in range(30)]
+    assert all(here == there for here, there in sent)
+    assert len(set(sent)) == 3
+
+
+def test_a_new_chain_goes_where_the_least_was_sent_lately() -> None:
+    directory = pool("a", "b")
+    directory.stored("a", ONE, 0, 0, [key("parent")])
+    beat(directory, 1.0, a=FULL, b=FULL)
+    place(directory, "turn", key("parent"), size=1000)
+    sent = Counter(place(directory, f"w{n}")[0] for n in range(12))
+    assert sent == {"b": 11, "a": 1}
+    place(directory, "turn 2", key("parent"), size=100_000)
+    for minute in range(1, 12):  # half of it is forgotten in each
+        beat(directory, 1.0 + 60 * minute, a=FULL, b=FULL)
+    assert Counter(place(directory, f"v{n}")[0] for n in range(12)).keys() == {"a", "b"}
+
+
+def test_a_larger_server_gets_more() -> None:
+    directory = pool("a")
+    directory.register("b", 1, HOST, [], ["dram"], 3 * CAPACITY, 0.0)
+    beat(directory, 1.0, a=FULL, b=ServerStats(used=3 * CAPACITY))
+    sent = Counter(place(directory, f"w{n}")[0] for n in range(40))
+    assert sent["b"] == pytest.approx(30, abs=1)
+
+
+def test_a_server_that_comes_back_empty_does_not_get_everything() -> None:
+    directory = pool("a", "b", "c", "d", "empty")
+    sent: Counter[str] = Counter()
+    for second in range(30):
+        full = dict.fromkeys("abcd", FULL)
+        beat(directory, float(second), **full, empty=ServerStats())
+        sent.update(place(directory, f"w{second}/{n}")[0] for n in range(10))
+    assert 300 / 5 < sent["empty"] < 300 / 5 * 3
+
+
+STRANGE = [math.nan, math.inf, -math.inf, -1.0, 1e300]
+
+
+@pytest.mark.parametrize("age", STRANGE)
+@pytest.mark.parametrize("used", [-(10**30), 0, 10**30])
+@pytest.mark.parametrize("capacity", [-(2**60), 0, 1, 2**60])
+def test_a_server_that_claims_strange_figures_is_one_among_others(
+    age: float, used: int, capacity: int
+) -> None:
+    directory = pool("a", "b", "c", "d")
+    directory.register("liar", 1, HOST, [], ["dram"], capacity, 0.0)
+    sent: Counter[str] = Counter()
+    for second in range(20):
+        beat(directory, float(second), **dict.fromkeys("abcd", FULL))
+        beat(directory, float(second), liar=ServerStats(used=used, victim_age_s=age))
+        sent.update(place(directory, f"w{second}/{n}", host=HOST)[0] for n in range(20))
+    assert sent["liar"] < 0.85 * 400
+    assert all(sent[server] >= 10 for server in "abcd")
+
+
+def test_copies_are_placed_on_different_hosts_first() -> None:
+    """All servers of a host fail together."""
+    directory = pool("a", "b", c="host-b")
+    for copies in (2, 3):
+        placed = place(directory, f"x{copies}", host=HOST, copies=copies)
+        assert placed[0] in "ab"
+        assert placed[1] == "c"
+        assert sorted(placed) == ["a", "b", "c"]
+
+
+def test_of_many_servers_a_few_are_compared_and_all_are_used() -> None:
+    names = [f"s{n:04}" for n in range(1000)]
+    directory = pool(*names, last="host-b")
+    directory.stored("s0500", ONE, 0, 0, [key("parent")])
+    used: Counter[str] = Counter()
+    for n in range(8000):
+        placed = place(directory, f"w{n}")
+        assert len(placed) <= DRAWN
+        used[placed[0]] += 1
+    assert len(used) == 1001
+    assert max(used.values()) <= 14  # 8 each, were it perfect
+    assert place(directory, "y", host="host-b")[0] == "last"
+    placed = place(directory, "x", key("parent"), host="host-b", copies=16)
+    assert placed[0] == "s0500"
+    assert 16 < len(placed) <= 34
+    assert len(set(placed)) == len(placed)
+
+
+def test_a_restarted_server_is_chosen_and_a_forgotten_one_is_not() -> None:
+    directory = Directory(timeout_s=3.0, forget_s=600.0)
+    directory.register("a", 1, HOST, [], ["dram"], CAPACITY, 0.0)
+    directory.register("a", 2, "host-b", [], ["dram"], CAPACITY, 1.0)
+    assert place(directory, "x") == ("a",)
+    directory.tick(1.0)
+    directory.heartbeat("a", 2, ServerStats(), 2.0)
+    for second in range(3, 700):
+        directory.tick(float(second))
+    assert directory.members(700.0) == []
+    assert place(directory, "y") == ()
+    assert directory.explain(ONE, [key("y")])[0].status is ReadStatus.NEVER_WRITTEN
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    recent: Recent[int] = Recent(4)
+    for n in range(100):
+        recent.put(key(str(n)), n)
+        recent.put(key(str(n)), n)
+        assert recent.get(key(str(n))) == n
+        assert recent.get(key(str(max(0, n - 3)))) == max(0, n - 3)
+        assert len(recent) <= 8
+    assert recent.get(key("0")) is None
