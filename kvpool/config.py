@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from kvpool.errors import ConfigError
 from kvpool.runtime import make_private_directory, runtime_directory
-from kvpool.types import Cluster
+from kvpool.types import COPIES_MAX, Cluster
 from kvpool.units import parse_bool, parse_duration, parse_size
 
 Size = Annotated[int, Meta(ge=0, le=2**60, extra={"unit": "size"})]
@@ -140,6 +140,9 @@ class ClientConfig(_Section, frozen=True):
     #: Time without a byte after which the client asks another replica or another master. Choose it
     #: well above the time in which a healthy server sends its first byte (design: hedging).
     hedge_s: Seconds = 0.1
+    #: Copies of blocks that many chains share, such as a system prompt: servers on which such
+    #: chains begin fetch one, until there are so many. 1: none are made (design: placement).
+    copies_max: Annotated[int, Meta(ge=1, le=COPIES_MAX)] = 3
     #: Check the checksum of every block that is read. If false, damaged bytes are not noticed.
     verify: bool = True
     #: Bytes of pinned memory through which blocks move from and to CUDA devices; allocated with the

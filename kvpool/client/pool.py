@@ -23,6 +23,7 @@ from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
+from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import ClientConfig
@@ -122,6 +123,7 @@ class Pool:
     | `corrupt` | blocks | read with a wrong checksum, and reported to the server |
     | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
     | `copies_missing` | copies | asked for with `copies`, not made |
+    | `shared_copies` | blocks | that servers fetched because many chains share them |
     | `versions_removed` | copies | that had other bytes than another writer's copy |
     | `hedged` | delays | of a server that sent nothing for `hedge_s` |
     | `chosen_SCHEME` | changes | to a transport that was measured to be faster |
@@ -159,8 +161,16 @@ class Pool:
         self._lookup = lookup = Lookup(self._masters, servers)
         self._reader = reader = Reader(config, lookup, servers, locations, self._staging, counters)
         versions = Versions(lookup, reader, servers, counters)
+        self._shared_copies = SharedCopies(lookup, servers, counters, config.copies_max)
         self._writer = Writer(
-            host.id, self._masters, servers, locations, versions, self._staging, counters
+            host.id,
+            self._masters,
+            servers,
+            locations,
+            versions,
+            self._shared_copies,
+            self._staging,
+            counters,
         )
 
     def __repr__(self) -> str:
@@ -421,6 +431,7 @@ class Pool:
         """End every running call, then every connection. Idempotent."""
         if not self._closed:
             self._closed = True
+            await self._shared_copies.close()
             await self._servers.close()
             self._masters.close()
             if self._device_staging is not None:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from kvpool.client.shared_copies import needs_copy
 from kvpool.client.writer import BatchState
+from kvpool.config import ClientConfig
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
@@ -77,6 +79,7 @@ class Played:
     """What came of all requests so far."""
 
     hits: int = 0
+    copies: int = 0  # of blocks that many chains share
     statuses: Counter[WriteStatus] = field(default_factory=Counter)
     place_s: list[float] = field(default_factory=list)
     #: Prompts with a hit, and over how many servers their prefixes lay.
@@ -93,6 +96,7 @@ class DryPool:
 
     def __init__(self, count: int, capacity: int, policy: PolicyOf, hosts: int = 0) -> None:
         self.capacity = capacity
+        self._copies_max = ClientConfig().copies_max
         self.played = Played()
         self._hosts = hosts or count
         self._directory = Directory(servers_max=count, servers_per_host_max=count)
@@ -136,7 +140,9 @@ class DryPool:
         fresh = chain[held : self.capacity]
         if fresh:
             parent = chain[held - 1] if held else ROOT
-            self._write(fresh, parent, host, hint, now)
+            server = self._write(fresh, parent, host, hint, now)
+            if server:
+                self._copy_shared(server, runs, chain[:held], now)
         elif hint is not None and hint.resume_in is not None:
             self._hints.add(hint.session, hint.resume_in, now)
         if hint is not None and hint.resume_in is None:
@@ -223,7 +229,8 @@ class DryPool:
 
     def _write(
         self, digests: list[bytes], parent: bytes, host: str, hint: SessionHint | None, now: float
-    ) -> None:
+    ) -> str:
+        """Returns the server on which the blocks begin, if it is the one that the master chose."""
         size = BLOCK_SIZE * len(digests)
         started = time.perf_counter()
         placed = self._directory.place(_NAMESPACE, digests, parent, size, host)
@@ -240,6 +247,30 @@ class DryPool:
                 answer = self._store(name, batch, positions, hint, now)
                 batch.answered(name, positions, answer, needed)
         self.played.statuses.update(batch.results(now))
+        return placed.servers[0] if placed.servers[0] in batch.stored_on[0] else ""
+
+    def _copy_shared(
+        self, server: str, runs: Sequence[Run], prefix: Sequence[bytes], now: float
+    ) -> None:
+        """As `SharedCopies` and a server that fetches: heads first, for what is used less."""
+        holders = [replica.server for replica in runs[-1].replicas] if runs else []
+        if not needs_copy(server, holders, self._copies_max):
+            return
+        source, target = self.servers[holders[0]].store, self.servers[server].store
+        for position, digest in enumerate(prefix):
+            entry = source.peek(_NAMESPACE, 0, digest)
+            if entry is None or target.peek(_NAMESPACE, 0, digest) is not None:
+                continue
+            parents = [prefix[position - 1] if position else ROOT]
+            request = ReserveRequest(
+                _NAMESPACE, 0, [digest], parents, [BLOCK_SIZE], last_used=[entry.last_used]
+            )
+            (reservation,) = target.reserve(_OWNER, request, now)
+            if reservation.status is not WriteStatus.RESERVED:
+                break
+            target.seal(_OWNER, reservation.id, 0, now)
+            self.played.copies += 1
+        self._announce(server)
 
     def _store(
         self,
@@ -265,14 +296,17 @@ class DryPool:
             if status is WriteStatus.RESERVED:
                 status = store.seal(_OWNER, reservation.id, 0, now)
             answers.append(status)
-        changes = itertools.groupby(store.take_changes(), key=lambda change: change.status)
-        for status, group in changes:
-            gone = [change.digest for change in group]
-            if status is ReadStatus.HIT:
-                self._directory.stored(name, _NAMESPACE, 0, 0, gone)
-            else:
-                self._directory.removed(name, _NAMESPACE, 0, gone, status)
+        self._announce(name)
         return answers
+
+    def _announce(self, name: str) -> None:
+        changes = self.servers[name].store.take_changes()
+        for status, group in itertools.groupby(changes, key=lambda change: change.status):
+            digests = [change.digest for change in group]
+            if status is ReadStatus.HIT:
+                self._directory.stored(name, _NAMESPACE, 0, 0, digests)
+            else:
+                self._directory.removed(name, _NAMESPACE, 0, digests, status)
 
 
 @lru_cache(maxsize=1 << 18)

@@ -23,6 +23,7 @@ from kvpool.client.masters import Masters
 from kvpool.client.path_selector import AGAIN_S, AGAIN_S_MAX
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers
+from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.errors import BadMessage, DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
@@ -235,6 +236,7 @@ async def write(
         cast(Servers, servers),
         locations,
         cast(Versions, None),  # with one server there is one version
+        cast(SharedCopies, None),  # and no other server that could have the parent
         cast(Callable[[], Staging], None),
         Counter(),
     )

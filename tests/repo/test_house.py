@@ -15,6 +15,7 @@ SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 PLUGINS = ("kvpool_transports", "kvpool_tiers", "kvpool_connector")
 PURE_STDLIB = {
     "__future__",
+    "bisect",
     "collections",
     "dataclasses",
     "enum",

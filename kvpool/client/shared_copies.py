@@ -1,0 +1,141 @@
+"""Copies of what many chains share, where such chains begin.
+
+A chain that begins on another server than the block it goes on from depends on both: whoever loses
+the first blocks of many chains loses all of these. So the client that began the chain has its
+server fetch a copy of them, in the background, until there are enough copies (design: placement).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection
+from typing import Final
+
+from kvpool import logs
+from kvpool.client.lookup import Lookup
+from kvpool.client.servers import Servers
+from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.protocols import Channel, SupportsFetch, WriteOptions
+from kvpool.types import BATCH_BLOCKS_MAX, ROOT, FetchStatus, Namespace
+
+log = logs.get("kvpool.client")
+
+#: One copy takes at most so long; what is missing then is fetched when the next chain begins there.
+_COPY_S: Final = 10.0
+#: Pairs of a block and a server that are not looked at again; at the limit all are forgotten.
+_DONE_MAX: Final = 4096
+
+
+class SharedCopies:
+    """Has servers fetch shared blocks, one copy at a time; each block gets `copies_max` at most.
+
+    A copy that cannot be made is left out: nothing waits for it.
+    """
+
+    def __init__(
+        self, lookup: Lookup, servers: Servers, counters: Counter[str], copies_max: int
+    ) -> None:
+        self._lookup = lookup
+        self._servers = servers
+        self._counters = counters
+        self._copies_max = copies_max
+        self._done: set[tuple[bytes, str]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def wrote(self, options: WriteOptions, parent: bytes, last: bytes, server: str) -> None:
+        """A chain that goes on from `parent` was written to `server` up to `last`."""
+        if self._copies_max < 2:
+            return
+        known = parent == ROOT or (parent, server) in self._done
+        self._finish(last, server)
+        if known or self._task is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._copy(options, parent, server, loop.time() + _COPY_S))
+        self._task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """End the copy that is being made. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    # --- inside --------------------------------------------------------------------------
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a copy of shared blocks has failed", why=repr(error))
+
+    async def _copy(
+        self, options: WriteOptions, parent: bytes, server: str, deadline: float
+    ) -> None:
+        namespace, part = options.namespace, options.part
+        try:
+            (holders,) = await self._lookup.holders(namespace, part, [parent], deadline)
+            if not needs_copy(server, holders, self._copies_max):
+                self._finish(parent, server)
+                return
+            source = self._servers.rank(holders)[0]
+            chain = await self._ancestors(source, namespace, part, parent, server, deadline)
+
+            async def fetch(channel: Channel) -> list[FetchStatus]:
+                if not isinstance(channel, SupportsFetch):
+                    return []
+                # A server of the release before refuses: that says nothing about the connection.
+                with contextlib.suppress(PeerError):
+                    return await channel.fetch(namespace, part, chain, source, deadline=deadline)
+                return []
+
+            statuses = await self._servers.call(server, fetch, deadline) if chain else []
+        except (Unavailable, PeerError, Overloaded) as error:  # a later chain tries it again
+            log.debug("shared blocks are not copied", server=server, why=str(error))
+            return
+        self._counters["shared_copies"] += statuses.count(FetchStatus.FETCHED)
+        if FetchStatus.NOT_YET not in statuses:
+            self._finish(parent, server)
+
+    async def _ancestors(
+        self,
+        source: str,
+        namespace: Namespace,
+        part: int,
+        block: bytes,
+        receiver: str,
+        deadline: float,
+    ) -> list[bytes]:
+        """The block and those before it that `source` has, head first."""
+        chain: list[bytes] = []
+        seen: set[bytes] = set()
+        while block != ROOT and block not in seen and len(chain) < BATCH_BLOCKS_MAX:
+            digest = block
+
+            async def offer(channel: Channel, digest: bytes = digest) -> bytes | None:
+                if not isinstance(channel, SupportsFetch):
+                    return None
+                with contextlib.suppress(PeerError):
+                    (offered,) = await channel.offer(
+                        namespace, part, [digest], receiver, deadline=deadline
+                    )
+                    return offered.parent if offered.status.hit else None
+                return None
+
+            parent = await self._servers.call(source, offer, deadline)
+            if parent is None:
+                break
+            seen.add(digest)
+            chain.append(digest)
+            block = parent
+        return chain[::-1]
+
+    def _finish(self, parent: bytes, server: str) -> None:
+        if len(self._done) >= _DONE_MAX:
+            self._done.clear()
+        self._done.add((parent, server))
+
+
+def needs_copy(server: str, holders: Collection[str], copies_max: int) -> bool:
+    """Whether the parent of a chain that began on `server` should be copied there."""
+    return server not in holders and 0 < len(holders) < copies_max

@@ -1,0 +1,136 @@
+"""What many chains share gets copies by itself: no server takes all of them with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kvpool import Pool, dev
+from kvpool.client import shared_copies
+from kvpool.client.shared_copies import needs_copy
+from kvpool.config import ClientConfig
+from kvpool.errors import BadMessage
+from kvpool.server.connection import ServerConnection
+from kvpool.types import ROOT, ReadStatus
+from tests.conftest import NAMESPACE, eventually, keys, value, values
+
+PROMPT = keys("system prompt", 5)
+
+
+async def write(pool: Pool, digests: Sequence[bytes], parent: bytes = ROOT) -> None:
+    statuses = await pool.write(NAMESPACE, digests, values(digests), parent=parent)
+    assert all(status.present for status in statuses)
+
+
+async def chat(pool: Pool, number: int) -> None:
+    """One session that begins with the prompt; then nothing is copied any more."""
+    await write(pool, keys(f"chat {number}/", 2), PROMPT[-1])
+    await eventually(lambda: pool._shared_copies._task is None)
+
+
+async def holders(pool: Pool, digests: Sequence[bytes]) -> list[set[str]]:
+    explained = await pool.explain(NAMESPACE, digests)
+    return [{replica.server for replica in one.replicas} for one in explained]
+
+
+async def test_a_shared_prompt_is_copied_and_outlives_its_server() -> None:
+    async with dev.serve("8MiB", servers=5) as running, running.pool() as pool:
+        await write(pool, PROMPT)
+        (first,) = (await holders(pool, PROMPT))[0]
+        for number in range(24):
+            await chat(pool, number)
+        found = await holders(pool, PROMPT)
+        assert all(len(one) == 3 and first in one for one in found)
+        assert len({frozenset(one) for one in found}) == 1  # whole copies
+        assert pool.counters["shared_copies"] == 2 * len(PROMPT)
+        for server in running.servers:
+            server.store.check()
+        (server,) = [one for one in running.servers if one.server == first]
+        await server.close()
+        match = await pool.match(NAMESPACE, PROMPT)
+        assert match.length == len(PROMPT)
+        into = [bytearray(8192) for _ in PROMPT]
+        assert all(result.status.hit for result in await pool.read(NAMESPACE, PROMPT, into))
+        assert bytes(into[3]) == value(PROMPT[3])
+        lost = 0
+        for number in range(24):
+            chain = keys(f"chat {number}/", 2)
+            lost += (await pool.match(NAMESPACE, chain)).stopped is ReadStatus.SERVER_LOST
+        assert lost <= 24 * 1.5 / 5
+
+
+async def test_a_conversation_that_goes_on_is_not_copied() -> None:
+    async with dev.serve("8MiB", servers=3) as running, running.pool() as pool:
+        await write(pool, PROMPT)
+        parent = PROMPT[-1]
+        for turn in range(12):
+            blocks = keys(f"turn {turn}/", 2)
+            await write(pool, blocks, parent)
+            parent = blocks[-1]
+        for back in range(2):  # it goes on from earlier points, as agents do that rewrite history
+            await write(pool, keys(f"again {back}/", 2), keys("turn 3/", 2)[-1])
+        await eventually(lambda: pool._shared_copies._task is None)
+        assert sum(server.store.stored for server in running.servers) == 5 + 2 * 14
+        assert sorted(server.store.stored for server in running.servers) == [0, 0, 33]
+        assert pool.counters["shared_copies"] == 0
+
+
+async def test_without_further_copies_none_are_made() -> None:
+    async with dev.serve("8MiB", servers=3) as running:
+        config = ClientConfig(masters=[running.address], copies_max=1)
+        async with running.pool(config=config) as pool:
+            await write(pool, PROMPT)
+            for number in range(12):
+                await chat(pool, number)
+            assert all(len(one) == 1 for one in await holders(pool, PROMPT))
+
+
+async def test_a_pool_that_is_closed_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = asyncio.Event()
+
+    async def never(*_: object) -> list[bytes]:
+        began.set()
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(shared_copies.SharedCopies, "_ancestors", never)
+    async with dev.serve("8MiB", servers=3) as running:
+        async with running.pool() as pool:
+            await write(pool, PROMPT)
+            for number in range(12):
+                await write(pool, keys(f"chat {number}/", 2), PROMPT[-1])
+            await asyncio.wait_for(began.wait(), 5)
+            task = pool._shared_copies._task
+            assert task is not None
+        assert task.cancelled()
+
+
+async def test_a_server_of_the_release_before_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chains begin there, without a copy, and its connections are as good as before."""
+    asked = 0
+
+    async def refused(*_: object, **__: object) -> list[object]:
+        nonlocal asked
+        asked += 1
+        raise BadMessage("message type 30 is not a request to a server")
+
+    monkeypatch.setattr(ServerConnection, "fetch", refused)
+    async with dev.serve("8MiB", servers=2) as running, running.pool() as pool:
+        await write(pool, PROMPT)
+        for number in range(16):
+            await chat(pool, number)
+        assert asked == 1
+        assert not any(name.startswith("failed_") for name in pool.counters)
+        assert all(len(one) == 1 for one in await holders(pool, PROMPT))
+        assert sum(server.store.stored for server in running.servers) == 5 + 32
+
+
+def test_when_a_copy_is_needed() -> None:
+    assert needs_copy("b", ["a"], 2)
+    assert not needs_copy("a", ["a"], 2)
+    assert not needs_copy("c", ["a", "b"], 2)
+    assert not needs_copy("c", [], 2)  # nobody has it any more
