@@ -12,10 +12,10 @@ SEEDS ?= 0:2000
 SAMPLE ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-vllm check bench bench-peers sim mutants chaos fuzz docs clean
+.PHONY: help demo demo-vllm test test-vllm test-vllm-long check bench bench-peers sim mutants chaos fuzz docs clean
 
 help:  ## this list
-	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic workload
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
@@ -24,6 +24,9 @@ test: $(VENV)/ready  ## the whole suite, two tests at a time
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 test-vllm: $(VLLM_VENV)/ready  ## the connector on real vLLM engines, on a CPU
+	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm -m "not long" $(ARGS)
+
+test-vllm-long: $(VLLM_VENV)/ready  ## the same, with the cases that take longer
 	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/ready  ## a fresh vllm serve takes over long sessions, with the pool and without

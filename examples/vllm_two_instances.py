@@ -68,6 +68,7 @@ class Instance:
         log: Path,
         transfer: dict[str, Any] | None,
         kv_bytes: int = 256 << 20,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.port = free_port()
@@ -79,6 +80,7 @@ class Instance:
             *("--dtype", "float32", "--max-model-len", "16384", "--enforce-eager"),
             *("--block-size", "32", "--kv-cache-memory-bytes", str(kv_bytes)),
             *("--max-num-seqs", "8", "--enable-prompt-tokens-details"),
+            *arguments,
         ]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvpool
+from tests.support.wheel import build
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kvpool", "kvpool_transports", "kvpool_tiers", "kvpool_connector")
@@ -54,20 +54,7 @@ def run(*command: object, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("wheel")
-    here = importlib.util.find_spec("hatchling") is not None
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(target)]
-    done = subprocess.run(
-        [*command, *(["--no-build-isolation"] if here else []), str(ROOT)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    if done.returncode and not here:
-        pytest.skip("hatchling is not installed and cannot be downloaded")
-    assert done.returncode == 0, done.stderr
-    (found,) = target.glob("kvpool-*.whl")
-    return found
+    return build(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_what_users_and_plug_in_authors_use(wheel: Path) -> None:

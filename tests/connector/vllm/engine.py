@@ -147,7 +147,12 @@ def main() -> None:
             if thread.ident is not None
         ]
 
+    def sources(told: dict[str, Any]) -> list[str]:
+        """Where the connector and the pool's client come from."""
+        return [str(sys.modules[name].__file__) for name in ("kvpool", "kvpool_connector.vllm")]
+
     commands: dict[str, Any] = {
+        "sources": sources,
         "start": start,
         "sleep": sleep,
         "generate": generate,

@@ -50,22 +50,24 @@ def prompt(number: int, length: int = 500, shared: int = 375) -> list[int]:
 class Engine:
     """A vLLM engine in a process of its own; one question at a time."""
 
-    def __init__(self, model: Path, log: Path, **arguments: Any) -> None:
+    def __init__(
+        self, model: Path, log: Path, installed: Path | None = None, **arguments: Any
+    ) -> None:
+        """With `installed` it runs with the packages of that directory, not with the sources."""
         environment = {**os.environ, **ENVIRONMENT}
         environment.pop("PYTHONHASHSEED", None)
+        program = ["-m", "tests.connector.vllm.engine"]
+        if installed is not None:
+            program = [str(ROOT / "tests/connector/vllm/engine.py")]
+            environment["PYTHONPATH"] = str(installed)
         self.log = log
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.connector.vllm.engine",
-                json.dumps({"model": str(model), **arguments}),
-            ],
+            [sys.executable, *program, json.dumps({"model": str(model), **arguments})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
-            cwd=ROOT,
+            cwd=installed or ROOT,
             env=environment,
             start_new_session=True,
         )

@@ -16,6 +16,36 @@ pytestmark = pytest.mark.timeout(400)
 EXACT = {"dtype": "float32"}
 
 
+def test_pipeline_stages_share_with_equals_only(
+    model: Callable[..., Path],
+    logs: Callable[[str], Path],
+    plain: Engine,
+    reader: Engine,
+    shared_pool: LocalPool,
+) -> None:
+    """Two stages load what two have saved. The name of one stage's blocks is another one."""
+    prompts = [prompt(number, shared=0) for number in (150, 151)]
+    expected = plain.generate(prompts)["tokens"]
+    assert reader.generate(prompts)["tokens"] == expected
+    shared_pool.settled()
+    stages = {
+        "pipeline_parallel_size": 2,
+        "worker_cls": "tests.connector.vllm.pipeline_worker.PipelineWorker",
+    }
+    config = transfer(shared_pool.master, model=model().name)
+    with Engine(model(), logs("pp-2"), kv_transfer_config=config, **stages) as two:
+        computed = two.ready().generate(prompts)
+        assert computed["cached"] == [0, 0]
+        assert computed["tokens"] == expected
+        shared_pool.settled()
+        two.forget()
+        loaded = two.generate(prompts)
+        assert loaded["cached"] == [480, 480]
+        assert loaded["tokens"] == expected
+    names = [name for name, _ in shared_pool.ask(lambda client: client.namespaces())]
+    assert [name.parts for name in names if " pp=2 " in name.name] == [2]
+
+
 def test_what_one_size_of_tensor_parallelism_wrote_the_other_reads(
     model: Callable[..., Path], logs: Callable[[str], Path]
 ) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +22,59 @@ from tests.support.local_pool import LocalPool
 pytestmark = pytest.mark.timeout(500)
 
 
-def test_two_instances_of_vllm_serve_share_a_conversation(
-    model: Callable[..., Path], tmp_path: Path
+#: Over tcp, so that a save takes its time.
+PATIENT = {"load": "always", "lookup_timeout_s": 2.0}
+
+
+def ask(
+    instance: Instance, path: str, body: dict[str, Any] | None = None, rank: int | None = None
+) -> list[dict[str, Any]]:
+    """The answer, or all events of an answer that is a stream."""
+    connection = http.client.HTTPConnection("127.0.0.1", instance.port, timeout=100)
+    headers = {"Content-Type": "application/json"}
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
+    connection.request("POST", path, json.dumps(body or {}), headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    assert response.status == 200, text
+    if body and body.get("stream"):
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+    return [json.loads(text)] if text else []
+
+
+def chat(instance: Instance, question: str, rank: int | None = None) -> tuple[list[str], int]:
+    """Two answers that are streamed, and how many tokens of the prompt were cached."""
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": question}],
+        "n": 2,
+        "temperature": 0.8,
+        "seed": 3,
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answers, cached = ["", ""], 0
+    for event in ask(instance, "/v1/chat/completions", body, rank):
+        for choice in event["choices"]:
+            answers[choice["index"]] += choice["delta"].get("content") or ""
+        if usage := event.get("usage"):
+            cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return answers, cached
+
+
+def test_two_instances_of_vllm_serve_share_conversations(
+    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both serve at once, turns alternate; `cached_tokens` in the usage says what was cached."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # it has /sleep
     pool = LocalPool()
-    config = transfer(pool.master, load="always", lookup_timeout_s=2.0)
+    config = transfer(pool.master, **PATIENT)
     instances = [Instance(name, model(), tmp_path / f"{name}.log", config) for name in "AB"]
     chance = random.Random(3)
     try:
@@ -50,9 +100,53 @@ def test_two_instances_of_vllm_serve_share_a_conversation(
         *described, compared = asyncio.run(examine_engines(urls))
         assert all("shares blocks as: vllm/2" in finding.text for finding in described)
         assert compared.text == "share blocks"
+        # A chat, whose two answers are streamed
+        question = " ".join(chance.choice(["ab", "cd", "ef", "gh"]) for _ in range(300))
+        answers, cached = chat(instances[0], question)
+        assert cached == 0
+        assert answers[0] != answers[1]
+        pool.settled()
+        loaded, cached = chat(instances[1], question)
+        assert loaded == answers
+        assert cached >= 256
+        # One sleeps as soon as it has answered: vLLM waits until its blocks are saved
+        late = [chance.randrange(10, 1000) for _ in range(400)]
+        turn = instances[0].answer(late, 8)
+        ask(instances[0], "/sleep?level=1")
+        ask(instances[0], "/wake_up")
+        assert instances[0].answer(late, 8).answer == turn.answer
+        elsewhere = instances[1].answer(late, 8)
+        assert elsewhere.pool == 384
+        assert elsewhere.answer == turn.answer
     finally:
         for instance in instances:
             instance.close()
+        pool.close()
+
+
+@pytest.mark.long
+def test_data_parallel_ranks_share(model: Callable[..., Path], tmp_path: Path) -> None:
+    """Each is an engine of its own, behind one address, and the pool is all that they share."""
+    pool = LocalPool()
+    config = transfer(pool.master, **PATIENT)
+    ranks = ("--data-parallel-size", "2")
+    instance = Instance("DP", model(), tmp_path / "dp.log", config, arguments=ranks)
+    body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body |= {"prompt": prompt(160, shared=0), "return_token_ids": True}
+    try:
+        instance.ready()
+        (computed,) = ask(instance, "/v1/completions", body, rank=0)
+        assert not (computed["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
+        blocks = pool.settled()
+        assert blocks == 15
+        (loaded,) = ask(instance, "/v1/completions", body, rank=1)
+        assert loaded["usage"]["prompt_tokens_details"]["cached_tokens"] == 480
+        assert loaded["choices"][0]["token_ids"] == computed["choices"][0]["token_ids"]
+        assert pool.settled() == blocks
+        ((name, _),) = pool.ask(lambda client: client.namespaces())
+        assert name.parts == 1
+    finally:
+        instance.close()
         pool.close()
 
 

@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvpool import Namespace, Pool
+from kvpool import Pool
+from kvpool.server.state.entry import Entry
 from tests.connector.vllm.helpers import prompt
-from tests.connector.vllm.test_wrong_names import WARM_UP, Sequence
+from tests.connector.vllm.test_wrong_names import (
+    WARM_UP,
+    Sequence,
+    adapter,
+    trained_embeddings,
+)
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(240)
@@ -36,49 +42,88 @@ def engines(logs: Callable[[str], Path], pool: LocalPool) -> Iterator[Sequence]:
     sequence.close()
 
 
-def rename(pool: LocalPool, old: str, new: str) -> int:
-    """Store the blocks of one tenant under the name of the other one; how many."""
-    entries = [entry for server in pool.dev.servers for entry in server.store.inventory()]
-    [name] = {
-        entry.index.namespace for entry in entries if f"tenant={new} " in entry.index.namespace.name
-    }
-    mine = [entry for entry in entries if f"tenant={old} " in entry.index.namespace.name]
+def entries(pool: LocalPool, tenant: str) -> list[Entry]:
+    """The blocks of a tenant, in the order of their keys."""
+    found = [entry for server in pool.dev.servers for entry in server.store.inventory()]
+    mine = [entry for entry in found if f"tenant={tenant} " in entry.index.namespace.name]
+    return sorted(mine, key=lambda entry: entry.digest)
+
+
+def rename(pool: LocalPool, old: str, new: str, keys: str = "") -> int:
+    """Store the blocks of one tenant under the name of another one; how many.
+
+    `keys`: under the keys that a third one has, where those of the first would not be found.
+    """
+    mine, [name] = entries(pool, old), {entry.index.namespace for entry in entries(pool, new)}
+    places = entries(pool, keys or old)
 
     async def copy(client: Pool) -> int:
-        for entry in mine:
+        for entry, place in zip(mine, places, strict=True):
             data = bytearray(entry.size)
             [read] = await client.read(entry.index.namespace, [entry.digest], [data])
-            [written] = await client.write(name, [entry.digest], [data], parents=[entry.parent])
+            [written] = await client.write(name, [place.digest], [data], parents=[place.parent])
             assert read.status.hit
             assert written.present
         return len(mine)
 
-    assert isinstance(name, Namespace)
     return pool.ask(copy)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+
+
+def rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"hf_overrides": {"rope_parameters": parameters}}
+
+
+#: What makes the KV of another engine wrong: the model, and the other engine's arguments.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope theta": ("qwen3", rope({"rope_type": "default", "rope_theta": 20_000.0})),
+    "experts per token": ("qwen3_moe", {"hf_overrides": {"num_experts_per_tok": 1}}),
+    "yarn": ("qwen3", rope({"rope_theta": 10_000.0, **YARN})),
+    "longrope": ("phi3", {"max_model_len": 4096}),
+    "embeddings": ("qwen3", {}),
+    "adapter": ("qwen3", {}),
+}
+SHORT = ("rope theta", "experts per token")
+
+
 @pytest.mark.parametrize(
-    ("kind", "overrides"),
-    [
-        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}}),
-        ("qwen3_moe", {"num_experts_per_tok": 1}),
-    ],
-    ids=["rope theta", "experts per token"],
+    "case",
+    [case if case in SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES],
 )
 def test_wrong_kv_is_found_within_ten_loads(
-    kind: str,
-    overrides: dict[str, Any],
+    case: str,
     model: Callable[..., Path],
     engines: Sequence,
     pool: LocalPool,
+    tmp_path: Path,
 ) -> None:
-    folder, ours, others = model(kind, layers=2), f"ours-{kind}", f"others-{kind}"
-    engines.rounds(folder, [PROMPTS], tenant=others, hf_overrides=overrides)
-    engines.rounds(folder, [[WARM_UP]], tenant=ours)
-    assert rename(pool, others, ours) >= 6 * len(PROMPTS)
+    kind, overrides = CASES[case]
+    folder, ours, others = model(kind, layers=2), f"ours-{kind}-{case[:4]}", f"others-{case[:4]}"
+    other_folder, keys = folder, ""
+    lora: dict[str, Any] = {}
+    if case == "embeddings":
+        other_folder = trained_embeddings(folder, tmp_path / folder.name)
+    if case == "adapter":  # its keys tell which adapter a block was computed with
+        lora = {
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "adapter": adapter(tmp_path / "chat", 1, 2),
+        }
+        overrides = lora
+    engines.rounds(other_folder, [[WARM_UP], PROMPTS], tenant=others, **overrides)
+    if case == "adapter":
+        adapter(tmp_path / "chat", 2, 2)
+        keys = "keys"
+        engines.rounds(folder, [[WARM_UP], PROMPTS], tenant=keys, **lora)
+    engines.rounds(folder, [[WARM_UP]], tenant=ours, **lora)
+    assert rename(pool, others, ours, keys) >= 6 * len(PROMPTS)
     rounds = [[one] for one in [*PROMPTS, PROMPTS[0]]]
-    answers = engines.rounds(folder, rounds, tenant=ours, settings={"verify_rate": 0.1})
-    truth = engines.rounds(folder, rounds)
+    loading = [[WARM_UP]] if case == "adapter" else []  # the adapter, which is no hit
+    checked = {"tenant": ours, "settings": {"verify_rate": 0.1}}
+    answers = engines.rounds(folder, loading + rounds, **checked, **lora)[len(loading) :]
+    truth = engines.rounds(folder, rounds, **lora)
     assert [answer["cached"][0] for answer in answers[:-1]] == [192] * 9 + [0] * 5
     assert [answer["tokens"] for answer in answers[:9]] != [one["tokens"] for one in truth[:9]]
     assert [answer["tokens"] for answer in answers[9:]] == [one["tokens"] for one in truth[9:]]

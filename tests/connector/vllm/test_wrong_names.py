@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.connector.vllm.engine import ENVIRONMENT
-from tests.connector.vllm.helpers import ROOT, prompt, transfer
+from tests.connector.vllm.helpers import ROOT, Engine, prompt, transfer
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(400)
@@ -158,22 +158,27 @@ def test_embeddings_that_were_trained(
     model: Callable[..., Path], engines: Sequence, tmp_path: Path
 ) -> None:
     """Equal files but for the rows of most tokens; the first KiB of every tensor is equal."""
-    trained = tmp_path / model().name
-    shutil.copytree(model(), trained)
-    weights = load_file(trained / "model.safetensors")
-    rows = weights["model.embed_tokens.weight"]
-    generator = torch.Generator().manual_seed(7)
-    rows[10:] += torch.randn(rows[10:].shape, generator=generator).to(rows.dtype) * 0.2
-    save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
+    trained = trained_embeddings(model(), tmp_path / model().name)
     keep_apart(engines, "names", {"model": model()}, {"model": trained})
 
 
-def adapter(folder: Path, seed: int) -> Path:
+def trained_embeddings(folder: Path, target: Path) -> Path:
+    """A copy of a model, in which the embeddings of most tokens are others."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    generator = torch.Generator().manual_seed(7)
+    rows[10:] += torch.randn(rows[10:].shape, generator=generator).to(rows.dtype) * 0.2
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def adapter(folder: Path, seed: int, layers: int = 4) -> Path:
     """A LoRA adapter for the tiny model, strong enough to change its answers."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(4):
+    for layer in range(layers):
         for name, size in (("q_proj", 128), ("v_proj", 64)):
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.3
@@ -191,18 +196,30 @@ def adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_an_adapter_that_was_replaced_on_disk(
-    model: Callable[..., Path], engines: Sequence, tmp_path: Path
+def test_of_two_adapters_one_was_replaced_on_disk(
+    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool, tmp_path: Path
 ) -> None:
-    """Under its old name and path."""
-    lora = {"enable_lora": True, "max_lora_rank": 8}
-    old = {"model": model(), "adapter": adapter(tmp_path / "chat", 1), **lora}
-    computed = engines.run(**old, tenant="lora")
-    loaded = engines.run(**old, tenant="lora")
-    assert loaded["tokens"] == computed["tokens"]
-    assert loaded["cached"] == [WHOLE] * len(PROMPTS)
-    new = {"model": model(), "adapter": adapter(tmp_path / "chat", 2), **lora}
-    answer = engines.run(**new, tenant="lora")
-    truth = engines.run(**new)
-    assert answer == truth
-    assert answer["tokens"] != loaded["tokens"]
+    """Under its old name and path: nothing of it is found, and all of the other one."""
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    config = transfer(shared_pool.master, tenant="lora", transports=["tcp"])
+    one, two = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
+    adapters = [(1, str(one)), (2, str(two))]
+    with Engine(model(), logs("adapters"), kv_transfer_config=config, **lora) as engine:
+        engine.ready()
+        computed = [engine.generate(PROMPTS, adapter=which) for which in adapters]
+        shared_pool.settled()
+        engine.forget()
+        loaded = [engine.generate(PROMPTS, adapter=which) for which in adapters]
+        assert [one["cached"] for one in loaded] == [[WHOLE] * len(PROMPTS)] * 2
+        assert [one["tokens"] for one in loaded] == [one["tokens"] for one in computed]
+        adapter(two, 3)
+        truth_engine = engine.start(model(), **lora)
+        truth = [truth_engine.generate(PROMPTS, adapter=which)["tokens"] for which in adapters]
+        assert truth[0] == computed[0]["tokens"]
+        assert truth[1] != computed[1]["tokens"]
+        engine.start(model(), kv_transfer_config=config, **lora)
+        engine.generate([WARM_UP], adapter=adapters[0])  # then it has loaded them
+        engine.generate([WARM_UP], adapter=adapters[1])
+        answers = [engine.generate(PROMPTS, adapter=which) for which in adapters]
+        assert [one["tokens"] for one in answers] == truth
+        assert [one["cached"] for one in answers] == [[WHOLE] * len(PROMPTS), [0] * len(PROMPTS)]

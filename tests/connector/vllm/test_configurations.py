@@ -1,0 +1,217 @@
+"""What people switch on: with the pool each engine answers as the same engine without one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvpool import Pool
+from tests.connector.vllm.helpers import Engine, prompt, transfer
+from tests.support.local_pool import LocalPool
+from tests.support.wheel import build
+
+pytestmark = pytest.mark.timeout(400)
+
+#: Each is of 15 whole blocks of 32 tokens; they share nothing.
+PROMPTS = [prompt(number, shared=0) for number in (400, 401)]
+#: A text that repeats itself, for which a lookup in the prompt finds drafts.
+REPETITIVE = [10 + (7 * i) % 50 for i in range(60)] * 8
+
+#: Arguments of an engine, and the tokens of the whole blocks of each prompt.
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
+    "ngram": (
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        },
+        480,
+    ),
+    "fp8": ({"kv_cache_dtype": "fp8"}, 480),
+    "blocks of 256": ({"block_size": 256}, 256),
+    "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, 480),
+    "blocks of 64": ({"block_size": 64}, 448),
+    "blocks of 128": ({"block_size": 128}, 384),
+    "one thread for all": ({"async_scheduling": False}, 480),
+    "small steps": ({"max_num_batched_tokens": 64}, 480),
+}
+#: Those that every run tries; `make test-vllm-long` runs the others.
+SHORT = ("ngram", "fp8", "blocks of 256")
+
+
+@pytest.fixture(scope="module")
+def process(model: Callable[..., Path], logs: Callable[[str], Path]) -> Iterator[Engine]:
+    """A process in which one engine runs after the other."""
+    with Engine(model(), logs("configurations")) as engine:
+        yield engine.ready()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in SHORT else pytest.param(name, marks=pytest.mark.long)
+        for name in CONFIGURATIONS
+    ],
+)
+def test_what_was_computed_comes_back(
+    name: str, model: Callable[..., Path], process: Engine, shared_pool: LocalPool
+) -> None:
+    arguments, whole = CONFIGURATIONS[name]
+    prompts = [*PROMPTS, REPETITIVE[:470]] if name == "ngram" else PROMPTS
+    expected = process.start(model(), **arguments).generate(prompts)["tokens"]
+    config = transfer(shared_pool.master, tenant=name, transports=["tcp"])
+    process.start(model(), kv_transfer_config=config, **arguments)
+    computed = process.generate(prompts)
+    assert computed["tokens"] == expected
+    assert computed["cached"] == [0] * len(prompts)
+    shared_pool.settled()
+    process.forget()
+    loaded = process.generate(prompts)
+    assert loaded["tokens"] == expected
+    assert loaded["cached"][:2] == [whole, whole]
+    if name == "ngram":
+        assert loaded["cached"][2] == 448
+        assert process.metrics()["vllm:spec_decode_num_drafts"] > 0
+
+
+def test_of_a_sliding_window_only_the_end_is_loaded_and_needed(
+    model: Callable[..., Path], process: Engine
+) -> None:
+    """After the pool has lost all, a conversation's next turn saves what its engine still has."""
+    pool = LocalPool()
+    first = prompt(410, 1500, 0)
+    expected = process.start(model("gemma3")).generate([first])["tokens"]
+    turn = first + expected[0]
+    truth = process.generate([turn])["tokens"]
+    config = transfer(pool.master, transports=["tcp"])
+    try:
+        process.start(model("gemma3"), kv_transfer_config=config)
+        assert process.generate([first])["tokens"] == expected
+        pool.settled()
+        process.forget()
+        loaded = process.generate([first])
+        assert loaded["tokens"] == expected
+        assert loaded["cached"] == [1472]
+        (size,) = {entry.size for entry in pool.dev.servers[0].store.inventory()}
+        # 46 blocks of the layers with full attention, 4 of those with a window of 128 tokens
+        assert process.metrics()["vllm:kvpool_load_bytes"] == (46 + 4) * size
+        pool.settled()
+        remove_all(pool)
+        assert process.generate([turn])["tokens"] == truth  # its own cache has the prefix
+        saved = pool.settled()
+        assert 46 < saved < 2 * 46
+        process.forget()
+        loaded = process.generate([turn])
+        assert loaded["tokens"] == truth
+        assert loaded["cached"] == [1504]
+    finally:
+        pool.close()
+
+
+def remove_all(pool: LocalPool) -> None:
+    """As a restart of a server without a disk does."""
+    entries = [entry for server in pool.dev.servers for entry in server.store.inventory()]
+
+    async def remove(client: Pool) -> None:
+        for entry in entries:
+            await client.remove(entry.index.namespace, [entry.digest])
+
+    pool.ask(remove)
+    assert pool.settled() == 0
+
+
+def test_prompts_that_are_embeddings_share_with_equal_ones_only(
+    model: Callable[..., Path], process: Engine, shared_pool: LocalPool, tmp_path: Path
+) -> None:
+    """Those of the same tokens as well: vLLM hashes what it was given."""
+    table = load_file(model() / "model.safetensors")["model.embed_tokens.weight"]
+    torch.save(table, tmp_path / "table")
+    torch.save(table * 1.01, tmp_path / "other")
+    config = transfer(shared_pool.master, tenant="embeddings", transports=["tcp"])
+    process.start(model(), kv_transfer_config=config, enable_prompt_embeds=True)
+    one, other = str(tmp_path / "table"), str(tmp_path / "other")
+    computed = process.generate(PROMPTS, as_embeddings=one)
+    assert computed["cached"] == [0, 0]
+    shared_pool.settled()
+    process.forget()
+    assert process.generate(PROMPTS)["cached"] == [0, 0]
+    assert process.generate(PROMPTS, as_embeddings=other)["cached"] == [0, 0]
+    loaded = process.generate(PROMPTS, as_embeddings=one)
+    assert loaded["cached"] == [480, 480]
+    assert loaded["tokens"] == computed["tokens"]
+
+
+def test_several_samples_of_one_prompt(
+    model: Callable[..., Path], process: Engine, shared_pool: LocalPool
+) -> None:
+    sampling = {"n": 3, "temperature": 0.8, "max_tokens": 40}
+    expected = process.start(model()).generate(PROMPTS, **sampling)["samples"]
+    assert len({tuple(one) for samples in expected for one in samples}) == 6
+    config = transfer(shared_pool.master, tenant="samples", transports=["tcp"])
+    process.start(model(), kv_transfer_config=config)
+    assert process.generate(PROMPTS, **sampling)["samples"] == expected
+    shared_pool.settled()
+    process.forget()
+    loaded = process.generate(PROMPTS, **sampling)
+    assert loaded["samples"] == expected
+    assert loaded["cached"] == [480, 480]
+    # Each prompt once, in blocks of 32 KiB: the other samples wait for the first one's load
+    assert process.metrics()["vllm:kvpool_load_bytes"] == 2 * 15 * 32_768
+
+
+def test_an_engine_that_slept_answers_as_before(
+    model: Callable[..., Path], process: Engine, shared_pool: LocalPool
+) -> None:
+    """vLLM empties all caches for it. On a CPU weights are hidden, so that they may be others now:
+    the engine shares with itself alone."""
+    expected = process.start(model()).generate(PROMPTS)["tokens"]
+    config = transfer(shared_pool.master, tenant="asleep", transports=["tcp"])
+    process.start(model(), kv_transfer_config=config)
+    assert process.generate(PROMPTS)["tokens"] == expected
+    shared_pool.settled()
+    process.forget()
+    process.ask("sleep")
+    computed = process.generate(PROMPTS)
+    assert computed["tokens"] == expected
+    assert computed["cached"] == [0, 0]
+    shared_pool.settled()
+    process.forget()
+    loaded = process.generate(PROMPTS)
+    assert loaded["tokens"] == expected
+    assert loaded["cached"] == [480, 480]
+
+
+@pytest.mark.long
+def test_a_wheel_is_enough(
+    model: Callable[..., Path],
+    logs: Callable[[str], Path],
+    shared_pool: LocalPool,
+    tmp_path: Path,
+    plain: Engine,
+) -> None:
+    """Installed as a user has it; its entry point alone tells vLLM the connector's name."""
+    installed = tmp_path / "installed"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*command, installed, build(tmp_path)], check=True, timeout=100)
+    config = transfer(shared_pool.master, tenant="wheel")
+    del config["kv_connector_module_path"]
+    arguments = {"installed": installed, "kv_transfer_config": config}
+    with Engine(model(), logs("wheel"), **arguments) as engine:
+        expected = plain.generate(PROMPTS)["tokens"]
+        assert engine.ready().generate(PROMPTS)["tokens"] == expected
+        assert all(Path(one).is_relative_to(installed) for one in engine.ask("sources"))
+        shared_pool.settled()
+        engine.forget()
+        loaded = engine.generate(PROMPTS)
+        assert loaded["tokens"] == expected
+        assert loaded["cached"] == [480, 480]
