@@ -43,8 +43,6 @@ class Windows:
         if not self._whole_groups or len(self._whole_groups) == len(self._groups):
             return {}
         tokens = self._tokens(matches, self._whole_groups)
-        if self.available(matches) >= tokens:
-            return {}
         chains = {}
         for number, group in enumerate(self._groups):
             if matches[number].length * group.block_size < tokens:

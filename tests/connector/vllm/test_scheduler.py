@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -72,7 +73,13 @@ class Played:
     """The scheduler of an engine, and what its worker says."""
 
     def __init__(
-        self, model: Path, transfer_config: dict[str, Any], *, ranks: int = 1, **options: Any
+        self,
+        model: Path,
+        transfer_config: dict[str, Any],
+        *,
+        ranks: int = 1,
+        scheduler_class: type[Scheduler] = Scheduler,
+        **options: Any,
     ) -> None:
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
         cache.kv_cache_layout, cache.num_gpu_blocks = "LBHNC", BLOCKS
@@ -87,7 +94,7 @@ class Played:
                 max_num_batched_tokens=512,
                 max_model_len=2048,
                 is_encoder_decoder=False,
-                async_scheduling=False,
+                async_scheduling=scheduler_class is AsyncScheduler,
             ),
         )
         cache.block_size = BLOCK  # VllmConfig may have changed it
@@ -99,7 +106,7 @@ class Played:
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         )
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv,
             log_stats=True,
@@ -154,6 +161,10 @@ class Played:
     def step(self, **told: Any) -> tuple[Any, StepWork]:
         """One step of the engine, whose worker reports `told`; a first step says who it is."""
         step = self.scheduler.schedule()
+        return step, self.end(step, **told)
+
+    def end(self, step: Any, **told: Any) -> StepWork:
+        """The worker has computed a step."""
         work: StepWork = step.kv_connector_metadata.work
         self.saves += work.saves
         report = WorkerReport(work.step, told.pop("worker_infos", []), told.pop("loaded", []))
@@ -182,7 +193,7 @@ class Played:
             for name, value in ((stats and stats.kv_connector_stats) or {}).items():
                 if name != DESCRIPTION:
                     self.counters[name] += value
-        return step, work
+        return work
 
     def until_loading(self, request: Any) -> LoadRequest:
         """Step until the lookup is back and the load goes out."""
@@ -261,6 +272,36 @@ def test_blocks_are_saved_and_let_go(played: Played) -> None:
     played.finish()
     assert played.free == BLOCKS - 1
     assert played.counters["saved_blocks"] == 4
+
+
+def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_known(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """With asynchronous scheduling the next step is scheduled while this one is computed."""
+    config = transfer(pool.master, save_gather_s=0)
+    played = Played(model(), config, scheduler_class=AsyncScheduler)
+    request = played.request("a", 40)
+    request.max_tokens = 60
+    saved: list[bytes] = []
+    try:
+        played.step()
+        played.scheduler.add_request(request)
+        under_way: deque[Any] = deque()
+        for _ in range(200):
+            known = request.num_tokens
+            under_way.append(played.scheduler.schedule())
+            work = under_way[-1].kv_connector_metadata.work
+            for blocks in (blocks for save in work.saves for blocks in save.blocks):
+                saved += blocks.digests
+            assert len(saved) * BLOCK <= known
+            if len(under_way) > 1:
+                played.end(under_way.popleft(), saved=played.acknowledged())
+            if request.is_finished():
+                break
+        assert saved == [bytes(digest) for digest in request.block_hashes[: len(saved)]]
+        assert len(saved) == (request.num_tokens - 1) // BLOCK == 6
+    finally:
+        played.close()
 
 
 def test_a_block_that_is_being_saved_is_not_reused(played: Played) -> None:
