@@ -7,7 +7,7 @@ import pytest
 from kvpool import Match, ReadStatus
 from kvpool.types import Replica, Run
 from kvpool_connector.messages import LoadResult
-from kvpool_connector.values import CacheGroup, LookupRequest, RequestHints
+from kvpool_connector.values import CacheGroup, LookupRequest, RequestHints, ScheduledRequest
 from kvpool_connector.windows import Windows
 from tests.connector.test_planner import BLOCK, Played, hashes, matched
 
@@ -79,6 +79,39 @@ def test_a_request_that_takes_less_than_there_is_needs_the_prefix() -> None:
     played = Played(groups=GROUPS)
     assert look_up(played, 4, 8, RequestHints(max_load_tokens=6 * BLOCK)) is None
     assert played.offer("a", TOKENS) == 4 * BLOCK
+
+
+def test_only_what_was_found_is_compared_with_what_is_computed() -> None:
+    """The pool lost the beginning of the window's group: its blocks there prove nothing."""
+    played = Played(groups=GROUPS, loads_per_check=1)
+    asked = look_up(played, 0, 8)
+    assert asked is not None
+    played.planner.on_lookup_result("a", asked.serial, [matched(3)], "")
+    assert played.offer("a", TOKENS) == 0
+    ids = [list(range(10, 21)), list(range(30, 41))]
+    played.planner.on_blocks_allocated("a", ids, 0, played.now)
+    plan = played.idle(ScheduledRequest("a", 0, TOKENS, ids))
+    assert plan.verify is not None
+    compared = [blocks for blocks in plan.verify.blocks if blocks.group == 0]
+    assert [blocks.block_ids for blocks in compared] == [(15,), (16,), (17,)]
+    assert all(blocks.match is not None and blocks.match.runs for blocks in compared)
+
+
+def test_a_speed_is_measured_with_what_was_found() -> None:
+    """A load that is estimated to be slow is not made, and the pool's speed is measured."""
+    played = Played(groups=GROUPS, probe_every_s=0.0)
+    played.planner.transfer_cost.observe(1 << 20, 1.0)
+    played.planner.prefill_cost.observe([(0, 64 * BLOCK)], 0.001)
+    asked = look_up(played, 0, 8)
+    assert asked is not None
+    played.planner.on_lookup_result("a", asked.serial, [matched(3)], "")
+    assert played.offer("a", TOKENS) == 0
+    probe = played.idle().probe
+    assert probe is not None
+    (blocks,) = probe.blocks
+    assert blocks.digests == tuple(hashes("a", TOKENS)[5 : 5 + len(blocks.digests)])
+    assert blocks.match is not None
+    assert blocks.match.length == len(blocks.digests) <= 3
 
 
 def test_a_request_that_restarts_forgets_what_it_has_asked() -> None:
