@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -43,7 +44,7 @@ class Pair:
     """An engine with a pool, and one without."""
 
     def __init__(
-        self, folder: Path, pool: LocalPool, transport: str, load: str, **options: int
+        self, folder: Path, pool: LocalPool, transport: str, load: str, **options: Any
     ) -> None:
         config = transfer(pool.master, transports=[transport], load=load, lookup_timeout_s=0.05)
         sizes = {**SIZES, **options}

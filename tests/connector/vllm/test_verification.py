@@ -117,16 +117,23 @@ def test_wrong_kv_is_found_within_ten_loads(
         adapter(tmp_path / "chat", 2, 2)
         keys = "keys"
         engines.rounds(folder, [[WARM_UP], PROMPTS], tenant=keys, **lora)
-    engines.rounds(folder, [[WARM_UP]], tenant=ours, **lora)
+    # Twice: a block that waits to be saved is saved with a step of the next request.
+    engines.rounds(folder, [[WARM_UP]] * 2, tenant=ours, **lora)
     assert rename(pool, others, ours, keys) >= 6 * len(PROMPTS)
     rounds = [[one] for one in [*PROMPTS, PROMPTS[0]]]
     loading = [[WARM_UP]] if case == "adapter" else []  # the adapter, which is no hit
     checked = {"tenant": ours, "settings": {"verify_rate": 0.1}}
     answers = engines.rounds(folder, loading + rounds, **checked, **lora)[len(loading) :]
     truth = engines.rounds(folder, rounds, **lora)
-    assert [answer["cached"][0] for answer in answers[:-1]] == [192] * 9 + [0] * 5
-    assert [answer["tokens"] for answer in answers[:9]] != [one["tokens"] for one in truth[:9]]
-    assert [answer["tokens"] for answer in answers[9:]] == [one["tokens"] for one in truth[9:]]
+    cached = [answer["cached"][0] for answer in answers[:-1]]
+    # The tenth is computed and compared in the background, beside the next ones at the latest.
+    late = cached[10:].count(192)
+    assert cached == [192] * 9 + [0] + [192] * late + [0] * (4 - late)
+    assert late <= 2
+    tokens, right = [one["tokens"] for one in answers], [one["tokens"] for one in truth]
+    assert tokens[:9] != right[:9]
+    assert tokens[9] == right[9]
+    assert tokens[10 + late :] == right[10 + late :]
     lines = [line for line in engines.log.read_text().splitlines() if "other KV than" in line]
     assert f"tenant={ours} " in lines[-1]
     assert "ERROR" in lines[-1]
