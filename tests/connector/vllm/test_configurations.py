@@ -42,11 +42,10 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, 480),
     "blocks of 64": ({"block_size": 64}, 448),
     "blocks of 128": ({"block_size": 128}, 384),
-    "one thread for all": ({"async_scheduling": False}, 480),
     "small steps": ({"max_num_batched_tokens": 64}, 480),
 }
 #: Those that every run tries; `make test-vllm-long` runs the others.
-SHORT = ("ngram", "fp8", "blocks of 256")
+SHORT = ("ngram", "fp8")
 
 
 @pytest.fixture(scope="module")

@@ -150,6 +150,7 @@ def test_data_parallel_ranks_share(model: Callable[..., Path], tmp_path: Path) -
         pool.close()
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_each_have_their_part(
     model: Callable[..., Path], logs: Callable[[str], Path]
 ) -> None:
