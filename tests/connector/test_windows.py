@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvpool import Match, ReadStatus
@@ -130,6 +132,46 @@ def test_the_estimate_counts_what_a_load_moves() -> None:
     windows = Windows(GROUPS, BLOCK)
     assert [windows.blocks(group, 0, 8 * BLOCK) for group in GROUPS] == [3, 8]
     assert [windows.blocks(group, 6 * BLOCK, 8 * BLOCK) for group in GROUPS] == [2, 2]
+
+
+#: Two windows of different sizes and blocks.
+MIXED = (CacheGroup(BLOCK, 1, 3), CacheGroup(2 * BLOCK, 2), CacheGroup(2 * BLOCK, 2, 2))
+CHAIN = hashes("a", 12 * BLOCK)
+
+
+def answered(request: LookupRequest, has: list[set[int]]) -> list[Match]:
+    """What a pool with these blocks of each group answers."""
+    found = []
+    for group, chain in zip(request.groups or range(3), request.chains, strict=True):
+        per_block = MIXED[group].hashes_per_block
+        indexes = [(CHAIN.index(digest) + 1) // per_block - 1 for digest in chain]
+        there = [index in has[group] for index in indexes]
+        found.append(matched([*there, False].index(False)))
+    return found
+
+
+def test_whatever_the_pool_has_lost_what_is_offered_is_there() -> None:
+    chance = random.Random(5)
+    more = 0
+    for _ in range(500):
+        has = [{i for i in range(12) if chance.random() < 0.85} for _ in MIXED]
+        planner = Played(groups=MIXED).planner
+        asked = planner.on_new_request("a", CHAIN, 12 * BLOCK + 1, RequestHints(), 0.0)
+        assert asked is not None
+        prefixes = answered(asked, has)
+        again = planner.on_lookup_result("a", asked.serial, prefixes, "")
+        if again is not None:
+            planner.on_lookup_result("a", again.serial, answered(again, has), "")
+        tokens = planner.loadable_tokens("a", 12 * BLOCK + 1, 0, 0.0)
+        assert tokens is not None
+        by_prefixes = Windows(MIXED, 2 * BLOCK).available(prefixes)
+        assert tokens % (2 * BLOCK) == 0
+        assert tokens >= by_prefixes
+        more += tokens > by_prefixes
+        for group, held in zip(MIXED, has, strict=True):
+            stop = tokens // group.block_size
+            assert held.issuperset(range(max(0, stop - (group.window_blocks or stop)), stop))
+    assert more > 50
 
 
 def test_windows_alone_need_their_prefix() -> None:
