@@ -33,6 +33,10 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"unit": "seconds"})]
 #: As one text, these are split only where a new `scheme://` begins: settings may have commas.
 Addresses = Annotated[list[str], Meta(extra={"separator": r",(?=\s*[\w.+-]+://)"})]
 
+#: Values of `server.write_mode`.
+WRITE_THROUGH: Final = "write_through"
+WRITE_BACK: Final = "write_back"
+
 DEFAULT_MASTER: Final = "127.0.0.1:7450"
 _SECRET_SIZE_MIN: Final = 16
 _SECRET_SIZE_MAX: Final = 4096
@@ -85,6 +89,14 @@ class ServerConfig(_Section, frozen=True):
     #: last tier holds every block, so its size is the server's capacity; the tiers above hold
     #: copies of blocks that are in use.
     tiers: list[str] = msgspec.field(default_factory=list)
+    #: When a block is copied to the last tier, if that is not the memory. write_through: as soon as
+    #: it is written, so kill -9 loses almost nothing. write_back: when memory would drop it, so
+    #: blocks of conversations that end before that are never written (design: write-modes).
+    write_mode: str = WRITE_THROUGH
+    #: With write_back, a server that is stopped (SIGTERM) takes so long at most to write what only
+    #: memory has. Keep it below the time that your service manager gives a process to stop (10 s
+    #: for docker, 30 s for Kubernetes, 90 s for systemd).
+    flush_s: Seconds = 8.0
     #: One address for each transport. With port 0 the system chooses a free port. Settings of a
     #: transport follow a question mark: ucx://10.0.0.1:7461?tls=rc,self&rails=2.
     listen: Addresses = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:0", "shm://"])
@@ -450,6 +462,11 @@ def _check(config: Config) -> None:
     if config.server.alignment < 1 or config.server.alignment & (config.server.alignment - 1):
         raise ConfigError(
             f"setting 'server.alignment' is {config.server.alignment}, expected a power of two"
+        )
+    if config.server.write_mode not in (WRITE_THROUGH, WRITE_BACK):
+        raise ConfigError(
+            f"setting 'server.write_mode' is {config.server.write_mode!r}, "
+            f"expected {WRITE_THROUGH} or {WRITE_BACK}"
         )
     if config.local_only:
         _check_local_only(config)

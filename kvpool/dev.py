@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvpool import registry
 from kvpool.client.pool import Pool
-from kvpool.config import ClientConfig, MasterConfig, ServerConfig, parse_transport
+from kvpool.config import WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig, parse_transport
 from kvpool.master.service import Master
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Transport
@@ -74,13 +74,14 @@ async def serve(
     transports: Mapping[str, Transport] | None = None,
     prefault: bool = False,
     tiers: Sequence[str] = (),
+    write_mode: str = WRITE_THROUGH,
     cluster: Cluster = _OPEN,
 ) -> AsyncIterator[Dev]:
     """A master at `bind` and servers of `capacity` bytes each; all end with the `with`.
 
     `transports` are by scheme; those of `listen` that are not there must be installed. With
     `tiers`, as in a configuration, these instead of `capacity`; `{server}` in one becomes the
-    server's id, because a file serves one server.
+    server's id, because a file serves one server. `write_mode` is that of the configuration.
     """
     async with AsyncExitStack() as stack:
         network = ZmqNetwork(cluster)
@@ -100,6 +101,7 @@ async def serve(
                 listen=list(listen),
                 prefault=prefault,
                 tiers=[tier.replace("{server}", f"dev-{number}") for tier in tiers],
+                write_mode=write_mode,
             )
             opened = registry.tiers(config)
             server = BlockServer(

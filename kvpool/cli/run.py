@@ -126,6 +126,15 @@ def master(
     run(main(), log_level)
 
 
+WriteMode = Annotated[
+    str | None,
+    typer.Option(
+        help="When blocks go to the last tier: write_through (at once), or write_back (when "
+        "memory would drop them)."
+    ),
+]
+
+
 def server(
     config: ConfigFile = None,
     masters: Masters = None,
@@ -137,6 +146,7 @@ def server(
             "Repeat it for several, fastest first."
         ),
     ] = None,
+    write_mode: WriteMode = None,
     policy: Annotated[
         str | None,
         typer.Option(help="Eviction policy: lru, arc, lease, density or an installed one."),
@@ -176,6 +186,7 @@ def server(
             "server.masters": masters,
             "server.capacity": capacity,
             "server.tiers": tier,
+            "server.write_mode": write_mode,
             "server.policy": policy,
             "server.id": id,
             "server.identity_file": identity_file,

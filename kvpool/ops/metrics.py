@@ -40,6 +40,7 @@ _LEVELS: Final = frozenset(
         "sessions",
         "announced_bytes",
         "unlisted_blocks",
+        "dirty_bytes",
     )
 )
 #: Counters come from servers over the wire; what could be no name of ours is left out.

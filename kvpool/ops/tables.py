@@ -123,9 +123,15 @@ def tiers_table(members: list[Member]) -> Table:
                 _bandwidth(tier.written_bytes, tier.write_s),
                 _bandwidth(tier.read_bytes, tier.read_s),
                 f"{tier.failures + tier.corrupt:,}",
-                escape(tier.status_text),
+                escape(tier.status_text) + (_yet_to_write(m) if tier is m.stats.usage[-1] else ""),
             )
     return table
+
+
+def _yet_to_write(member: Member) -> str:
+    """What only memory has: kill -9 would lose it."""
+    dirty = member.stats.counters.get("dirty_bytes", 0)
+    return f", {human(dirty)} yet to be written" if dirty else ""
 
 
 def _tier_name(tier: TierUsage) -> str:

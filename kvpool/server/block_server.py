@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool import logs
-from kvpool.config import ServerConfig, check_bind, parse_transport
+from kvpool.config import WRITE_BACK, ServerConfig, check_bind, parse_transport
 from kvpool.errors import ConfigError, Overloaded, Unavailable
 from kvpool.protocols import (
     Addressable,
@@ -39,6 +39,7 @@ from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tier_mover import DRAIN_S
 from kvpool.types import Cluster, ServerStats
 from kvpool.wire import messages as wire
 
@@ -86,6 +87,7 @@ class BlockServer:
             stores or _stores(tiers, config.alignment, policy),
             front_tier=_front_tier(tiers),
             promote_after=config.promote_after,
+            write_back=config.write_mode == WRITE_BACK,
         )
         memory = store.front.allocator.capacity
         store.front.limits = Limits.of(
@@ -203,7 +205,8 @@ class BlockServer:
         for listener in listeners:
             await listener.close()
         await self._peers.close()
-        await context.mover.close()
+        is_lazy = context.store.write_back is not None
+        await context.mover.close(self._config.flush_s if is_lazy else DRAIN_S)
         for tier in self.tiers:
             tier.close()
 
@@ -239,7 +242,7 @@ class BlockServer:
         front, base = store.front, store.backing
         clients = context.clients(now)
         return ServerStats(
-            used=base.allocator.allocated,
+            used=store.used_bytes,
             blocks=store.stored,
             pins=front.pins,
             reservations=front.reservations,
@@ -257,6 +260,8 @@ class BlockServer:
                 "evicted_bytes": store.evicted_bytes,
                 "moved_blocks": context.compactor.moved_blocks,
                 "moved_bytes": context.compactor.moved_bytes,
+                "dirty_bytes": front.dirty_bytes,
+                **store.spared_writes,
                 "quarantined": front.quarantined,
                 "quarantined_bytes": front.quarantined_bytes,
                 **base.hint_counters,

@@ -48,7 +48,9 @@ _STUCK_S: Final = 30.0
 _CONFIRM_DELAY_S: Final = 1.0
 #: `close` gives dirty blocks this long to be written back, where they will be found again; service
 #: managers and tests allow a process about a second to stop.
-_DRAIN_S: Final = 0.5
+DRAIN_S: Final = 0.5
+#: So often it looks whether they are.
+_POLL_S: Final = 0.01
 #: `close` waits this long for the last read or write.
 _CLOSE_S: Final = 5.0
 #: While readers wait for a slow tier, the next demotion waits for them, at most this long.
@@ -160,19 +162,40 @@ class TierMover:
             for _ in range(_DEMOTE_BATCHES):
                 self._spawn(self._demote_forever())
 
-    async def close(self) -> None:
-        """Stop when all dirty blocks are written back, or after half a second.
+    async def close(self, flush_s: float = DRAIN_S) -> None:
+        """Stop when all dirty blocks that are of use are written back, or after `flush_s`.
 
         Waits for the transfers under way, but not for ever: a stuck device is left behind.
         """
-        for _ in range(50):
-            if not self._store.waiting and not self._store.front.pinned_by(MOVER):
-                break
-            await asyncio.sleep(_DRAIN_S / 50)
+        await self._flush(_now() + flush_s)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+
+    async def _flush(self, until: float) -> None:
+        """Write back what would be lost with the process, the most valuable first."""
+        store, began = self._store, _now()
+        dirty, size = store.front.dirty, store.front.dirty_bytes
+        for _ in store.flush():
+            if _now() >= until:
+                break
+            await asyncio.sleep(0)
+        self.wake()
+        for _ in range(int((until - _now()) / _POLL_S)):
+            if not store.waiting and not store.front.pinned_by(MOVER):
+                break
+            await asyncio.sleep(_POLL_S)
+        if store.write_back is not None and dirty:
+            left = store.front.dirty_bytes
+            report = log.warning if store.waiting else log.info
+            report(
+                "memory is written back",
+                blocks=dirty - store.front.dirty,
+                bytes=size - left,
+                not_written_bytes=left,
+                seconds=round(_now() - began, 2),
+            )
 
     def wake(self) -> None:
         """There may be a dirty block to write back, or a record to erase."""

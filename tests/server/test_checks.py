@@ -170,10 +170,9 @@ BROKEN_STACKS: dict[str, Callable[[TieredStore], object]] = {
     "is dirty and in no queue: a leak": lambda s: [
         s.front.unpin(MOVER, id) for id in list(s.front._owner(MOVER).pins)
     ],
-    "bytes in the queue": lambda s: setattr(s, "_writeback_bytes", 0),
-    "has left or is dirty, but is to be written": lambda s: s._unwritten.update(
-        {s._writeback_queue[0]: None}
-    ),
+    "bytes on their way": lambda s: setattr(s, "_moving_bytes", 0),
+    "dirty blocks and bytes": lambda s: setattr(s.front, "dirty_bytes", 0),
+    "has left or is dirty, but is to be written": lambda s: s._unwritten.update(s._writeback_queue),
     "counted": lambda s: s.front.fingerprint.count(key("x"), 7, 1),
     "stored blocks and bytes": lambda s: setattr(s.backing, "stored", 0),
 }

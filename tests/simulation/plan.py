@@ -40,6 +40,7 @@ class WorldPlan:
     kept_secrets: bool = False  # a restarted server has the secret of the process before
     contests: bool = False  # writers disagree about the bytes of some blocks
     piece_blocks: int = 1024  # blocks in one piece of an inventory
+    write_back: bool = False  # servers write to their disks what memory would drop
     circles: bool = False  # some blocks are their own ancestors, in writes and in files
 
     @property
@@ -105,4 +106,6 @@ class WorldPlan:
             large=rng.random() < 0.6 and not slow_net,
             policy=rng.choice(POLICIES),
             faults=plan.faults | (own - without),
+            write_back=random.Random(f"{seed}/write-mode").random() < 0.4
+            and "write-back" not in without,
         )

@@ -44,6 +44,7 @@ _CLEARING = "kvpool.server.state.clearing"
 _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
+_SESSION_HINTS = "kvpool.server.eviction.session_hints"
 _FORMAT = "kvpool_tiers.nvme.format"
 _NAMESPACES = "kvpool_tiers.nvme.namespaces"
 
@@ -729,6 +730,34 @@ BUGS: Sequence[Bug] = (
         "G6",
         _MOVER,
         "                self._retry.reset()\n",
+        "",
+    ),
+    Bug(
+        "living-block-is-not-written",
+        "G5",
+        _STORE,
+        "        return self.drops_useless and self.policy.is_over(entry)\n",
+        "        return self.drops_useless\n",
+    ),
+    Bug(
+        "ended-session-is-written",
+        "G5",
+        _SESSION_HINTS,
+        "        return entry.superseded_at >= entry.last_used or (\n",
+        "        return False and (\n",
+    ),
+    Bug(
+        "tails-before-heads",
+        "G8",
+        "kvpool.server.state.write_back",
+        "        entry = self._chain.pop()\n        del",
+        "        entry = self._chain.pop(0)\n        del",
+    ),
+    Bug(
+        "disk-evicts-and-memory-forgets",
+        "G5",
+        _STACK,
+        "            self.front.mark_dirty(found)\n",
         "",
     ),
     # --- the world outside

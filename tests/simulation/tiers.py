@@ -163,6 +163,7 @@ class WatchedDiskStore(WatchedStore):
         self._previous_disk = previous_disk
         self.restored = False
         self.is_read_only: Callable[[], bool] = lambda: False
+        self.is_about_to_get: Callable[[Namespace, int, bytes], None] = lambda *_: None
         self.unerased: set[int] = set()
         self.dropped: Mapping[str, int] = {}  # what the tier did not find, by reason
 
@@ -174,6 +175,8 @@ class WatchedDiskStore(WatchedStore):
         super().verify(entry, when)
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
+        for digest in request.digests:
+            self.is_about_to_get(request.namespace, request.part, digest)
         answers = super().reserve(owner, request, now)
         for digest, answer in zip(request.digests, answers, strict=True):
             if answer.extent is None:
@@ -325,6 +328,7 @@ class TierOracle:
         #: Blocks that left memory while the disk took no writes, or before they were written later.
         self._left_unwritten: set[BlockPart] = set()
         top.on_leave = self._left_memory
+        base.is_about_to_get = self._goes_to_disk
         base.is_read_only = lambda: server.stack.read_only
         base.above = top
         top.change_log.leaving = base.change_log.leaving = self._leaving
@@ -346,10 +350,30 @@ class TierOracle:
 
     def _left_memory(self, entry: Entry, event: Event) -> bool:
         stack = self.server.stack
+        key = entry.index.namespace, entry.digest, entry.index.part
         if entry in stack._unwritten:
             self._truth.probes.add("a block left before a read-only disk took it")
-            self._left_unwritten.add((entry.index.namespace, entry.digest, entry.index.part))
+            self._left_unwritten.add(key)
+        elif stack.write_back is not None and not entry.clean and _is_over(entry):
+            self._truth.probes.add("a block of an ended session was not written to the disk")
+            self._left_unwritten.add(key)
         return stack._on_leave(entry, event)
+
+    def _goes_to_disk(self, namespace: Namespace, part: int, digest: bytes) -> None:
+        """Write-back: with its prefix, and only if it may be of use."""
+        stack, index = self.server.stack, self.top.blocks(namespace, part)
+        entry = index.get(digest)
+        if stack.write_back is None or entry is None:
+            return
+        if not entry.children and all(map(_is_over, self.top._parts(entry))):
+            self._truth.fail(f"G5: {entry!r} of an ended session goes to the disk")
+        parent = index.get(entry.parent)
+        if parent is None or parent.clean or parent.pins:
+            return
+        # What comes back into the queue, or loses its copy on a full disk, may be behind.
+        if self.base.memory.platter.counts or self.base.evicted:
+            return
+        self._truth.fail(f"G8: {entry!r} goes to the disk before its parent")
 
     def _leaving(self, key: BlockPart, reason: ReadStatus, tier: int) -> None:
         """The server loses a block; as evicted only if the disk had no space for it."""
@@ -411,6 +435,8 @@ class TierOracle:
     def _unwritten(self) -> int:
         """Blocks that the disk has not, and has not refused, and that will not be written."""
         stack = self.server.stack
+        if stack.write_back is not None:  # they are written when memory would drop them
+            return 0
         if stack.waiting or stack.front.pinned_by(MOVER):
             return 0
         here, below = _keys(self.top.inventory()), _keys(self.base.inventory())
@@ -471,6 +497,13 @@ class TierOracle:
             self._truth.fail(
                 f"G4: {len(data)} bytes are promoted to {there}, which is not reserved"
             )
+
+
+def _is_over(entry: Entry) -> bool:
+    """By the hints no session uses the block again."""
+    session = entry.session
+    ended = session is not None and session.ended >= entry.last_used
+    return ended or entry.superseded_at >= entry.last_used
 
 
 def _keys(entries: Sequence[Entry]) -> set[BlockPart]:

@@ -44,6 +44,7 @@ PROBES: Final = (
     "a block on disk could not be read",
     "a tier was taken out of service",
     "a block left before a read-only disk took it",
+    "a block of an ended session was not written to the disk",
     "a disk took writes again",
     "both copies of a page of the disk were lost",
     "a disk had to be replaced",

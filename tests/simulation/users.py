@@ -287,7 +287,14 @@ class SimClient:
         self._world.catalog.last_written = namespace, chain
         copies = self._rng.choice([1, 1, 2, 3])
         visible = self._rng.random() < 0.8
-        await self._write_now(namespace, chain, part, copies=copies, visible=visible)
+        session = ""
+        if self._world.plan.write_back:
+            session = self._rng.choice(["", f"{self.name} {self._rng.randrange(4)}"])
+        await self._write_now(
+            namespace, chain, part, copies=copies, visible=visible, session=session
+        )
+        if session and self._rng.random() < 0.4:
+            await self.pool.end(session, timeout=self._timeout_s)
         if namespace.parts > 1 and self._rng.random() < 0.7:
             await self._write_now(namespace, chain, 1 - part, visible=visible)
         if self._world.plan.disk and self._rng.random() < 0.15:
@@ -302,6 +309,7 @@ class SimClient:
         parent: bytes = ROOT,
         copies: int = 1,
         visible: bool = True,
+        session: str = "",
     ) -> list[WriteStatus]:
         world = self._world
         buffers = [value(namespace, digest, part) for digest in chain]
@@ -315,6 +323,7 @@ class SimClient:
                 part=part,
                 copies=copies,
                 visible=visible,
+                session=session,
                 timeout=self._timeout_s,
             ),
             "write",

@@ -21,7 +21,7 @@ from typing import Any, Final
 import xxhash
 
 from kvpool import registry
-from kvpool.config import ClientConfig, MasterConfig, ServerConfig
+from kvpool.config import WRITE_BACK, WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.master.service import Master
 from kvpool.protocols import Tier, Transport
@@ -256,6 +256,7 @@ class World:
             listen=[f"{scheme}://127.0.0.1:0" for scheme in transports],
             heartbeat_s=HEARTBEAT_S,
             alignment=plan.alignment,
+            write_mode=WRITE_BACK if plan.write_back else WRITE_THROUGH,
         )
         tiers: list[Tier] = [tier]
         stores = [store]

@@ -104,6 +104,13 @@ class SessionAwarePolicy:
             if listed:
                 self.policy.add_candidate(entry)
 
+    def chain_promoted(self, session: Session) -> None:
+        """Blocks of the session's chain have come from a slower tier, in any order.
+
+        Its chain is as long as it was: a head that comes up is no new branch.
+        """
+        self._sessions.setdefault(session.name, session)  # evictions may have dropped it
+
     def chain_extended(self, session: Session, first: Entry, last: Entry) -> None:
         """A session has written the blocks `first` to `last` of its chain.
 
@@ -148,6 +155,19 @@ class SessionAwarePolicy:
         if session is None or not session.bytes:
             return HintStatus.UNKNOWN
         return self._announce(session, resume_in, now, age_s)
+
+    def due(self, name: str) -> float | None:
+        """When the session resumes, by its hint."""
+        session = self._sessions.get(name)
+        return session.due if session is not None else None
+
+    def is_over(self, entry: Entry) -> bool:
+        """By the hints no session uses the block again: its session has ended, or it is the leaf
+        of a superseded branch."""
+        session = entry.session
+        return entry.superseded_at >= entry.last_used or (
+            session is not None and session.ended >= entry.last_used
+        )
 
     @property
     def sessions(self) -> int:
@@ -209,7 +229,7 @@ class SessionAwarePolicy:
         """
         self._expire(now)
         if self._superseded or self._ended:
-            useless = self._next_superseded(evictable)
+            useless = self.next_useless(evictable)
             if useless is not None:
                 return useless
         if not self._by_next_use:
@@ -244,6 +264,25 @@ class SessionAwarePolicy:
         if entry.session is not None:
             entry.session.leaves.pop(entry, None)
         self.policy.remove(entry)
+
+    def next_useless(self, evictable: Callable[[Entry], bool]) -> Entry | None:
+        """A block of a superseded branch or an ended session, tails first; None if none may go."""
+        while self._superseded:
+            entry = next(iter(self._superseded))
+            if entry.superseded_at >= entry.last_used and evictable(entry):
+                return entry
+            del self._superseded[entry]
+            if entry.superseded_at < entry.last_used:  # used again, or another part of it
+                self.policy.add_candidate(entry)
+        while self._ended:
+            session = next(iter(self._ended))
+            while session.leaves:
+                entry, _ = session.leaves.popitem()
+                if session.ended >= entry.last_used and evictable(entry):
+                    session.leaves[entry] = None
+                    return entry
+            del self._ended[session]
+        return None
 
     def victim_age(self, now: float) -> float:
         oldest = next(iter(self._superseded), None)
@@ -336,24 +375,6 @@ class SessionAwarePolicy:
         while (first := self._expiries.first()) is not None and first[0] <= now:
             self._withdraw(first[1])
             first[1].expired = True
-
-    def _next_superseded(self, evictable: Callable[[Entry], bool]) -> Entry | None:
-        while self._superseded:
-            entry = next(iter(self._superseded))
-            if entry.superseded_at >= entry.last_used and evictable(entry):
-                return entry
-            del self._superseded[entry]
-            if entry.superseded_at < entry.last_used:  # used again, or another part of it
-                self.policy.add_candidate(entry)
-        while self._ended:
-            session = next(iter(self._ended))
-            while session.leaves:
-                entry, _ = session.leaves.popitem()
-                if session.ended >= entry.last_used and evictable(entry):
-                    session.leaves[entry] = None
-                    return entry
-            del self._ended[session]
-        return None
 
     def _next_announced(self, evictable: Callable[[Entry], bool]) -> Entry | None:
         while (first := self._by_next_use.first()) is not None:

@@ -105,7 +105,13 @@ class Store:
         #: Which tier of its server this is, counted from the top.
         self.tier = 0
         #: Blocks sealed here must be copied to another tier before they may be evicted.
-        self.write_back = False
+        self.demotes = False
+        #: But not those that no session will use again (design: write-modes).
+        self.drops_useless = False
+        self.dirty = 0  # blocks that must still be copied
+        self.dirty_bytes = 0
+        self.spared = 0  # blocks that were evicted without it
+        self.spared_bytes = 0
         #: `reserve` does bounded work in a call, and may begin a `clearing`: then it answers
         #: NOT_YET. The caller makes the moves, and asks again (design: allocator).
         self.in_steps = False
@@ -214,7 +220,10 @@ class Store:
         self._link_all(fresh, now)
         self._drop_if_empty(index)  # perhaps nothing was granted
         if session is not None and granted:
-            self.policy.chain_extended(session, granted[0], granted[-1])
+            if owner == MOVER and self.demotes:
+                self.policy.chain_promoted(session)
+            else:
+                self.policy.chain_extended(session, granted[0], granted[-1])
         return answers
 
     def seal(
@@ -237,7 +246,8 @@ class Store:
         entry.state = after(entry.state, Event.SEAL)
         entry.checksum = checksum
         # Only a block that no other tier has must be written back before it may be evicted.
-        entry.clean = from_other_tier or not self.write_back
+        if self.demotes and not from_other_tier:
+            self.mark_dirty(entry)
         self.policy.touch(entry, now)
         if last_used is not None:  # it was used elsewhere, and is as old as it was there
             entry.last_used = min(entry.last_used, last_used)
@@ -441,7 +451,34 @@ class Store:
         if not entry.clean:
             entry.clean = True
             if entry.state is State.STORED:
+                self._count_dirty(entry, -1)
                 self._add_candidate(entry)
+
+    def mark_dirty(self, entry: Entry) -> None:
+        """No other tier has this sealed block: it must be written before it may be evicted."""
+        if entry.clean:
+            entry.clean = False
+            self._count_dirty(entry, 1)
+
+    def is_useless(self, entry: Entry) -> bool:
+        """No session uses the block again, and no block hangs on it: for all parts here."""
+        parts = self._parts(entry)
+        return not any(part.children for part in parts) and all(map(self.policy.is_over, parts))
+
+    def evict_if_useless(self, entry: Entry) -> bool:
+        """Evict the block if no session uses it again and it may go now."""
+        if not (self.is_useless(entry) and self._evictable(entry)):
+            return False
+        self._evict(entry)
+        return True
+
+    def evict_useless(self) -> bool:
+        """Evict one block that no session uses again; False if there is none that may go now."""
+        victim = self.policy.next_useless(self._evictable)
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
 
     def reserved(self, owner: int, id: int) -> Entry:
         """The entry of a reservation. Raises BadMessage for an id of another owner."""
@@ -591,7 +628,7 @@ class Store:
             for digest, entry in index.blocks.items():
                 if entry.children != children.pop(digest, 0):
                     raise InvariantViolated(f"{entry!r} has a wrong count of children")
-                if self._evictable(entry) and not self.policy.holds(entry):
+                if entry.clean and self._evictable(entry) and not self.policy.holds(entry):
                     raise InvariantViolated(f"{entry!r} is evictable but no candidate: a leak")
             if children != index.orphans:
                 raise InvariantViolated("the count of children of absent parents is wrong")
@@ -637,6 +674,9 @@ class Store:
         stored = [entry for entry in held.values() if entry.state is State.STORED]
         if (len(stored), sum(entry.size for entry in stored)) != (self.stored, self.stored_bytes):
             raise InvariantViolated("the counts of stored blocks and bytes are wrong")
+        dirty = [entry for entry in stored if not entry.clean]
+        if (len(dirty), sum(entry.size for entry in dirty)) != (self.dirty, self.dirty_bytes):
+            raise InvariantViolated("the counts of dirty blocks and bytes are wrong")
         self._check_budgets()
 
     def _check_budgets(self) -> None:
@@ -777,8 +817,8 @@ class Store:
                 return offset
         return MAKING_ROOM
 
-    def _evict(self, victim: Entry, size: int) -> int | None:
-        """Remove a block for one of `size` bytes: the offset for that one, if it fits now.
+    def _evict(self, victim: Entry, size: int = 0) -> int | None:
+        """Remove a block for one of `size` bytes, if any: the offset for that one, if it fits now.
 
         All parts leave together: a block with a missing part is of no use (design: eviction).
         """
@@ -786,11 +826,14 @@ class Store:
         for entry in self._parts(victim):
             self._steps_left -= _STEPS_OF_EVICTION
             # The usual case, blocks of one size: nothing to free, to join and to search.
-            pass_on = passed_on is None and self.allocator.may_pass_on(entry.offset, size)
+            pass_on = bool(size) and passed_on is None
+            pass_on = pass_on and self.allocator.may_pass_on(entry.offset, size)
             if pass_on:
                 passed_on = entry.offset
             self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED, free=not pass_on)
-        return passed_on if passed_on is not None else self.allocator.allocate(size)
+        if passed_on is not None or not size:
+            return passed_on
+        return self.allocator.allocate(size)
 
     def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
         """Choose a range to empty, if there is one; None when a few more victims may help."""
@@ -831,7 +874,7 @@ class Store:
         # it goes to a slower tier, it is not lost.
         namespace = newcomer.index.namespace
         its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
-        if its_parent and not self.write_back:
+        if its_parent and not self.demotes:
             return True
         # A block that is fetched takes the place of less valuable ones only (design: moves).
         return (
@@ -868,7 +911,7 @@ class Store:
         if entry.index.namespace.parts == 1:
             return (
                 entry.state is State.STORED
-                and entry.clean
+                and (entry.clean or self._may_drop(entry))
                 and not entry.pins
                 and not entry.children
             )
@@ -878,9 +921,16 @@ class Store:
             entry.last_used = latest
             return False
         return all(
-            part.state is State.STORED and part.clean and not part.pins and not part.children
+            part.state is State.STORED
+            and (part.clean or self._may_drop(part))
+            and not part.pins
+            and not part.children
             for part in parts
         )
+
+    def _may_drop(self, entry: Entry) -> bool:
+        """Whether a dirty block need not be written."""
+        return self.drops_useless and self.policy.is_over(entry)
 
     def _add_candidate(self, entry: Entry) -> None:
         """Make a block that may have become evictable a candidate, with all its parts."""
@@ -891,6 +941,10 @@ class Store:
             for part in self._parts(entry):
                 if part.state is State.STORED:
                     self.policy.add_candidate(part)
+
+    def _count_dirty(self, entry: Entry, sign: int) -> None:
+        self.dirty += sign
+        self.dirty_bytes += sign * entry.size
 
     def _count(self, entry: Entry, sign: int) -> None:
         """From the state itself, not from the log of changes: one that is missing is noticed."""
@@ -908,6 +962,11 @@ class Store:
         self._unlink(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
+        if not entry.clean:
+            self._count_dirty(entry, -1)
+            if event is Event.EVICT:
+                self.spared += 1
+                self.spared_bytes += entry.size
         self._count(entry, -1)
         # After `_unlink`: `on_leave` must not find the block here any more (design: demotion).
         if self.on_leave is None or self.on_leave(entry, event):

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 from kvpool.errors import InvariantViolated
@@ -29,6 +30,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import MOVER, Change, Entry, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
+from kvpool.server.state.write_back import WriteBack
 from kvpool.types import (
     Extent,
     HintStatus,
@@ -41,6 +43,10 @@ from kvpool.types import (
     WriteStatus,
 )
 
+#: Blocks that are not written because they are of no use, in one call.
+_USELESS_MAX: Final = 256
+#: More bytes than any queue has.
+_ALL: Final = 1 << 62
 #: Departures in one step of an inventory.
 _DEPARTURES_STEP: Final = 512
 
@@ -83,7 +89,12 @@ class TieredStore:
     """
 
     def __init__(
-        self, stores: Sequence[Store], *, front_tier: int = 0, promote_after: int = 1
+        self,
+        stores: Sequence[Store],
+        *,
+        front_tier: int = 0,
+        promote_after: int = 1,
+        write_back: bool = False,
     ) -> None:
         self.stores = list(stores)
         self.front_tier = front_tier
@@ -96,8 +107,9 @@ class TieredStore:
         self.change_log = self.front.change_log
         self._cache_tiers = [t for t in range(self.backing_tier) if t != front_tier]
         self._erasable: list[int] = []  # offsets in the backing tier whose records must go
-        self._writeback_queue: deque[Entry] = deque()
-        self._writeback_bytes = 0  # of the queue; kept up to date, because it is read often
+        #: Dirty blocks, in the order of writing. Not a dict, see `_unwritten`.
+        self._writeback_queue: OrderedDict[Entry, None] = OrderedDict()
+        self._moving_bytes = 0  # on their way to the backing tier
         #: The backing tier takes no writes: `stop_writing` and `resume_writing` change it.
         self.read_only = False
         #: Clean without a copy since then, in the order of writing. Not a dict, which takes linear
@@ -115,8 +127,14 @@ class TieredStore:
                 store.on_leave = self._on_leave
                 store.count_place = self._count_place
             # Sealed blocks of the front tier can be written back, which makes them evictable.
-            self.front.write_back = self.backing_tier != self.front_tier
             self.front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
+            self.front.demotes = self.backing_tier != self.front_tier
+        #: None: write-through. What is in the queue is written as soon as possible.
+        self.write_back = (
+            WriteBack(self.front, self._writeback_queue)
+            if write_back and self.front.demotes
+            else None
+        )
 
     def __repr__(self) -> str:
         return f"<TieredStore {self.stores!r}>"
@@ -144,6 +162,10 @@ class TieredStore:
             granted = iter(front.reserve(owner, request.subset(new), now))
             here = Reservation(WriteStatus.ALREADY_STORED)
             answers = [here if entry is not None else next(granted) for entry in below]
+        if self.write_back is not None:
+            refused = [a.status is WriteStatus.NO_SPACE for a in answers]
+            if any(refused):
+                self._refused(sum(compress(request.sizes, refused)))
         known = [
             digest
             for digest, answer in zip(digests, answers, strict=True)
@@ -230,30 +252,50 @@ class TieredStore:
 
     def end(self, session: str, now: float) -> HintStatus:
         """As `Store.end`, in every tier."""
-        # A list, because every store must get the hint; the backing tier's status is the answer.
-        return [store.end(session, now) for store in self.stores][self.backing_tier]
+        return self._answer([store.end(session, now) for store in self.stores])
 
     def resume(
         self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
         """As `Store.resume`, in every tier."""
-        answers = [store.resume(session, resume_in, now, age_s=age_s) for store in self.stores]
-        return answers[self.backing_tier]
+        return self._answer(
+            [store.resume(session, resume_in, now, age_s=age_s) for store in self.stores]
+        )
+
+    def _answer(self, statuses: Sequence[HintStatus]) -> HintStatus:
+        """Of the backing tier, where the hint counts most; of memory, if only that has blocks."""
+        below = statuses[self.backing_tier]
+        return statuses[self.front_tier] if below is HintStatus.UNKNOWN else below
 
     # --- for the mover -----------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """Blocks in the queue for writing back, those included that have left meanwhile.
+        """Blocks that wait to be written back. None while the backing tier is read-only, and, with
+        write-back, while little enough is dirty."""
+        if self.read_only or self._due_bytes <= 0:
+            return 0
+        return len(self._writeback_queue) + len(self._unwritten)
 
-        None while the backing tier is read-only.
+    @property
+    def _due_bytes(self) -> int:
+        """How much is to be written back now; blocks of a tier that was read-only are overdue."""
+        if self.write_back is None or self._unwritten:
+            return _ALL
+        return self.write_back.due_bytes(self._moving_bytes)
+
+    def flush(self) -> Iterator[None]:
+        """The server stops: from now on all that is dirty is due, the most valuable first.
+
+        In steps between which the loop may run.
         """
-        return 0 if self.read_only else len(self._writeback_queue) + len(self._unwritten)
+        if self.write_back is not None:
+            yield from self.write_back.flush()
 
     @property
     def is_writing_back(self) -> bool:
         """Blocks of the front tier wait for the backing tier, or are on their way to it."""
-        return bool(self.waiting or (self.front.write_back and self.front.pinned_by(MOVER)))
+        return bool(self.waiting or (self.front.demotes and self.front.pinned_by(MOVER)))
 
     def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
         """The next blocks to copy to the backing tier, then those for the cache tiers.
@@ -265,8 +307,10 @@ class TieredStore:
         """
         copies: list[TierTransfer] = []
         taken = 0
-        if not self.read_only:
-            taken = self._start_writebacks(copies, size_max, count_max, now)
+        if not self.read_only and self._due_bytes > 0:
+            if self.write_back is not None:
+                self.write_back.drop_useless()
+            taken = self._start_writebacks(copies, min(size_max, self._due_bytes), count_max, now)
         while self._to_promote and taken < size_max and len(copies) < count_max:
             entry = self._to_promote.popleft()
             if entry.state is State.STORED:
@@ -300,6 +344,7 @@ class TieredStore:
                 break
             answer = self._start(copies, entry, entry.index.tier, self.front_tier, now)
             if answer is WriteStatus.NO_SPACE:
+                self._refused(entry.size)
                 break
             if answer is WriteStatus.RESERVED:
                 self.hits[entry.index.tier] += 1
@@ -310,6 +355,9 @@ class TieredStore:
         """The bytes were moved (`good`) or not: seal or cancel the target, unpin the source."""
         source, target = self.stores[copy.source], self.stores[copy.target]
         entry = copy.entry
+        if copy.target > self.front_tier:
+            self._moving_bytes -= entry.size
+            self._refused(0)
         if self.offline_tiers.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         # The source block may have been removed during the transfer: then no copy may appear.
@@ -374,12 +422,12 @@ class TieredStore:
                     self._fingerprint_of(other).count(other.digest, other.index.seed, 1)
         if tier == self.backing_tier:
             self.backing_tier = self.front_tier
-            self.front.write_back = False
+            self.front.demotes = self.front.drops_useless = False
+            self.write_back = None
             # Without a tier below no block can be written back: each may be evicted as it is.
             for entry in self.front.inventory():
                 self.front.mark_clean(entry)
             self._writeback_queue.clear()
-            self._writeback_bytes = 0
             self._unwritten.clear()
             self._fetched.clear()
             self.read_only = False
@@ -520,7 +568,21 @@ class TieredStore:
     @property
     def stored(self) -> int:
         """Approximate number of sealed blocks: one that waits for writing back may count twice."""
-        return self.backing.stored + len(self._writeback_queue) + len(self._unwritten)
+        return self.backing.stored + self.front.dirty + len(self._unwritten)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the backing tier's capacity: what it has, and what it must still get."""
+        backing = self.backing.allocator
+        return min(backing.allocated + self.front.dirty_bytes, backing.capacity)
+
+    @property
+    def spared_writes(self) -> dict[str, int]:
+        """Blocks and bytes that memory dropped without writing them to the backing tier, because
+        their session had ended or their branch was superseded. Empty with write-through."""
+        if self.write_back is None:
+            return {}
+        return {"spared_writes": self.front.spared, "spared_write_bytes": self.front.spared_bytes}
 
     @property
     def evicted(self) -> int:
@@ -533,10 +595,10 @@ class TieredStore:
 
     @property
     def is_under_pressure(self) -> bool:
-        """True when a quarter of the front tier is dirty: writers must soon wait for the backing
-        tier."""
-        front = self.front
-        return self._writeback_bytes * 4 > front.allocator.capacity
+        """True when writers must soon wait for the backing tier: too much of memory is dirty."""
+        if self.write_back is not None:
+            return self.write_back.is_late
+        return self.front.dirty_bytes * 4 > self.front.allocator.capacity
 
     def check(self) -> None:
         """Every invariant, and that each block is in a place of the table. O(blocks).
@@ -555,8 +617,9 @@ class TieredStore:
         for entry in self._unwritten:
             if entry.state is not State.STORED or not entry.clean:
                 raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
-        if self._writeback_bytes != sum(entry.size for entry in self._writeback_queue):
-            raise InvariantViolated("the bytes in the queue for writing back are wrong")
+        arriving = self.stores[-1].holder(MOVER) if len(self.stores) - 1 > self.front_tier else None
+        if arriving and self._moving_bytes != sum(e.size for e in arriving.reservations.values()):
+            raise InvariantViolated("the bytes on their way to the backing tier are wrong")
 
     def _check_fingerprint(self) -> None:
         expected = MapFingerprint()
@@ -576,17 +639,24 @@ class TieredStore:
             self._unwritten[entry] = None
             self.front.mark_clean(entry)
         else:
-            self._writeback_queue.append(entry)
-            self._writeback_bytes += entry.size
+            self._writeback_queue[entry] = None
+            if self.write_back is not None:
+                self.write_back.queued(entry)
+
+    def _refused(self, size: int) -> None:
+        """Memory had no space for so many bytes: what is dirty must be written for them."""
+        if self.write_back is not None:
+            self.write_back.wanted_bytes = max(size, self.write_back.wanted_bytes) if size else 0
 
     def _next_in_queue(self) -> Entry:
         """The block whose turn it is; those that had to wait for a read-only tier come last."""
-        if self._writeback_queue:
-            entry = self._writeback_queue.popleft()
-            self._writeback_bytes -= entry.size
+        if self._writeback_queue and self.write_back is not None:
+            entry = self.write_back.next()
+        elif self._writeback_queue:
+            entry, _ = self._writeback_queue.popitem(last=False)
         else:
             entry, _ = self._unwritten.popitem(last=False)
-            entry.clean = False
+            self.front.mark_dirty(entry)
         return entry
 
     def _online(self) -> list[Store]:
@@ -608,10 +678,10 @@ class TieredStore:
 
         Else they would be written to memory, and then refused below (design: moves).
         """
-        if not self.front.write_back or self.read_only:
+        if not self.front.demotes or self.read_only:
             return True
         backing, last_used = self.backing, request.last_used or ()
-        free = backing.allocator.available - self._writeback_bytes
+        free = backing.allocator.available - self.front.dirty_bytes
         oldest = int((now - backing.policy.victim_age(now)) * 1e6)
         return sum(request.sizes) <= free or min(last_used, default=oldest) >= oldest
 
@@ -675,11 +745,17 @@ class TieredStore:
     ) -> int:
         """Add transfers to the backing tier; the bytes of the blocks that were looked at."""
         taken = 0
+        useless: list[Entry] = []
         for _ in range(len(self._writeback_queue) + len(self._unwritten)):
             if taken >= size_max or len(copies) >= count_max:
                 break
             entry = self._next_in_queue()
             if entry.state is not State.STORED or entry.clean:
+                continue
+            if self.write_back is not None and self.front.is_useless(entry):
+                useless.append(entry)
+                if len(useless) == _USELESS_MAX:
+                    break
                 continue
             answer = self._start(copies, entry, self.front_tier, self.backing_tier, now)
             # An older transfer of a block with the same key still has its reservation.
@@ -689,6 +765,9 @@ class TieredStore:
                 self.front.mark_clean(entry)
                 self._fetched.discard(entry)
             taken += entry.size
+        for entry in useless:
+            if not self.front.evict_if_useless(entry):
+                self._queue(entry)  # it is pinned, and its session may go on
         return taken
 
     def _start(
@@ -698,9 +777,10 @@ class TieredStore:
         index = entry.index
         store = self.stores[target]
         session = entry.session
-        session_hint = (
-            SessionHint(session.name) if session is not None and not session.ended else None
-        )
+        session_hint = None
+        if session is not None and not session.ended:
+            due = session.due if store.policy.due(session.name) is None else None
+            session_hint = SessionHint(session.name, None if due is None else max(0.0, due - now))
         # First pin: the reservation below may evict blocks, and this one must not be among them.
         pin = self.stores[source].pin_internal(MOVER, entry)
         (answer,) = store.reserve(
@@ -719,6 +799,7 @@ class TieredStore:
         if answer.extent is None:
             self.stores[source].unpin(MOVER, pin)
         else:
+            self._moving_bytes += entry.size if target > self.front_tier else 0
             copies.append(TierTransfer(source, target, entry, pin, answer.id, answer.extent))
         return answer.status
 
@@ -734,6 +815,7 @@ class TieredStore:
             self._erasable.append(entry.offset)
         self._unwritten.pop(entry, None)
         self._fetched.discard(entry)
+        self._writeback_queue.pop(entry, None)
         if self._evicting:
             return False
         others = [
@@ -741,7 +823,7 @@ class TieredStore:
             for store in self._online()
             if store.tier != tier and store.peek(namespace, part, entry.digest) is not None
         ]
-        if tier == self.backing_tier and event is Event.EVICT:
+        if tier == self.backing_tier and event is Event.EVICT and self.write_back is None:
             self._evicting = True  # their `_on_leave` must not announce
             for store in others:
                 store.remove(namespace, [entry.digest], ReadStatus.EVICTED, part)
@@ -755,7 +837,8 @@ class TieredStore:
         if tier == self.front_tier or (place != self.front_tier and tier < place):
             self.change_log.append(found, ReadStatus.HIT, place)
         if tier == self.backing_tier and place == self.front_tier:
-            # The backing tier lost its copy without an eviction (it was corrupt): write it again.
-            found.clean = False
+            # The backing tier lost its copy because that was corrupt: write it again. Or, with
+            # write-back, it evicted what memory still uses, perhaps below blocks that are dirty.
+            self.front.mark_dirty(found)
             self._queue(found)
         return False

@@ -1,0 +1,133 @@
+"""Write-back: when blocks go to the backing tier, and which never do (design: write-modes).
+
+With write-through every block is written as soon as it is sealed. Here it waits in memory until
+more than a part of the memory is *dirty*, that is, has not been written. Blocks of sessions that
+end before their turn comes are never written. The price: what is dirty is lost with the process.
+
+Pure, a part of `tiered_store.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace, merge
+from typing import Final
+
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import ANCESTORS_MAX, Store
+
+#: The share of the memory that may be dirty. The rest can be given to writers at once.
+DIRTY_SHARE: Final = 3 / 4
+#: Blocks of ended sessions that are dropped in one call: a millisecond or so.
+_DROPPED_MAX: Final = 128
+_STEP: Final = 1024
+
+
+class WriteBack:
+    """Which dirty block is written next, and how many must be now.
+
+    The chain that was used least recently goes first, because memory would drop it first: then a
+    writer finds clean blocks, and need not wait for the disk before it has filled a quarter of the
+    memory. One that does fill it asks for more (`wanted_bytes`). Of a chain the head goes first, so
+    the backing tier has no block without its prefix, also after kill -9 (but for chains of which
+    more than ANCESTORS_MAX blocks are dirty, which go in stretches).
+    """
+
+    def __init__(self, front: Store, queue: OrderedDict[Entry, None]) -> None:
+        """`queue` has the dirty blocks that are not on their way; it is kept by the caller, who
+        calls `queued` for each that enters it."""
+        self._front = front
+        self._queue = queue
+        #: (last use, block), with lazy updates, as in `eviction.lru`.
+        self._by_use: list[tuple[int, Entry]] = []
+        self._chain: list[Entry] = []  # that is being written, its next block last
+        self.dirty_max = int(front.allocator.capacity * DIRTY_SHARE)
+        #: For which a call found no space, since the last block was written.
+        self.wanted_bytes = 0
+        #: The server stops: all that is dirty must be written.
+        self.is_flushing = False
+        front.drops_useless = True
+
+    def due_bytes(self, moving_bytes: int) -> int:
+        """How much to write now, if so much is on its way already."""
+        dirty = self._front.dirty_bytes - moving_bytes
+        if self.is_flushing:
+            return dirty
+        return min(dirty, max(dirty - self.dirty_max, self.wanted_bytes - moving_bytes))
+
+    @property
+    def is_late(self) -> bool:
+        """Half of what should be clean is dirty: writers must soon wait for the backing tier."""
+        return 2 * self._front.dirty_bytes > self.dirty_max + self._front.allocator.capacity
+
+    def queued(self, entry: Entry) -> None:
+        """A block has entered the queue."""
+        heappush(self._by_use, (entry.last_used, entry))
+        if len(self._by_use) > 2 * len(self._queue) + _STEP:
+            self._by_use = [(one.last_used, one) for one in self._queue]
+            heapify(self._by_use)
+
+    def next(self) -> Entry:
+        """The block of the queue, which is not empty, that is written next; it leaves it."""
+        while self._chain:
+            if (entry := self._chain.pop()) in self._queue:
+                del self._queue[entry]
+                return entry
+        if self.is_flushing:
+            return self._queue.popitem(last=False)[0]
+        above: Entry | None = self._least_recently_used()
+        while above is not None and above in self._queue and len(self._chain) < ANCESTORS_MAX:
+            self._chain.append(above)
+            above = above.index.blocks.get(above.parent)
+        entry = self._chain.pop()
+        del self._queue[entry]
+        return entry
+
+    def _least_recently_used(self) -> Entry:
+        """Nearly: after many uses of others the order is put right in several calls."""
+        heap, steps = self._by_use, 0
+        while True:
+            last_used, entry = heap[0]
+            if entry not in self._queue:
+                heappop(heap)
+            elif entry.last_used != last_used and steps < _STEP:
+                heapreplace(heap, (entry.last_used, entry))
+            else:
+                return entry
+            steps += 1
+
+    def drop_useless(self) -> None:
+        """Evict some of the blocks that no session uses again, before others are written."""
+        for _ in range(_DROPPED_MAX):
+            if not self._front.evict_useless():
+                return
+
+    def flush(self) -> Iterator[None]:
+        """From now on all of it is due: the chain that was used last first, heads before tails.
+
+        In steps. Of a chain with more than ANCESTORS_MAX dirty blocks the lower stretch goes first.
+        """
+        runs: list[list[Entry]] = []
+        queue = self._queue
+        entries = list(queue)
+        for first in range(0, len(entries), _STEP):
+            runs.append(sorted(entries[first : first + _STEP], key=_last_used, reverse=True))
+            yield
+        moved: set[Entry] = set()
+        for number, entry in enumerate(merge(*runs, key=_last_used, reverse=True)):
+            chain: list[Entry] = []
+            above: Entry | None = entry
+            while above is not None and above in queue and above not in moved:
+                chain.append(above)
+                above = above.index.blocks.get(above.parent) if len(chain) < ANCESTORS_MAX else None
+            for one in reversed(chain):
+                queue.move_to_end(one)
+            moved.update(chain)
+            if number % _STEP == 0:
+                yield
+        self.is_flushing = True
+
+
+def _last_used(entry: Entry) -> int:
+    return entry.last_used

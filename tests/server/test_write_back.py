@@ -1,0 +1,311 @@
+"""Write-back: blocks go to the disk when memory is about to need their space, or never."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
+from kvpool.config import WRITE_BACK, ClientConfig, load
+from kvpool.errors import ConfigError
+from kvpool.protocols import ReserveRequest
+from kvpool.tools.subprocesses import Child, process_of, servers_up
+from kvpool.types import ROOT, HintStatus, SessionHint
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.server.test_tiered_store import ONE, PAGE, Server
+
+BLOCK = 64 << 10
+
+
+def talk(
+    server: Server, session: str, chain: list[bytes], *, resume_in: float | None = None
+) -> None:
+    """A session writes the rest of its chain."""
+    stack = server.stack
+    server.now += 1
+    here = sum(stack.peek(ONE, 0, digest) is not None for digest in chain)
+    for digest in chain[:here]:
+        server.read(8, ONE, 0, [digest])
+    server.drop(8)
+    rest = chain[here:]
+    parents = [ROOT, *chain][here : len(chain)]
+    hint = SessionHint(session, resume_in)
+    request = ReserveRequest(ONE, 0, rest, parents, [PAGE] * len(rest), hint)
+    for digest, answer in zip(rest, stack.reserve(7, request, server.now), strict=True):
+        assert answer.extent is not None, answer
+        server.memory[0][answer.extent.offset] = (ONE, 0, digest)
+        stack.seal(7, answer.id, hash((ONE, 0, digest)) & 0xFFFF, server.now)
+    server.look()
+
+
+def on_disk(server: Server, chain: Sequence[bytes]) -> list[bool]:
+    return [server.stack.backing.peek(ONE, 0, digest) is not None for digest in chain]
+
+
+def test_a_quarter_of_the_memory_is_kept_clean_heads_first() -> None:
+    server = Server(16, 64, write_back=True)
+    chain = keys("chain", 15)
+    server.write(1, ONE, 0, chain[:12])
+    server.settle()
+    assert on_disk(server, chain[:12]) == [False] * 12
+    assert (server.stack.waiting, server.stack.front.dirty_bytes) == (0, 12 * PAGE)
+    server.write(1, ONE, 0, chain)
+    server.settle()
+    assert on_disk(server, chain) == [True] * 3 + [False] * 12
+    assert server.stack.front.dirty_bytes == 12 * PAGE
+
+
+def test_a_writer_does_not_wait_for_the_disk() -> None:
+    """For a quarter of the memory at once, whatever was there."""
+    server = Server(16, 64, write_back=True)
+    for number in range(20):
+        assert server.write(1, ONE, 0, keys(f"{number}", 4)) == ["RESERVED"] * 4
+        server.settle()
+
+
+def test_what_a_session_has_ended_or_superseded_is_never_written() -> None:
+    server = Server(16, 64, write_back=True)
+    ended, old = keys("ended", 4), keys("old", 4)
+    new = old[:2] + keys("new", 3)
+    talk(server, "a", ended)
+    talk(server, "b", old)
+    talk(server, "b", new)
+    server.stack.end("a", server.now)
+    for number in range(4):
+        server.write(1, ONE, 0, keys(f"{number}", 4))
+        server.settle()
+    assert on_disk(server, ended + old[2:]) == [False] * 6
+    assert on_disk(server, new) == [True] * 5
+    assert server.stack.spared_writes == {"spared_writes": 6, "spared_write_bytes": 6 * PAGE}
+    assert server.read(1, ONE, 0, ended) == [ReadStatus.EVICTED] * 4
+    server.stack.check()
+
+
+def test_an_ended_session_that_goes_on_is_written() -> None:
+    server = Server(16, 64, write_back=True)
+    chain = keys("chain", 4)
+    talk(server, "a", chain[:3])
+    assert server.stack.end("a", server.now) is HintStatus.ACCEPTED  # of memory, which alone has it
+    talk(server, "a", chain)
+    for number in range(4):
+        server.write(1, ONE, 0, keys(f"{number}", 4))
+        server.settle()
+    assert on_disk(server, chain) == [True] * 4
+
+
+def test_a_block_that_is_read_when_its_session_ends_waits_for_its_reader() -> None:
+    server = Server(8, 64, write_back=True)
+    chain = keys("chain", 1)
+    talk(server, "a", chain)
+    server.read(3, ONE, 0, chain)
+    server.now += 1
+    server.stack.end("a", server.now)
+    server.write(1, ONE, 0, keys("other", 7))
+    server.settle()
+    assert on_disk(server, chain) == [False]
+    server.drop(3)
+    server.write(1, ONE, 0, keys("others", 4))
+    server.settle()
+    assert server.stack.spared_writes["spared_writes"] == 1
+    server.stack.check()
+
+
+def test_a_writer_that_finds_only_dirty_blocks_gets_them_written() -> None:
+    """Even below the share that may be dirty; and no more than it needs."""
+    server = Server(8, 64, write_back=True)
+    server.write(1, ONE, 0, keys("chain", 4))
+    held = keys("held", 4)
+    server.write(2, ONE, 0, held)
+    server.settle()
+    server.read(2, ONE, 0, held)  # the rest of the memory is pinned
+    before = server.stack.backing.stored
+    late = keys("late", 2)
+    assert server.write(1, ONE, 0, late)[-1] == "NO_SPACE"
+    server.start()
+    assert 0 < len(server.copies) <= 2
+    while server.copies:
+        server.finish(server.copies.pop(0))
+    for _ in range(4):
+        server.write(1, ONE, 0, late)
+        server.settle()
+    assert server.read(1, ONE, 0, late) == [ReadStatus.HIT] * 2
+    assert server.stack.backing.stored > before
+    assert server.stack.write_back is not None
+    assert server.stack.write_back.wanted_bytes == 0
+
+
+def test_what_the_disk_evicts_stays_in_memory() -> None:
+    """It may be the parent of what only memory has: without it, that would be of no use."""
+    server = Server(8, 2, write_back=True)
+    chain, (other,) = keys("chain", 3), keys("other", 1)
+    server.write(1, ONE, 0, chain)
+    server.write(1, ONE, 0, [other])
+    server.write(1, ONE, 0, keys("more", 4))
+    server.settle()
+    assert on_disk(server, chain) == [True, True, False]
+    for _ in range(3):  # for this writer the next ones are written, and the disk is full
+        server.write(1, ONE, 0, keys("late", 2))
+        server.settle()
+    assert on_disk(server, [*chain, other]) == [True, False, False, True]
+    assert server.read(1, ONE, 0, chain[:2]) == [ReadStatus.HIT] * 2
+
+
+def test_a_head_that_comes_up_is_no_new_branch() -> None:
+    """The rest of its session's chain was taken for superseded, and dropped."""
+    server = Server(16, 64, write_back=True)
+    chain = keys("chain", 14)
+    talk(server, "a", chain)
+    server.settle()
+    assert on_disk(server, chain)[:3] == [True, True, False]
+    head = server.stack.front.peek(ONE, 0, chain[0])
+    assert head is not None
+    server.stack.front.remove(ONE, chain[:1], ReadStatus.CORRUPT)
+    server.look()
+    server.stage(ONE, 0, chain[:1])
+    server.settle()
+    tail = server.stack.front.peek(ONE, 0, chain[-1])
+    assert tail is not None
+    assert not server.stack.front.policy.is_over(tail)
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+def test_when_a_session_resumes_is_known_below_too(write_back: bool) -> None:
+    server = Server(8, 64, write_back=write_back)
+    talk(server, "a", keys("a", 7), resume_in=60.0)
+    server.settle()
+    assert on_disk(server, keys("a", 1)) == [True]
+    due = server.stack.backing.policy.due("a")
+    assert due == pytest.approx(server.now + 60.0)
+
+
+def test_a_stop_writes_the_last_used_chain_first_and_nothing_that_has_ended() -> None:
+    server = Server(64, 64, write_back=True)
+    first, second, over = keys("first", 4), keys("second", 4), keys("over", 4)
+    for name, chain in (("a", first), ("b", second), ("c", over)):
+        talk(server, name, chain)
+    server.read(1, ONE, 0, first)
+    server.drop(1)
+    server.now += 1
+    server.stack.end("c", server.now)
+    list(server.stack.flush())
+    order = []
+    while copies := server.stack.next_writebacks(PAGE, 1, server.now):
+        order += [copy.entry.digest for copy in copies]
+        for copy in copies:
+            server.finish(copy)
+    assert order == first + second
+    assert server.stack.waiting == 0
+
+
+def test_a_stop_takes_steps() -> None:
+    server = Server(6000, 6000, write_back=True)
+    for number in range(4):
+        server.write(1, ONE, 0, keys(f"{number}", 1000))
+    assert len(list(server.stack.flush())) > 6
+    assert server.stack.waiting == 4000
+    (copy,) = server.stack.next_writebacks(1, 1, server.now)
+    assert copy.entry.digest == keys("3", 1)[0]
+
+
+def test_removed_blocks_leave_the_queue() -> None:
+    """What is written and removed again and again must not fill it."""
+    server = Server(16, 64, write_back=True)
+    for number in range(100):
+        chain = keys(f"{number}", 4)
+        server.write(1, ONE, 0, chain)
+        server.stack.remove(ONE, chain)
+    assert len(server.stack._writeback_queue) == 0
+    assert server.stack.front.dirty_bytes == 0
+
+
+def test_without_a_slower_tier_there_is_nothing_to_write_back() -> None:
+    server = Server(4, write_back=True)
+    assert server.stack.write_back is None
+    assert server.write(1, ONE, 0, keys("a", 4)) == ["RESERVED"] * 4
+    assert server.write(1, ONE, 0, keys("b", 4)) == ["RESERVED"] * 4
+
+
+def test_a_mode_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"write_mode.*expected write_through or write_back"):
+        load(flags={"server.write_mode": "writeback"})
+
+
+# --- real servers -----------------------------------------------------------------------
+
+
+async def write(pool: Pool, chain: Sequence[bytes], session: str = "") -> None:
+    statuses = await pool.write(NAMESPACE, chain, values(chain, BLOCK), session=session)
+    assert set(statuses) == {WriteStatus.STORED}
+
+
+async def hits(pool: Pool, chain: Sequence[bytes]) -> int:
+    """How many come back; those have the right bytes."""
+    got = buffers(len(chain), BLOCK)
+    results = await pool.read(NAMESPACE, chain, got)
+    for result, buffer, right in zip(results, got, values(chain, BLOCK), strict=True):
+        assert not result.status.hit or buffer == right
+    return sum(result.status.hit for result in results)
+
+
+async def test_more_than_memory_holds_and_what_status_shows(tmp_path: Path) -> None:
+    tiers = ["dram:2MiB", f"nvme:{tmp_path}/tier:16MiB"]
+    async with dev.serve(tiers=tiers, write_mode=WRITE_BACK) as running, running.pool() as pool:
+        (server,) = running.servers
+        chains = [keys(f"{number}", 10) for number in range(12)]
+        for number, chain in enumerate(chains):
+            await write(pool, chain, f"{number}")
+            if number < 4:
+                await pool.end(f"{number}")
+                await eventually(
+                    lambda n=number: server.stack.front.policy.counters["hints_accepted"] > n,
+                    within_s=10,
+                )
+        assert [await hits(pool, chain) for chain in chains[4:]] == [10] * 8
+        stats = server.stats(asyncio.get_running_loop().time())
+        assert stats.counters["spared_writes"] > 0
+        assert stats.counters["dirty_bytes"] == server.stack.front.dirty_bytes > 0
+        assert stats.usage[1].written_blocks < 90
+        server.stack.check()
+
+
+@asynccontextmanager
+async def server_of(master: str, file: Path, flush_s: str = "8s") -> AsyncIterator[Child]:
+    tiers = ["--tier", "dram:8MiB", "--tier", f"nvme:{file}:16MiB", "--write-mode", WRITE_BACK]
+    arguments = ["server", "--masters", master, "--id", "one", "--log-level", "info", *tiers]
+    environment = {"KVPOOL_SERVER_FLUSH_S": flush_s}
+    async with process_of("kvpool", *arguments, environment=environment) as server:
+        await server.line()
+        yield server
+
+
+@pytest.mark.parametrize(("number", "kept"), [(signal.SIGTERM, 50), (signal.SIGKILL, 0)])
+async def test_a_stop_keeps_what_memory_has_and_a_kill_does_not(
+    tmp_path: Path, number: signal.Signals, kept: int
+) -> None:
+    living, over = keys("living", 50), keys("over", 20)
+    arguments = ("--bind", "127.0.0.1:0", "--log-level", "error")
+    async with process_of("kvpool", "master", *arguments) as running:
+        master = (await running.line()).removeprefix("master at ")
+        config = ClientConfig(masters=[master], timeout_s=20, attempt_s=10)
+        async with await connect(config=config) as pool:
+            async with server_of(master, tmp_path / "tier") as server:
+                (before,) = await servers_up(master, 1)
+                await write(pool, living, "living")
+                await write(pool, over, "over")
+                await pool.end("over")
+                await asyncio.sleep(2.5)  # a heartbeat brings the hint
+                server.signal(number)
+                await server.ended()
+            async with server_of(master, tmp_path / "tier"):
+                for _ in itertools.count():
+                    (member,) = await pool.members()
+                    if member.epoch != before.epoch and member.alive:
+                        break
+                    await asyncio.sleep(0.1)
+                assert (await hits(pool, living), await hits(pool, over)) == (kept, 0)
