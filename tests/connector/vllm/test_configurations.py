@@ -37,6 +37,10 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
         },
         480,
     ),
+    "draft model": (
+        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+        480,
+    ),
     "fp8": ({"kv_cache_dtype": "fp8"}, 480),
     "blocks of 256": ({"block_size": 256}, 256),
     "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, 480),
@@ -66,6 +70,9 @@ def test_what_was_computed_comes_back(
     name: str, model: Callable[..., Path], process: Engine, shared_pool: LocalPool
 ) -> None:
     arguments, whole = CONFIGURATIONS[name]
+    if name == "draft model":
+        drafts = {**arguments["speculative_config"], "model": str(model(layers=2, seed=1))}
+        arguments = {"speculative_config": drafts}
     prompts = [*PROMPTS, REPETITIVE[:470]] if name == "ngram" else PROMPTS
     expected = process.start(model(), **arguments).generate(prompts)["tokens"]
     config = transfer(shared_pool.master, tenant=name, transports=["tcp"])
@@ -80,6 +87,7 @@ def test_what_was_computed_comes_back(
     assert loaded["cached"][:2] == [whole, whole]
     if name == "ngram":
         assert loaded["cached"][2] == 448
+    if "speculative_config" in arguments:
         assert process.metrics()["vllm:spec_decode_num_drafts"] > 0
 
 
