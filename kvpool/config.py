@@ -126,6 +126,9 @@ class ServerConfig(_Section, frozen=True):
     fetch_rate: Size = 0
     #: Transfers from other servers at the same time.
     fetches_max: Annotated[int, Meta(ge=1, le=64)] = 2
+    #: Time that a server which gets SIGTERM takes to hand over its blocks to the others before it
+    #: ends. 0: it ends at once. Give the service manager more (design: drain).
+    drain_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0
     #: Touch all memory in the background at start, because the first write to a page is slow.
     prefault: bool = True
     #: Host and port for metrics, health and readiness over HTTP. Empty: no HTTP server.

@@ -216,6 +216,53 @@ class Offer(NamedTuple):
     age_s: float = 0.0
 
 
+class DrainState(enum.IntEnum):
+    """Whether a server hands over its blocks because it will leave (design: drain)."""
+
+    OFF = 0
+    RUNNING = 1
+    #: A living server has each block that this one has.
+    DONE = 2
+    #: The time was over, and some blocks are left.
+    INCOMPLETE = 3
+
+
+class DrainOrder(NamedTuple):
+    """What a server is to do about its drain; with neither `begin` nor `cancel` it only reports.
+
+    `within_s` is the time it has; with `back_in_s` it comes back so soon, with the file in which
+    some of its blocks lie.
+    """
+
+    begin: bool = False
+    cancel: bool = False
+    within_s: float = 0.0
+    back_in_s: float = 0.0
+
+
+class Left(NamedTuple):
+    """Blocks of one namespace that no other server took, for one reason."""
+
+    namespace: str
+    reason: str
+    blocks: int
+    bytes: int
+
+
+class DrainReport(NamedTuple):
+    """How far a drain is: of `total_blocks` so many were moved, and so many are left. Those that
+    are neither were on other servers already, or have left the pool. `left` says why, the most
+    bytes first."""
+
+    state: DrainState
+    total_blocks: int = 0
+    left_blocks: int = 0
+    left_bytes: int = 0
+    moved_blocks: int = 0
+    moved_bytes: int = 0
+    left: tuple[Left, ...] = ()
+
+
 class Cluster(NamedTuple):
     """The cluster that a process belongs to. Processes of other clusters are refused.
 
@@ -433,6 +480,15 @@ class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     reserved_bytes: Annotated[Count, Figure("reserved_bytes", "held by writers")] = 0
     #: The clients that hold most.
     clients: Annotated[list[ClientUsage], Meta(max_length=64)] = []
+    draining: Annotated[bool, Figure("draining", "1 while it will leave and takes no blocks")] = (
+        False
+    )
+    drain_left_blocks: Annotated[
+        Count, Figure("drain_left_blocks", "that no other server has yet, or could take")
+    ] = 0
+    drain_left_bytes: Annotated[
+        Count, Figure("drain_left_bytes", "that no other server has yet, or could take")
+    ] = 0
 
 
 class Member(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli import inspect, measure, run
+from kvpool.cli import inspect, leave, measure, run
 
 app = typer.Typer(
     name="kvpool",
@@ -31,6 +31,7 @@ for command in (
     inspect.top,
     inspect.explain,
     inspect.doctor,
+    leave.drain,
     measure.replay,
     measure.bench,
 ):

@@ -173,6 +173,9 @@ def server(
     secret_file: SecretFile = None,
     local_only: LocalOnly = False,
     insecure: Insecure = False,
+    drain: Annotated[
+        str | None, typer.Option(help="On SIGTERM hand over the blocks first, for e.g. 5m at most.")
+    ] = None,
     log_level: LogLevel = "info",
     die_with_parent: DieWithParent = False,
 ) -> None:
@@ -193,6 +196,7 @@ def server(
             "server.listen": listen,
             "server.http": http,
             "server.insecure": insecure or None,
+            "server.drain_s": drain,
             "cluster": cluster,
             "secret_file": secret_file,
             "local_only": local_only or None,
@@ -251,10 +255,22 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
                 registering.result()
                 await stopped
             registering.cancel()
+            if wanted.drain_s and stopped.done():
+                await _drain(running, wanted.drain_s)
     finally:
         if running is not None:
             await running.close()
         network.close()
+
+
+async def _drain(running: BlockServer, within_s: float) -> None:
+    """Hand over the blocks; a second signal ends it."""
+    draining = asyncio.create_task(running.drain(within_s))
+    stopped = asyncio.create_task(runtime.wait_for_signal())
+    await asyncio.wait([draining, stopped], return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, stopped):
+        task.cancel()
+    await asyncio.wait([draining, stopped])
 
 
 def _say_who_may_use_it(settings: Config, *, insecure: bool = False) -> None:

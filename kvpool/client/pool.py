@@ -42,6 +42,7 @@ from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import (
     Channel,
     Network,
+    SupportsDrain,
     Transport,
     View,
     WriteOptions,
@@ -53,6 +54,8 @@ from kvpool.types import (
     ROOT,
     Buffer,
     Cluster,
+    DrainOrder,
+    DrainReport,
     Explanation,
     HintStatus,
     Match,
@@ -364,6 +367,34 @@ class Pool:
         options = WriteOptions(namespace, 0, True)
         return await self._writer.write_to(server, options, block, deadline)
 
+    async def drain(
+        self,
+        server: str,
+        *,
+        within_s: float,
+        back_in_s: float = 0.0,
+        timeout: float | None = None,
+    ) -> DrainReport:
+        """Have the other servers fetch all blocks of `server`, which will leave (design: drain).
+
+        Returns when it has begun; `drain_report` says how far it is. From now on `server` takes no
+        blocks, and serves those that it has. With `back_in_s` it will be back so soon: blocks that
+        lie in its file stay there. Raises ServerLost when the server cannot be reached, and
+        MasterLost.
+        """
+        return await self._drain(server, DrainOrder(True, False, within_s, back_in_s), timeout)
+
+    async def drain_report(self, server: str, *, timeout: float | None = None) -> DrainReport:
+        """How far the drain of `server` is, and what is left. Raises as `drain`."""
+        return await self._drain(server, DrainOrder(), timeout)
+
+    async def cancel_drain(self, server: str, *, timeout: float | None = None) -> DrainReport:
+        """`server` stays, and takes blocks again; what others have fetched stays there.
+
+        Raises as `drain`.
+        """
+        return await self._drain(server, DrainOrder(cancel=True), timeout)
+
     async def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
         """This conversation is over: its blocks that no other session uses are evicted first.
 
@@ -440,6 +471,16 @@ class Pool:
                 self._network.close()
 
     # --- inside --------------------------------------------------------------------------
+
+    async def _drain(self, server: str, order: DrainOrder, timeout: float | None) -> DrainReport:
+        deadline = self._begin(timeout)
+
+        async def ask(channel: Channel) -> DrainReport:
+            if not isinstance(channel, SupportsDrain):
+                raise Unavailable(f"the transport to {server} cannot ask a server to leave")
+            return await channel.drain(order, deadline=deadline)
+
+        return await self._servers.call(server, ask, deadline)
 
     def _staging(self) -> Staging:
         """The pinned memory for blocks on devices; its module loads numpy (design: import-time)."""

@@ -10,6 +10,8 @@ from kvpool.errors import Overloaded
 from kvpool.protocols.tier import Tier
 from kvpool.types import (
     Cluster,
+    DrainOrder,
+    DrainReport,
     Extent,
     FetchStatus,
     Namespace,
@@ -162,6 +164,9 @@ class Connection(Protocol):
 
         At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation.
         """
+
+    async def drain(self, order: DrainOrder) -> DrainReport:
+        """Begin to hand over all blocks of this server, or stay, or only report (design: drain)."""
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         """The memory of extents that this connection has reserved or pinned."""
@@ -360,6 +365,14 @@ class SupportsFetch(Protocol):
         deadline: float,
     ) -> list[FetchStatus]:
         """As `Connection.fetch`; at most BATCH_BLOCKS_MAX blocks."""
+
+
+@runtime_checkable
+class SupportsDrain(Protocol):
+    """A channel over which a server can be asked to hand over its blocks (design: drain)."""
+
+    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
+        """As `Connection.drain`."""
 
 
 class Transport(Protocol):

@@ -134,6 +134,7 @@ class Announcer:
         #: How often this master's map was not what the server held.
         self.differences = 0
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._wait_for_heartbeat: list[asyncio.Future[None]] = []
         # Both count changes since the last inventory began; a caller waits for a position.
         self._enqueued = 0
         self._acknowledged = 0
@@ -188,6 +189,15 @@ class Announcer:
         if len(self._pending) > max(_PENDING_MAX, self._store.stored * _PENDING_SHARE):
             self._unregister()
         self._wake.set()
+
+    def heartbeat_soon(self) -> asyncio.Future[None]:
+        """Send a heartbeat at once. Done when the master has answered one that was sent after this
+        call."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._wait_for_heartbeat.append(future)
+        self._next_heartbeat = 0.0
+        self._wake.set()
+        return future
 
     def flushed(self) -> asyncio.Future[None]:
         """Done when the master has acknowledged all that is queued now, or does not answer."""
@@ -377,6 +387,7 @@ class Announcer:
         now = self._loop.time()
         self._next_heartbeat = now + self._heartbeat_s
         held = self._comparable()
+        waiting = list(self._wait_for_heartbeat)
         heartbeat = wire.Heartbeat(
             self._identity.server,
             self._identity.epoch,
@@ -393,6 +404,10 @@ class Announcer:
             return
         if not reply.known:
             raise Unavailable("the master has restarted")
+        for future in waiting:
+            self._wait_for_heartbeat.remove(future)
+            if not future.done():
+                future.set_result(None)
         self._hints_heard = reply.hints_heard
         self._apply_hints(reply.hints)
         if len(reply.hints) == wire.HINTS_MAX:  # there may be more

@@ -2,6 +2,7 @@
 
 context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
+drainer.py       hands over all blocks before the server leaves
 fetcher.py       blocks from and to other servers, which peer_servers.py reaches
 announcer.py     one master's view of this server
 tier_mover.py    bytes between tiers
@@ -33,6 +34,7 @@ from kvpool.runtime import Host, this_host
 from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
+from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
 from kvpool.server.peer_servers import PeerServers
 from kvpool.server.state.budget import START, Limits
@@ -40,7 +42,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import DRAIN_S
-from kvpool.types import Cluster, ServerStats
+from kvpool.types import Cluster, DrainReport, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -105,6 +107,8 @@ class BlockServer:
         self._fetcher = Fetcher(
             self._context, self._peers, rate=config.fetch_rate, transfers_max=config.fetches_max
         )
+        durable = len(tiers) > 1 and isinstance(tiers[-1], PersistentTier)
+        self._drainer = Drainer(self._context, self._peers, durable=durable)
         self._listeners: list[Listener] = []
         self._connection_id = 0
 
@@ -195,9 +199,15 @@ class BlockServer:
                 )
             await asyncio.sleep(0.01)
 
+    async def drain(self, within_s: float) -> DrainReport:
+        """Have other servers fetch every block, for `within_s` at most (design: drain)."""
+        self._drainer.begin(within_s)
+        return await self._drainer.wait()
+
     async def close(self) -> None:
         """Leave the masters, end every connection, free the memory. Idempotent."""
         context = self._context
+        await self._drainer.close()
         announcers, context.announcers = context.announcers, []
         for announcer in announcers:
             await announcer.close()
@@ -218,7 +228,9 @@ class BlockServer:
         if len(context.connections) >= self._config.connections_max:
             raise Overloaded(f"{len(context.connections)} clients are connected, the limit")
         self._connection_id += 1
-        connection = ServerConnection(context, self._fetcher, self._connection_id, peer)
+        connection = ServerConnection(
+            context, self._fetcher, self._drainer, self._connection_id, peer
+        )
         context.connections.add(connection)
         return connection
 
@@ -241,6 +253,7 @@ class BlockServer:
         context, store = self._context, self._context.store
         front, base = store.front, store.backing
         clients = context.clients(now)
+        drained = self._drainer.report()
         return ServerStats(
             used=store.used_bytes,
             blocks=store.stored,
@@ -268,6 +281,9 @@ class BlockServer:
             },
             usage=context.mover.usage(now),
             clients=clients[:_CLIENTS_SHOWN],
+            draining=context.draining,
+            drain_left_blocks=drained.left_blocks,
+            drain_left_bytes=drained.left_bytes,
         )
 
 

@@ -15,9 +15,12 @@ from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.context import ServerContext
+from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
 from kvpool.types import (
     ClientUsage,
+    DrainOrder,
+    DrainReport,
     Extent,
     FetchStatus,
     Namespace,
@@ -48,10 +51,13 @@ class ServerConnection:
     `id` names it in the store, where it owns reservations and pins.
     """
 
-    def __init__(self, context: ServerContext, fetcher: Fetcher, id: int, peer: Peer) -> None:
+    def __init__(
+        self, context: ServerContext, fetcher: Fetcher, drainer: Drainer, id: int, peer: Peer
+    ) -> None:
         self.peer = peer
         self._context = context
         self._fetcher = fetcher
+        self._drainer = drainer
         self._store = context.store
         self._id = id
         #: What `peer.link` and the store showed when they were last looked at, and since when.
@@ -65,7 +71,10 @@ class ServerConnection:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         wait_until = now + (deadline - now) / 2
-        answers = await self._reserve(request, wait_until)
+        if self._context.draining:
+            answers = self._already_stored(request)
+        else:
+            answers = await self._reserve(request, wait_until)
         while True:
             self._context.publish()
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
@@ -75,7 +84,7 @@ class ServerConnection:
                 for position in full:
                     answers[position] = Reservation(WriteStatus.NOT_YET)
                 break
-            if not full or self._loop.time() >= wait_until:
+            if not full or self._context.draining or self._loop.time() >= wait_until:
                 break
             await self._context.wait_for_space(wait_until)
             if not self._open:  # closed meanwhile: nothing would free what is reserved now
@@ -91,6 +100,14 @@ class ServerConnection:
             # call would acknowledge a block that no reader can find (design: announcements).
             await self._context.wait_until_announced(wait_until)
         return answers
+
+    def _already_stored(self, request: ReserveRequest) -> list[Reservation]:
+        """Answers of a server that will leave: writers go elsewhere at once (design: drain)."""
+        namespace, part, digests, *_ = request
+        here = [self._store.peek(namespace, part, digest) is not None for digest in digests]
+        return [
+            Reservation(WriteStatus.ALREADY_STORED if one else WriteStatus.NO_SPACE) for one in here
+        ]
 
     async def _reserve(self, request: ReserveRequest, wait_until: float) -> list[Reservation]:
         return await self._context.reserve(
@@ -200,6 +217,13 @@ class ServerConnection:
         deadline: float,
     ) -> list[FetchStatus]:
         return await self._fetcher.fetch(namespace, part, digests, source, deadline=deadline)
+
+    async def drain(self, order: DrainOrder) -> DrainReport:
+        if order.begin:
+            self._drainer.begin(order.within_s, back_in_s=order.back_in_s)
+        elif order.cancel:
+            await self._drainer.cancel()
+        return self._drainer.report()
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]

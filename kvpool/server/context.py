@@ -56,6 +56,8 @@ class ServerContext:
         self.connections: set[Holder] = set()
         for one in store.stores:
             one.on_rejected_victim = self._policy_is_wrong
+        #: This server will leave: it takes no blocks any more (design: drain).
+        self.draining = False
         self._waiting_for_space: dict[asyncio.Future[None], float] = {}  # until when
         self._sampled_at = 0.0
 
@@ -109,6 +111,19 @@ class ServerContext:
         """Return when every registered master has applied what was published (True), or at
         `deadline`."""
         waits = [announcer.flushed() for announcer in self.announcers if announcer.registered]
+        if not waits:
+            return True
+        timeout = max(0.0, deadline - asyncio.get_running_loop().time())
+        _, late = await asyncio.wait(waits, timeout=timeout)
+        return not late
+
+    def heartbeat_soon(self) -> list[asyncio.Future[None]]:
+        """Send every master the figures of now; one future each, done when it has them."""
+        return [announcer.heartbeat_soon() for announcer in self.announcers]
+
+    async def masters_know(self, deadline: float) -> bool:
+        """Return when every master has the figures of now (True), or at `deadline`."""
+        waits = self.heartbeat_soon()
         if not waits:
             return True
         timeout = max(0.0, deadline - asyncio.get_running_loop().time())

@@ -38,6 +38,8 @@ _STEP_BYTES: Final = 4 << 20
 _STEP_BLOCKS: Final = 64
 #: A step that takes longer than this is given up: the source is frozen, or cut off.
 _STEP_S: Final = 5.0
+#: A wait for the budget is a difference of times, and may be next to nothing.
+_TURN_MIN_S: Final = 1e-4
 #: While the source reads blocks from a slow tier, it is asked for them so often.
 _ASK_AGAIN_S: Final = 0.01
 #: Of the time of a call, the parts in which blocks are fetched, and until when masters know of
@@ -137,6 +139,8 @@ class Fetcher:
             for position, digest in enumerate(digests):
                 if self._store.peek(namespace, part, digest) is not None:
                     call.statuses[position] = FetchStatus.ALREADY_HERE
+                elif self._context.draining:
+                    call.statuses[position] = FetchStatus.REFUSED
                 elif self.fetches.begin(namespace, part, digest):
                     begun.append(position)
                 else:
@@ -170,8 +174,9 @@ class Fetcher:
                 finally:
                     self._transfers.release()
                 waiting[:0] = again
-                if len(again) == len(step):
+                if len(again) == len(step):  # a pause, because two such calls wake each other
                     await self._context.wait_for_space(call.until)
+                    await asyncio.sleep(_ASK_AGAIN_S)
                 for position in step:
                     if position not in again and call.statuses[position] in _HEAD_IS_MISSING:
                         call.stop_behind(position, waiting)
@@ -218,7 +223,7 @@ class Fetcher:
                 if _now() + wait_s >= call.until:
                     self._transfers.release()
                     return None
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(max(wait_s, _TURN_MIN_S))
         except BaseException:
             self._transfers.release()
             raise

@@ -36,6 +36,8 @@ from kvpool.server.block_server import BlockServer
 from kvpool.types import (
     ROOT,
     Cluster,
+    DrainOrder,
+    DrainReport,
     Extent,
     FetchStatus,
     Namespace,
@@ -339,6 +341,9 @@ class _Watched:
         statuses = await self._inner.fetch(namespace, part, digests, source, deadline=deadline)
         await self._recorder.answering.wait()
         return statuses
+
+    async def drain(self, order: DrainOrder) -> DrainReport:
+        return await self._inner.drain(order)
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         held = {extent for extent, _ in self._unsealed.values()}

@@ -54,6 +54,7 @@ Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
 WireHint = tuple[SessionName, Seconds, Seconds | None]
+NamespaceName = Annotated[str, Meta(max_length=512)]
 DigestSize = Annotated[int, Meta(ge=DIGEST_SIZE_MIN, le=DIGEST_SIZE_MAX)]
 Packed = Annotated[bytes, Meta(max_length=DIGESTS_MAX * DIGEST_SIZE_MAX)]
 BlockSizes = Annotated[
@@ -248,6 +249,30 @@ class Fetched(Message, frozen=True):
     """One status byte per block, a `FetchStatus`."""
 
     statuses: Statuses
+
+
+class Drain(Message, frozen=True, omit_defaults=True):
+    """Hand over all blocks within `within_s` (`begin`), or stay (`cancel`), or only report.
+
+    With `back_in_s` the server will be back so soon: blocks in its file stay there.
+    """
+
+    begin: bool = False
+    cancel: bool = False
+    within_s: Seconds = 0.0
+    back_in_s: Seconds = 0.0
+
+
+class Drained(Message, frozen=True):
+    """How far it is. `state` is a `DrainState`; `left`: namespace, reason, blocks, bytes."""
+
+    state: Small
+    total_blocks: Count
+    left_blocks: Count
+    left_bytes: Count
+    moved_blocks: Count
+    moved_bytes: Count
+    left: Annotated[list[tuple[NamespaceName, Name, Count, Count]], Meta(max_length=64)]
 
 
 class Error(Message, frozen=True):
@@ -462,9 +487,6 @@ class Explained(Message, frozen=True):
     ]
 
 
-NamespaceName = Annotated[str, Meta(max_length=512)]
-
-
 class Namespaces(Message, frozen=True):
     """The namespaces whose names, and parts, come after these, in order."""
 
@@ -506,6 +528,8 @@ TYPES: Final[dict[type[Message], int]] = {
     Proposed: 20,
     Fetch: 21,
     Fetched: 22,
+    Drain: 23,
+    Drained: 24,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,
@@ -539,9 +563,13 @@ M = TypeVar("M", bound=Message)
 #: What came with protocol 4, by the struct that has it. A peer of protocol 3 refuses it, so it is
 #: not sent any. Such a field has a default, which stands for what a peer of protocol 3 means; its
 #: struct omits defaults. With the next version these lines go (design: protocol-versions).
-NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {}
+NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
+    ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes"}),
+}
 #: Messages that a peer of protocol 3 does not know.
-NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset({Propose, Proposed, Fetch, Fetched})
+NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
+    {Propose, Proposed, Fetch, Fetched, Drain, Drained}
+)
 
 
 def encode(message: Message, version: int | None = None) -> tuple[int, bytes]:

@@ -734,3 +734,31 @@ def test_an_inventory_at_the_limit_lists_again_what_was_listed() -> None:
     directory.end_inventory("s")
     assert prefix(directory, chain) == 6
     directory.check()
+
+
+def test_a_server_that_will_leave_is_read_and_not_chosen() -> None:
+    directory, chain = directory_of("a", "b"), keys("c", 2)
+    directory.stored("a", ONE, 0, 0, chain)
+
+    def places() -> set[str]:
+        first = directory.place(ONE, keys("new", 1), b"", 100, "").servers
+        after = directory.place(ONE, keys("new", 1), chain[-1], 100, "").servers
+        assert set(first) == set(after)
+        return set(first)
+
+    assert places() == {"a", "b"}
+    for steps in range(2):
+        directory.heartbeat("a", 1, ServerStats(draining=True), 1.0 + steps)
+        assert places() == {"b"}
+    assert prefix(directory, chain) == 2
+    directory.leave("a", 1)
+    directory.heartbeat("a", 1, ServerStats(draining=True), 3.0)
+    assert places() == {"b"}
+    directory.heartbeat("a", 1, ServerStats(), 4.0)
+    assert places() == {"a", "b"}
+    directory.heartbeat("a", 1, ServerStats(draining=True), 5.0)
+    directory.leave("a", 1)
+    directory.heartbeat("a", 1, ServerStats(), 6.0)
+    assert places() == {"a", "b"}
+    assert len(directory._placer) == 2
+    directory.check()

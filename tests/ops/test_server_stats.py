@@ -33,7 +33,7 @@ def distinct(stats: type[TierUsage | ServerStats], first: int) -> dict[str, Any]
     numbers = {field.name: first + n for n, field in enumerate(fields)}
     no_numbers = {"name": "dram", "status_text": "text", "lost": True, "read_only": True}
     no_numbers["dropped"] = {"unnamed": 9}
-    return {**numbers, **(no_numbers if stats is TierUsage else {})}
+    return {**numbers, **(no_numbers if stats is TierUsage else {"draining": True})}
 
 
 def reported() -> ServerStats:

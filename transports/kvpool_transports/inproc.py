@@ -33,6 +33,8 @@ from kvpool.protocols import (
 )
 from kvpool.types import (
     Cluster,
+    DrainOrder,
+    DrainReport,
     FetchStatus,
     Namespace,
     Offer,
@@ -283,6 +285,10 @@ class _InprocChannel:
     ) -> list[FetchStatus]:
         async with self._connection() as connection, self._until(deadline):
             return await connection.fetch(namespace, part, digests, source, deadline=deadline)
+
+    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
+        async with self._connection() as connection, self._until(deadline):
+            return await connection.drain(order)
 
     async def close(self) -> None:
         self.abort()

@@ -66,7 +66,7 @@ class Directory:
         self.blocks_max = blocks_max
         self.tombstones = Tombstones(tombstones_max)
         self._servers: dict[str, ServerRecord] = {}
-        self._placer = Placer()  # knows the living ones
+        self._placer = Placer()  # knows the living ones that will stay
         self._blocks: PiecewiseDict[Namespace, Blocks] = PiecewiseDict()
         self._count = 0  # blocks of all namespaces
         self._locations = LocationTable()
@@ -185,6 +185,7 @@ class Directory:
         if record is None or record.epoch != epoch:
             return False
         record.beat(stats, now)
+        self._set_draining(record, stats.draining)
         self._set_alive(record, True)
         return sequence <= record.sequence
 
@@ -471,10 +472,11 @@ class Directory:
         held = self._held(self._blocks.get(namespace), parent) if parent != ROOT else None
         if held is not None:
             self._resolve(held)
+        holders = [self._servers[one.server] for one in held.replicas] if held else []
         ranked = self._placer.rank(
             key=digests[0] if digests else b"",
             parent=parent,
-            holders=[self._servers[one.server] for one in held.replicas] if held else [],
+            holders=[one for one in holders if not one.draining],
             size=size,
             host=host,
             copies=copies,
@@ -572,10 +574,19 @@ class Directory:
         if record.alive is not alive:
             record.alive = alive
             self._version += 1
-            if alive:
+            if alive and not record.draining:
                 self._placer.add(record)
             else:
                 self._placer.remove(record)
+
+    def _set_draining(self, record: ServerRecord, draining: bool) -> None:
+        """A server that will leave is read, and not chosen for writes (design: drain)."""
+        if record.draining is not draining:
+            record.draining = draining
+            if draining:
+                self._placer.remove(record)
+            elif record.alive:
+                self._placer.add(record)
 
     def _refusal(
         self, record: ServerRecord, epoch: int, token: bytes, now: float

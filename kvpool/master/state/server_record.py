@@ -90,6 +90,7 @@ class ServerRecord:
     #: Of earlier processes of this server, whose last messages may still arrive.
     former_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=_FORMER_EPOCHS))
     alive: bool = True
+    draining: bool = False  # it will leave: no new blocks are placed there
     sequence: int = 0  # of the last announcement or inventory that was applied
     pieces: int = 1  # of inventory `sequence` that have arrived without a gap
     ahead: set[int] = field(default_factory=set)  # pieces that have arrived before others

@@ -12,6 +12,8 @@ from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, WriteOptions
 from kvpool.types import (
+    DrainOrder,
+    DrainReport,
     FetchStatus,
     Namespace,
     Offer,
@@ -109,6 +111,10 @@ class StreamChannel:
     ) -> list[FetchStatus]:
         """Ask the server to fetch blocks from the server `source`; one status each."""
         return await requests.fetch(self._streams, namespace, part, digests, source, deadline)
+
+    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
+        """Ask the server to hand over its blocks, or to stay, or how far it is."""
+        return await requests.drain(self._streams, order, deadline)
 
     async def close(self) -> None:
         """As `abort`: the channel has no copies of its own to wait for."""

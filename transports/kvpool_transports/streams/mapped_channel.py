@@ -15,6 +15,8 @@ from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BLOCK_SIZE_MAX,
+    DrainOrder,
+    DrainReport,
     FetchStatus,
     Namespace,
     Offer,
@@ -213,6 +215,10 @@ class MappedChannel:
     ) -> list[FetchStatus]:
         """Ask the server to fetch blocks from the server `source`; one status each."""
         return await requests.fetch(self._streams, namespace, part, digests, source, deadline)
+
+    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
+        """Ask the server to hand over its blocks, or to stay, or how far it is."""
+        return await requests.drain(self._streams, order, deadline)
 
     async def close(self) -> None:
         """`abort`, then end the copy threads and unmap the segment. Idempotent."""

@@ -13,7 +13,11 @@ from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     Cluster,
+    DrainOrder,
+    DrainReport,
+    DrainState,
     FetchStatus,
+    Left,
     Namespace,
     Offer,
     ReadBlock,
@@ -28,6 +32,8 @@ from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     TYPES,
     Challenge,
+    Drain,
+    Drained,
     Fetch,
     Fetched,
     Hello,
@@ -285,6 +291,26 @@ async def fetch(
         return [_FETCH[value] for value in answer.statuses]
     except IndexError:
         raise BadMessage(f"{max(answer.statuses)} is not a valid FetchStatus") from None
+
+
+async def drain(streams: StreamPool, order: DrainOrder, deadline: float) -> DrainReport:
+    """Ask the server to hand over its blocks, or to stay, or how far it is."""
+    async with streams.stream(deadline) as stream:
+        await stream.send(Drain(*order), deadline=deadline)
+        answer = await stream.expect(Drained, deadline=deadline)
+    try:
+        state = DrainState(answer.state)
+    except ValueError as error:
+        raise BadMessage(str(error)) from None
+    return DrainReport(
+        state,
+        answer.total_blocks,
+        answer.left_blocks,
+        answer.left_bytes,
+        answer.moved_blocks,
+        answer.moved_bytes,
+        tuple(Left(*line) for line in answer.left),
+    )
 
 
 def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:

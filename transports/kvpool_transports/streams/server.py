@@ -22,7 +22,15 @@ from kvpool.errors import (
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
+from kvpool.types import (
+    DrainOrder,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Reservation,
+    SessionHint,
+    WriteStatus,
+)
 from kvpool.wire import auth
 from kvpool.wire.frame_reader import PayloadReceiver
 from kvpool.wire.frames import Frame
@@ -31,6 +39,8 @@ from kvpool.wire.messages import (
     TYPES,
     Challenge,
     Data,
+    Drain,
+    Drained,
     Error,
     Fetch,
     Fetched,
@@ -290,6 +300,8 @@ class StreamSession:
             await self._offer(decode(Propose, frame.type, frame.body), connection)
         elif kind is Fetch:
             await self._fetch(decode(Fetch, frame.type, frame.body), connection)
+        elif kind is Drain:
+            await self._drain(decode(Drain, frame.type, frame.body), connection)
         else:
             name = kind.__name__ if kind is not None else f"type {frame.type}"
             raise BadMessage(f"{name} is no request")
@@ -317,6 +329,13 @@ class StreamSession:
             namespace, fetch.part, digests, fetch.source, deadline=deadline
         )
         await self._send(Fetched(bytes(statuses)))
+
+    async def _drain(self, drain: Drain, connection: Connection) -> None:
+        if drain.begin and drain.cancel:
+            raise BadMessage("a drain to begin and to cancel")
+        order = DrainOrder(drain.begin, drain.cancel, drain.within_s, drain.back_in_s)
+        report = await connection.drain(order)
+        await self._send(Drained(*report._replace(left=list(report.left))))  # type: ignore[arg-type]
 
     async def _write(self, reserve: Reserve, connection: Connection) -> None:
         """Reserve, let the bytes arrive, seal."""

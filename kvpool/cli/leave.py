@@ -1,0 +1,144 @@
+"""The command with which a server leaves: drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from kvpool.cli.shared import (
+    ClusterName,
+    ConfigFile,
+    Json,
+    LocalOnly,
+    Masters,
+    SecretFile,
+    TransportNames,
+    console,
+    fail,
+    open_pool,
+    query_settings,
+    run,
+    stderr,
+)
+from kvpool.errors import ConfigError, Unavailable, UsageError
+from kvpool.types import DrainReport, DrainState
+from kvpool.units import parse_duration
+
+if TYPE_CHECKING:
+    from kvpool.client.pool import Pool
+
+#: How often the server is asked how far it is.
+_POLL_S = 0.25
+#: A server that does not answer for so long is given up by the command; its drain goes on.
+_SILENT_S = 30.0
+
+
+def drain(
+    server: Annotated[str, typer.Argument(help="Id of the server that will leave, e.g. gpu-17.")],
+    deadline: Annotated[str, typer.Option(help="Time for it, e.g. 10m.")] = "10m",
+    back_in: Annotated[
+        str | None,
+        typer.Option(
+            help="The server will be back so soon, with its NVMe file: blocks in it stay there."
+        ),
+    ] = None,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="The server stays, and takes blocks again.")
+    ] = False,
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
+    transports: TransportNames = None,
+    as_json: Json = False,
+) -> None:
+    """Have the other servers take over the blocks of one that will leave.
+
+    Exit code 0 only if nothing is left behind; then the server can be stopped.
+    """
+    if cancel and back_in is not None:
+        fail(ConfigError("--cancel and --back-in: choose one"))
+    settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
+    try:
+        within_s = parse_duration(deadline)
+        back_in_s = parse_duration(back_in) if back_in is not None else 0.0
+    except UsageError as error:
+        fail(error)
+
+    async def main() -> DrainReport:
+        async with await open_pool(settings) as pool:
+            if cancel:
+                return await pool.cancel_drain(server)
+            await pool.drain(server, within_s=within_s, back_in_s=back_in_s)
+            return await _follow(pool, server, quiet=as_json)
+
+    report = run(main())
+    if as_json:
+        lines = [line._asdict() for line in report.left]
+        state = report.state.name.lower()
+        print(json.dumps({**report._asdict(), "state": state, "left": lines}))
+    elif cancel:
+        console.print(f"server {server} stays", markup=False)
+    else:
+        _print(server, report)
+    raise typer.Exit(0 if cancel or report.state is DrainState.DONE else 1)
+
+
+async def _follow(pool: Pool, server: str, *, quiet: bool) -> DrainReport:
+    """Until it is over, with a bar on a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    loop = asyncio.get_running_loop()
+    answered_at = loop.time()
+    shown = not quiet and stderr.is_terminal
+    with Progress(*columns, console=stderr, disable=not shown, transient=True) as progress:
+        bar = progress.add_task(f"draining {escape(server)}", total=None)
+        while True:
+            try:
+                report = await pool.drain_report(server)
+                answered_at = loop.time()
+            except Unavailable:
+                if loop.time() - answered_at >= _SILENT_S:
+                    raise
+                await asyncio.sleep(_POLL_S)
+                continue
+            total = report.moved_bytes + report.left_bytes
+            progress.update(bar, total=total or None, completed=report.moved_bytes)
+            if report.state is not DrainState.RUNNING:
+                return report
+            await asyncio.sleep(_POLL_S)
+
+
+def _print(server: str, report: DrainReport) -> None:
+    from rich.table import Table
+
+    from kvpool.ops.tables import human
+
+    moved = f"moved {report.moved_blocks:,} blocks, {human(report.moved_bytes)}"
+    if report.state is DrainState.DONE:
+        console.print(f"{moved}; nothing is left: {server} can be stopped", markup=False)
+        return
+    if report.state is DrainState.OFF:
+        console.print(f"{moved}; the drain was cancelled, and {server} stays", markup=False)
+        return
+    left = f"left {report.left_blocks:,} blocks, {human(report.left_bytes)}"
+    console.print(f"{moved}; {left}:", markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("namespace", "why"):
+        table.add_column(name)
+    for name in ("blocks", "size"):
+        table.add_column(name, justify="right")
+    for line in report.left:
+        table.add_row(escape(line.namespace), line.reason, f"{line.blocks:,}", human(line.bytes))
+    console.print(table)

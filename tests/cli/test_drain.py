@@ -1,0 +1,140 @@
+"""Real processes: a server leaves, and readers do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvpool import Pool
+from tests.chaos.cluster import Node, ProcessCluster
+from tests.conftest import NAMESPACE, buffers, patient, value
+from tests.support.processes import fill
+
+BLOCK = 256 << 10
+
+
+async def drain(cluster: ProcessCluster, *arguments: str) -> tuple[int, str]:
+    """Run `kvpool drain`; its exit code and output."""
+    masters = ",".join(cluster.masters_of("clients"))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvpool", "drain", *arguments, "--masters", masters),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), 120)
+        return await process.wait(), output.decode()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def read_all(pool: Pool, blocks: Sequence[bytes]) -> None:
+    into = buffers(len(blocks), BLOCK)
+    results = await pool.read(NAMESPACE, blocks, into, timeout=10)
+    assert [result.status.name for result in results if not result.status.hit] == []
+    assert into == [value(digest, BLOCK) for digest in blocks]
+
+
+@asynccontextmanager
+async def reader(cluster: ProcessCluster, blocks: Sequence[bytes]) -> AsyncIterator[list[int]]:
+    """Reads all blocks again and again meanwhile, and fails if one read did."""
+    rounds: list[int] = []
+    async with cluster.client("tcp") as pool:
+
+        async def read_for_ever() -> None:
+            while True:
+                await read_all(pool, blocks)
+                rounds.append(len(blocks))
+
+        reading = asyncio.create_task(read_for_ever())
+        try:
+            yield rounds
+        finally:
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+
+
+def node(cluster: ProcessCluster, name: str) -> Node:
+    return cluster.servers[name]
+
+
+async def test_a_server_is_drained_while_clients_read_and_then_stopped() -> None:
+    async with ProcessCluster(servers=3) as cluster, cluster.client() as pool:
+        blocks = await fill(pool, "server-0", 60, BLOCK)
+        async with reader(cluster, blocks) as rounds:
+            code, output = await drain(cluster, "server-0", "--json")
+            report = json.loads(output)
+            assert (code, report["state"], report["left"]) == (0, "done", []), output
+            assert report["moved_blocks"] == 60
+            await node(cluster, "server-0").stop()
+            before = len(rounds)
+            await asyncio.sleep(patient(1.0))
+            assert len(rounds) > before, "reads go on without it"
+        await read_all(pool, blocks)
+
+
+async def test_what_has_no_room_is_exit_1_and_a_table_and_it_may_stay() -> None:
+    async with ProcessCluster(servers=2, capacity="16MiB") as cluster, cluster.client() as pool:
+        blocks = await fill(pool, "server-0", 40, BLOCK)
+        await fill(pool, "server-1", 40, BLOCK)
+        code, output = await drain(cluster, "server-0", "--deadline", "2s")
+        assert code == 1
+        lines = [line.split() for line in output.splitlines()]
+        assert lines[1] == ["namespace", "why", "blocks", "size"]
+        assert lines[2][:3] == [NAMESPACE.name, "no", "room"], output
+        assert "server-0 stays" in (await drain(cluster, "server-0", "--cancel"))[1]
+        await read_all(pool, blocks)
+        code, output = await drain(cluster, "nobody")
+        assert (code, "nobody" in output, "Traceback" in output) == (1, True, False)
+
+
+@pytest.mark.parametrize("victim", ["server-1", "server-0"], ids=["a receiver", "the source"])
+async def test_a_drain_survives_a_kill(victim: str) -> None:
+    """Of a receiver: its share goes to the other one. Of the source: nothing is half there."""
+    async with ProcessCluster(servers=3, capacity="128MiB") as cluster, cluster.client() as pool:
+        blocks = await fill(pool, "server-0", 200, BLOCK)
+        draining = asyncio.create_task(drain(cluster, "server-0", "--json", "--deadline", "60s"))
+        moved = 0
+        while moved < 5:
+            moved = (await pool.drain_report("server-0")).moved_blocks
+            await asyncio.sleep(0.005)
+        await node(cluster, victim).kill()
+        if victim == "server-1":
+            code, output = await draining
+            assert (code, json.loads(output)["state"]) == (0, "done")
+            await node(cluster, "server-0").stop()
+            await read_all(pool, blocks)
+            return
+        draining.cancel()
+        await asyncio.wait([draining])
+        into = buffers(len(blocks), BLOCK)
+        results = await pool.read(NAMESPACE, blocks, into, timeout=10)
+        hits = [i for i, result in enumerate(results) if result.status.hit]
+        assert len(hits) >= 5
+        assert all(into[i] == value(blocks[i], BLOCK) for i in hits)
+        await node(cluster, "server-0").start()
+        await cluster.wait_until_healthy()
+        assert (await pool.write_to("server-0", NAMESPACE, blocks[-1], b"x" * 9)).present
+
+
+async def test_a_server_that_gets_sigterm_hands_over_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_SERVER_DRAIN_S", "30s")
+    async with ProcessCluster(servers=2) as cluster, cluster.client() as pool:
+        monkeypatch.delenv("KVPOOL_SERVER_DRAIN_S")
+        blocks = await fill(pool, "server-0", 40, BLOCK)
+        async with reader(cluster, blocks):
+            seconds, code = await node(cluster, "server-0").stop(signal.SIGTERM)
+            assert code == 0
+            assert seconds < 30
+        await read_all(pool, blocks)
+        await node(cluster, "server-1").kill()  # it would hand over, too
