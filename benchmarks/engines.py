@@ -1,6 +1,7 @@
 """What the pool does to a real vLLM engine: hits, overhead, slow pools, swarms, many requests.
 
     .venv-vllm/bin/python -m benchmarks.engines [hits] [overhead] [never_slower] [steady] [swarm]
+        [busy]
 
 Two engines with one tiny model on a CPU, one with a pool and one without, take turns; each in a
 process of its own. `never_slower` throttles the pool's link from fast to absurd. The pool is this
@@ -10,10 +11,12 @@ process, over tcp there, and over shared memory otherwise.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,10 @@ RATES = (0.0, 100e6, 30e6, 10e6, 3e6, 1e6, 100e3)
 ROUNDS = 4
 PROMPTS = 6
 PAIRS = 16
+#: Prompts that the pool has when an engine starts on a busy machine, and how many come at a time.
+BUSY_PROMPTS = 30
+BUSY_TOKENS = 700
+BUSY_CLIENTS = 4
 SWARMS = (1, 8, 24)
 
 
@@ -46,7 +53,7 @@ class Pair:
     def __init__(
         self, folder: Path, pool: LocalPool, transport: str, load: str, **options: Any
     ) -> None:
-        config = transfer(pool.master, transports=[transport], load=load, lookup_timeout_s=0.05)
+        config = _settings(pool, transport, load)
         sizes = {**SIZES, **options}
         self.alone = Engine(model(), folder / "alone.log", **sizes)
         self.pooled = Engine(model(), folder / "pooled.log", kv_transfer_config=config, **sizes)
@@ -56,6 +63,13 @@ class Pair:
         for engine in (self.alone, self.pooled):
             for number in range(3):
                 engine.generate([prompt(900 + number, PREFIX, 0)])
+
+
+def _settings(pool: LocalPool, transport: str, load: str) -> dict[str, Any]:
+    """The defaults, but for the path and the decision."""
+    config = transfer(pool.master, transports=[transport], load=load)
+    del config["kv_connector_extra_config"]["lookup_timeout_s"]
+    return config
 
 
 def cpu_s(engine: Engine) -> Counter[str]:
@@ -187,6 +201,69 @@ def swarm(console: Console, folder: Path) -> None:
     pool.close()
 
 
+def busy(console: Console, folder: Path) -> None:
+    """A fresh engine, and a pool that has all of its prompts; two processes keep two cores busy."""
+    pool = LocalPool()
+    prompts = [prompt(number, BUSY_TOKENS, 0) for number in range(BUSY_PROMPTS)]
+    groups = [
+        prompts[first : first + BUSY_CLIENTS] for first in range(0, BUSY_PROMPTS, BUSY_CLIENTS)
+    ]
+    writer = Engine(
+        model(),
+        folder / "writer.log",
+        kv_transfer_config=_settings(pool, "shm", "auto"),
+        **SIZES,
+    )
+    with closing(writer):
+        for group in groups:
+            writer.generate(group, max_tokens=1)
+        pool.settled()
+    with _busy_cores(2):
+        pair = Pair(folder, pool, "shm", "auto")
+        with closing(pair.alone, pair.pooled):
+            first = pair.pooled.generate(prompts[:1], max_tokens=1)["cached"][0]
+            pair.alone.generate(prompts[:1], max_tokens=1)
+            seconds: dict[Engine, list[float]] = {pair.alone: [], pair.pooled: []}
+            cached: list[int] = []
+            for number in range(ROUNDS):
+                for engine in [pair.alone, pair.pooled][:: 1 if number % 2 else -1]:
+                    engine.forget()
+                    for group in groups:
+                        answer = engine.generate(group, max_tokens=1)
+                        seconds[engine].append(answer["seconds"])
+                        if engine is pair.pooled:
+                            cached += answer["cached"]
+            metrics = pair.pooled.metrics()
+    pool.close()
+    whole = BUSY_TOKENS // 32 * 32
+    console.print(
+        f"two busy cores: {sum(one == whole for one in cached)} of {len(cached)} prompts loaded "
+        f"whole, {sum(one > 0 for one in cached)} loaded; the first of a fresh engine: {first} of "
+        f"{whole} tokens"
+    )
+    alone, pooled = seconds.values()
+    slower = sum(one > other for one, other in zip(pooled, alone, strict=True))
+    console.print(
+        f"  {BUSY_CLIENTS} at a time: {statistics.median(pooled):.3f} s, at worst "
+        f"{max(pooled):.3f}, without a pool {statistics.median(alone):.3f} and {max(alone):.3f}; "
+        f"{slower} of {len(pooled)} groups took longer"
+    )
+    for name, value in sorted(metrics.items()):
+        if name.startswith(("vllm:kvpool_misses", "vllm:kvpool_decisions", "vllm:kvpool_loads_f")):
+            console.print(f"  {name.removeprefix('vllm:kvpool_')}: {value:.6g}")
+
+
+@contextmanager
+def _busy_cores(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def steady(console: Console, folder: Path) -> None:
     """A thousand requests, half of them hits: does anything grow, more than without a pool?"""
     pool = LocalPool()
@@ -223,6 +300,7 @@ def main() -> None:
         "never_slower": never_slower,
         "steady": steady,
         "swarm": swarm,
+        "busy": busy,
     }
     chosen = sys.argv[1:] or list(known)
     if unknown := [name for name in chosen if name not in known]:

@@ -343,6 +343,8 @@ class Planner:
         plan = StepPlan(loads=self._loads, probe=self._prober.take())
         self._loads = []
         saves = self._limits.save and self.verifier.mismatch is None
+        sessions: dict[tuple[str, float | None], list[SaveItem]] = {}
+        at_once: set[tuple[str, float | None]] = set()
         for one in scheduled:
             request = self._requests.get(one.request_id)
             if request is None:
@@ -351,11 +353,10 @@ class Planner:
                 plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
             wanted = saves and not (request.hints.skip_save or request.stale)
             if wanted and (items := self._complete_blocks(request, one)):
-                hints = request.hints
-                # Other engines may wait for a prompt, and for what is generated when it has ended.
-                plan.blocks_to_pin += self._saves.add(
-                    items, hints.session, hints.resume_in_s, now, at_once=one.start < request.prompt
-                )
+                session = (request.hints.session, request.hints.resume_in_s)
+                sessions.setdefault(session, []).extend(items)
+                if one.start < request.prompt:  # other engines may wait for it
+                    at_once.add(session)
             watched = self.verifier.watches(one.request_id)
             self.quiet_until[one.request_id] = (
                 0 if watched else self._next_save_at(request, one.end)
@@ -363,7 +364,10 @@ class Planner:
         if plan.verify is not None:
             plan.blocks_to_pin += [blocks.block_ids[0] for blocks in plan.verify.blocks]
         if saves and (retries := self._saves.take_due(still_cached, now)):
-            plan.blocks_to_pin += self._saves.add(retries, "", None, now, at_once=True)
+            sessions.setdefault(("", None), []).extend(retries)
+            at_once.add(("", None))
+        for session, items in sessions.items():
+            plan.blocks_to_pin += self._saves.add(items, *session, now, at_once=session in at_once)
         if not saves:
             self._saves.drop_gathered("mismatch")
         elif idle:

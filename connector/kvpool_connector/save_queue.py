@@ -152,7 +152,9 @@ class SaveQueue:
         accepted = self._accept(items, now)
         if accepted:
             key = session, resume_in_s
-            gathered = self._gathered.setdefault(key, _Gathered(now + self._gather_s))
+            gathered = self._gathered.get(key)
+            if gathered is None:
+                gathered = self._gathered[key] = _Gathered(now + self._gather_s)
             gathered.items += accepted
             self._gathered_blocks += len(accepted)
             if at_once:
