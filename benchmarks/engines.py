@@ -39,7 +39,7 @@ BUSY_CLIENTS = 4
 SWARMS = (1, 8, 24)
 
 
-SIZES = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
+SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
 
 
 def model() -> Path:
@@ -54,7 +54,7 @@ class Pair:
         self, folder: Path, pool: LocalPool, transport: str, load: str, **options: Any
     ) -> None:
         config = _settings(pool, transport, load)
-        sizes = {**SIZES, **options}
+        sizes: dict[str, Any] = {**SIZES, **options}
         self.alone = Engine(model(), folder / "alone.log", **sizes)
         self.pooled = Engine(model(), folder / "pooled.log", kv_transfer_config=config, **sizes)
 
