@@ -274,6 +274,7 @@ class BlockServer:
                 "moved_blocks": context.compactor.moved_blocks,
                 "moved_bytes": context.compactor.moved_bytes,
                 "dirty_bytes": front.dirty_bytes,
+                "returned_blocks": context.mover.returned_blocks,
                 **store.spared_writes,
                 "quarantined": front.quarantined,
                 "quarantined_bytes": front.quarantined_bytes,

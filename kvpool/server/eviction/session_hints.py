@@ -69,6 +69,7 @@ class SessionAwarePolicy:
         self._ended: OrderedDict[Session, None] = OrderedDict()
         self._by_next_use = _Timeline()  # sessions with a hint and leaves, latest time first
         self._expiries = _Timeline()
+        self._returns = _Timeline()  # sessions with a hint that `next_return` has not returned
 
     # --- calls of the store ----------------------------------------------------------------
 
@@ -103,6 +104,14 @@ class SessionAwarePolicy:
             entry.session = None
             if listed:
                 self.policy.add_candidate(entry)
+
+    def next_return(self, until: float) -> Session | None:
+        """A session that resumes before `until`, by its hint; each hint is returned once."""
+        first = self._returns.first()
+        if first is None or first[0] > until:
+            return None
+        self._returns.drop(first[1])
+        return first[1]
 
     def chain_promoted(self, session: Session) -> None:
         """Blocks of the session's chain have come from a slower tier, in any order.
@@ -330,6 +339,7 @@ class SessionAwarePolicy:
         session.due = now - age_s + distance_s
         session.expired = False
         self._expiries.set(session, lapses)
+        self._returns.set(session, session.due)
         if session.leaves:
             self._by_next_use.set(session, -session.due)
         within = distance_s == resume_in and self.announced_bytes <= self.budget
@@ -368,6 +378,7 @@ class SessionAwarePolicy:
             self.announced_bytes -= session.bytes
             self._by_next_use.drop(session)
             self._expiries.drop(session)
+            self._returns.drop(session)
             for entry in session.leaves:
                 self.policy.add_candidate(entry)
 

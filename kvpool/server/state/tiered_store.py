@@ -22,14 +22,14 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import MOVER, Change, Entry, Stretch
 from kvpool.server.state.extent_state import Event, State
-from kvpool.server.state.store import Store
+from kvpool.server.state.store import ANCESTORS_MAX, Store
 from kvpool.server.state.write_back import WriteBack
 from kvpool.types import (
     Extent,
@@ -65,6 +65,24 @@ class TierTransfer:
 
     def __repr__(self) -> str:
         return f"<Copy {self.entry!r} tier {self.source} to {self.target}>"
+
+
+class Chain(NamedTuple):
+    """Blocks of one namespace and part, the head first."""
+
+    namespace: Namespace
+    part: int
+    digests: deque[bytes]
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+
+class Return(NamedTuple):
+    """A session that resumes at `due`, and the chains that it used last."""
+
+    due: float
+    chains: list[Chain]
 
 
 class TieredStore:
@@ -350,6 +368,31 @@ class TieredStore:
                 self.hits[entry.index.tier] += 1
                 taken += entry.size
         return copies
+
+    def next_return(self, until: float) -> Return | None:
+        """The next session that resumes before `until`, and its last chain in each namespace and
+        part, if they have no more than ANCESTORS_MAX blocks in all."""
+        session = None
+        if self.backing_tier != self.front_tier:
+            session = self.backing.policy.next_return(until)
+        if session is None or session.due is None:
+            return None
+        chains = []
+        steps = ANCESTORS_MAX
+        for index, end in session.chain_ends.items():
+            digests: deque[bytes] = deque()
+            above: Entry | None = end
+            while above is not None and steps:
+                steps -= 1
+                digests.appendleft(above.digest)
+                above = index.blocks.get(above.parent)
+            if above is None:  # else its head would be missing
+                chains.append(Chain(index.namespace, index.part, digests))
+        return Return(session.due, chains)
+
+    def is_below(self, namespace: Namespace, part: int, digest: bytes) -> bool:
+        """Whether the block would have to be promoted for a reader."""
+        return self._in_slower_tier(namespace, part, digest) is not None
 
     def transfer_done(self, copy: TierTransfer, *, good: bool, now: float) -> None:
         """The bytes were moved (`good`) or not: seal or cancel the target, unpin the source."""
