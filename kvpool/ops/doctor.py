@@ -8,6 +8,8 @@ import os
 import platform
 import secrets
 import time
+from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -178,6 +180,7 @@ async def _pool(settings: Config) -> list[Finding]:
         ) as pool:
             members = await pool.members()
             findings += compared(await pool.namespaces())
+            findings += differing([member for member in members if member.alive])
     except KvpoolError:
         return []
     for member in members:
@@ -251,6 +254,62 @@ def compared(namespaces: list[tuple[Namespace, int]]) -> list[Finding]:
                 )
             )
     return findings[:_APART_MAX]
+
+
+#: A server with more memory gets no more new chains than one with so many times the median.
+_MEMORY_MEDIANS_MAX = 4
+_SERVERS_NAMED_MAX = 8
+
+
+def differing(members: Sequence[Member]) -> list[Finding]:
+    """Living servers that are unlike the others in what decides where chains are and stay.
+
+    Such a pool is never wrong, only worse than it could be.
+    """
+    if len(members) < 2:
+        return []
+    findings = []
+
+    def warn(subject: str, odd: list[Member], text: str, advice: str) -> None:
+        names = ", ".join(sorted(member.server for member in odd)[:_SERVERS_NAMED_MAX])
+        more = f" and {len(odd) - _SERVERS_NAMED_MAX} more" if len(odd) > _SERVERS_NAMED_MAX else ""
+        findings.append(Finding(subject, "warn", f"{names}{more}: {text}", advice))
+
+    known = [one.stats.counters for one in members if one.stats.counters]  # after a heartbeat
+    older = [one for one in members if one.stats.counters and not _can_fetch(one)]
+    if 0 < len(older) < len(known):
+        warn(
+            "releases of servers",
+            older,
+            "an older release than the others; no copies of what many chains share are made there",
+            "upgrade them one by one (docs/operate.md)",
+        )
+    median = sorted(member.capacity for member in members)[(len(members) - 1) // 2]
+    large = [one for one in members if one.capacity > _MEMORY_MEDIANS_MAX * median]
+    if large:
+        warn(
+            "memory of servers",
+            large,
+            f"more than {_MEMORY_MEDIANS_MAX} times the median; placement counts no more of it",
+            "start several servers of the usual size there",
+        )
+    kinds = Counter(member.tiers for member in members)
+    if len(kinds) > 1:
+        usual = max(kinds, key=lambda tiers: (kinds[tiers], tiers))
+        odd = [member for member in members if member.tiers != usual]
+        text = ", ".join(sorted({"+".join(member.tiers) for member in odd}))
+        warn(
+            "tiers of servers",
+            odd,
+            f"{text}, the others {'+'.join(usual)}; a chain is whole on one server, so whether it "
+            "survives a restart depends on where it began",
+            "give every server of a pool the same tiers",
+        )
+    return findings
+
+
+def _can_fetch(member: Member) -> bool:
+    return "fetched_bytes" in member.stats.counters
 
 
 async def _trial(settings: Config, member: Member, scheme: str, spec: str) -> Finding:

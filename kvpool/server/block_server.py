@@ -265,6 +265,7 @@ class BlockServer:
             rss=self.host.resident(),
             victim_age_s=base.policy.victim_age(now),
             counters={
+                "fetched_bytes": 0,  # a server that cannot fetch does not have it
                 **context.counters,
                 "connections": len(context.connections),
                 "unlisted_blocks": sum(one.unlisted for one in context.announcers),

@@ -96,8 +96,8 @@ def test_the_parts_of_one_chain_and_its_other_writers_are_no_branches() -> None:
     """Eight ranks ask for the same blocks, and all of them go to the chain's server."""
     directory = pool("a", "b")
     directory.stored("a", ONE, 0, 0, [key("parent")])
-    for _ in range(3 * SHARED_FROM):
-        assert place(directory, "turn", key("parent"))[0] == "a"
+    for n in range(3 * SHARED_FROM):  # and of two chains in turn
+        assert place(directory, f"turn {n % 2}", key("parent"))[0] == "a"
 
 
 def test_all_writers_of_a_new_chain_are_sent_to_one_server() -> None:

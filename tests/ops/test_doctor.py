@@ -13,9 +13,9 @@ from kvpool import ClientConfig, Namespace, Pool, ReadStatus, dev
 from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.ops import doctor
-from kvpool.ops.doctor import compared, device_memory
-from kvpool.types import ReadResult
-from tests.conftest import keys, values
+from kvpool.ops.doctor import compared, device_memory, differing
+from kvpool.types import Member, ReadResult, ServerStats
+from tests.conftest import eventually, keys, values
 
 
 def named(**fields: str) -> Namespace:
@@ -38,6 +38,48 @@ def test_groups_of_one_engine_are_not_taken_for_two() -> None:
     groups = [(named(model="gemma", group=group), 5) for group in ("0:Full", "1:SlidingWindow")]
     assert not compared(groups)
     assert not compared([(Namespace("anything = else"), 1), (Namespace("x"), 1)])
+
+
+OLDER = ServerStats(counters={"connections": 1})
+
+
+def member(name: str, **more: Any) -> Member:
+    figures = ServerStats(counters={"fetched_bytes": 0})
+    usual = Member(name, 1, "host", (), ("dram",), True, 0.0, 1 << 30, figures)
+    return usual._replace(**more)
+
+
+def test_servers_that_are_alike_are_not_mentioned() -> None:
+    assert differing([]) == []
+    assert differing([member("a", capacity=1 << 40)]) == []
+    assert differing([member("a"), member("b", capacity=4 << 30), member("c")]) == []
+    assert differing([member("a", stats=OLDER), member("b", stats=OLDER)]) == []
+    assert differing([member("a"), member("b", stats=ServerStats())]) == []  # no heartbeat yet
+
+
+def test_servers_of_a_mixed_pool_are_named() -> None:
+    usual = [member(f"s{n}") for n in range(5)]
+    (finding,) = differing([*usual, member("old", stats=OLDER)])
+    assert (finding.check, finding.verdict) == ("releases of servers", "warn")
+    assert finding.text.startswith("old: an older release")
+    (finding,) = differing([*usual, member("large", capacity=5 << 30)])
+    assert finding.check == "memory of servers"
+    assert finding.text.startswith("large: more than 4 times")
+    with_disk = [member(f"d{n:02}", tiers=("dram", "nvme")) for n in range(20)]
+    (finding,) = differing([*usual, *with_disk])
+    assert finding.text.startswith("s0, s1, s2, s3, s4: dram, the others dram+nvme")
+    (finding,) = differing([*with_disk, *(member(f"s{n:02}") for n in range(19))])
+    assert "s07 and 11 more: dram, the others" in finding.text
+
+
+async def test_a_pool_of_this_release_is_not_mixed(two_servers: dev.Dev) -> None:
+    async with two_servers.pool() as pool:
+        directory = two_servers.master.directory
+        await eventually(lambda: all(one.stats.counters for one in directory.members(0.0)))
+        one, other = await pool.members()
+    assert differing([one, other]) == []
+    (finding,) = differing([one, other._replace(stats=OLDER)])
+    assert finding.check == "releases of servers"
 
 
 async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev, pool: Pool) -> None:

@@ -36,9 +36,10 @@ from tests.simulation.world import HistoryReport, run
 from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 
 #: What `--without` may name: kinds of fault, `disk` for the disks themselves, `contests` for
-#: writers that disagree, `circles` for blocks that are their own ancestors, and `write-back` for
-#: servers that write to their disks what memory would drop.
-_WORLDS: Final = ("disk", "contests", "circles", "write-back")
+#: writers that disagree, `crowds` for many servers with a shared prompt, `circles` for blocks that
+#: are their own ancestors, and `write-back` for servers that write to their disks what memory would
+#: drop.
+_WORLDS: Final = ("disk", "contests", "crowds", "circles", "write-back")
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, *_WORLDS)
 _OPS: Final = 40
 #: Seeds that one process plays before it reports.

@@ -48,16 +48,23 @@ def values(namespace: Namespace, digest: bytes, part: int) -> list[bytes]:
     return [value(namespace, digest, part, version) for version in range(count)]
 
 
+#: What all chains begin with in a world with a shared prompt.
+PROMPT: Final = tuple(
+    hashlib.blake2b(f"prompt/{i}".encode(), digest_size=32).digest() for i in range(3)
+)
+
+
 class BlockCatalog:
     """The prompts of the users: chains of blocks that share prefixes, as conversations do."""
 
-    def __init__(self, seed: int, *, large: bool = False) -> None:
-        """With `large`, about every third block is larger than a page."""
+    def __init__(self, seed: int, *, large: bool = False, shared: bool = False) -> None:
+        """With `large`, about every third block is larger than a page; `shared`, every chain begins
+        with the same prompt."""
         rng = random.Random(f"{seed}/library")
         sizes = random.Random(f"{seed}/sizes")
         self.chains: list[list[bytes]] = []
         for number in range(rng.randint(8, 16)):
-            prefix: list[bytes] = []
+            prefix = list(PROMPT) if shared else []
             if self.chains and rng.random() < 0.6:
                 other = rng.choice(self.chains)
                 prefix = other[: rng.randint(1, len(other))]

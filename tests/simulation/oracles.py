@@ -8,10 +8,12 @@ a function of its key (`blocks.value`), so every byte can be checked at any time
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Final, Protocol
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
+from kvpool.master.state.placement import SHARED_FROM, Placement
 from kvpool.master.state.server_record import EARLIER_MAX, Refusal, SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
@@ -360,6 +362,11 @@ class WatchedDirectory(Directory):
     every = 1
     _calls = 0
 
+    @cached_property
+    def branches(self) -> dict[bytes, set[bytes]]:
+        """How chains went on from each block, as writers asked."""
+        return {}
+
     def inspect_now_and_then(self) -> None:
         self._calls += 1
         if self._calls % self.every == 0:
@@ -410,6 +417,33 @@ class WatchedDirectory(Directory):
                 self.truth.fail(f"an impostor got {server} {silent_s:.3f} s after its last message")
             self.truth.probes.add("the id of a lost server was taken")
         return refusal
+
+    def place(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        parent: bytes,
+        size: int,
+        host: str,
+        copies: int = 1,
+    ) -> Placement:
+        placement = super().place(namespace, digests, parent, size, host, copies)
+        living = {name for name, record in self._servers.items() if record.alive}
+        if not set(placement.servers) <= living:
+            self.truth.fail("a writer is sent to a server that is lost")
+        if living and not placement.servers:
+            self.truth.fail("a writer is sent nowhere, although servers live")
+        if parent == ROOT or not digests:
+            return placement
+        branches = self.branches.setdefault(parent, set())
+        branches.add(digests[0])
+        (explained,) = self.explain(namespace, [parent])
+        having = {replica.server for replica in explained.replicas}
+        if having and placement.servers[0] not in having:
+            if len(branches) < SHARED_FROM:
+                self.truth.fail(f"a chain is cut: {having} have its parent, {placement.servers[0]}")
+            self.truth.probes.add("a chain began away from what it shares")
+        return placement
 
     def holds(self, server: str, token: bytes) -> bool:
         """Whether the id is registered with this token."""

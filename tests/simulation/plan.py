@@ -41,6 +41,7 @@ class WorldPlan:
     contests: bool = False  # writers disagree about the bytes of some blocks
     piece_blocks: int = 1024  # blocks in one piece of an inventory
     write_back: bool = False  # servers write to their disks what memory would drop
+    crowds: bool = False  # many servers, and one prompt at the head of every chain
     circles: bool = False  # some blocks are their own ancestors, in writes and in files
 
     @property
@@ -83,6 +84,9 @@ class WorldPlan:
         # Separate streams keep the other worlds as they were.
         contests = random.Random(f"{seed}/contests").random() < 0.4
         plan = replace(plan, contests=contests and "contests" not in without)
+        rng = random.Random(f"{seed}/crowds")
+        if rng.random() < 0.2 and "crowds" not in without:
+            plan = replace(plan, crowds=True, servers=rng.randint(3, 8))
         circles = random.Random(f"{seed}/circles").random() < 0.3
         plan = replace(plan, circles=circles and "circles" not in without)
         if random.Random(f"{seed}/strangers").random() < 0.4 and HOARD not in without:

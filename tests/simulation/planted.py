@@ -27,6 +27,7 @@ class Bug(NamedTuple):
 
 _STORE = "kvpool.server.state.store"
 _DIRECTORY = "kvpool.master.state.directory"
+_PLACEMENT = "kvpool.master.state.placement"
 _LOCATIONS = "kvpool.master.state.locations"
 _SERVER_RECORD = "kvpool.master.state.server_record"
 _LOOKUP = "kvpool.client.lookup"
@@ -767,6 +768,43 @@ BUGS: Sequence[Bug] = (
         "kvpool.master.service",
         "        return asyncio.get_running_loop().time()",
         "        return __import__('time').time()",
+    ),
+    Bug(
+        "every-chain-is-shared",
+        "G9",
+        _PLACEMENT,
+        "self._branch(parent, key) >= SHARED_FROM",
+        "self._branch(parent, key) >= 1",
+    ),
+    Bug(
+        "lost-servers-are-chosen",
+        "G9",
+        _DIRECTORY,
+        """            else:
+                self._placer.remove(record)
+""",
+        """            else:
+                pass
+""",
+    ),
+    Bug(
+        "restarted-servers-are-chosen-twice",
+        "G9",
+        _DIRECTORY,
+        """            self._placer.remove(record)
+            self._retire_all(record)
+""",
+        """            self._retire_all(record)
+""",
+    ),
+    Bug(
+        "parents-are-where-they-were",
+        "G9",
+        _DIRECTORY,
+        """        if held is not None:
+            self._resolve(held)
+        ranked""",
+        """        ranked""",
     ),
 )
 

@@ -10,6 +10,7 @@ from kvpool.types import Namespace, ReadStatus
 
 #: Rare events. If a large batch of seeds does not reach each of them, its worlds are too easy.
 PROBES: Final = (
+    "a chain began away from what it shares",
     "made room by evicting",
     "a block was moved to make room",
     "a circle of parents was cut",

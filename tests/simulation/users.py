@@ -25,7 +25,7 @@ from kvpool.types import (
     Run,
     WriteStatus,
 )
-from tests.simulation.blocks import CONTESTED, ONE, TWO, VERSIONS, value
+from tests.simulation.blocks import CONTESTED, ONE, PROMPT, TWO, VERSIONS, value
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.judge import Judge
 from tests.simulation.loop import Violation
@@ -290,8 +290,17 @@ class SimClient:
         session = ""
         if self._world.plan.write_back:
             session = self._rng.choice(["", f"{self.name} {self._rng.randrange(4)}"])
+        parent, shared = ROOT, len(PROMPT)
+        if self._world.plan.crowds and len(chain) > shared and self._rng.random() < 0.7:
+            parent, chain = chain[shared - 1], chain[shared:]  # the pool had the prompt
         await self._write_now(
-            namespace, chain, part, copies=copies, visible=visible, session=session
+            namespace,
+            chain,
+            part,
+            parent=parent,
+            copies=copies,
+            visible=visible,
+            session=session,
         )
         if session and self._rng.random() < 0.4:
             await self.pool.end(session, timeout=self._timeout_s)

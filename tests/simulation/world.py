@@ -82,7 +82,7 @@ class World:
         self.loop.writes_to_pool = self._landing_checks
         self.net.note = self.note
         self.truth = GroundTruth(lambda: self.loop.now, self.loop.fail)
-        self.catalog = BlockCatalog(plan.seed, large=plan.large)
+        self.catalog = BlockCatalog(plan.seed, large=plan.large, shared=plan.crowds)
         self.masters: list[MasterNode] = []
         self.servers: list[ServerNode] = []
         self.clients: list[SimClient] = []

@@ -8,11 +8,12 @@ takes the same time with any number of servers. (design: placement)
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import xxhash
 
+from kvpool.errors import InvariantViolated
 from kvpool.master.state.server_record import ServerRecord
 from kvpool.types import ROOT
 
@@ -54,8 +55,8 @@ class Placer:
         self._names: list[str] = []
         self._records: list[ServerRecord] = []  # in the order of their names
         self._by_host: dict[str, list[ServerRecord]] = {}
-        #: By a block: how many chains went on from it, and how the last one did.
-        self._branches: Recent[tuple[int, bytes]] = Recent(_BRANCHES_KEPT)
+        #: By a block: the first blocks of the chains that went on from it, up to `SHARED_FROM`.
+        self._branches: Recent[tuple[bytes, ...]] = Recent(_BRANCHES_KEPT)
         #: By its first new block: where a new chain was sent.
         self._begun: Recent[str] = Recent(_CHAINS_KEPT)
 
@@ -78,6 +79,16 @@ class Placer:
             here.remove(record)
             if not here:
                 del self._by_host[record.host]
+
+    def check(self, living: Collection[ServerRecord]) -> None:
+        """Exactly these servers are chosen. Raises InvariantViolated."""
+        names = sorted(record.server for record in living)
+        here = [record.server for record in self._records]
+        near = sorted(record.server for records in self._by_host.values() for record in records)
+        if not names == self._names == here == near:
+            raise InvariantViolated(f"servers {names} live, writers are sent to {self._names}")
+        if any(record not in self._by_host[record.host] for record in living):
+            raise InvariantViolated("a server is chosen on another host than its own")
 
     def rank(
         self,
@@ -142,14 +153,15 @@ class Placer:
         return drawn
 
     def _branch(self, parent: bytes, first: bytes) -> int:
-        """Count the chain that goes on from `parent` with `first`; how many did so far."""
+        """Count the chain that goes on from `parent` with `first`; SHARED_FROM or how many did."""
         if parent == ROOT:
             return 0
-        count, last = self._branches.get(parent) or (0, b"")
-        if first != last:  # not another part, or another writer, of the same chain
-            count += 1
-            self._branches.put(parent, (count, first))
-        return count
+        firsts = self._branches.get(parent) or ()
+        # Another part or writer of a chain is no branch; nor is one that is written again.
+        if first not in firsts and len(firsts) < SHARED_FROM:
+            firsts = (*firsts, first)
+        self._branches.put(parent, firsts)
+        return len(firsts)
 
 
 class Recent(Generic[V]):
