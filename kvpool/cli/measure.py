@@ -36,6 +36,9 @@ BlockSize = Annotated[
 ]
 Sessions = Annotated[int, typer.Option(min=1, help="Sessions in all; of fanout: groups.")]
 Concurrent = Annotated[int, typer.Option(min=1, help="Sessions, or groups, at the same time.")]
+BlockTokens = Annotated[
+    int, typer.Option(min=64, help="With --dry: tokens in a block of a generated workload.")
+]
 InFlight = Annotated[
     int | None,
     typer.Option(help="Requests at a time. Default: 1 for a trace, else the number of clients."),
@@ -87,6 +90,7 @@ def replay(
     block_size: BlockSize = None,
     sessions: Sessions = 200,
     concurrent: Concurrent = 24,
+    block_tokens: BlockTokens = 512,
     in_flight: InFlight = None,
     transports: EngineTransports = "shm,tcp",
     limit: Limit = None,
@@ -108,7 +112,9 @@ def replay(
 
     if dry:
         try:
-            name, requests = replays.requests_of(trace, workload, sessions, concurrent, seed)
+            name, requests = replays.requests_of(
+                trace, workload, sessions, concurrent, seed, block_tokens
+            )
             requests = requests[:limit]
             blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size, requests)
             counts = replays.server_counts(servers or "1", most=1024)

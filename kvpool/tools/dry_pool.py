@@ -46,7 +46,6 @@ PolicyOf = Callable[[int], Policy[Entry]]
 
 #: Every block has this size; the store sees bytes, the result depends on how many blocks fit.
 BLOCK_SIZE: Final = 4096
-_HEARTBEAT_S: Final = 1.0
 _HINTS_MAX: Final = 1024
 _NAMESPACE: Final = Namespace("dry")
 _OPTIONS: Final = WriteOptions(_NAMESPACE, 0, True)
@@ -94,8 +93,16 @@ class DryPool:
     The engine that plays a prompt is on one of these hosts, in turn.
     """
 
-    def __init__(self, count: int, capacity: int, policy: PolicyOf, hosts: int = 0) -> None:
+    def __init__(
+        self,
+        count: int,
+        capacity: int,
+        policy: PolicyOf,
+        hosts: int = 0,
+        heartbeat_s: float = 1.0,
+    ) -> None:
         self.capacity = capacity
+        self._heartbeat_s = heartbeat_s
         self._copies_max = ClientConfig().copies_max
         self.played = Played()
         self._hosts = hosts or count
@@ -184,9 +191,10 @@ class DryPool:
 
     def _exchange_heartbeats(self, now: float) -> None:
         """What every server has sent and received until now; each has its own phase."""
+        every_s = self._heartbeat_s
         for number, server in enumerate(self.servers.values()):
-            phase_s = number / len(self.servers) * _HEARTBEAT_S
-            due = (now - phase_s) // _HEARTBEAT_S * _HEARTBEAT_S + phase_s
+            phase_s = number / len(self.servers) * every_s
+            due = (now - phase_s) // every_s * every_s + phase_s
             if due <= server.beat_at:
                 continue
             server.beat_at = due

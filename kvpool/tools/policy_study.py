@@ -133,9 +133,10 @@ def play(
     *,
     servers: int = 1,
     hosts: int = 0,
+    heartbeat_s: float = 1.0,
 ) -> DryPool:
     """The pool after all requests. With more servers, losses were measured on the way."""
-    pool = DryPool(servers, capacity, policy, hosts)
+    pool = DryPool(servers, capacity, policy, hosts, heartbeat_s)
     losses_at = {int(len(requests) * share) for share in _LOSSES_AT} if servers > 1 else set()
     for number, request in enumerate(requests):
         if number in losses_at:
@@ -144,11 +145,24 @@ def play(
     return pool
 
 
-def hit_rate(
-    requests: Sequence[Request], policy: str, capacity: int, *, servers: int = 1, hosts: int = 0
+def real_hit_rate(
+    requests: Sequence[Request],
+    policy: str,
+    capacity: int,
+    *,
+    servers: int,
+    seconds: float,
+    heartbeat_s: float,
 ) -> float:
-    """Of all blocks that are asked for, the share that is here. Raises ConfigError."""
-    pool = play(requests, _policy_of(policy), capacity, servers=servers, hosts=hosts)
+    """The hit rate of a real pool on one host that plays all requests in so many seconds.
+
+    Raises ConfigError.
+    """
+    pace_s = seconds / len(requests)
+    paced = [request._replace(time_s=n * pace_s) for n, request in enumerate(requests)]
+    pool = play(
+        paced, _policy_of(policy), capacity, servers=servers, hosts=1, heartbeat_s=heartbeat_s
+    )
     return pool.played.hits / workloads.blocks(requests)
 
 

@@ -32,6 +32,8 @@ from kvpool.units import parse_size
 
 _REFRESH_S = 0.5
 _POLL_S = 0.1
+#: An hour of traffic takes a minute here, so what servers report must travel as much faster.
+_HEARTBEAT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +134,22 @@ def options(
 
 
 def requests_of(
-    trace: Path | None, workload: str, sessions: int, concurrent: int, seed: int
+    trace: Path | None,
+    workload: str,
+    sessions: int,
+    concurrent: int,
+    seed: int,
+    block_tokens: int = 512,
 ) -> tuple[str, list[workloads.Request]]:
     """A workload and its name. Raises ConfigError."""
     if trace is not None:
         return trace.name, workloads.mooncake(trace)
     if workload == "codex":
         name = f"codex, {concurrent} of {sessions} sessions at a time"
-        return name, workloads.codex(sessions, concurrent, seed=seed)
+        return name, workloads.codex(sessions, concurrent, block=block_tokens, seed=seed)
     if workload == "fanout":
         name = f"fanout, {concurrent} of {sessions} groups of 17 sessions at a time"
-        return name, workloads.fan_out(sessions, concurrent, seed=seed)
+        return name, workloads.fan_out(sessions, concurrent, block=block_tokens, seed=seed)
     raise ConfigError(f"workload {workload!r}: expected codex, fanout, or a trace file")
 
 
@@ -306,8 +313,13 @@ def _add_bounds(options: ReplayOptions, report: ReplayReport) -> None:
     requests, capacity = options.requests, options.capacity_blocks
     report.offline_lru = report.offline_policy = cache_bounds.lru(requests, capacity)
     if options.policy != "lru" or options.servers > 1:
-        report.offline_policy = dry.hit_rate(
-            requests, options.policy, capacity, servers=options.servers, hosts=1
+        report.offline_policy = dry.real_hit_rate(
+            requests,
+            options.policy,
+            capacity,
+            servers=options.servers,
+            seconds=report.seconds,
+            heartbeat_s=_HEARTBEAT_S,
         )
     report.offline_isolated = cache_bounds.isolated(requests, capacity, options.clients)
     report.offline_ideal = cache_bounds.ideal(requests)
@@ -371,9 +383,7 @@ def _server(
         options.policy,
         "--log-level",
         "error",
-        # An hour of traffic takes a minute here, so news must travel as much faster: with one
-        # heartbeat a second the masters would place by the ages of a minute ago.
-        environment={"KVPOOL_SERVER_HEARTBEAT_S": "100ms"},
+        environment={"KVPOOL_SERVER_HEARTBEAT_S": f"{_HEARTBEAT_S}"},
     )
 
 

@@ -40,6 +40,19 @@ def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<svg")
 
 
+def test_a_replay_with_four_servers_is_what_the_dry_one_is() -> None:
+    done = replay(
+        *("--sessions", "12", "--concurrent", "6", "--clients", "2", "--servers", "4"),
+        *("--in-flight", "1", "--capacity", "400blocks", "--block-size", "4KiB"),
+        *("--limit", "200", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["wrong_bytes"] == 0
+    assert 0.3 < report["hit_rate"] < report["offline_ideal"] - 0.05
+    assert report["hit_rate"] == pytest.approx(report["offline_policy"], abs=0.01)
+
+
 def test_a_replay_goes_on_warm_when_every_server_was_killed(tmp_path: Path) -> None:
     """More than fits in memory, and after kill -9 the file has what the pool had (G8)."""
     done = replay(
