@@ -318,7 +318,10 @@ class World:
         masters = self.master_addresses
         self.rng["plan"].shuffle(masters)
         return ClientConfig(
-            masters=masters, transports=list(self.transports()), verify=self.plan.verify
+            masters=masters,
+            transports=list(self.transports()),
+            verify=self.plan.verify,
+            copies_max=1,  # with fetches between servers two runs of a seed may differ
         )
 
     # --- the history ------------------------------------------------------------------------------
