@@ -797,15 +797,6 @@ BUGS: Sequence[Bug] = (
         """            self._retire_all(record)
 """,
     ),
-    Bug(
-        "parents-are-where-they-were",
-        "G9",
-        _DIRECTORY,
-        """        if held is not None:
-            self._resolve(held)
-        ranked""",
-        """        ranked""",
-    ),
 )
 
 #: The first seed that found a bug, for bugs that need many seeds: it is played first. When the code
