@@ -439,6 +439,7 @@ class WatchedDirectory(Directory):
         branches.add(digests[0])
         (explained,) = self.explain(namespace, [parent])
         having = {replica.server for replica in explained.replicas}
+        having = {name for name in having if not self._servers[name].draining}
         if having and placement.servers[0] not in having:
             if len(branches) < SHARED_FROM:
                 self.truth.fail(f"a chain is cut: {having} have its parent, {placement.servers[0]}")

@@ -517,7 +517,9 @@ class Directory:
                     listed.setdefault(one.inventory, MapFingerprint()).count(digest, seed, 1)
         if total != self._count:
             raise InvariantViolated(f"counted {self._count} blocks, has {total}")
-        self._placer.check([record for record in self._servers.values() if record.alive])
+        self._placer.check(
+            [record for record in self._servers.values() if record.alive and not record.draining]
+        )
         for record in self._servers.values():
             for inventory in (record.inventory, *record.earlier):
                 found = listed.get(inventory, MapFingerprint())
