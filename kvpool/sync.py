@@ -25,6 +25,7 @@ from kvpool.protocols import View
 from kvpool.types import (
     ROOT,
     Cluster,
+    Demand,
     Explanation,
     HintStatus,
     Match,
@@ -83,13 +84,20 @@ class Pool:
         self.close()
 
     def match(
-        self, namespace: Namespace, chain: Sequence[bytes], *, timeout: float | None = None
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        *,
+        session: str = "",
+        timeout: float | None = None,
     ) -> Match:
         """The longest prefix of `chain` that the pool holds, and why it ends there.
 
-        Raises BadKey. See `kvpool.Pool.match`.
+        With a `session` it is an arrival as well. Raises BadKey or UsageError. See
+        `kvpool.Pool.match`.
         """
-        return self._run(self._pool.match(namespace, chain, timeout=timeout), timeout)
+        matching = self._pool.match(namespace, chain, session=session, timeout=timeout)
+        return self._run(matching, timeout)
 
     def read(
         self,
@@ -160,6 +168,10 @@ class Pool:
         hint = self._pool.hint(session, resume_in=resume_in, timeout=timeout)
         return self._run(hint, timeout)
 
+    def arrived(self, session: str, *, timeout: float | None = None) -> HintStatus:
+        """Hint that a prompt waits. Raises UsageError. See `kvpool.Pool.arrived`."""
+        return self._run(self._pool.arrived(session, timeout=timeout), timeout)
+
     @contextmanager
     def read_view(
         self,
@@ -198,6 +210,10 @@ class Pool:
         Raises BadKey or MasterLost. See `kvpool.Pool.explain`.
         """
         return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
+
+    def demand(self, *, timeout: float | None = None) -> Demand:
+        """What clients ask for: live working sets. Raises MasterLost. See `kvpool.Pool.demand`."""
+        return self._run(self._pool.demand(timeout=timeout), timeout)
 
     def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
         """The namespaces that have blocks, with their numbers of blocks.

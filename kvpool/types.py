@@ -290,6 +290,10 @@ class HintStatus(enum.IntEnum):
     UNKNOWN = 3
 
 
+#: As the `resume_in` of a hint: the session's prompt is here, and waits to be served.
+ARRIVED: Final = 0.0
+
+
 class SessionHint(NamedTuple):
     """The session of a write and, if known, the seconds until its next prompt (`resume_in`).
 
@@ -390,6 +394,35 @@ class Match(NamedTuple):
             if run.first < last and run.last >= first
         )
         return Match(runs, max(0, min(self.length, last) - first), self.stopped)
+
+
+class WorkingSet(NamedTuple):
+    """The live working set of one namespace: `size` bytes, with all parts and copies, of blocks
+    that were asked for and are asked for again (design: working-set)."""
+
+    namespace: Namespace
+    size: int
+    blocks: int
+
+
+class Demand(NamedTuple):
+    """What clients ask one master for: means over its last minutes, `seconds` at most so far.
+
+    The working sets are those of the namespaces that were asked for last, the largest first.
+    `chain_servers`: servers that a prompt's blocks are read from, 0 if none was found.
+    `beyond_hole`: the share of the stored blocks of prompts that no reader can use, because a
+    block before them is missing.
+    """
+
+    seconds: float
+    working_sets: tuple[WorkingSet, ...]
+    chain_servers: float
+    beyond_hole: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of all live working sets together."""
+        return sum(one.size for one in self.working_sets)
 
 
 class Figure(NamedTuple):

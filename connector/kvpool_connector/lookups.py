@@ -86,7 +86,8 @@ class Lookups:
         try:
             groups = range(len(namespaces)) if lookup.groups is None else lookup.groups
             asked = [namespaces[group] for group in groups]
-            self._poller.start(lookup.serial, list(zip(asked, lookup.chains, strict=True)))
+            chains = list(zip(asked, lookup.chains, strict=True))
+            self._poller.start(lookup.serial, chains, lookup.session)
         except KvpoolError as error:
             return type(error).__name__
         if silent:

@@ -452,7 +452,7 @@ class Planner:
             for group in self._groups
         )
         self.counters["lookups"] += 1
-        return LookupRequest(request_id, request.serial, chains)
+        return LookupRequest(request_id, request.serial, chains, session=request.hints.session)
 
     def _begin_wait(self, request: TrackedRequest, now: float) -> None:
         request.move_to(RequestState.WAITING)

@@ -81,16 +81,20 @@ _PARAMS: Final[Mapping[str, _Param]] = {
 }
 
 
-def parse_params(params: Any) -> tuple[RequestHints, list[str]]:
+def parse_params(params: Any, session_id: str | None = None) -> tuple[RequestHints, list[str]]:
     """The hints in a request's `kv_transfer_params`, and a sentence for each key that is ignored.
+
+    `session_id` is the engine's own, where a request has one: a name in `params` counts before it.
 
     Keys of vLLM's own connectors (`OTHERS`), and keys that begin with `_`, are ignored without a
     sentence. A null is as if the key were not there.
     """
-    if not isinstance(params, Mapping):
-        return RequestHints(), []
     mistakes: list[str] = []
     found: dict[str, Any] = {}
+    if session_id:
+        params = {"session_id": session_id} | dict(params if isinstance(params, Mapping) else {})
+    if not isinstance(params, Mapping):
+        return RequestHints(), []
     for key, value in params.items():
         name = str(key)
         param = _PARAMS.get(name)

@@ -45,6 +45,8 @@ _WARN_EVERY_S: Final = 60.0
 #: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
 #: lookup that is not waited for so long costs its request a whole step. So long in all per step.
 _WAIT_S: Final = 0.001
+#: Servers keep a waiting prompt's blocks for 120 s after its arrival, which is repeated in time.
+_ARRIVE_EVERY_S: Final = 60.0
 #: The estimated speed of computing is reported for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
 
@@ -139,6 +141,8 @@ class ConnectorScheduler:
         self._lookups = Lookups(poller, settings.start_wait_s, clock)
         self._wait_left_s = _WAIT_S
         self._preempted: set[str] = set()
+        #: Requests of sessions that have no blocks yet: when to repeat that they wait, in order.
+        self._arrivals: dict[str, tuple[float, str]] = {}
         self._late_lookups: Counter[str] = Counter()  # by reason
         self._warned_at = -_WARN_EVERY_S
 
@@ -195,6 +199,7 @@ class ConnectorScheduler:
         self, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
     ) -> None:
         """The engine wants so many of the tokens that were offered, in these blocks."""
+        self._arrivals.pop(request_id, None)
         if not self.planner.tracks(request_id):
             return
         self.planner.on_blocks_allocated(request_id, block_ids, tokens, self._clock())
@@ -203,6 +208,7 @@ class ConnectorScheduler:
         """It has ended. Sends its hints about the conversation to the pool."""
         self._preempted.discard(request_id)
         self._adapter_requests.pop(request_id, None)
+        self._arrivals.pop(request_id, None)
         hints = self.planner.on_request_finished(request_id)
         if hints is not None and hints.session and (hints.ends or hints.resume_in_s is not None):
             self._thread.start(partial(self._send_hints, hints))
@@ -223,6 +229,8 @@ class ConnectorScheduler:
                 self._preempted.add(request_id)
         self._step += 1
         self._wait_left_s = _WAIT_S
+        if self._arrivals:
+            self._repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
         if not self.namespaces:
             self._explain_missing_name(now)
@@ -448,6 +456,8 @@ class ConnectorScheduler:
                 self.planner.lookup_started(lookup.request_id, self._names_by)
                 self._held_lookups[lookup.serial] = lookup
             return
+        if lookup.session:
+            self._arrivals[lookup.request_id] = (self._clock() + _ARRIVE_EVERY_S, lookup.session)
         if reason := self._lookups.start(lookup, self.namespaces):
             self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), reason)
 
@@ -461,6 +471,26 @@ class ConnectorScheduler:
             began = time.perf_counter()
             self._take_lookup_results(_WAIT_S)
             self._wait_left_s -= time.perf_counter() - began
+
+    def _repeat_arrivals(self, now: float) -> None:
+        """Prompts that wait for long: servers would take them for lost. (design: arrivals)"""
+        while self._arrivals:
+            request_id, (due, session) = next(iter(self._arrivals.items()))
+            if now < due:
+                return
+            del self._arrivals[request_id]
+            self._arrivals[request_id] = (now + _ARRIVE_EVERY_S, session)
+            self.planner.counters["arrivals_repeated"] += 1
+            self._thread.start(partial(self._send_arrival, session))
+
+    async def _send_arrival(self, session: str) -> None:
+        """In the pool's thread."""
+        pool = self._thread.pool
+        try:
+            if pool is not None:
+                await pool.arrived(session)
+        except KvpoolError as error:
+            self._log_line(f"an arrival was not repeated: {error}")
 
     async def _send_hints(self, hints: RequestHints) -> None:
         """In the pool's thread."""

@@ -73,12 +73,16 @@ class ScheduledRequest(NamedTuple):
 
 class LookupRequest(NamedTuple):
     """Match these chains in the pool, one for each of the `groups` (None: of all groups). `serial`
-    marks answers that are old."""
+    marks answers that are old.
+
+    With a `session`, its prompt waits from now on.
+    """
 
     request_id: str
     serial: int
     chains: tuple[tuple[bytes, ...], ...]
     groups: tuple[int, ...] | None = None
+    session: str = ""
 
 
 @dataclass(slots=True)

@@ -160,7 +160,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         began = time.perf_counter()
         scheduler = self._of_scheduler()
-        hints, mistakes = parse_params(request.kv_transfer_params)
+        hints, mistakes = parse_params(request.kv_transfer_params, request.session_id)
         if mistakes:
             scheduler.planner.counters["bad_hints"] += 1
             for mistake in self._mistakes.new(mistakes):

@@ -113,6 +113,7 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (Request, "num_computed_tokens", "which blocks a step completes"),
     (Request, "num_prompt_tokens", "what is prompt and what was generated"),
     (Request, "kv_transfer_params", "hints of a request"),
+    (Request, "session_id", "the conversation of a request"),
     (Request, "lora_request", "the LoRA adapter of a request"),
     (LoRARequest, "lora_int_id", "which loaded adapter a request uses"),
     (LoRARequest, "lora_path", "the name under which vLLM hashes an adapter"),

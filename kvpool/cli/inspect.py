@@ -27,7 +27,7 @@ from kvpool.cli.shared import (
     run,
 )
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.types import Explanation, Member, Namespace, check_digests
+from kvpool.types import Demand, Explanation, Member, Namespace, check_digests
 from kvpool.units import parse_duration
 
 if TYPE_CHECKING:
@@ -48,15 +48,20 @@ def status(
 
     Exit code 1 if no server is up.
     """
+    from kvpool.ops.demand import demand_table
     from kvpool.ops.tables import as_json_object, clients_table, members_table, tiers_table
 
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
-    async def main() -> list[Member]:
+    async def main() -> tuple[list[Member], Demand | None]:
         async with await open_pool(settings) as pool:
-            return await pool.members(timeout=QUERY_S)
+            members = await pool.members(timeout=QUERY_S)
+            try:
+                return members, await pool.demand(timeout=QUERY_S)
+            except Unavailable:  # a master of the release before does not measure it
+                return members, None
 
-    members = run(main())
+    members, demand = run(main())
     if as_json:
         print(json.dumps([as_json_object(member) for member in members]))
     else:
@@ -66,6 +71,9 @@ def status(
         if any(member.stats.clients for member in members):
             console.print()
             console.print(clients_table(members))
+        if demand is not None and demand.working_sets:
+            console.print()
+            console.print(demand_table(demand, members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)
 
 

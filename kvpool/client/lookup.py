@@ -11,6 +11,7 @@ from kvpool.errors import BadKey, MasterLost, Unavailable
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BlockKey,
+    Demand,
     Explanation,
     Match,
     Namespace,
@@ -18,6 +19,7 @@ from kvpool.types import (
     ReadStatus,
     Replica,
     Run,
+    WorkingSet,
     check_digest_size,
     check_digests,
 )
@@ -37,7 +39,11 @@ class Asks(Protocol):
 
 
 async def match(
-    masters: Asks, namespace: Namespace, chain: Sequence[bytes], deadline: float
+    masters: Asks,
+    namespace: Namespace,
+    chain: Sequence[bytes],
+    deadline: float,
+    session: str = "",
 ) -> Match:
     """As `Pool.match`. It awaits nothing but `masters.ask`."""
     size = check_digest_size(chain)
@@ -47,7 +53,8 @@ async def match(
         packed = b"".join(digests)
         if len(packed) != size * len(digests):  # cheaper than a check of each key
             check_digests(chain)
-        request = wire.Find(namespace.name, namespace.parts, size, packed, True)
+        arrived = "" if first else session  # once for a chain
+        request = wire.Find(namespace.name, namespace.parts, size, packed, True, arrived)
         try:
             found = await masters.ask(request, wire.FindReply, deadline)
             runs += _runs(found, first, len(digests))
@@ -66,9 +73,11 @@ class Lookup:
         self._masters = masters
         self._servers = servers
 
-    async def match(self, namespace: Namespace, chain: Sequence[bytes], deadline: float) -> Match:
+    async def match(
+        self, namespace: Namespace, chain: Sequence[bytes], deadline: float, session: str = ""
+    ) -> Match:
         """As `Pool.match`."""
-        return await match(self._masters, namespace, chain, deadline)
+        return await match(self._masters, namespace, chain, deadline, session)
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float
@@ -111,6 +120,18 @@ class Lookup:
             if not answer.more:
                 break
         return found
+
+    async def demand(self, deadline: float) -> Demand:
+        """As `Pool.demand`."""
+        answer = await self._masters.ask(wire.Demands(), wire.DemandsReply, deadline)
+        try:
+            sets = [
+                WorkingSet(Namespace(name, parts), size, blocks)
+                for name, parts, size, blocks in answer.working_sets
+            ]
+        except BadKey as error:
+            raise MasterLost(f"a master answered with {error}") from None
+        return Demand(answer.seconds, tuple(sets), answer.chain_servers, answer.beyond_hole)
 
     async def locate(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float

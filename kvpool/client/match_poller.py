@@ -22,7 +22,7 @@ from kvpool.errors import Closed, MasterLost, Overloaded, PeerError, Unavailable
 from kvpool.net.requests import PENDING_MAX
 from kvpool.net.zmq_polled import PolledLinks
 from kvpool.net.zmq_rpc import RECONNECT_AFTER_S
-from kvpool.types import Cluster, Match, Namespace
+from kvpool.types import Cluster, Match, Namespace, check_session
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import Envelope, decode_envelope, envelope_id
 from kvpool.wire.versions import SpokenVersion
@@ -73,13 +73,21 @@ class MatchPoller:
         """Lookups that have not ended."""
         return len(self._lookups)
 
-    def start(self, key: Hashable, chains: Sequence[tuple[Namespace, Sequence[bytes]]]) -> None:
+    def start(
+        self,
+        key: Hashable,
+        chains: Sequence[tuple[Namespace, Sequence[bytes]]],
+        session: str = "",
+    ) -> None:
         """Look chains up, one or more, under a key that no other running lookup has.
 
+        With a `session`, a prompt of that conversation has arrived, as in `Pool.match`.
         Raises BadKey as `Pool.match` does, UsageError for a key or a number of chains that is not
         valid, Overloaded when too many lookups run already, and Closed.
         """
         self._check_open()
+        if session:
+            check_session(session)
         if key in self._lookups or not chains:
             raise UsageError(f"a lookup {key!r} of {len(chains)} chains, while {len(self)} run")
         if len(self._requests) + len(chains) > PENDING_MAX:
@@ -89,7 +97,7 @@ class MatchPoller:
         self._lookups[key] = lookup = _Lookup(key, [None] * len(chains))
         try:
             for number, (namespace, chain) in enumerate(chains):
-                asking = match(_HAND, namespace, chain, deadline)
+                asking = match(_HAND, namespace, chain, deadline, "" if number else session)
                 self._go_on(_Chain(lookup, number, asking, deadline), None, now)
         except BaseException:
             self._forget(lookup)

@@ -49,11 +49,13 @@ from kvpool.protocols import (
 )
 from kvpool.runtime import Host, this_host
 from kvpool.types import (
+    ARRIVED,
     BATCH_BLOCKS_MAX,
     COPIES_MAX,
     ROOT,
     Buffer,
     Cluster,
+    Demand,
     DrainOrder,
     DrainReport,
     Explanation,
@@ -188,15 +190,24 @@ class Pool:
     # --- looking -------------------------------------------------------------------------
 
     async def match(
-        self, namespace: Namespace, chain: Sequence[bytes], *, timeout: float | None = None
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        *,
+        session: str = "",
+        timeout: float | None = None,
     ) -> Match:
         """The longest prefix of `chain` that the pool holds, and why it ends there.
 
         A lookup is no use of a block: it pins nothing and does not change the order of evictions.
-        If no master answers, `stopped` is NO_MASTER. Raises BadKey for an empty `chain` and for
-        digests that are not 16 to 32 bytes or differ in length.
+        With a `session` it is an arrival as well: a prompt of that conversation waits to be served,
+        and asks for `chain` (see `arrived`). If no master answers, `stopped` is NO_MASTER. Raises
+        BadKey for an empty `chain` and for digests that are not 16 to 32 bytes or differ in length;
+        UsageError for a wrong `session`.
         """
-        return await self._lookup.match(namespace, chain, self._begin(timeout))
+        if session:
+            check_session(session)
+        return await self._lookup.match(namespace, chain, self._begin(timeout), session)
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
@@ -215,6 +226,15 @@ class Pool:
         Reads at most a thousand pages of a master's list. Raises MasterLost.
         """
         return await self._lookup.namespaces(self._begin(timeout))
+
+    async def demand(self, *, timeout: float | None = None) -> Demand:
+        """What clients ask for: live working sets, as the master that answers has measured.
+
+        All clients ask the first master of their list while it answers; what other clients ask
+        another one is not in it. Raises MasterLost, also where a master of the release before
+        answers.
+        """
+        return await self._lookup.demand(self._begin(timeout))
 
     # --- reading -------------------------------------------------------------------------
 
@@ -417,6 +437,17 @@ class Pool:
         check_session(session)
         check_resume_in(resume_in)
         return await self._hint(wire.Hint(session, resume_in), timeout)
+
+    async def arrived(self, session: str, *, timeout: float | None = None) -> HintStatus:
+        """A prompt of this conversation waits to be served, in the queue of an engine perhaps.
+
+        Servers keep the session's blocks until they are read or the session writes, for 120 seconds
+        at most; call it again while the prompt waits, up to 10 minutes. Advice, as `hint` is, and
+        within the same budget of bytes. `match` with a session does the same in one message. Raises
+        UsageError (design: arrivals).
+        """
+        check_session(session)
+        return await self._hint(wire.Hint(session, ARRIVED), timeout)
 
     async def _hint(self, hint: wire.Hint, timeout: float | None) -> HintStatus:
         try:

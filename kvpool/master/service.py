@@ -15,11 +15,12 @@ from typing import Final, TypeAlias, TypeVar
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Overloaded, Unauthenticated
+from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
 from kvpool.protocols import Listener, Network
-from kvpool.types import Namespace, ReadStatus, Replica
+from kvpool.types import ARRIVED, Demand, HintStatus, Namespace, ReadStatus, Replica, Run
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
@@ -30,6 +31,10 @@ _PAGE_BYTES = 512 << 10
 #: Pairs of id and caller whose refusal was logged. At the limit all are forgotten, so that a caller
 #: that makes up ids costs no memory, only log lines, one for each of its messages.
 _REFUSED_MAX: Final = 1024
+
+#: Of so many matches one is looked at behind its first miss, and so many blocks there.
+_HOLES_EVERY: Final = 8
+_HOLES_MAX: Final = 512
 
 M = TypeVar("M", bound=wire.Message)
 S = TypeVar("S", bound=wire.ServerMessage)
@@ -53,6 +58,8 @@ class Master:
             )
         self.directory = directory
         self._hints = HintLog()
+        self._demand = DemandMeter()
+        self._matches = 0
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
@@ -75,6 +82,7 @@ class Master:
         self._handle(wire.Explain, _from_anyone(self._explain))
         self._handle(wire.Hint, _from_anyone(self._hint))
         self._handle(wire.Namespaces, _from_anyone(self._namespaces))
+        self._handle(wire.Demands, _from_anyone(self._demands))
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"
@@ -270,14 +278,30 @@ class Master:
 
     def _find(self, m: wire.Find) -> wire.FindReply:
         namespace, digests = wire.unpack_keys(m)
+        if m.session:
+            self._add_hint(m.session, ARRIVED)
         runs, reasons = self.directory.find(namespace, digests, prefix=m.prefix)
+        self._demand.asked(namespace, digests, self._now())
+        if m.prefix:
+            self._count_match(namespace, digests, runs, next(iter(reasons), len(digests)))
         return wire.FindReply(
             [(run.first, run.last, _replicas(run.replicas)) for run in runs],
             bytes(reasons.values()),
         )
 
+    def _count_match(
+        self, namespace: Namespace, digests: Sequence[bytes], runs: list[Run], length: int
+    ) -> None:
+        self._demand.matched(runs)
+        self._matches += 1
+        if self._matches % _HOLES_EVERY == 0:
+            behind = digests[length + 1 : length + 1 + _HOLES_MAX]
+            self._demand.looked_beyond(length, self.directory.listed_of(namespace, behind))
+
     def _place(self, m: wire.Place) -> wire.PlaceReply:
         namespace, digests = wire.unpack_keys(m)
+        size = m.size * m.parts * m.copies // max(1, len(digests))
+        self._demand.asked(namespace, digests, self._now(), size)
         placement = self.directory.place(namespace, digests, m.parent, m.size, m.host, m.copies)
         return wire.PlaceReply(
             list(placement.servers), bytes([min(copies, 255) for copies in placement.copies])
@@ -306,9 +330,12 @@ class Master:
         return wire.MembersReply(self.address, self.uptime_s(now), len(self.directory), page, more)
 
     def _hint(self, m: wire.Hint) -> wire.HintReply:
-        if not m.session.isprintable():
-            raise BadMessage(f"session {m.session[:40]!r} is not printable")
-        return wire.HintReply(self._hints.add(m.session, m.resume_s, self._now()))
+        return wire.HintReply(self._add_hint(m.session, m.resume_s))
+
+    def _add_hint(self, session: str, resume_in: float | None) -> HintStatus:
+        if not session.isprintable():
+            raise BadMessage(f"session {session[:40]!r} is not printable")
+        return self._hints.add(session, resume_in, self._now())
 
     def _namespaces(self, m: wire.Namespaces) -> wire.NamespacesReply:
         found = self.directory.namespaces((m.after, m.parts), wire.NAMESPACES_MAX + 1)
@@ -316,6 +343,20 @@ class Master:
         return wire.NamespacesReply(
             [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
             len(found) > len(page),
+        )
+
+    def demand(self, now: float) -> Demand:
+        """What clients ask this master for, as means over its last minutes."""
+        return self._demand.demand(now)
+
+    def _demands(self, m: wire.Demands) -> wire.DemandsReply:
+        demand = self.demand(self._now())
+        sets = [
+            (one.namespace.name, one.namespace.parts, one.size, one.blocks)
+            for one in demand.working_sets
+        ]
+        return wire.DemandsReply(
+            demand.seconds, sets, min(4096.0, demand.chain_servers), demand.beyond_hole
         )
 
     def _explain(self, m: wire.Explain) -> wire.Explained:

@@ -25,6 +25,7 @@ from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.net.diagnose import diagnose_unreachable
 from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.ops.demand import judged, memory_of
 from kvpool.protocols import SupportsStatusText
 from kvpool.types import Cluster, Member, Namespace
 
@@ -181,6 +182,7 @@ async def _pool(settings: Config) -> list[Finding]:
             members = await pool.members()
             findings += compared(await pool.namespaces())
             findings += differing([member for member in members if member.alive])
+            findings += await _memory(pool, members)
     except KvpoolError:
         return []
     for member in members:
@@ -203,6 +205,27 @@ async def _pool(settings: Config) -> list[Finding]:
         ]
     return findings
 
+
+async def _memory(pool: Pool, members: list[Member]) -> list[Finding]:
+    """Memory against the live working set; nothing where masters do not measure it yet."""
+    try:
+        demand = await pool.demand()
+    except KvpoolError:
+        return []
+    if not demand.working_sets:
+        return []
+    verdict, text = judged(demand, memory_of(members))
+    advice = "add servers, memory or a disk (--tier); or end sessions that are over"
+    findings = [Finding("memory", verdict, text, advice if verdict != "ok" else "")]
+    if demand.beyond_hole > _HOLES_MAX:
+        text = f"{demand.beyond_hole:.0%} of the blocks of prompts lie behind a missing one"
+        advice = "are servers lost, or do their sizes differ much?"
+        findings.append(Finding("chains", "warn", text, advice))
+    return findings
+
+
+#: The share of blocks behind a missing one that is worth a line.
+_HOLES_MAX = 0.05
 
 #: What to do about a field in which two engines of one model differ.
 ADVICE = {

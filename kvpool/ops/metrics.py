@@ -28,8 +28,9 @@ from prometheus_client.registry import Collector
 
 from kvpool.master.service import Master
 from kvpool.net.http_server import Page
+from kvpool.ops.demand import tenant_of
 from kvpool.server.block_server import BlockServer
-from kvpool.types import Figure, Member, ServerStats, TierUsage
+from kvpool.types import Demand, Figure, Member, ServerStats, TierUsage
 
 #: Of a server's counters, those that go up and down.
 _LEVELS: Final = frozenset(
@@ -39,6 +40,7 @@ _LEVELS: Final = frozenset(
         "quarantined_bytes",
         "sessions",
         "announced_bytes",
+        "waiting_sessions",
         "unlisted_blocks",
         "dirty_bytes",
     )
@@ -96,6 +98,7 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
             "heartbeats after which the map was not what the server held",
             value=master.differences,
         )
+        yield from _of_demand(master.demand(now()))
         yield from _of_members(master.directory.members(now()))
 
     return _pages(collect, lambda: None)
@@ -171,6 +174,24 @@ def _of_members(members: Iterable[Member]) -> Iterator[Metric]:
             yield _family("tier", figure, values, "reason")
         else:
             yield _family("tier", figure, values)
+
+
+def _of_demand(demand: Demand) -> Iterator[Metric]:
+    sizes = GaugeMetricFamily(
+        "kvpool_master_working_set_bytes",
+        "of blocks that clients asked for and ask for again: the mean of ten minutes",
+        labels=["namespace", "parts", "tenant"],
+    )
+    for one in demand.working_sets:
+        name = one.namespace.name
+        sizes.add_metric([name, str(one.namespace.parts), tenant_of(name)], one.size)
+    yield sizes
+    yield _gauge("kvpool_master_chain_servers", "a prompt is read from", demand.chain_servers)
+    yield _gauge(
+        "kvpool_master_beyond_hole_ratio",
+        "of the stored blocks of prompts, behind a missing one",
+        demand.beyond_hole,
+    )
 
 
 def _family(

@@ -8,7 +8,7 @@ OSError. `kvpool.testing` checks an implementation against these contracts (desi
 """
 
 from kvpool.protocols.network import Handler, Link, Network
-from kvpool.protocols.policy import B, Decision, Evictable, Policy
+from kvpool.protocols.policy import B, Decision, Evictable, LearnsFromArrivals, Policy
 from kvpool.protocols.tier import (
     Addressable,
     DeviceAddressable,
@@ -50,6 +50,7 @@ __all__ = [
     "Evictable",
     "Handler",
     "IdleTimeout",
+    "LearnsFromArrivals",
     "Link",
     "Listener",
     "Mappable",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 
 class Evictable(Protocol):
@@ -74,3 +74,14 @@ class Policy(Protocol[B]):
 
     def victim_age(self, now: float) -> float:
         """Seconds since the last use of the block that is next; 0 when there is none."""
+
+
+@runtime_checkable
+class LearnsFromArrivals(Protocol):
+    """A policy that is given how long sessions pause, also those whose blocks were evicted.
+
+    The times between uses of stored blocks do not show that: blocks that come back late are gone.
+    """
+
+    def arrived(self, pause_s: float) -> None:
+        """A session's prompt arrived so many seconds after its last use; its wait comes on top."""

@@ -42,7 +42,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import DRAIN_S
-from kvpool.types import Cluster, DrainReport, ServerStats
+from kvpool.types import ARRIVED, Cluster, DrainReport, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -245,6 +245,8 @@ class BlockServer:
         for session, age_s, resume_in in hints:
             if resume_in is None:
                 self._context.store.end(session, now)
+            elif resume_in == ARRIVED:
+                self._context.store.arrive(session, now, age_s=age_s)
             else:
                 self._context.store.resume(session, resume_in, now, age_s=age_s)
 

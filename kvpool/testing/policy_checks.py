@@ -326,8 +326,11 @@ class History:
 
     def _hint(self) -> None:
         session = self.rng.choice(self.sessions)
-        if self.rng.random() < 0.3:
+        kind = self.rng.random()
+        if kind < 0.25:
             self.store.end(session, self.now)
+        elif kind < 0.5:
+            self.store.arrive(session, self.now, age_s=self.rng.choice([0.0, 2.0]))
         else:
             resume_in = self.rng.choice([0.0, 1.0, 30.0, 1e6])
             self.store.resume(session, resume_in, self.now, age_s=self.rng.choice([0.0, 2.0]))

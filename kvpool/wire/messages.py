@@ -35,6 +35,7 @@ from kvpool.types import (
     Seconds,
     ServerStats,
     Text,
+    Total,
 )
 from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
 from kvpool.wire.frames import PROTOCOL_VERSION
@@ -402,10 +403,14 @@ WireReplica = tuple[Name, Name, Small]
 WireRun = tuple[Count, Count, Annotated[list[WireReplica], Meta(max_length=4096)]]
 
 
-class Find(Keys, frozen=True):
-    """Where blocks are. With `prefix` the answer ends at the first miss: a match."""
+class Find(Keys, frozen=True, omit_defaults=True):
+    """Where blocks are. With `prefix` the answer ends at the first miss: a match.
+
+    With a `session`, a prompt of that session has arrived: as `Hint` with a `resume_s` of 0.
+    """
 
     prefix: bool
+    session: SessionName = ""
 
 
 class FindReply(Message, frozen=True):
@@ -462,7 +467,8 @@ class MembersReply(Message, frozen=True):
 
 
 class Hint(Message, frozen=True):
-    """A session resumes in `resume_s`, or (None) has ended; for every server to know."""
+    """A session resumes in `resume_s`, or (None) has ended; for every server to know. With 0 its
+    prompt is here, and waits to be served."""
 
     session: Annotated[SessionName, Meta(min_length=1)]
     resume_s: Seconds | None
@@ -502,6 +508,24 @@ class NamespacesReply(Message, frozen=True):
         Meta(max_length=NAMESPACES_MAX),
     ]
     more: bool
+
+
+class Demands(Message, frozen=True):
+    """What clients ask this master for."""
+
+
+class DemandsReply(Message, frozen=True):
+    """`Demand` of the types: seconds of observation, and for each namespace its name, parts, and
+    the bytes and blocks of its live working set; servers of a chain, and the share of blocks behind
+    a missing one."""
+
+    seconds: Seconds
+    working_sets: Annotated[
+        list[tuple[NamespaceName, Annotated[int, Meta(ge=1, le=256)], Total, Count]],
+        Meta(max_length=NAMESPACES_MAX),
+    ]
+    chain_servers: Annotated[float, Meta(ge=0, le=4096)]
+    beyond_hole: Annotated[float, Meta(ge=0, le=1)]
 
 
 #: The type byte in the frame header. Numbers are for ever; new messages get new ones.
@@ -550,6 +574,8 @@ TYPES: Final[dict[type[Message], int]] = {
     HintReply: 49,
     Namespaces: 50,
     NamespacesReply: 51,
+    Demands: 52,
+    DemandsReply: 53,
 }
 PAYLOAD: Final = 6
 
@@ -565,10 +591,11 @@ M = TypeVar("M", bound=Message)
 #: struct omits defaults. With the next version these lines go (design: protocol-versions).
 NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
     ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes"}),
+    Find: frozenset({"session"}),
 }
 #: Messages that a peer of protocol 3 does not know.
 NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
-    {Propose, Proposed, Fetch, Fetched, Drain, Drained}
+    {Propose, Proposed, Fetch, Fetched, Drain, Drained, Demands, DemandsReply}
 )
 
 

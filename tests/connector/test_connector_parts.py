@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,28 @@ def test_a_value_that_is_not_valid_is_answered_with_the_valid_ones(
     assert text.startswith("kv_connector_extra_config: ")
     assert sentence in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("params", "own", "session", "mistakes"),
+    [
+        (None, "header", "header", 0),
+        ({}, "header", "header", 0),
+        ({"resume_in_s": 3}, "header", "header", 0),
+        ({"session_id": "named"}, "header", "named", 0),
+        ({"session_id": "named"}, None, "named", 0),
+        (None, "new\nline", "", 1),
+        (None, "a" * 129, "", 1),
+        (None, "", "", 0),
+        ("nonsense", "header", "header", 0),
+    ],
+)
+def test_an_engines_own_session_is_that_of_the_request(
+    params: Any, own: str | None, session: str, mistakes: int
+) -> None:
+    hints, found = parse_params(params, own)
+    assert (hints.session, len(found)) == (session, mistakes)
+    assert hints.resume_in_s == (3 if params == {"resume_in_s": 3} else None)
 
 
 def test_hints_that_make_no_sense_are_left_out() -> None:

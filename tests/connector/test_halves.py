@@ -651,6 +651,9 @@ class Recorded:
     async def hint(self, session: str, *, resume_in: float) -> None:
         self.sent.append(("hint", session, resume_in))
 
+    async def arrived(self, session: str) -> None:
+        self.sent.append(("arrived", session, None))
+
 
 @pytest.mark.parametrize(
     ("hints", "expected"),
@@ -724,6 +727,7 @@ class FakePoller:
 
     def __init__(self) -> None:
         self.running: list[Any] = []
+        self.sessions: list[str] = []
         self.ended: list[PolledMatches] = []
         self.connected = True
         self.sends = True
@@ -732,8 +736,9 @@ class FakePoller:
     def __len__(self) -> int:
         return len(self.running)
 
-    def start(self, key: Any, chains: Any) -> None:
+    def start(self, key: Any, chains: Any, session: str = "") -> None:
         self.running.append(key)
+        self.sessions.append(session)
 
     def is_sent(self, key: Any) -> bool:
         return self.sends
@@ -773,6 +778,36 @@ def asked(start: Callable[..., Engine]) -> tuple[Engine, FakePoller, Callable[[s
         return counters[f"miss {reason}"]
 
     return engine, poller, misses
+
+
+def test_a_lookup_reports_the_arrival_and_a_long_wait_repeats_it(asked: Any) -> None:
+    """Servers keep what a prompt waits for, until it is scheduled or has ended."""
+    engine, poller, _ = asked
+    thread = engine.threads[0]
+    thread.pool = recorded = Recorded(thread.pool)
+    for name in ("first", "second", "third"):
+        engine.scheduler.on_new_request(
+            name, keys(name, 2), 2 * BLOCK + 1, RequestHints(f"chat {name}")
+        )
+    engine.scheduler.on_new_request("none", keys("none", 2), 2 * BLOCK + 1, RequestHints())
+    assert poller.sessions == ["chat first", "chat second", "chat third", ""]
+    engine.scheduler.on_blocks_allocated("first", [[]], 0)
+    engine.scheduler.on_request_finished("second")
+    for _ in range(2):
+        engine.clock.ahead_s += 59.0
+        engine.step()
+    assert engine.scheduler.planner.counters["arrivals_repeated"] == 1
+    engine.clock.ahead_s += 2.0
+    engine.step()
+    engine.until(lambda: len(recorded.sent) == 1)
+    engine.clock.ahead_s += 58.1
+    engine.step()
+    engine.until(lambda: len(recorded.sent) == 2)
+    assert recorded.sent == [("arrived", "chat third", None)] * 2
+    engine.scheduler.on_request_finished("third")
+    engine.clock.ahead_s += 600.0
+    engine.step()
+    assert engine.scheduler.planner.counters["arrivals_repeated"] == 2
 
 
 def test_a_silent_pool_costs_three_requests_their_time_and_no_other(asked: Any) -> None:

@@ -79,6 +79,8 @@ def seeds() -> list[bytes]:
             messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),
             messages.Explain(**KEYS),
             messages.Namespaces(),
+            messages.Find(**KEYS, prefix=True, session="chat"),
+            messages.Demands(),
         )
         life += [*map(messages.encode, story), (0, bytes(1))]
     life += [messages.encode(messages.Leave("s", 1, TOKEN)), (0, bytes(250)), *requests]

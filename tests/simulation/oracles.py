@@ -21,7 +21,8 @@ from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, ChangeLog, Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import ROOT, HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import values
 from tests.simulation.truth import BlockPart, GroundTruth
 
@@ -111,6 +112,8 @@ class WatchedStore(Store):
         self._evicted_now: list[Entry] = []
         self._every = every
         self._calls = 0
+        #: In worlds with sessions, whose servers have one tier.
+        self.arrivals: ArrivalOracle | None = None
         allocator = WatchedAllocator(memory.capacity, memory.alignment)
         allocator.held, allocator.fail = self.held, truth.fail
         self.allocator = allocator
@@ -179,6 +182,7 @@ class WatchedStore(Store):
     def check_all_can_go(self, now: float) -> None:
         """When nothing is pinned or reserved, a block as large as the store finds space (G9)."""
         self.check_evictable()
+        self.arrivals = None  # its prompts may wait
         size = self.allocator.capacity
         request = ReserveRequest(Namespace("sim/all"), 0, [b"all" * 6], [ROOT], [size])
         (answer,) = self.reserve(EVERYTHING, request, now)
@@ -195,9 +199,31 @@ class WatchedStore(Store):
         super()._leave_parent(entry)
         self.truth.probes.add("a circle of parents was cut")
 
+    def arrive(self, session: str, now: float, *, age_s: float = 0.0) -> HintStatus:
+        status = super().arrive(session, now, age_s=age_s)
+        if self.arrivals is not None:
+            self.arrivals.arrived(session, now, age_s)
+        self.inspect_now_and_then()
+        return status
+
+    def end(self, session: str, now: float) -> HintStatus:
+        if self.arrivals is not None:
+            self.arrivals.ended(session, now)
+        return super().end(session, now)
+
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         self._evicted_now.clear()
+        hint, arrivals = request.session_hint, self.arrivals
+        if arrivals is not None:
+            arrivals.writes(hint.session if hint is not None else "", now)
         answers = super().reserve(owner, request, now)
+        if arrivals is not None and hint is not None:
+            arrivals.written(hint.session)
+        if arrivals is not None:
+            if any(answer.status is WriteStatus.BYPASSED for answer in answers):
+                arrivals.bypassed()
+            if arrivals.kept:
+                self.truth.probes.add("room was made while a session's prompt waited")
         for answer in answers:
             if answer.extent is not None:
                 hold = ("reservation", owner, answer.id)
@@ -230,6 +256,8 @@ class WatchedStore(Store):
             owner, id, checksum, now, from_other_tier=from_other_tier, last_used=last_used
         )
         if entry is not None:
+            if self.arrivals is not None:
+                self.arrivals.used(entry, now, last=False)
             self.verify(entry, "sealed")
             key = entry.index.namespace, entry.digest, entry.index.part
             if not from_other_tier:
@@ -258,6 +286,10 @@ class WatchedStore(Store):
         view: bool = False,
     ) -> list[Pin]:
         pins = super().pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
+        if self.arrivals is not None:
+            read = [self._owners[owner].pins[pin.id] for pin in pins if pin.extent is not None]
+            for entry in read:
+                self.arrivals.used(entry, now, last=entry is read[-1])
         for pin in pins:
             if pin.extent is not None:
                 hold = ("pin", owner, pin.id)
@@ -344,6 +376,8 @@ class WatchedStore(Store):
     ) -> None:
         if event is Event.EVICT:
             self._evicted_now.append(entry)
+            if self.arrivals is not None:
+                self.arrivals.evicted(entry)
             if entry.pins:
                 self.truth.fail(f"G4: {entry!r} was evicted under {entry.pins} pins")
             if entry.children:

@@ -43,6 +43,7 @@ class WorldPlan:
     write_back: bool = False  # servers write to their disks what memory would drop
     crowds: bool = False  # many servers, and one prompt at the head of every chain
     circles: bool = False  # some blocks are their own ancestors, in writes and in files
+    sessions: bool = False  # clients name sessions, whose prompts wait in queues
 
     @property
     def alignment(self) -> int:
@@ -98,7 +99,8 @@ class WorldPlan:
         plan = replace(plan, piece_blocks=pieces)
         rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
-            return plan
+            sessions = random.Random(f"{seed}/sessions").random() < 0.3
+            return replace(plan, sessions=sessions and "sessions" not in without)
         extents = rng.randint(6, 24)
         share = rng.choice([0.5, 1.0, 1.0, 1.5, 2.0, 4.0])
         own = {name for name in FAULTS_OF_DISKS if rng.random() < 0.35}

@@ -761,6 +761,35 @@ BUGS: Sequence[Bug] = (
         "            self.front.mark_dirty(found)\n",
         "",
     ),
+    # --- prompts that wait
+    Bug(
+        "arrivals-lapse-in-the-queue",
+        "advice",
+        _SESSION_HINTS,
+        "lapses = min(came + WAIT_S, session.waits_since + WAIT_S_MAX)",
+        "lapses = min(came + _EXPIRE_S_MIN, session.waits_since + WAIT_S_MAX)",
+    ),
+    Bug(
+        "arrivals-are-never-given-back",
+        "advice",
+        _SESSION_HINTS,
+        "            if session.arrived is not None:\n                self._withdraw(session)\n\n",
+        "\n",
+    ),
+    Bug(
+        "late-arrivals-are-believed",
+        "advice",
+        _SESSION_HINTS,
+        "        came = now - age_s\n",
+        "        came = now\n",
+    ),
+    Bug(
+        "arrivals-have-no-budget",
+        "G9",
+        _SESSION_HINTS,
+        "over = self.announced_bytes > self.budget",
+        "over = self.announced_bytes > 2 * self.budget",
+    ),
     # --- the world outside
     Bug(
         "wall-clock",

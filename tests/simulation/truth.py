@@ -12,6 +12,7 @@ from kvpool.types import Namespace, ReadStatus
 PROBES: Final = (
     "a chain began away from what it shares",
     "made room by evicting",
+    "room was made while a session's prompt waited",
     "a block was moved to make room",
     "a circle of parents was cut",
     "a circle of parents in a file was cut",

@@ -129,6 +129,8 @@ class SimClient:
         ]
         if "storm" in world.plan.faults:
             kinds.append((0.02, self._storm))
+        if world.plan.sessions:
+            kinds += [(0.25, self._prompt), (0.02, self._end_session)]
         if world.plan.contests:
             kinds.append((0.06, self._contest))
         if world.plan.circles:
@@ -195,6 +197,26 @@ class SimClient:
         chain = chains[rank]
         namespace = TWO if self._rng.random() < 0.2 else ONE
         return namespace, chain[: self._rng.randint(1, len(chain))]
+
+    def _session(self, chain: Sequence[bytes]) -> str:
+        """The conversation that a chain is of: one for each first block."""
+        return chain[0].hex()[:8] if self._world.plan.sessions else ""
+
+    async def _prompt(self) -> None:
+        """A prompt arrives, waits in a queue, and is served; sometimes it is given up."""
+        namespace, chain = self._chain()
+        session = self._session(chain)
+        match = await self.pool.match(namespace, chain, session=session, timeout=self._timeout_s)
+        for _ in range(self._rng.choice([0, 0, 1, 3])):
+            await asyncio.sleep(self._rng.choice([0.05, 1.0, 2.0]))
+            if self._rng.random() < 0.3:
+                await self.pool.arrived(session, timeout=1.0)
+        if self._rng.random() < 0.8 and match.length:
+            await self._read_now(namespace, chain[: match.length], match)
+
+    async def _end_session(self) -> None:
+        _, chain = self._chain()
+        await self.pool.end(self._session(chain), timeout=1.0)
 
     async def _lookups(self) -> None:
         for _ in range(self._rng.randint(1, 4)):
@@ -332,7 +354,7 @@ class SimClient:
                 part=part,
                 copies=copies,
                 visible=visible,
-                session=session,
+                session=session or (self._session(chain) if parent == ROOT else ""),
                 timeout=self._timeout_s,
             ),
             "write",

@@ -32,6 +32,7 @@ from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.tcp import TcpTransport
+from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import BlockCatalog
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.disk import SimDisk
@@ -247,6 +248,8 @@ class World:
         plan, truth = self.plan, self.truth
         tier = SimTier(plan.capacity, plan.alignment)
         store = WatchedStore(life, tier, truth, every=plan.check_every)
+        if plan.sessions:
+            store.arrivals = ArrivalOracle(store.policy, truth.fail)
         store.unsent = lambda: self.net.unsent(node.process, tier.memory)
         transports = self.transports()
         config = ServerConfig(

@@ -93,6 +93,8 @@ SIZES: list[tuple[type[messages.Message], str, object, int, int]] = [
     (messages.Hint, "session", "x", 1, 128),
     (messages.Explained, "blocks", [(0, "text", [REPLICA])], 0, 16_384),
     (messages.NamespacesReply, "namespaces", [("n" * 512, 256, 0)], 0, 256),
+    (messages.Find, "session", "x", 0, 128),
+    (messages.DemandsReply, "working_sets", [("n" * 512, 256, 2**63 - 1, 2**48 - 1)], 0, 256),
     (messages.Error, "text", "x", 0, 2048),
 ]
 

@@ -487,6 +487,12 @@ class Directory:
             tuple(record.server for record in ranked), self._complete_replicas(namespace, digests)
         )
 
+    def listed_of(self, namespace: Namespace, digests: Sequence[bytes]) -> int:
+        """How many of these blocks some server has, in whatever order."""
+        blocks = self._blocks.get(namespace)
+        found = blocks.get_all(digests) if blocks is not None else []
+        return len(found) - found.count(None)
+
     def explain(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Explanation]:
         """For each block: where it is, or why it is a miss, as text."""
         _, reasons = self.find(namespace, digests)

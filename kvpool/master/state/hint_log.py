@@ -18,7 +18,7 @@ _FETCHED_S: Final = 2.0
 
 
 class LoggedHint(NamedTuple):
-    """A session resumes in `resume_in` seconds, or has ended (None)."""
+    """A session resumes in `resume_in` seconds, has ended (None), or its prompt waits (ARRIVED)."""
 
     session: str
     resume_in: float | None

@@ -23,16 +23,23 @@ from kvpool.server.eviction.lru import LRU
 _LEASE_IN_MEDIANS: Final = 2.2
 #: The longest lease, in seconds: blocks that are used every few minutes must not keep others out.
 _LEASE_S_MAX: Final = 30.0
+#: The longest one where sessions show how long they pause, and that they do come back.
+_LEARNED_S_MAX: Final = 600.0
 #: Calls of `touch` for a new block before its first reuse: it is reserved and sealed.
 _TOUCHES_OF_ARRIVAL: Final = 2
 
 
 class Lease(Generic[B]):
-    """LRU with a lease that is learned from how soon blocks are used again."""
+    """LRU with a lease that is learned from how soon blocks are used again.
+
+    Where sessions report arrivals, it is learned from their pauses instead: a store that is too
+    small sees only those blocks used again that came back before they were evicted.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._order: LRU[B] = LRU()
         self._gaps = ReuseHistogram()
+        self._pauses = PauseHistogram()
         self.add_candidate = self._order.add_candidate
         self.remove = self._order.remove
         self.victim_age = self._order.victim_age
@@ -40,7 +47,12 @@ class Lease(Generic[B]):
     @property
     def lease_s(self) -> float:
         """Seconds for which a block stays after each use. 0 until enough reuses were counted."""
+        if self._pauses.median_s:
+            return min(_LEARNED_S_MAX, _LEASE_IN_MEDIANS * self._pauses.median_s)
         return min(_LEASE_S_MAX, _LEASE_IN_MEDIANS * self._gaps.median_s)
+
+    def arrived(self, pause_s: float) -> None:
+        self._pauses.add(pause_s)
 
     def touch(self, block: B, now: float) -> None:
         if block.policy_data < _TOUCHES_OF_ARRIVAL:
@@ -71,8 +83,8 @@ class ReuseHistogram:
     _SHORTEST_S: Final = 0.01
     _PER_OCTAVE: Final = 4
     _BINS: Final = 88  # up to 12 hours
-    _EVERY: Final = 1024  # times added between two computations of the median
-    _KEPT: Final = 65_536
+    _EVERY = 1024  # times added between two computations of the median
+    _KEPT = 65_536
 
     def __init__(self) -> None:
         self.median_s = 0.0
@@ -103,3 +115,10 @@ class ReuseHistogram:
         if self._total > self._KEPT:
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
+
+
+class PauseHistogram(ReuseHistogram):
+    """The same for pauses of sessions, which are fewer than uses of blocks."""
+
+    _EVERY = 64
+    _KEPT = 4096

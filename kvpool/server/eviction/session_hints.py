@@ -9,12 +9,14 @@ facts about a session change the order of evictions (design: session-hints):
 - It *resumes* at some time (a resume hint). Until then its blocks stay. Among sessions with a hint
   the one with the latest time is evicted first (KVFlow, arXiv 2507.07400). A hint whose time has
   long passed expires, or its session would keep the best rank for ever.
+- Its prompt has *arrived* and waits, perhaps in a long queue: it resumes now, and that does not
+  expire while it waits. The first read of its last block, or its next write, ends the wait.
 
 Hints are advice: they order evictions and change nothing else, so a wrong hint costs hits, never
 bytes. They are bounded: sessions with a hint take space from others only up to a budget of bytes,
-and the numbers of sessions and of leaves per session are limited. Ended and superseded are recorded
-at the leaf of a branch only; when that leaf is evicted, its parent inherits the mark. So most calls
-visit one leaf, and none visits more than LEAVES_MAX.
+and the numbers of sessions and of leaves per session are limited; so is the time of a wait. Ended
+and superseded are recorded at the leaf of a branch only; when that leaf is evicted, its parent
+inherits the mark. So most calls visit one leaf, and none visits more than LEAVES_MAX.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kvpool.errors import InvariantViolated
-from kvpool.protocols.policy import Decision, Policy
+from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
 from kvpool.server.state.entry import Session
 from kvpool.types import ROOT, HintStatus, SessionHint
 
@@ -41,6 +43,15 @@ RESUME_S_MAX: Final = 3600.0
 #: A hint expires after this many times its `resume_in`, but not before `_EXPIRE_S_MIN` seconds.
 _EXPIRE_TIMES: Final = 3.0
 _EXPIRE_S_MIN: Final = 10.0
+#: Seconds for which a prompt is taken to wait after its arrival. Who looks after its queue repeats
+#: the arrival in time; a prompt that was aborted, or whose engine is gone, is believed so long.
+WAIT_S: Final = 120.0
+#: No prompt is taken to wait longer than this, however often it is repeated: the usual time limit
+#: of a client's request.
+WAIT_S_MAX: Final = 600.0
+#: A use so shortly before an arrival is the use that the prompt had come for: on its way from the
+#: master the arrival becomes later than it was.
+_SAME_TIME_S: Final = 0.1
 #: Assumed seconds from the last use of a block without a hint to its next use.
 _UNANNOUNCED_S: Final = 10.0
 
@@ -62,6 +73,7 @@ class SessionAwarePolicy:
         self.policy = policy
         self.budget = budget
         self.announced_bytes = 0
+        self.waiting = 0  # sessions whose prompt has arrived and was not served yet
         self.counters: Counter[str] = Counter()
         self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -70,19 +82,34 @@ class SessionAwarePolicy:
         self._by_next_use = _Timeline()  # sessions with a hint and leaves, latest time first
         self._expiries = _Timeline()
         self._returns = _Timeline()  # sessions with a hint that `next_return` has not returned
+        #: Of sessions that have no block left: their last use, until they come back.
+        self._gone: OrderedDict[str, float] = OrderedDict()
+        self._learn = policy.arrived if isinstance(policy, LearnsFromArrivals) else None
 
     # --- calls of the store ----------------------------------------------------------------
 
-    def open_session(self, session_hint: SessionHint, now: float) -> Session:
-        """The session of a write. A session that writes has not ended; its resume hint stays."""
+    def open_session(
+        self, session_hint: SessionHint | None, now: float, *, moved: bool = False
+    ) -> Session | None:
+        """The session of a write. A session that writes has not ended; its resume hint stays.
+
+        A prompt that writes is served: it waits no more. `moved`: only its place changes.
+        """
+        if session_hint is None:
+            return None
         session = self._sessions.get(session_hint.session)
         if session is None:
             session = self._sessions[session_hint.session] = Session(session_hint.session)
+            self._gone.pop(session.name, None)
             if len(self._sessions) > SESSIONS_MAX:
                 self._withdraw(self._sessions.popitem(last=False)[1])
         else:
             self._sessions.move_to_end(session_hint.session)
             session.ended = 0
+        if not moved:
+            session.last_use = now
+            if session.arrived is not None:
+                self._withdraw(session)
         if session_hint.resume_in is not None:
             self._announce(session, session_hint.resume_in, now)
         return session
@@ -144,6 +171,14 @@ class SessionAwarePolicy:
                 self._superseded[old] = None
         session.chain_ends[index] = last
 
+    def answered(self, entry: Entry, now: float) -> None:
+        """A reader has got this block. If it is the last of its chain, no prompt waits for it."""
+        session = entry.session
+        if session is not None and not entry.children:
+            session.last_use = now
+            if session.arrived is not None:
+                self._withdraw(session)
+
     # --- hints -----------------------------------------------------------------------------
 
     def end(self, name: str, now: float) -> HintStatus:
@@ -152,8 +187,7 @@ class SessionAwarePolicy:
         if session is None or not session.bytes:
             return HintStatus.UNKNOWN
         self._withdraw(session)
-        stamps = [entry.last_used for entry in (*session.chain_ends.values(), *session.leaves)]
-        session.ended = max(int(now * 1e6), *stamps) if stamps else int(now * 1e6)
+        session.ended = max(int(now * 1e6), _last_stamp(session))
         if session.leaves:
             self._ended[session] = None
         return self._answer(HintStatus.ACCEPTED)
@@ -169,6 +203,39 @@ class SessionAwarePolicy:
         """When the session resumes, by its hint."""
         session = self._sessions.get(name)
         return session.due if session is not None else None
+
+    def arrive(self, name: str, now: float, *, age_s: float = 0.0) -> HintStatus:
+        """A prompt of the session arrived `age_s` seconds ago and waits to be served.
+
+        Its blocks stay, within the budget of hints, until they are used or the session writes, at
+        most `WAIT_S` after the arrival. An arrival may be repeated while the prompt waits.
+        """
+        came = now - age_s
+        session = self._sessions.get(name)
+        if session is None:
+            self._learn_gap(came, self._gone.pop(name, None))
+            return HintStatus.UNKNOWN
+        used = max(session.last_use, _last_stamp(session) / 1e6)
+        if came <= used + _SAME_TIME_S or came <= session.ended / 1e6:
+            return HintStatus.ACCEPTED  # it was served before the arrival came here
+        if session.waits_since <= used:
+            session.waits_since = came
+            self._learn_gap(came, used)
+        session.ended = 0
+        self._ended.pop(session, None)
+        lapses = min(came + WAIT_S, session.waits_since + WAIT_S_MAX)
+        if not session.bytes:
+            return HintStatus.UNKNOWN
+        if lapses <= now or len(session.leaves) >= LEAVES_MAX:
+            return self._answer(HintStatus.REFUSED)
+        if session.arrived is None:
+            session.arrived = session.waits_since
+            self.waiting += 1
+            self.counters["arrivals"] += 1
+        self._expect(session, session.waits_since, lapses)
+        return self._answer(
+            HintStatus.ACCEPTED if self.announced_bytes <= self.budget else HintStatus.CLIPPED
+        )
 
     def is_over(self, entry: Entry) -> bool:
         """By the hints no session uses the block again: its session has ended, or it is the leaf
@@ -224,8 +291,12 @@ class SessionAwarePolicy:
         ):
             parent.superseded_at = parent.last_used
         if not session.bytes and self._sessions.get(session.name) is session:
+            used = max(session.last_use, entry.last_used / 1e6)
             self._withdraw(session)
             del self._sessions[session.name]
+            self._gone[session.name] = used
+            if len(self._gone) > SESSIONS_MAX:
+                self._gone.popitem(last=False)
 
     def victim(
         self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
@@ -313,6 +384,9 @@ class SessionAwarePolicy:
                 raise InvariantViolated(f"session {session.name!r}: {session.bytes} bytes counted")
             if not here.issuperset((*session.leaves, *session.chain_ends.values())):
                 raise InvariantViolated(f"session {session.name!r} knows blocks that have left")
+        waiting = [s for s in {*self._sessions.values(), *sizes} if s.arrived is not None]
+        if len(waiting) != self.waiting or any(session.due is None for session in waiting):
+            raise InvariantViolated(f"{self.waiting} sessions wait, there are {len(waiting)}")
         announced = sum(session.bytes for session in sizes if session.due is not None)
         if announced != self.announced_bytes:
             raise InvariantViolated(
@@ -334,16 +408,26 @@ class SessionAwarePolicy:
         lapses = now - age_s + max(_EXPIRE_S_MIN, _EXPIRE_TIMES * distance_s)
         if lapses <= now or len(session.leaves) >= LEAVES_MAX:
             return self._answer(HintStatus.REFUSED)
+        if session.arrived is not None:  # its prompt is here already, whatever was expected before
+            return self._answer(HintStatus.CLIPPED)
+        self._expect(session, now - age_s + distance_s, lapses)
+        within = distance_s == resume_in and self.announced_bytes <= self.budget
+        return self._answer(HintStatus.ACCEPTED if within else HintStatus.CLIPPED)
+
+    def _expect(self, session: Session, due: float, lapses: float) -> None:
         if session.due is None:
             self.announced_bytes += session.bytes
-        session.due = now - age_s + distance_s
+        session.due = due
         session.expired = False
         self._expiries.set(session, lapses)
         self._returns.set(session, session.due)
         if session.leaves:
-            self._by_next_use.set(session, -session.due)
-        within = distance_s == resume_in and self.announced_bytes <= self.budget
-        return self._answer(HintStatus.ACCEPTED if within else HintStatus.CLIPPED)
+            self._by_next_use.set(session, -due)
+
+    def _learn_gap(self, came: float, used: float | None) -> None:
+        """Report how long a session paused, if the policy learns from that."""
+        if self._learn is not None and used is not None:
+            self._learn(came - used)
 
     def _expected(self, entry: Entry, used: float) -> float:
         """The expected time of the next use: by the hint, else `_UNANNOUNCED_S` after `used`."""
@@ -373,6 +457,9 @@ class SessionAwarePolicy:
     def _withdraw(self, session: Session) -> None:
         """Drop a session's hints: its leaves become candidates of the policy again."""
         self._ended.pop(session, None)
+        if session.arrived is not None:
+            session.arrived = None
+            self.waiting -= 1
         if session.due is not None:
             session.due = None
             self.announced_bytes -= session.bytes
@@ -384,6 +471,7 @@ class SessionAwarePolicy:
 
     def _expire(self, now: float) -> None:
         while (first := self._expiries.first()) is not None and first[0] <= now:
+            self.counters["arrivals_lapsed"] += first[1].arrived is not None
             self._withdraw(first[1])
             first[1].expired = True
 
@@ -402,6 +490,12 @@ class SessionAwarePolicy:
                     session.leaves[entry] = None
             self._by_next_use.drop(session)
         return None
+
+
+def _last_stamp(session: Session) -> int:
+    """The last use of the ends of its chains, in microseconds; 0 when it has none."""
+    ends = (*session.chain_ends.values(), *session.leaves)
+    return max((entry.last_used for entry in ends), default=0)
 
 
 class _Timeline:

@@ -23,7 +23,18 @@ MOVER: Final = 0
 class Session:
     """What one store records about one session (design: session-hints)."""
 
-    __slots__ = ("bytes", "chain_ends", "due", "ended", "expired", "leaves", "name")
+    __slots__ = (
+        "arrived",
+        "bytes",
+        "chain_ends",
+        "due",
+        "ended",
+        "expired",
+        "last_use",
+        "leaves",
+        "name",
+        "waits_since",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,6 +42,9 @@ class Session:
         self.chain_ends: dict[Index, Entry] = {}  # the end of its last chain
         self.leaves: dict[Entry, None] = {}  # its evictable leaves, oldest first
         self.due: float | None = None  # the time at which it resumes, by its hint
+        self.arrived: float | None = None  # since when its next prompt waits to be served
+        self.waits_since = -1.0  # the first arrival after its last use, also when it has lapsed
+        self.last_use = 0.0  # its last write, or the last read of the end of one of its chains
         self.expired = False  # its hint expired before it resumed
         self.ended = 0  # when it ended: blocks last used up to then (µs) are evicted first
 

@@ -173,7 +173,7 @@ class Store:
         reservations = holder.reservations
         left = self.limits.writes.left(holder.reserved_bytes) if holder.limited else _UNLIMITED
         blocks_at = self.blocks_at
-        session = self.policy.open_session(session_hint, now) if session_hint is not None else None
+        session = self.policy.open_session(session_hint, now, moved=owner == MOVER)
         granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
@@ -345,6 +345,8 @@ class Store:
         touch = self.policy.touch
         for entry in used:
             touch(entry, now)
+        if used:
+            self.policy.answered(used[-1], now)
         return answers
 
     def unpin(self, owner: int, id: int) -> None:
@@ -556,13 +558,23 @@ class Store:
         """
         return self.policy.resume(session, resume_in, now, age_s=age_s)
 
+    def arrive(self, session: str, now: float, *, age_s: float = 0.0) -> HintStatus:
+        """A prompt of the session has arrived, `age_s` seconds ago, and waits to be served.
+
+        Its blocks are kept until it is, for a bounded time, within the budget of hints
+        (design: arrivals).
+        """
+        return self.policy.arrive(session, now, age_s=age_s)
+
     @property
     def hint_counters(self) -> dict[str, int]:
-        """Hints accepted, clipped and refused; recorded sessions; bytes of sessions with a hint."""
+        """Hints accepted, clipped and refused; recorded sessions; bytes of sessions with a hint;
+        sessions whose prompt waits."""
         return {
             **self.policy.counters,
             "sessions": self.policy.sessions,
             "announced_bytes": self.policy.announced_bytes,
+            "waiting_sessions": self.policy.waiting,
         }
 
     # --- looking ---------------------------------------------------------------------

@@ -285,6 +285,11 @@ class TieredStore:
         below = statuses[self.backing_tier]
         return statuses[self.front_tier] if below is HintStatus.UNKNOWN else below
 
+    def arrive(self, session: str, now: float, *, age_s: float = 0.0) -> HintStatus:
+        """As `Store.arrive`, in every tier."""
+        answers = [store.arrive(session, now, age_s=age_s) for store in self.stores]
+        return answers[self.backing_tier]
+
     # --- for the mover -----------------------------------------------------------------------
 
     @property
@@ -774,6 +779,7 @@ class TieredStore:
                     entry = blocks.get(digest)
                     if entry is not None and entry.state is State.STORED:
                         store.policy.touch(entry, now)
+                        store.policy.answered(entry, now)
 
     def _count_reads(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         blocks = self.front.blocks(namespace, part)

@@ -1,0 +1,161 @@
+"""How much memory would be enough: the live working set, measured by what clients ask a master for.
+
+A block is *live* between two requests for it: memory is of use to it in that time, and in no
+other. The live working set is the mean of the bytes that are live, over the last minutes. By
+Little's law that is the sum of the times from each request for a block to the next one, divided by
+the time of observation; no window has to be chosen, a block of an ended conversation does not
+count, and a block that was evicted meanwhile does, because the request for it is what counts.
+
+Only blocks whose hash is below a threshold are followed, and each stands for as many as the
+threshold leaves out (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015).
+(design: working-set)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.types import Demand, Namespace, Run, WorkingSet
+
+#: Blocks followed at once. With more, the threshold is halved.
+FOLLOWED_MAX: Final = 8192
+#: Namespaces with figures of their own; one more drops the one that was asked for longest ago.
+NAMESPACES_MAX: Final = 256
+#: The figures are means over about this many seconds.
+_MEAN_S: Final = 600.0
+#: A block that was not asked for in so long is forgotten: a request after that is as for a new one.
+_FORGET_S: Final = 3600.0
+#: Of the hash of a digest, the bits that the threshold is compared with.
+_HASH_BITS: Final = 30
+_HASH_MASK: Final = (1 << _HASH_BITS) - 1
+#: What writers say of sizes is theirs; a message has to hold the product.
+_SIZE_MAX: Final = 1 << 62
+#: Weight of the earlier matches with each new one.
+_KEEP: Final = 0.99
+#: Blocks of one call that are looked at; no client of ours asks for more at once.
+_BATCH_MAX: Final = 4096
+#: Forgotten by one call, at most.
+_FORGET_MAX: Final = 64
+
+
+class DemandMeter:
+    """What clients ask one master for; `now` is in seconds.
+
+    A call costs a comparison for each block, and one step more for each that is followed. Nobody
+    can make it hold more than `FOLLOWED_MAX` blocks and `NAMESPACES_MAX` namespaces.
+    """
+
+    def __init__(self) -> None:
+        #: When a block that is followed was asked for last, by a hash of its key; the longest ago
+        #: first.
+        self._asked: OrderedDict[int, float] = OrderedDict()
+        self._threshold = 1 << _HASH_BITS
+        self._changed_at = 0.0
+        self._figures: OrderedDict[Namespace, _Figures] = OrderedDict()
+        # Sums over the last matches, which fade with each: prompts that were found, their servers;
+        # blocks that were looked behind a hole, and the others of those prompts.
+        self._chains = 0.0
+        self._servers = 0.0
+        self._held = 0.0
+        self._beyond = 0.0
+
+    def asked(
+        self, namespace: Namespace, digests: Sequence[bytes], now: float, size: int = 0
+    ) -> None:
+        """These blocks were looked up for a prompt, or are being written with `size` bytes each."""
+        figures = self._figures.get(namespace)
+        if figures is None:
+            figures = self._figures[namespace] = _Figures(now)
+            if len(self._figures) > NAMESPACES_MAX:
+                self._figures.popitem(last=False)
+        else:
+            self._figures.move_to_end(namespace)
+        figures.block_bytes = size or figures.block_bytes
+        salt, threshold, asked = hash(namespace), self._threshold, self._asked
+        stands_for = (1 << _HASH_BITS) / threshold
+        waited = 0.0
+        for digest in digests[:_BATCH_MAX]:
+            key = hash(digest) ^ salt
+            if key & _HASH_MASK < threshold:
+                before = asked.get(key)
+                if before is not None:
+                    waited += now - before
+                    asked.move_to_end(key)
+                asked[key] = now
+        figures.add(waited * stands_for, now)
+        self._forget(now)
+
+    def matched(self, runs: Sequence[Run]) -> None:
+        """The lookup of a prompt found these runs."""
+        if runs:
+            servers = {replica.server for run in runs for replica in run.replicas[:1]}
+            self._chains = self._chains * _KEEP + 1
+            self._servers = self._servers * _KEEP + len(servers)
+
+    def looked_beyond(self, reachable: int, beyond: int) -> None:
+        """Of a prompt's blocks, so many can be read, and so many lie behind a missing one."""
+        self._held = self._held * _KEEP + reachable + beyond
+        self._beyond = self._beyond * _KEEP + beyond
+
+    def demand(self, now: float) -> Demand:
+        """The figures now; the largest working set first."""
+        sets = [
+            WorkingSet(
+                namespace, min(_SIZE_MAX, round(blocks * figures.block_bytes)), round(blocks)
+            )
+            for namespace, figures in self._figures.items()
+            for blocks in [figures.mean(now)]
+        ]
+        began = min((figures.began for figures in self._figures.values()), default=now)
+        return Demand(
+            now - began,
+            tuple(sorted((one for one in sets if one.size), key=lambda one: -one.size)),
+            self._servers / self._chains if self._chains else 0.0,
+            self._beyond / self._held if self._held else 0.0,
+        )
+
+    @property
+    def followed(self) -> int:
+        return len(self._asked)
+
+    def _forget(self, now: float) -> None:
+        asked = self._asked
+        for _ in range(_FORGET_MAX):
+            oldest = next(iter(asked.items()), None)
+            if oldest is None or now - oldest[1] < _FORGET_S:
+                break
+            asked.popitem(last=False)
+        if len(asked) > FOLLOWED_MAX:
+            self._threshold, self._changed_at = max(1, self._threshold // 2), now
+            for key in [key for key in asked if key & _HASH_MASK >= self._threshold]:
+                del asked[key]
+            while len(asked) > FOLLOWED_MAX:
+                asked.popitem(last=False)
+        few = len(asked) < FOLLOWED_MAX // 8 and self._threshold < 1 << _HASH_BITS
+        if few and now - self._changed_at > _MEAN_S:
+            # A flood of keys, or a time with more work, is over: follow more blocks again.
+            self._threshold, self._changed_at = self._threshold * 2, now
+
+
+class _Figures:
+    """Sums of one namespace that fade with `_MEAN_S`."""
+
+    __slots__ = ("_at", "_waited", "began", "block_bytes")
+
+    def __init__(self, now: float) -> None:
+        self.began = now
+        self.block_bytes = 0
+        self._at = now
+        self._waited = 0.0  # block-seconds
+
+    def add(self, waited: float, now: float) -> None:
+        self._waited = self._waited * math.exp((self._at - now) / _MEAN_S) + waited
+        self._at = now
+
+    def mean(self, now: float) -> float:
+        seen = _MEAN_S * -math.expm1((self.began - now) / _MEAN_S)
+        waited = self._waited * math.exp((self._at - now) / _MEAN_S)
+        return waited / seen if seen > 0 else 0.0

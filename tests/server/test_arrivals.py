@@ -1,0 +1,306 @@
+"""A prompt that waits in an engine's queue: its blocks stay until it is served, or is given up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpool import HintStatus, Pool, UsageError, dev
+from kvpool.errors import BadMessage, PeerError
+from kvpool.protocols import Link, ReserveRequest
+from kvpool.server.eviction.lease import Lease
+from kvpool.server.eviction.session_hints import SESSIONS_MAX, WAIT_S, WAIT_S_MAX
+from kvpool.server.state.entry import MOVER
+from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.types import ROOT, ReadStatus, SessionHint, WriteStatus
+from kvpool.wire import messages as wire
+from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.server.test_session_hints import ONE, PAGE, TWO, Books
+from tests.support.raw_peers import ask
+
+
+@pytest.fixture
+def books() -> Books:
+    """A store of 20 pages: session `old` has the oldest 8, nobody the 8 others."""
+    books = Books(20)
+    books.write("old", keys("old", 8))
+    books.write("", keys("other", 8))
+    books.now += 30.0
+    return books
+
+
+def arrive(books: Books, session: str = "old", age_s: float = 0.0) -> HintStatus:
+    answer = books.store.arrive(session, books.now, age_s=age_s)
+    books.store.check()
+    return answer
+
+
+def waiting(books: Books) -> int:
+    return books.store.hint_counters["waiting_sessions"]
+
+
+# --- what stays --------------------------------------------------------------------------
+
+
+def test_blocks_that_a_prompt_waits_for_are_no_victims(books: Books) -> None:
+    assert arrive(books) is HintStatus.ACCEPTED
+    books.fill(12)
+    assert (books.here(keys("old", 8)), books.here(keys("other", 8))) == (8, 0)
+    books.fill(12)
+    assert books.here(keys("old", 8)) == 8
+
+
+def test_an_announcement_does_not_lapse_while_its_prompt_is_in_a_queue() -> None:
+    books = Books(20)
+    books.write("old", keys("old", 8), resume_in=2.0)
+    books.now += 2.0
+    arrive(books)
+    books.now += 60.0  # the announcement alone would have lapsed ten seconds after the write
+    books.fill(15)
+    assert books.here(keys("old", 8)) == 8
+
+
+@pytest.mark.parametrize("ended_by", ["read", "write"])
+def test_a_prompt_that_is_served_waits_no_more(books: Books, ended_by: str) -> None:
+    arrive(books)
+    if ended_by == "read":
+        books.read(keys("old", 8))
+    else:
+        books.write("old", keys("more", 1), parent=keys("old", 8)[-1])
+    assert waiting(books) == 0
+    assert books.store.hint_counters["announced_bytes"] == 0
+    books.fill(20)
+    assert books.here(keys("old", 8)) == 0
+
+
+def test_a_read_of_the_first_blocks_leaves_the_rest_waited_for(books: Books) -> None:
+    """A prompt is read in several batches; so is a system prompt that others share."""
+    arrive(books)
+    books.read(keys("old", 8)[:3])
+    assert waiting(books) == 1
+    books.read(keys("old", 8)[3:])
+    assert waiting(books) == 0
+
+
+def test_either_part_of_a_block_may_be_read_first() -> None:
+    books = Books(40)
+    for part in (0, 1):
+        books.write("ranks", keys("ranks", 4), namespace=TWO, part=part)
+    books.now += 5.0
+    arrive(books, "ranks")
+    books.fill(40)
+    assert books.here(keys("ranks", 4), TWO) == 4
+    for pin in books.store.pin(1, TWO, 1, keys("ranks", 4), books.now):
+        books.store.unpin(1, pin.id)
+    assert waiting(books) == 0
+    books.store.check()
+
+
+def test_a_served_prompt_is_not_waited_for_when_its_arrival_comes_late(books: Books) -> None:
+    """An arrival comes with a heartbeat; an idle engine has read by then."""
+    books.read(keys("old", 8))
+    books.now += 0.5
+    assert arrive(books, age_s=0.6) is HintStatus.ACCEPTED
+    assert waiting(books) == 0
+    assert arrive(books, age_s=0.2) is HintStatus.ACCEPTED  # the next prompt
+    assert waiting(books) == 1
+
+
+def test_a_prompt_that_reads_an_earlier_branch_is_served(books: Books) -> None:
+    """The session has gone on from another point meanwhile: its chain ends elsewhere."""
+    chain = keys("old", 8)
+    books.write("old", keys("branch", 2), parent=chain[3])
+    books.now += 5.0
+    books.store.pin(1, ONE, 0, chain, books.now)  # it is being read
+    books.now += 0.5
+    assert arrive(books, age_s=0.7) is HintStatus.ACCEPTED
+    assert waiting(books) == 0
+
+
+def test_moving_a_block_between_tiers_is_no_use(books: Books) -> None:
+    arrive(books)
+    request = ReserveRequest(ONE, 0, keys("moved", 1), [ROOT], [PAGE], SessionHint("old"))
+    (answer,) = books.store.reserve(MOVER, request, books.now)
+    books.store.cancel(MOVER, answer.id)
+    assert waiting(books) == 1
+
+
+def test_a_read_in_one_tier_ends_the_wait_in_all() -> None:
+    stack = TieredStore([Store(16 * PAGE, alignment=PAGE) for _ in range(2)])
+    request = ReserveRequest(ONE, 0, keys("a", 1), [ROOT], [PAGE], SessionHint("a"))
+    for store in stack.stores:
+        (answer,) = store.reserve(1, request, 1.0)
+        store.seal(1, answer.id, 0, 1.0)
+    stack.arrive("a", 5.0)
+    assert [store.policy.waiting for store in stack.stores] == [1, 1]
+    (pin,) = stack.pin(1, ONE, 0, keys("a", 1), 6.0, [PAGE])
+    assert pin.status is ReadStatus.HIT
+    assert [store.policy.waiting for store in stack.stores] == [0, 0]
+
+
+# --- its bounds --------------------------------------------------------------------------
+
+
+def test_an_arrival_that_nothing_follows_lapses(books: Books) -> None:
+    arrive(books)
+    books.now += WAIT_S + 1.0
+    books.fill(12)
+    assert books.here(keys("old", 8)) == 0
+    assert waiting(books) == 0
+    assert books.store.hint_counters["arrivals_lapsed"] == 1
+
+
+def test_a_prompt_that_waits_for_long_is_repeated_and_not_for_ever(books: Books) -> None:
+    began = books.now
+    while books.now < began + WAIT_S_MAX - WAIT_S / 2:
+        assert arrive(books) is HintStatus.ACCEPTED
+        books.now += WAIT_S / 2
+    books.fill(12)
+    assert books.here(keys("old", 8)) == 8
+    books.now = began + WAIT_S_MAX + 1.0
+    books.fill(4)
+    assert arrive(books) is HintStatus.REFUSED  # it was not used since
+    assert waiting(books) == 0
+    books.fill(8)
+    assert books.here(keys("old", 8)) == 0
+
+
+def test_arrivals_take_no_more_than_the_budget_and_the_first_in_the_queue_stay() -> None:
+    books = Books(20)
+    for number in range(4):
+        books.write(f"{number}", keys(f"{number}", 5))
+    books.now += 30.0
+    answers = []
+    for number in (2, 0, 3, 1):
+        books.now += 1.0
+        answers.append(arrive(books, f"{number}"))
+    assert answers == [HintStatus.ACCEPTED] * 3 + [HintStatus.CLIPPED]
+    books.fill(4)  # somebody who has no session finds room at once
+    assert [books.here(keys(f"{number}", 5)) for number in range(4)] == [5, 1, 5, 5]
+
+
+def test_a_store_full_of_waiting_sessions_is_not_frozen() -> None:
+    """Under the policy that refuses most, and the budget of hints is all of the store (G9)."""
+    books = Books(20, policy=Lease(20 * PAGE), hint_budget=1.0)  # type: ignore[arg-type]
+    for number in range(4):
+        books.write(f"{number}", keys(f"{number}", 5))
+    books.now += 30.0
+    for number in range(4):
+        arrive(books, f"{number}")
+    assert books.write("", keys("early", 1)) == [WriteStatus.BYPASSED]
+    books.now += WAIT_S
+    assert books.write("", keys("late", 1)) == [WriteStatus.RESERVED]
+
+
+def test_an_unknown_session_costs_nothing(books: Books) -> None:
+    for number in range(100):
+        assert arrive(books, f"stranger {number}") is HintStatus.UNKNOWN
+    assert books.store.hint_counters["sessions"] == 1
+    assert waiting(books) == 0
+
+
+def test_what_an_arrival_means_beside_other_hints(books: Books) -> None:
+    books.store.end("old", books.now)
+    assert arrive(books, age_s=3.0) is HintStatus.ACCEPTED  # the end came after it
+    assert waiting(books) == 0
+    books.now += 1.0
+    arrive(books)  # it has not ended, then
+    assert books.store.resume("old", 500.0, books.now) is HintStatus.CLIPPED
+    books.fill(12)
+    assert books.here(keys("old", 8)) == 8
+    books.store.end("old", books.now)
+    assert waiting(books) == 0
+    books.fill(8)
+    assert books.here(keys("old", 8)) == 0
+
+
+def test_a_waiting_session_whose_blocks_are_removed_is_forgotten(books: Books) -> None:
+    arrive(books)
+    books.store.remove(ONE, keys("old", 8))
+    books.store.check()
+    assert (waiting(books), books.store.hint_counters["announced_bytes"]) == (0, 0)
+
+
+# --- what a lease learns -----------------------------------------------------------------
+
+
+def take_turns(books: Books, pause_s: float, turns: int) -> Lease[object]:
+    """Sessions whose blocks never last until their next prompt, and their arrivals."""
+    for turn in range(turns):
+        name = f"{turn % 5}"
+        chain = keys(f"{turn}", 4)
+        books.write(name, chain)
+        books.now += pause_s
+        books.store.remove(ONE, chain)
+        books.store.arrive(name, books.now)
+        books.store.arrive(name, books.now)  # repeated: one pause
+    policy = books.store.policy.policy  # type: ignore[attr-defined]
+    assert isinstance(policy, Lease)
+    return policy
+
+
+def test_a_lease_is_as_long_as_sessions_pause_though_none_hits() -> None:
+    books = Books(20, policy=Lease(20 * PAGE))  # type: ignore[arg-type]
+    lease = take_turns(books, 200.0, 70)
+    assert lease._pauses._total == 70
+    assert 400.0 < lease.lease_s < 520.0
+
+
+def test_a_lease_has_an_end_whatever_strangers_report() -> None:
+    lease: Lease[object] = Lease(20 * PAGE)  # type: ignore[type-var]
+    for _ in range(200):
+        lease.arrived(1e6)
+    assert lease.lease_s == 600.0
+
+
+def test_sessions_without_blocks_are_remembered_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.server.eviction.session_hints.SESSIONS_MAX", 3)
+    books = Books(20, policy=Lease(20 * PAGE))  # type: ignore[arg-type]
+    for number in range(9):
+        books.write(f"{number}", keys(f"{number}", 1))
+        books.store.remove(ONE, keys(f"{number}", 1))
+    for number in range(9):
+        books.store.arrive(f"{number}", books.now + 5.0)
+    policy = books.store.policy.policy  # type: ignore[attr-defined]
+    assert isinstance(policy, Lease)
+    assert policy._pauses._total == 3
+    assert SESSIONS_MAX < 1 << 20
+
+
+# --- on its way --------------------------------------------------------------------------
+
+
+async def test_a_match_with_a_session_reaches_the_servers(pool: Pool, pool_dev: dev.Dev) -> None:
+    (server,) = pool_dev.servers
+    chain = keys("chain", 4)
+    await pool.write(NAMESPACE, chain, values(chain, 64), session="agent")
+    await asyncio.sleep(0.15)  # at once after the write it would count as the same use
+    await pool.match(NAMESPACE, chain)
+    await pool.match(NAMESPACE, keys("elsewhere", 1), session="nobody")
+    assert pool_dev.master._hints.last == 1
+    assert (await pool.match(NAMESPACE, chain, session="agent")).length == 4
+    await eventually(lambda: server.store.hint_counters["waiting_sessions"] == 1)
+    await pool.read(NAMESPACE, chain, [bytearray(64) for _ in chain])
+    assert server.store.hint_counters["waiting_sessions"] == 0
+    await asyncio.sleep(0.15)
+    assert await pool.arrived("agent") is HintStatus.ACCEPTED
+    await eventually(lambda: server.store.hint_counters["waiting_sessions"] == 1)
+
+
+@pytest.mark.parametrize("session", ["x" * 129, "new\nline"])
+async def test_what_is_no_session(pool_dev: dev.Dev, session: str) -> None:
+    async with pool_dev.pool() as pool:
+        with pytest.raises(UsageError):
+            await pool.match(NAMESPACE, keys("a", 1), session=session)
+        with pytest.raises(UsageError):
+            await pool.arrived(session)
+
+
+async def test_a_master_refuses_a_name_that_is_not_printable(link: Link) -> None:
+    find = wire.Find("n", 1, 16, bytes(16), True, "new\nline")
+    with pytest.raises((BadMessage, PeerError), match="printable"):
+        await ask(link, find, wire.FindReply)

@@ -1,0 +1,88 @@
+"""Which sessions' prompts wait at one store, by a second list that is kept independently.
+
+An arrival's blocks are no victims while its prompt waits, within the budget of hints; and the wait
+ends with the first use. (design: arrivals)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
+from kvpool.server.state.entry import Entry
+
+#: An arrival is believed for this long after it came.
+_WAIT_S = 120.0
+#: An arrival so soon after a use may count as that use.
+_SAME_TIME_S = 0.1
+
+
+class ArrivalOracle:
+    """What a store must keep, from the calls that it got."""
+
+    def __init__(self, policy: SessionAwarePolicy, fail: Callable[[str], None]) -> None:
+        self._policy = policy
+        self._fail = fail
+        self._until: dict[str, float] = {}
+        self._used: Counter[str] = Counter()  # the last use, in microseconds
+        self._answered: Counter[str] = Counter()  # the last use that ends a wait
+        self.now = 0.0
+        self.kept = False  # a victim was looked for while a session waited
+
+    def arrived(self, name: str, now: float, age_s: float) -> None:
+        """After the store was told."""
+        self.now = now
+        came = now - age_s
+        if came <= self._answered[name] / 1e6 and self._until.get(name, 0.0) < now:
+            self._expect_no_wait(name, "its prompt had been served before its arrival was heard")
+        session = self._policy._sessions.get(name)
+        used = self._used[name] / 1e6 + _SAME_TIME_S
+        if session is not None and session.bytes and came > used and age_s < _WAIT_S:
+            self._until[name] = came + _WAIT_S
+
+    def ended(self, name: str, now: float) -> None:
+        self._until.pop(name, None)
+        self._used[name] = max(self._used[name], int(now * 1e6))
+
+    def writes(self, name: str, now: float) -> None:
+        """Before the store makes room; without a name, no session does."""
+        self.now = now
+        if name:
+            self._until.pop(name, None)
+            self._used[name] = self._answered[name] = int(now * 1e6)
+
+    def written(self, name: str) -> None:
+        self._expect_no_wait(name, "it has written")
+
+    def used(self, entry: Entry, now: float, *, last: bool) -> None:
+        """A read, or the end of a write; `last`: of a read's blocks."""
+        self.now = now
+        if entry.session is None:
+            return
+        name = entry.session.name
+        self._used[name] = int(now * 1e6)
+        if last and not entry.children:
+            self._until.pop(name, None)
+            self._answered[name] = int(now * 1e6)
+            self._expect_no_wait(name, "its last block was read")
+
+    def evicted(self, entry: Entry) -> None:
+        session = entry.session
+        self.kept |= bool(self._until)
+        if session is None or entry.index.namespace.parts > 1:
+            return
+        superseded = entry.superseded_at >= entry.last_used
+        within = self._policy.announced_bytes <= self._policy.budget
+        if within and not superseded and self.now < self._until.get(session.name, 0.0):
+            self._fail(f"arrivals: {entry!r} was evicted while a prompt of its session waits")
+
+    def bypassed(self) -> None:
+        """The store has refused a block of nobody's hint; its policy alone refuses none."""
+        if self._policy.announced_bytes > self._policy.budget:
+            self._fail("arrivals: a write finds no room beside sessions beyond their budget")
+
+    def _expect_no_wait(self, name: str, why: str) -> None:
+        session = self._policy._sessions.get(name)
+        if session is not None and session.arrived is not None:
+            self._fail(f"arrivals: session {name!r} still waits, although {why}")
