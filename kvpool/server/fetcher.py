@@ -15,7 +15,7 @@ from typing import Final
 
 from kvpool import logs
 from kvpool.checksum import block_seeds, checksum
-from kvpool.errors import DeadlineExceeded, Overloaded, PeerError, Unavailable
+from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, ReadOptions, ReserveRequest, SupportsFetch
 from kvpool.server.context import ServerContext
 from kvpool.server.peer_servers import PeerServers
@@ -255,7 +255,7 @@ class Fetcher:
     def _seal(self, call: FetchCall, reservations: dict[int, int]) -> None:
         """Make the blocks visible. Nothing is awaited: a removal comes before it, or after it."""
         now = _now()
-        for position, id in reservations.items():
+        for position, id in sorted(reservations.items()):  # heads first
             digest, offer = call.digests[position], call.offers[position]
             if self.fetches.may_seal(call.namespace, call.part, digest):
                 last_used = _stamp(now, offer)
@@ -400,13 +400,16 @@ class Fetcher:
     ) -> None:
         deadline = _now() + _PASS_ON_S
         self._context.counters["passed_on_removals"] += len(digests)
-        try:
-            channel = await self._peers.channel(server, deadline)
-            await channel.remove(namespace, digests, part=part, deadline=deadline)
-        except _FAILURES as error:
-            self._peers.failed(server)
-            if not isinstance(error, DeadlineExceeded):
-                log.info("a removal was not passed on", receiver=server, why=str(error))
+        why = ""
+        for _ in range(2):  # the first connection may be to the process before a restart
+            try:
+                channel = await self._peers.channel(server, deadline)
+                await channel.remove(namespace, digests, part=part, deadline=deadline)
+                return
+            except _FAILURES as error:
+                self._peers.failed(server)
+                why = str(error)  # and not the error, which refers to this frame
+        log.info("a removal was not passed on", receiver=server, why=why)
 
 
 def _stamp(now: float, offer: Offer) -> int:

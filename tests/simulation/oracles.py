@@ -80,6 +80,12 @@ class Memory(Protocol):
     def view(self, offset: int, size: int) -> memoryview: ...
 
 
+class MoveOracle(Protocol):
+    """What is checked of blocks that move, as the stores see it."""
+
+    def sealed(self, namespace: Namespace, digest: bytes) -> None: ...
+
+
 class WatchedStore(Store):
     """The real store, with a second list of all holds that is kept independently."""
 
@@ -101,6 +107,7 @@ class WatchedStore(Store):
         self.truth = truth
         #: Checks the invariants after a change.
         self.inspect: Callable[[], None] = self.check_alone
+        self.moves: MoveOracle | None = None
         self.corrupted: set[tuple[int, int]] = (
             set()
         )  # (offset, generation) that a fault has changed
@@ -233,7 +240,10 @@ class WatchedStore(Store):
                 self.truth.probes.add("a full server refused")
             elif answer.status is WriteStatus.IN_PROGRESS:
                 self.truth.probes.add("two writers met")
+        newest = max(request.last_used) if request.last_used and not self.demotes else None
         for entry in self._evicted_now:
+            if newest is not None and entry.last_used >= newest:
+                self.truth.fail(f"G9: {entry!r} was evicted for a fetched block that is older")
             self.truth.probes.add("made room by evicting")
             for sibling in range(entry.index.namespace.parts):
                 if self.peek(entry.index.namespace, sibling, entry.digest) is not None:
@@ -260,6 +270,8 @@ class WatchedStore(Store):
                 self.arrivals.used(entry, now, last=False)
             self.verify(entry, "sealed")
             key = entry.index.namespace, entry.digest, entry.index.part
+            if last_used is not None and self.moves is not None:
+                self.moves.sealed(entry.index.namespace, entry.digest)
             if not from_other_tier:
                 self.truth.sealed(self.life, key)
             elif not self.tier:
@@ -462,10 +474,14 @@ class WatchedDirectory(Directory):
         copies: int = 1,
     ) -> Placement:
         placement = super().place(namespace, digests, parent, size, host, copies)
+        for server in placement.servers:
+            if self._servers[server].stats.draining:
+                self.truth.fail(f"G15: {server}, which will leave, is chosen for a write")
         living = {name for name, record in self._servers.items() if record.alive}
         if not set(placement.servers) <= living:
             self.truth.fail("a writer is sent to a server that is lost")
-        if living and not placement.servers:
+        stay = {name for name in living if not self._servers[name].stats.draining}
+        if stay and not placement.servers:
             self.truth.fail("a writer is sent nowhere, although servers live")
         if parent == ROOT or not digests:
             return placement

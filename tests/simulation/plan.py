@@ -44,6 +44,9 @@ class WorldPlan:
     crowds: bool = False  # many servers, and one prompt at the head of every chain
     circles: bool = False  # some blocks are their own ancestors, in writes and in files
     sessions: bool = False  # clients name sessions, whose prompts wait in queues
+    moves: bool = False  # servers fetch blocks from each other, and leave
+    fetch_rate: int = 0  # bytes per second; 0: a quarter of what is measured
+    step_blocks: int = 64  # that one transfer of a fetch brings
 
     @property
     def alignment(self) -> int:
@@ -90,6 +93,14 @@ class WorldPlan:
             plan = replace(plan, crowds=True, servers=rng.randint(3, 8))
         circles = random.Random(f"{seed}/circles").random() < 0.3
         plan = replace(plan, circles=circles and "circles" not in without)
+        moving = random.Random(f"{seed}/moves")
+        if moving.random() < 0.4 and plan.servers > 1 and "moves" not in without:
+            plan = replace(
+                plan,
+                moves=True,
+                fetch_rate=moving.choice([0, 2_000, 8_000]),
+                step_blocks=moving.choice([1, 3, 64]),
+            )
         if random.Random(f"{seed}/strangers").random() < 0.4 and HOARD not in without:
             plan = replace(plan, faults=plan.faults | {HOARD})
         rng = random.Random(f"{seed}/maps")

@@ -46,6 +46,8 @@ _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
 _SESSION_HINTS = "kvpool.server.eviction.session_hints"
+_FETCHER = "kvpool.server.fetcher"
+_FETCHES = "kvpool.server.state.fetches"
 _FORMAT = "kvpool_tiers.nvme.format"
 _NAMESPACES = "kvpool_tiers.nvme.namespaces"
 
@@ -228,6 +230,63 @@ BUGS: Sequence[Bug] = (
         _CONNECTION,
         "        elif now - self._sampled_at >= STALLED_S:\n",
         "        elif now - self._sampled_at >= STALLED_S * 1e6:\n",
+    ),
+    # --- blocks that move
+    Bug(
+        "fetched-bytes-are-not-verified",
+        "G1",
+        _FETCHER,
+        "        if await self._checksum(extent, seed) == call.offers[position].checksum:\n",
+        "        if await self._checksum(extent, seed) is not None:\n",
+    ),
+    Bug(
+        "removal-stays-at-the-source",
+        "G5",
+        _CONNECTION,
+        "        await self._fetcher.pass_on(namespace, digests, part)\n",
+        "",
+    ),
+    Bug(
+        "removed-on-its-way-and-sealed",
+        "G5",
+        _FETCHES,
+        "is FetchState.RUNNING",
+        "is not None",
+    ),
+    Bug(
+        "fetched-before-masters-know",
+        "G5",
+        _FETCHER,
+        "await self._context.wait_until_announced(announced_by)",
+        "True",
+    ),
+    Bug(
+        "fetched-in-place-of-newer",
+        "G9",
+        _STORE,
+        "            and self._last_use(victim) >= last_used\n",
+        "            and self._last_use(victim) < 0\n",
+    ),
+    Bug(
+        "tails-are-fetched-without-heads",
+        "chains",
+        _FETCHER,
+        "        step = waiting[:count]\n        del waiting[:count]\n",
+        "        step = waiting[-count:]\n        del waiting[-count:]\n",
+    ),
+    Bug(
+        "fetches-ignore-their-budget",
+        "G10",
+        _FETCHER,
+        "            while (wait_s := self.budget.wait_s(_now())) > 0:\n",
+        "            while (wait_s := self.budget.wait_s(_now())) > 1e6:\n",
+    ),
+    Bug(
+        "leaving-server-is-chosen",
+        "G15",
+        _DIRECTORY,
+        "            if draining:\n                self._placer.remove(record)\n            elif",
+        "            if draining:\n                pass\n            elif",
     ),
     # --- writing
     Bug(

@@ -58,11 +58,13 @@ PINNED_WITH_CONTESTS = {
     97199: "(an oracle:) an impostor's registration while the server was cut off",
 }
 #: Without disks, a seed gives the same world as before disks were added.
-NO_DISK = frozenset({"disk", "contests", "crowds", "circles", "hoard", "sessions"})
-#: Without write-back, the same as before servers could do that.
-NO_WRITE_BACK = frozenset({"write-back"})
+NO_DISK = frozenset({"disk", "contests", "crowds", "circles", "hoard", "sessions", "moves"})
+#: Without write-back and moves, the same as before servers could do that.
+NO_WRITE_BACK = frozenset({"write-back", "moves"})
 #: Without contests, crowds and circles, a seed gives the same world as before they were added.
-NO_CONTESTS = frozenset({"contests", "crowds", "circles", "hoard", "write-back", "sessions"})
+NO_CONTESTS = frozenset(
+    {"contests", "crowds", "circles", "hoard", "write-back", "sessions", "moves"}
+)
 
 
 @pytest.mark.parametrize("seed", PINNED)

@@ -18,6 +18,8 @@ PROBES: Final = (
     "a circle of parents in a file was cut",
     "a full server refused",
     "two writers met",
+    "a server fetched blocks from another one",
+    "a server handed over all of its blocks",
     "copies of a contested block are equal",
     "read of a block that is being written",
     "removed while it was read",

@@ -133,6 +133,8 @@ class SimClient:
             kinds += [(0.25, self._prompt), (0.02, self._end_session)]
         if world.plan.contests:
             kinds.append((0.06, self._contest))
+        if world.plan.moves:
+            kinds += [(0.10, self._fetch), (0.04, self._leave)]
         if world.plan.circles:
             kinds.append((0.06, self._circle))
         (operation,) = self._rng.choices([k for _, k in kinds], [share for share, _ in kinds])
@@ -345,20 +347,24 @@ class SimClient:
         world = self._world
         buffers = [value(namespace, digest, part) for digest in chain]
         began, missing = world.loop.now, self.pool.counters["copies_missing"]
-        statuses = await self._timed(
-            self.pool.write(
-                namespace,
-                chain,
-                buffers,
-                parent=parent,
-                part=part,
-                copies=copies,
-                visible=visible,
-                session=session or (self._session(chain) if parent == ROOT else ""),
-                timeout=self._timeout_s,
-            ),
-            "write",
-        )
+        world.moves.write_begins(namespace, chain)
+        try:
+            statuses = await self._timed(
+                self.pool.write(
+                    namespace,
+                    chain,
+                    buffers,
+                    parent=parent,
+                    part=part,
+                    copies=copies,
+                    visible=visible,
+                    session=session or (self._session(chain) if parent == ROOT else ""),
+                    timeout=self._timeout_s,
+                ),
+                "write",
+            )
+        finally:
+            world.moves.write_ended(chain)
         world.note(f"{self.name} write {[int(status) for status in statuses]}")
         missing = self.pool.counters["copies_missing"] - missing
         judge = Judge(world, began, self._timeout_s)
@@ -528,6 +534,8 @@ class SimClient:
         removed = await self._timed(
             self.pool.remove(namespace, chain, timeout=self._timeout_s), "remove"
         )
+        if self._timeout_s >= 1.0:
+            self._world.moves.removed(namespace, chain, began)
         servers: set[str] = set()
         for digest, was_there in zip(chain, removed, strict=True):
             if was_there:
@@ -536,6 +544,13 @@ class SimClient:
         may_kill = plan.disk and "kill server" in plan.faults
         if may_kill and servers and self._rng.random() < 0.5:  # the blocks must not come back
             self._world.nemesis.schedule_fault("kill server", sorted(servers))
+
+    async def _fetch(self) -> None:
+        namespace, chain = self._chain()
+        await self._world.moves.fetch(self.pool, self._rng, namespace, chain)
+
+    async def _leave(self) -> None:
+        await self._world.moves.leave(self.pool, self._rng)
 
     async def _explain(self) -> None:
         namespace, chain = self._chain()

@@ -38,6 +38,7 @@ from tests.simulation.control_plane import SimNetwork
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.memory import SimShm, SimTier
+from tests.simulation.moves import Moves
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import Net
 from tests.simulation.nodes import Incident, MasterNode, ServerNode
@@ -98,6 +99,7 @@ class World:
         self.wrong_maps = 0
         self.maps_right_from = 0.0
         vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
+        self.moves = Moves(self)
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
@@ -250,6 +252,7 @@ class World:
         store = WatchedStore(life, tier, truth, every=plan.check_every)
         if plan.sessions:
             store.arrivals = ArrivalOracle(store.policy, truth.fail)
+        store.moves = self.moves
         store.unsent = lambda: self.net.unsent(node.process, tier.memory)
         transports = self.transports()
         config = ServerConfig(
@@ -260,6 +263,7 @@ class World:
             heartbeat_s=HEARTBEAT_S,
             alignment=plan.alignment,
             write_mode=WRITE_BACK if plan.write_back else WRITE_THROUGH,
+            fetch_rate=plan.fetch_rate,
         )
         tiers: list[Tier] = [tier]
         stores = [store]
@@ -281,6 +285,7 @@ class World:
             secret=node.name.encode() if plan.kept_secrets else b"",
             keeps_secret=plan.kept_secrets,
         )
+        self.moves.watch(node)
         if plan.copy_s > 0.001:
             server._context.compactor.inline_max = 0  # moves take time, as those of large blocks
         truth.life_began(life)
@@ -337,8 +342,15 @@ class World:
             client.begin(self.plan.ops // len(self.clients), self.plan.chaos_s)
         await chaos
         await nemesis.heal()
+        await self.moves.end()
         for client in self.clients:
             await client.finish()
+        await self.moves.end()
+        living = [client for client in self.clients if client.process.alive]
+        if self.plan.moves and living:
+            client = living[0]
+            await client.process.spawn(self.moves.play(client))
+            await self.moves.end()
         await self._recover()
         await self._close()
 

@@ -1,0 +1,280 @@
+"""Blocks that move: clients have servers fetch blocks and hand them over, and what must hold then.
+
+A fetch moves what a writer has stored, so the oracles of the stores hold for it as for any write.
+Here is what they cannot see: order, room, removals, masters, and what a drain has promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvpool.errors import Unavailable
+from kvpool.protocols import Channel, SupportsFetch
+from kvpool.server import fetcher
+from kvpool.server.state.fetches import FetchBudget
+from kvpool.types import DrainState, FetchStatus, Namespace, ReadStatus
+from tests.simulation.blocks import ONE
+
+if TYPE_CHECKING:
+    from kvpool.client.pool import Pool
+    from tests.simulation.nodes import ServerNode
+    from tests.simulation.users import SimClient
+    from tests.simulation.world import World
+
+#: A head for which there was no room, or no time, keeps its tail away.
+_HEAD_IS_MISSING: Final = (FetchStatus.NOT_YET, FetchStatus.NO_ROOM)
+#: A drain has so long.
+_DRAIN_S: Final = (1.0, 4.0, 8.0)
+
+
+class WatchedBudget(FetchBudget):
+    """No transfer begins before those that came before it are paid for."""
+
+    fail: Callable[[str], None]
+
+    def begin(self, size: int, now: float) -> float:
+        if self.wait_s(now) > 0:
+            self.fail(f"G10: a fetch begins {self.wait_s(now):.6f} s before its budget allows it")
+        return super().begin(size, now)
+
+
+class Moves:
+    """What clients do with `Fetch` and `Drain`, and what is checked."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._writing: Counter[bytes] = Counter()
+        self._written_at: dict[bytes, float] = {}
+        #: Removed on every server, with no write since: nothing may bring them back.
+        self._gone: set[tuple[Namespace, bytes]] = set()
+        vars(fetcher)["_STEP_BLOCKS"] = world.plan.step_blocks  # a `Final` of the module
+
+    # --- operations ---------------------------------------------------------------------------
+
+    async def fetch(
+        self,
+        pool: Pool,
+        rng: random.Random,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        between: Sequence[ServerNode] = (),
+    ) -> None:
+        """Have one server fetch a chain from another one."""
+        world = self._world
+        source, target = between or (rng.choice(world.servers), rng.choice(world.servers))
+        within_s = rng.choice([0.1, 0.5, 3.0])
+        began, deadline = world.loop.now, asyncio.get_running_loop().time() + within_s
+        life = self._life(target)
+
+        async def ask(channel: Channel) -> list[FetchStatus]:
+            assert isinstance(channel, SupportsFetch)
+            part = rng.randrange(namespace.parts)
+            statuses = await channel.fetch(namespace, part, chain, source.name, deadline=deadline)
+            if world.settled_since(began):
+                self._check_masters(namespace, chain, part, statuses, target, life)
+            return statuses
+
+        statuses = await pool._servers.call(target.name, ask, deadline)
+        world.note(f"fetch {source.name} > {target.name} {[int(status) for status in statuses]}")
+        if FetchStatus.FETCHED in statuses:
+            world.truth.probes.add("a server fetched blocks from another one")
+        for head, status in itertools.pairwise(statuses):
+            if head in _HEAD_IS_MISSING and status is FetchStatus.FETCHED:
+                world.loop.fail("chains: a tail was fetched without its head")
+
+    async def leave(self, pool: Pool, rng: random.Random, node: ServerNode | None = None) -> None:
+        """Drain one server; when it has handed over its blocks, look whether that is true."""
+        world = self._world
+        node = node or rng.choice(world.servers)
+        began, life = world.loop.now, self._life(node)
+        await pool.drain(node.name, within_s=rng.choice(_DRAIN_S))
+        state = DrainState.RUNNING
+        try:
+            while state is DrainState.RUNNING and world.loop.now < began + 9.0:
+                await asyncio.sleep(0.2)
+                state = (await pool.drain_report(node.name)).state
+            if state is DrainState.DONE and world.settled_since(began):
+                world.truth.probes.add("a server handed over all of its blocks")
+                self._check_handed_over(life, began)
+        finally:
+            if rng.random() < 0.9:  # else the next one, or the end of the faults
+                await pool.cancel_drain(node.name)
+
+    async def play(self, client: SimClient) -> None:
+        """When all faults have ended: fetches beside removals, and servers that leave together.
+
+        Then every check is strict.
+        """
+        world, rng = self._world, self._world.rng["moves"]
+        await asyncio.sleep(max(0.0, world.settled_from - world.loop.now) + 0.1)
+        with contextlib.suppress(Unavailable):  # on a network that loses messages by itself
+            await self._play(client, rng)
+
+    async def _play(self, client: SimClient, rng: random.Random) -> None:
+        world = self._world
+        for _ in range(4):
+            chain = world.catalog.fresh(rng.randint(2, 8))
+            await client._write_now(ONE, chain, copies=rng.choice([1, 2, 2]))
+            between = rng.sample(world.servers, 2)
+            if world.plan.verify and rng.random() < 0.3:
+                self._rot(rng, between[0])
+            calls = [self._fetch_now(client, rng, chain, between) for _ in range(2)]
+            if rng.random() < 0.5:
+                await asyncio.gather(*calls, self._remove_soon(client, rng, chain[1:]))
+            else:
+                await asyncio.gather(*calls)
+                await self._remove_one_by_one(client, rng, chain[1:], between)
+        count = rng.choice([1, len(world.servers) - 1])
+        leaving = rng.sample(world.servers, count)
+        await asyncio.gather(*(self.leave(client.pool, rng, node) for node in leaving))
+
+    async def _fetch_now(
+        self,
+        client: SimClient,
+        rng: random.Random,
+        chain: Sequence[bytes],
+        between: Sequence[ServerNode],
+    ) -> None:
+        with contextlib.suppress(Unavailable):  # its time was too short
+            await self.fetch(client.pool, rng, ONE, chain, between)
+
+    async def _remove_soon(
+        self, client: SimClient, rng: random.Random, chain: Sequence[bytes]
+    ) -> None:
+        await asyncio.sleep(rng.choice([0.0, 0.001, 0.003, 0.01, 0.1]))
+        await client._remove_now(ONE, chain)
+
+    async def _remove_one_by_one(
+        self,
+        client: SimClient,
+        rng: random.Random,
+        chain: Sequence[bytes],
+        between: Sequence[ServerNode],
+    ) -> None:
+        """A removal that reaches the source last, and a fetch that begins in between."""
+        world, began = self._world, self._world.loop.now
+        source, target = between
+        others = [node for node in world.servers if node not in between]
+        fetching = None
+        for node in (target, *others, source):
+            deadline = asyncio.get_running_loop().time() + 3.0
+
+            async def ask(channel: Channel, until: float = deadline) -> list[bool]:
+                return await channel.remove(ONE, chain, deadline=until)
+
+            await client.pool._servers.call(node.name, ask, deadline)
+            if fetching is None:
+                fetching = asyncio.ensure_future(self._fetch_now(client, rng, chain, between))
+                await asyncio.sleep(rng.choice([0.0, 0.01, 0.1, 1.0]))
+        self.removed(ONE, chain, began)
+        if fetching is not None:
+            await fetching
+        self.removed(ONE, chain, began)
+
+    def _rot(self, rng: random.Random, node: ServerNode) -> None:
+        """Flip a bit of a block in a server's memory."""
+        store = node.store
+        if entries := store.inventory():
+            entry = rng.choice(entries)
+            key = entry.index.namespace, entry.digest, entry.index.part
+            self._world.truth.history(*key).corrupted += 1
+            store.corrupted.add((entry.offset, entry.generation))
+            node.memory[entry.offset + rng.randrange(entry.size)] ^= 1 << rng.randrange(8)
+
+    async def end(self) -> None:
+        """Every server stays."""
+        for node in self._world.servers:
+            if node.server is not None and node.process.alive:
+                await node.process.spawn(node.server._drainer.cancel())
+
+    # --- what must hold -----------------------------------------------------------------------
+
+    def write_begins(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
+        self._writing.update(chain)
+        self._gone.difference_update([(namespace, digest) for digest in chain])
+
+    def write_ended(self, chain: Sequence[bytes]) -> None:
+        self._writing.subtract(chain)
+        self._written_at.update(dict.fromkeys(chain, self._world.loop.now))
+
+    def removed(self, namespace: Namespace, chain: Sequence[bytes], began: float) -> None:
+        """A removal that began at `began` has returned: no server may have these blocks.
+
+        Unless somebody wrote them meanwhile, or a fault kept a server from receiving it.
+        """
+        if not self._world.settled_since(began):
+            return
+        for digest in chain:
+            if self._writing[digest] or self._written_at.get(digest, -1.0) >= began:
+                continue
+            self._gone.add((namespace, digest))
+            for part in range(namespace.parts):
+                if holders := self._world.truth.history(namespace, digest, part).holders:
+                    self._world.loop.fail(
+                        f"G5: {digest.hex()[:12]} was removed, and is on {sorted(holders)}"
+                    )
+
+    def sealed(self, namespace: Namespace, digest: bytes) -> None:
+        """A fetched block becomes visible."""
+        if (namespace, digest) in self._gone:
+            self._world.loop.fail(f"G5: {digest.hex()[:12]} was removed, and a fetch brought it")
+
+    def _check_masters(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        part: int,
+        statuses: Sequence[FetchStatus],
+        target: ServerNode,
+        life: str,
+    ) -> None:
+        """At the moment of the answer each master lists what the target has fetched."""
+        world = self._world
+        for digest, status in zip(chain, statuses, strict=True):
+            history = world.truth.history(namespace, digest, part)
+            if status is not FetchStatus.FETCHED or life not in history.holders:
+                continue
+            if history.sealed.get(target.name) != history.changed_at:
+                continue  # it has left since, and came back
+            for master in world.masters:
+                assert master.master is not None
+                (found,) = master.master.directory.explain(namespace, [digest])
+                if not any(one.server == target.name for one in found.replicas):
+                    world.loop.fail(f"G5: {master.name} does not list a block that is fetched")
+
+    def _check_handed_over(self, life: str, began: float) -> None:
+        """Each block of a server that is done is on one that does not leave.
+
+        Unless it was evicted or removed there since, as any block.
+        """
+        world = self._world
+        leaving = [node for node in world.servers if node.server and node.server._context.draining]
+        drains = [node.server._drainer.report().state for node in leaving if node.server]
+        if any(state is not DrainState.DONE for state in drains):
+            return  # of several, the last one checks
+        lives = {self._life(node) for node in leaving}
+        for key in world.truth.held_by(life):
+            history = world.truth.history(*key)
+            lost_since = history.lost_at >= began and history.ends & {
+                ReadStatus.EVICTED,
+                ReadStatus.REMOVED,
+                ReadStatus.CORRUPT,
+            }
+            if not history.holders - lives and not lost_since and not history.corrupted:
+                world.loop.fail(f"G15: the drain is done, but only {life} has {key[1].hex()[:12]}")
+
+    def watch(self, node: ServerNode) -> None:
+        """A server's process has begun."""
+        assert node.server is not None
+        budget = WatchedBudget(self._world.plan.fetch_rate)
+        budget.fail = self._world.loop.fail
+        node.server._fetcher.budget = budget
+
+    def _life(self, node: ServerNode) -> str:
+        return node.store.life if node.server is not None else ""
