@@ -34,7 +34,7 @@ def members_table(members: list[Member]) -> Table:
         table.add_column(name, justify="right")
     for m in sorted(members):
         stats = m.stats
-        state = "[green]up[/]" if m.alive else f"[red]silent {m.heard_s:.0f} s[/]"
+        state = _state(m)
         share = stats.used / m.capacity if m.capacity else 0
         table.add_row(
             escape(m.server),
@@ -53,6 +53,14 @@ def members_table(members: list[Member]) -> Table:
     if not members:
         table.add_row("no server has registered", *[""] * 11)
     return table
+
+
+def _state(member: Member) -> str:
+    if not member.alive:
+        return f"[red]silent {member.heard_s:.0f} s[/]"
+    if member.stats.draining:
+        return f"[yellow]leaving, {member.stats.drain_left_blocks:,} left[/]"
+    return "[green]up[/]"
 
 
 def clients_table(members: list[Member]) -> Table:

@@ -76,6 +76,13 @@ def test_one_line_for_each_server_sorted() -> None:
     assert second[:4] == ["b", "silent", "7", "s"]
 
 
+def test_a_server_that_leaves_says_how_much_is_left() -> None:
+    leaving = member(draining=True, drain_left_blocks=1234)
+    assert "a leaving, 1,234 left dram" in " ".join(lines(members_table([leaving]))[1])
+    silent = member(alive=False, draining=True)
+    assert "silent" in " ".join(lines(members_table([silent]))[1])
+
+
 def test_a_server_without_memory_and_a_pool_without_servers() -> None:
     assert "(0%)" in " ".join(lines(members_table([member()._replace(capacity=0)]))[1])
     assert "no server has registered" in " ".join(lines(members_table([]))[1])
