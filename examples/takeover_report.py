@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvpool.tools.charts import Bar, BarGroup, grouped_bars
 
-WITH, WITHOUT, FIRST_ENGINE = "with the pool", "without", "the engine that is lost"
+WITH, WITHOUT, FIRST_ENGINE = "with the pool", "without", "the engine that goes away"
 
 
 class Turn(NamedTuple):

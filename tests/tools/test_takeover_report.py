@@ -87,7 +87,7 @@ def test_the_picture_has_a_bar_for_every_median() -> None:
     root = ElementTree.fromstring(drawn)
     texts = [element.text or "" for element in root.iter() if element.tag.endswith("}text")]
     assert {"1", "2", "3", "4", "a new one"} <= set(texts)
-    assert {"the engine that is lost", "with the pool", "without"} <= set(texts)
+    assert {"the engine that goes away", "with the pool", "without"} <= set(texts)
     assert any("medians of 2 sessions" in text and "from turn 3 on" in text for text in texts)
     bars = [one for one in root.iter() if one.tag.endswith("}rect")]
     assert len(bars) == 1 + 3 + 2 + 2 * 3  # the page, the key, both kinds of groups
