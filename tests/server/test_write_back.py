@@ -203,6 +203,21 @@ def test_a_stop_writes_the_last_used_chain_first_and_nothing_that_has_ended() ->
     assert server.stack.waiting == 0
 
 
+def test_a_stop_writes_no_block_twice() -> None:
+    """Where the disk is as small as the memory, each write has it evict what memory still has."""
+    server = Server(8, 4, write_back=True)
+    for number in range(4):
+        server.write(1, ONE, 0, keys(f"{number}", 2))
+    list(server.stack.flush())
+    written = 0
+    while copies := server.stack.next_writebacks(PAGE, 1, server.now):
+        written += len(copies)
+        assert written <= 8
+        for copy in copies:
+            server.finish(copy)
+    server.look()
+
+
 def test_a_stop_takes_steps() -> None:
     server = Server(6000, 6000, write_back=True)
     for number in range(4):

@@ -885,9 +885,13 @@ class TieredStore:
         place = found.index.tier
         if tier == self.front_tier or (place != self.front_tier and tier < place):
             self.change_log.append(found, ReadStatus.HIT, place)
-        if tier == self.backing_tier and place == self.front_tier:
+        gave_up = (
+            event is Event.EVICT and self.write_back is not None and self.write_back.is_flushing
+        )
+        if tier == self.backing_tier and place == self.front_tier and not gave_up:
             # The backing tier lost its copy because that was corrupt: write it again. Or, with
             # write-back, it evicted what memory still uses, perhaps below blocks that are dirty.
+            # (Not while the server stops: where memory is as large, that would never end.)
             self.front.mark_dirty(found)
             self._queue(found)
         return False
