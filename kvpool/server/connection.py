@@ -84,7 +84,8 @@ class ServerConnection:
                 for position in full:
                     answers[position] = Reservation(WriteStatus.NOT_YET)
                 break
-            if not full or self._context.draining or self._loop.time() >= wait_until:
+            over = self._context.draining or self._loop.time() >= wait_until
+            if not full or over or not self._store.is_held:
                 break
             await self._context.wait_for_space(wait_until)
             if not self._open:  # closed meanwhile: nothing would free what is reserved now

@@ -11,7 +11,7 @@ from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.protocols import SupportsFetch
 from kvpool.runtime import task_group
 from kvpool.server.context import ServerContext
-from kvpool.server.peer_servers import PeerServers
+from kvpool.server.peer_servers import REFRESH_S, PeerServers
 from kvpool.server.state.drain_plan import BlockName, DrainPlan, HandedOver, name_of
 from kvpool.server.state.entry import Entry
 from kvpool.types import DrainReport, DrainState, FetchStatus, Left, ReadStatus
@@ -167,12 +167,30 @@ class Drainer:
         self._handed.begin_pass()
         plan = await self._plan()
         if not plan.blocks:
-            return not (self._store.front.reservations or self._store.is_writing_back)
+            busy = self._store.front.reservations or self._store.is_writing_back
+            return not busy and await self._holders_live()
         stretches = plan.stretches()
         async with task_group() as group:
             for _ in range(_STRETCHES):
                 group.create_task(self._hand_over_all(stretches))
         return False
+
+    async def _holders_live(self) -> bool:
+        """Wait until every server that has our blocks has sent a heartbeat from now on.
+
+        Masters take seconds to see that a server is lost: one that was killed before the last block
+        went to another would still count. False: one is lost, and its share is handed over again.
+        """
+        since = _now()
+        holders = set(self._handed.holders.values())
+        while holders:
+            members = await self._members()
+            if not holders <= await self._living(members):
+                return False
+            age_s = _now() - since - REFRESH_S  # what is known of them is as old, at most
+            holders = {holder for holder in holders if members[holder].heard_s >= age_s}
+            await asyncio.sleep(_PASS_GAP_S if holders else 0)
+        return True
 
     async def _plan(self) -> DrainPlan:
         """The blocks that are here and nowhere safe, in steps that leave the loop to others."""
@@ -203,9 +221,9 @@ class Drainer:
         name = name_of(entry)
         return self._keeps_file and self._store.backing.peek(*name) is not None
 
-    async def _living(self) -> set[str]:
+    async def _living(self, members: Mapping[str, wire.MemberInfo] | None = None) -> set[str]:
         """The servers whose copies count: they live, and do not leave themselves."""
-        members = await self._members()
+        members = members or await self._members()
         return {
             info.server
             for info in members.values()

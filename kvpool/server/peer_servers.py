@@ -25,7 +25,7 @@ from kvpool.wire import messages as wire
 #: One master is asked for so long before the next one is.
 _MASTER_S: Final = 1.0
 #: The list of members is asked for so often at most.
-_REFRESH_S: Final = 0.5
+REFRESH_S: Final = 0.5
 _MEMBERS_MAX: Final = 4096
 
 
@@ -78,7 +78,7 @@ class PeerServers:
 
         Raises MasterLost.
         """
-        if _now() < self._refreshed_at + _REFRESH_S:
+        if _now() < self._refreshed_at + REFRESH_S:
             return self._members
         found: dict[str, wire.MemberInfo] = {}
         after, more = "", True

@@ -452,6 +452,19 @@ async def test_a_writer_that_asks_for_more_than_there_is_does_not_wait_with_what
         assert server.stats(0.0).counters["cut_connections"] == 1
 
 
+async def test_a_chain_that_is_larger_than_its_server_is_refused_at_once(
+    pool_dev: dev.Dev,
+) -> None:
+    """Nothing is held by others: there is nothing to wait for."""
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool:
+        chain = keys("long", SIZE // BLOCK + 8)
+        began = asyncio.get_running_loop().time()
+        written = await pool.write(NAMESPACE, chain, values(chain, BLOCK), timeout=40.0)
+        assert asyncio.get_running_loop().time() - began < 10.0
+        assert (written[0], written[-1]) == (WriteStatus.STORED, WriteStatus.NO_SPACE)
+
+
 async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
     pool_dev: dev.Dev, impatient: None
 ) -> None:

@@ -43,7 +43,7 @@ def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path) -> None:
 def test_a_replay_with_four_servers_is_what_the_dry_one_is() -> None:
     done = replay(
         *("--sessions", "12", "--concurrent", "6", "--clients", "2", "--servers", "4"),
-        *("--in-flight", "1", "--capacity", "400blocks", "--block-size", "4KiB"),
+        *("--in-flight", "1", "--capacity", "800blocks", "--block-size", "4KiB"),
         *("--limit", "200", "--json"),
     )
     assert done.returncode == 0, done.stderr

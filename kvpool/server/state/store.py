@@ -611,6 +611,11 @@ class Store:
         return sum(len(owner.pins) for owner in self._owners.values())
 
     @property
+    def is_releasing(self) -> bool:
+        """Extents of removed blocks wait for their readers or for a device."""
+        return bool(self._pending_free)
+
+    @property
     def reservations(self) -> int:
         return sum(len(owner.reservations) for owner in self._owners.values())
 

@@ -316,6 +316,14 @@ class TieredStore:
             yield from self.write_back.flush()
 
     @property
+    def is_held(self) -> bool:
+        """Something keeps memory from being reused, so it is worth a wait. A full store in which
+        nothing is held has no room later either: the chain is larger than the server."""
+        front = self.front
+        held = front.pins or front.reservations or front.quarantined or front.is_releasing
+        return bool(held or front.clearing or self.is_writing_back)
+
+    @property
     def is_writing_back(self) -> bool:
         """Blocks of the front tier wait for the backing tier, or are on their way to it."""
         return bool(self.waiting or (self.front.demotes and self.front.pinned_by(MOVER)))
