@@ -377,8 +377,9 @@ class Pool:
         """Store one block on the server with the id `server`: for measurements and tools.
 
         If another server has it, that server's bytes are stored here, and not those of `buffer`:
-        ALREADY_STORED when they differ (design: versions). Raises BadKey, BadBuffer, and ServerLost
-        when that server cannot be reached.
+        ALREADY_STORED when they differ (design: versions). SERVER_LOST when that server refuses it,
+        for example from a process that was stopped while it held memory (design: budgets). Raises
+        BadKey, BadBuffer, and ServerLost when that server cannot be reached.
         """
         deadline = self._begin(timeout)
         check_digests([digest])

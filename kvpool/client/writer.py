@@ -197,7 +197,10 @@ class Writer:
                 break
             if not stored.has_left:
                 return WriteStatus.ALREADY_STORED  # what it has is not known, so nothing is added
-        (status,) = await self._write_on(server, options, [source], deadline)
+        try:
+            (status,) = await self._write_on(server, options, [source], deadline)
+        except (PeerError, Overloaded) as error:  # it is there, and refuses
+            return status_of_error(error)
         if status is not _STORED:
             return status
         written = {0: WrittenBlock(source, {server}, set())}

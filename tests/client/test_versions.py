@@ -11,11 +11,13 @@ import pytest
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
 from kvpool.client import versions
 from kvpool.client.writer import best_status
+from kvpool.errors import Overloaded
 from kvpool.master.state.placement import Placement
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Addressable
 from kvpool.registry import transports
 from kvpool.runtime import Host
+from kvpool.server.connection import ServerConnection
 from kvpool.server.state.budget import Limits
 from kvpool.types import Cluster
 from tests.conftest import NAMESPACE, buffers, keys
@@ -127,6 +129,20 @@ async def test_a_block_on_a_named_server_is_what_the_pool_has(two_servers: dev.D
         await pool.remove(NAMESPACE, [digest])
         await pool.write_to("dev-1", NAMESPACE, digest, b"a" * 5000)
         assert await pool.write_to("dev-0", NAMESPACE, digest, b"a" * 5000) is STORED
+
+
+async def test_a_named_server_that_refuses_is_an_answer(
+    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example to a writer that was stopped for so long that it was cut off."""
+
+    async def refuse(*arguments: object, **options: object) -> list[WriteStatus]:
+        raise Overloaded("no byte moved for 2 s")
+
+    monkeypatch.setattr(ServerConnection, "seal", refuse)
+    async with two_servers.pool() as pool:
+        status = await pool.write_to("dev-1", NAMESPACE, keys("refused", 1)[0], b"a" * 5000)
+        assert status is WriteStatus.SERVER_LOST
 
 
 async def test_nothing_is_added_to_bytes_that_cannot_be_read(two_servers: dev.Dev) -> None:

@@ -11,7 +11,4 @@ from collections.abc import Mapping
 from typing import Final
 
 #: By seed, with the default number of operations: the beginning of the failure.
-OPEN_FAILURES: Final[Mapping[int, str]] = {
-    # A call that is not a read or a write, beside fetches: its connection is cut off as stalled.
-    140934: "Overloaded: the peer refused: no byte moved for 2 s, and others waited",
-}
+OPEN_FAILURES: Final[Mapping[int, str]] = {}
