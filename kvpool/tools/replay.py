@@ -145,10 +145,10 @@ def requests_of(
     if trace is not None:
         return trace.name, workloads.mooncake(trace)
     if workload == "codex":
-        name = f"codex, {concurrent} of {sessions} sessions at a time"
+        name = f"codex, {min(concurrent, sessions)} of {sessions} sessions at a time"
         return name, workloads.codex(sessions, concurrent, block=block_tokens, seed=seed)
     if workload == "fanout":
-        name = f"fanout, {concurrent} of {sessions} groups of 17 sessions at a time"
+        name = f"fanout, {min(concurrent, sessions)} of {sessions} groups of 17 sessions at a time"
         return name, workloads.fan_out(sessions, concurrent, block=block_tokens, seed=seed)
     raise ConfigError(f"workload {workload!r}: expected codex, fanout, or a trace file")
 
