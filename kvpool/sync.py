@@ -32,6 +32,7 @@ from kvpool.types import (
     Member,
     Namespace,
     ReadResult,
+    SpreadReport,
     WriteStatus,
 )
 
@@ -155,6 +156,20 @@ class Pool:
             ),
             timeout,
         )
+
+    def spread(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        *,
+        to: int | Sequence[str],
+        timeout: float | None = None,
+    ) -> SpreadReport:
+        """Put copies of a chain where it will be read, before its readers come.
+
+        Raises BadKey, UsageError or MasterLost. See `kvpool.Pool.spread`.
+        """
+        return self._run(self._pool.spread(namespace, chain, to=to, timeout=timeout), timeout)
 
     def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
         """Hint that a conversation is over. Raises UsageError. See `kvpool.Pool.end`."""

@@ -216,6 +216,37 @@ class Offer(NamedTuple):
     age_s: float = 0.0
 
 
+class SpreadTo(NamedTuple):
+    """What `Pool.spread` has brought to one server.
+
+    `blocks`: so many it has now, from the head of the chain on; `fetched`: blocks that it fetched
+    in this call, each part counted. `problem` is empty when it has the whole chain; else `no room`,
+    `server lost`, `leaving`, `not reached`, `gone`, `corrupt`, `it cannot fetch`, or
+    `no time was left`.
+    """
+
+    server: str
+    blocks: int
+    fetched: int
+    problem: str
+
+
+class SpreadReport(NamedTuple):
+    """Of a chain's blocks the pool has the first `length`; why there are no more says `stopped`.
+
+    One entry for each server that was to get it (design: spread).
+    """
+
+    length: int
+    stopped: ReadStatus
+    servers: tuple[SpreadTo, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Every server has all that the pool has."""
+        return not any(one.problem for one in self.servers)
+
+
 class DrainState(enum.IntEnum):
     """Whether a server hands over its blocks because it will leave (design: drain)."""
 

@@ -24,6 +24,8 @@ from kvpool.client.masters import Masters
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.shared_copies import SharedCopies
+from kvpool.client.spread import Spreader
+from kvpool.client.spread_tree import RECEIVERS_MAX
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import ClientConfig
@@ -66,6 +68,7 @@ from kvpool.types import (
     ReadResult,
     ReadStatus,
     SessionHint,
+    SpreadReport,
     WriteBlock,
     WriteStatus,
     check_digests,
@@ -128,6 +131,7 @@ class Pool:
     | `corrupt` | blocks | read with a wrong checksum, and reported to the server |
     | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
     | `copies_missing` | copies | asked for with `copies`, not made |
+    | `spread_blocks` | blocks | that servers fetched because of `spread` |
     | `shared_copies` | blocks | that servers fetched because many chains share them |
     | `versions_removed` | copies | that had other bytes than another writer's copy |
     | `hedged` | delays | of a server that sent nothing for `hedge_s` |
@@ -166,6 +170,7 @@ class Pool:
         self._lookup = lookup = Lookup(self._masters, servers)
         self._reader = reader = Reader(config, lookup, servers, locations, self._staging, counters)
         versions = Versions(lookup, reader, servers, counters)
+        self._spreader = Spreader(lookup, servers, counters)
         self._shared_copies = SharedCopies(lookup, servers, counters, config.copies_max)
         self._writer = Writer(
             host.id,
@@ -387,6 +392,35 @@ class Pool:
         block = WriteBlock(digest, ROOT, views, sum(map(len, views)))
         options = WriteOptions(namespace, 0, True)
         return await self._writer.write_to(server, options, block, deadline)
+
+    async def spread(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        *,
+        to: int | Sequence[str],
+        timeout: float | None = None,
+    ) -> SpreadReport:
+        """Put copies of a chain where it will be read, before its readers come (design: spread).
+
+        `to` is how many servers should have it afterwards, or which: ids of servers, or of hosts
+        (`Member.host`), of which the server with the most room gets it. They fetch it from each
+        other, head first, each within its own budget for fetches, and evict for it only what was
+        used before. What a server has already is not moved, so calling again goes on where the time
+        was over. Ends by `timeout`; the report says what each server has, and why no more.
+
+        Raises BadKey for an empty `chain` or wrong digests; UsageError for a wrong `to`; MasterLost
+        when no master answers.
+        """
+        deadline = self._begin(timeout)
+        check_digests(chain)
+        count = 0 if isinstance(to, str) else to if isinstance(to, int) else len(to)
+        if not 1 <= count <= RECEIVERS_MAX:
+            raise UsageError(
+                f"to is {to!r}, expected a number of servers or a list of names, "
+                f"1 to {RECEIVERS_MAX}"
+            )
+        return await self._spreader.spread(namespace, chain, to, deadline)
 
     async def drain(
         self,

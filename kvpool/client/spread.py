@@ -1,0 +1,140 @@
+"""Has servers fetch a chain before its readers come; each that has a piece feeds the next.
+
+`SpreadTree` decides who fetches what from whom. Here the calls are made, and the time ends
+(design: spread).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.client.lookup import Lookup
+from kvpool.client.servers import Servers
+from kvpool.client.spread_tree import (
+    CANNOT_FETCH,
+    NO_TIME,
+    SERVER_LOST,
+    Call,
+    SpreadTree,
+    choose_receivers,
+    cut,
+    receivers_at,
+)
+from kvpool.errors import MasterLost, Overloaded, PeerError, Unavailable
+from kvpool.protocols import Channel, SupportsFetch
+from kvpool.types import FetchStatus, Match, Namespace, ReadStatus, SpreadReport, SpreadTo
+
+#: One request to a server to fetch a piece.
+_FETCH_S: Final = 5.0
+#: A receiver that could fetch nothing now is asked again after so long.
+_ASK_AGAIN_S: Final = 0.05
+
+
+class Spreader:
+    """Spreads chains for one client. Nothing of a call is left when it ends."""
+
+    def __init__(self, lookup: Lookup, servers: Servers, counters: Counter[str]) -> None:
+        self._lookup = lookup
+        self._servers = servers
+        self._counters = counters
+
+    async def spread(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        to: int | Sequence[str],
+        deadline: float,
+    ) -> SpreadReport:
+        """As `Pool.spread`."""
+        match = await self._lookup.match(namespace, chain, deadline)
+        if match.stopped is ReadStatus.NO_MASTER and not match.length:
+            raise MasterLost("no master answers where the chain is")
+        members = await self._servers.refresh(deadline)
+        unknown: list[str] = []
+        if isinstance(to, int):
+            held = _blocks_of(match, namespace.parts)
+            receivers = choose_receivers(members, held, match.length, to)
+        else:
+            receivers, unknown = receivers_at(members, to)
+        pieces = cut(match.runs, namespace.parts, match.length)
+        tree = SpreadTree(pieces, receivers)
+        await self._run(tree, namespace, chain, deadline)
+        brought = [SpreadTo(*one) for one in tree.progress()]
+        brought += [SpreadTo(name, 0, 0, SERVER_LOST) for name in unknown]
+        self._counters["spread_blocks"] += sum(one.fetched for one in brought)
+        return SpreadReport(match.length, match.stopped, tuple(brought))
+
+    async def _run(
+        self, tree: SpreadTree, namespace: Namespace, chain: Sequence[bytes], deadline: float
+    ) -> None:
+        """Make the calls of the tree until it is over, or until the deadline."""
+        loop = asyncio.get_running_loop()
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while loop.time() < deadline:
+                for call in tree.ready():
+                    step = self._call(tree, call, namespace, chain, deadline)
+                    running.add(loop.create_task(step))
+                if not running:
+                    return
+                timeout = max(0.0, deadline - loop.time())
+                done, running = await asyncio.wait(
+                    running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+
+    async def _call(
+        self,
+        tree: SpreadTree,
+        call: Call,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        deadline: float,
+    ) -> None:
+        """One call; its answer is in the tree when this returns."""
+        loop = asyncio.get_running_loop()
+        part, first, end, _ = call.piece
+        until = min(deadline, loop.time() + _FETCH_S)
+
+        async def fetch(channel: Channel) -> list[FetchStatus]:
+            if not isinstance(channel, SupportsFetch):
+                return []
+            # A server of the release before refuses: that says nothing about the connection.
+            with contextlib.suppress(PeerError):
+                return await channel.fetch(
+                    namespace, part, chain[first:end], call.source, deadline=until
+                )
+            return []
+
+        try:
+            statuses = await self._servers.call(call.receiver, fetch, until)
+        except (Unavailable, Overloaded):
+            tree.lost(call, NO_TIME if loop.time() >= deadline else SERVER_LOST)
+        else:
+            if len(statuses) != end - first:
+                tree.lost(call, CANNOT_FETCH)
+                return
+            if FetchStatus.FETCHED not in statuses and not all(one.present for one in statuses):
+                await asyncio.sleep(_ASK_AGAIN_S)
+            tree.ended(call, statuses)
+
+
+def _blocks_of(match: Match, parts: int) -> dict[str, int]:
+    """How many blocks each server has, with all their parts."""
+    counts: Counter[str] = Counter()
+    for run in match.runs:
+        held = Counter(replica.server for replica in dict.fromkeys(run.replicas))
+        for server, here in held.items():
+            if here >= parts:
+                counts[server] += run.last + 1 - run.first
+    return dict(counts)

@@ -1,0 +1,71 @@
+"""Real processes: a receiver is killed in the middle of a spread, and the others get all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvpool import Pool
+from kvpool.protocols import WriteOptions
+from kvpool.types import ROOT, WriteBlock
+from tests.chaos.cluster import ProcessCluster
+from tests.conftest import NAMESPACE, buffers, keys, value
+
+BLOCK = 256 << 10
+CHAIN = keys("spread", 160)
+
+
+async def put(pool: Pool, server: str, chain: Sequence[bytes]) -> None:
+    """Store a chain on one server."""
+    options = WriteOptions(NAMESPACE, 0, visible=True)
+    deadline = asyncio.get_running_loop().time() + 20
+    for first in range(0, len(chain), 16):
+        blocks = [
+            WriteBlock(chain[i], chain[i - 1] if i else ROOT, (memoryview(data),), BLOCK)
+            for i in range(first, first + 16)
+            if (data := value(chain[i], BLOCK))
+        ]
+        statuses = await pool._writer._write_on(server, options, blocks, deadline)
+        assert all(status.present for status in statuses), statuses
+
+
+async def test_a_receiver_is_killed_in_the_middle_of_a_spread() -> None:
+    async with ProcessCluster(servers=5) as cluster, cluster.client("tcp") as pool:
+        await put(pool, "server-0", CHAIN)
+        receivers = [f"server-{number}" for number in range(1, 5)]  # the first feeds the last two
+        spreading = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=receivers, timeout=60))
+        await asyncio.sleep(0.2)
+        assert not spreading.done()
+        await cluster.servers["server-1"].kill()
+        report = await spreading
+        found = {one.server: one for one in report.servers}
+        assert found["server-1"].problem == "server lost"
+        assert found["server-1"].blocks < len(CHAIN)
+        for server in receivers[1:]:
+            assert (found[server].blocks, found[server].problem) == (len(CHAIN), ""), report
+        # Each of them alone has all of it, byte for byte.
+        for server in ("server-0", "server-2", "server-3"):
+            await cluster.servers[server].kill()
+        into = buffers(len(CHAIN), BLOCK)
+        results = await pool.read(NAMESPACE, CHAIN, into, timeout=20)
+        assert [result.status.name for result in results if not result.status.hit] == []
+        assert into == [value(digest, BLOCK) for digest in CHAIN]
+
+
+async def test_when_the_source_is_killed_the_others_share_what_arrived() -> None:
+    async with ProcessCluster(servers=4) as cluster, cluster.client("tcp") as pool:
+        await put(pool, "server-0", CHAIN)
+        receivers = ["server-1", "server-2", "server-3"]
+        spreading = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=receivers, timeout=60))
+        await asyncio.sleep(0.2)
+        await cluster.servers["server-0"].kill()
+        report = await asyncio.wait_for(spreading, 40)
+        most = max(one.blocks for one in report.servers)
+        assert 0 < most < len(CHAIN)
+        assert {one.problem for one in report.servers} <= {"gone", "not reached"}
+        # Who has less gets the rest from the one that has most, except for a piece of 3 blocks.
+        assert min(one.blocks for one in report.servers) > most - 3
+        into = buffers(most, BLOCK)
+        results = await pool.read(NAMESPACE, CHAIN[:most], into, timeout=20)
+        assert all(result.status.hit for result in results)
+        assert into == [value(digest, BLOCK) for digest in CHAIN[:most]]

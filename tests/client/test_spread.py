@@ -1,0 +1,221 @@
+"""Copies of a chain are where they will be read before the readers come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kvpool import MasterLost, Namespace, Pool, UsageError, dev, sync
+from kvpool.client import spread as spread_module
+from kvpool.errors import BadMessage
+from kvpool.server.block_server import BlockServer
+from kvpool.server.connection import ServerConnection
+from kvpool.server.fetcher import Fetcher
+from kvpool.server.state.fetches import FetchBudget
+from kvpool.types import FetchStatus, ReadStatus, SpreadTo
+from tests.conftest import NAMESPACE, buffers, key, keys, values
+
+CHAIN = keys("shared", 100)
+LISTEN = ("inproc://",)
+
+
+def holding(running: dev.Dev, digests: Sequence[bytes]) -> list[BlockServer]:
+    return [
+        server
+        for server in running.servers
+        if all(server.stack.peek(NAMESPACE, 0, digest) for digest in digests)
+    ]
+
+
+def check(running: dev.Dev) -> None:
+    for server in running.servers:
+        server.stack.check()
+        assert not server.store.reservations
+        assert len(server._fetcher.fetches) == 0
+
+
+async def write(pool: Pool, chain: Sequence[bytes] = CHAIN) -> None:
+    assert all(one.present for one in await pool.write(NAMESPACE, chain, values(chain)))
+
+
+async def test_a_chain_is_on_as_many_servers_as_asked_and_is_not_moved_twice() -> None:
+    async with dev.serve("8MiB", servers=5, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool)
+        (first,) = holding(running, CHAIN)
+        report = await pool.spread(NAMESPACE, CHAIN, to=4)
+        assert (report.length, report.stopped, report.complete) == (100, ReadStatus.HIT, True)
+        assert [(one.blocks, one.fetched, one.problem) for one in report.servers] == [
+            (100, 100, "")
+        ] * 3
+        assert len(holding(running, CHAIN)) == 4
+        assert pool.counters["spread_blocks"] == 300
+        again = await pool.spread(NAMESPACE, CHAIN, to=4)
+        assert (again.servers, again.complete) == ((), True)
+        everywhere = await pool.spread(NAMESPACE, CHAIN, to=[one.server for one in running.servers])
+        assert sorted(one.fetched for one in everywhere.servers) == [0, 0, 0, 0, 100]
+        await first.close()
+        into = buffers(100)
+        assert all(one.status.hit for one in await pool.read(NAMESPACE, CHAIN, into))
+        assert into == values(CHAIN)
+        check(running)
+
+
+async def test_receivers_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: dict[str, set[str]] = {}
+    fetch = Fetcher.fetch
+
+    async def noted(
+        self: Fetcher,
+        n: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        source: str,
+        *,
+        deadline: float,
+    ) -> list[FetchStatus]:
+        sources.setdefault(source, set()).add(self._context.server)
+        return await fetch(self, n, part, digests, source, deadline=deadline)
+
+    monkeypatch.setattr(Fetcher, "fetch", noted)
+    async with dev.serve("8MiB", servers=8, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool)
+        (first,) = holding(running, CHAIN)
+        others = [one.server for one in running.servers if one is not first]
+        report = await pool.spread(NAMESPACE, CHAIN, to=others)
+        assert report.complete
+        assert [one.server for one in report.servers] == others
+        assert sources == {
+            first.server: set(others[:2]),
+            others[0]: set(others[2:4]),
+            others[1]: set(others[4:6]),
+            others[2]: set(others[6:7]),
+        }
+
+
+async def test_what_has_no_room_or_is_lost_is_explained() -> None:
+    async with dev.serve("2MiB", servers=4, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool)
+        (first,) = holding(running, CHAIN)
+        full, gone, good = [one for one in running.servers if one is not first]
+        busy = keys("busy", 200)  # used after the chain, and nearly all of that server
+        for one in busy:
+            await pool.write_to(full.server, NAMESPACE, one, values([one])[0])
+        await gone.close()
+        report = await pool.spread(
+            NAMESPACE, CHAIN, to=[full.server, gone.server, good.server, "no such"]
+        )
+        assert not report.complete
+        found = {one.server: one for one in report.servers}
+        assert found[full.server].problem == "no room"
+        assert 0 < found[full.server].blocks < 100
+        assert found[gone.server] == SpreadTo(gone.server, 0, 0, "server lost")
+        assert found["no such"] == SpreadTo("no such", 0, 0, "server lost")
+        assert found[good.server] == SpreadTo(good.server, 100, 100, "")
+        count = found[full.server].blocks
+        here = [full.stack.peek(NAMESPACE, 0, one) is not None for one in CHAIN]
+        assert here == [True] * count + [False] * (100 - count)
+        assert all(full.stack.peek(NAMESPACE, 0, one) for one in busy)
+        check(running)
+
+
+async def test_a_server_that_leaves_is_not_chosen() -> None:
+    async with dev.serve("8MiB", servers=3, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool)
+        (first,) = holding(running, CHAIN)
+        leaving, staying = [one for one in running.servers if one is not first]
+        leaving._context.draining = True
+        await asyncio.wait(leaving._context.heartbeat_soon())
+        report = await pool.spread(NAMESPACE, CHAIN, to=3)
+        assert [one.server for one in report.servers] == [staying.server]
+        report = await pool.spread(NAMESPACE, CHAIN, to=[leaving.server])
+        assert report.servers == (SpreadTo(leaving.server, 0, 0, "server lost"),)
+
+
+async def test_it_ends_by_its_timeout_and_goes_on_later() -> None:
+    async with dev.serve("8MiB", servers=3, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool)
+        for server in running.servers:
+            server._fetcher.budget = FetchBudget(200e3)  # 800 KB takes 4 s
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        report = await pool.spread(NAMESPACE, CHAIN, to=3, timeout=1.0)
+        assert loop.time() - began < 1.5
+        assert {one.problem for one in report.servers} == {"no time was left"}
+        await asyncio.sleep(0.5)
+        check(running)  # nothing of the call is left
+        for server in running.servers:
+            server._fetcher.budget = FetchBudget(1e9)
+        report = await pool.spread(NAMESPACE, CHAIN, to=3)
+        assert report.complete
+        assert sum(one.fetched for one in report.servers) < 200
+        check(running)
+
+
+async def test_only_what_the_pool_has_is_spread() -> None:
+    async with dev.serve("8MiB", servers=2, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool, CHAIN[:10])
+        report = await pool.spread(NAMESPACE, CHAIN, to=2)
+        assert (report.length, report.stopped) == (10, ReadStatus.NEVER_WRITTEN)
+        assert [one.blocks for one in report.servers] == [10]
+        nothing = await pool.spread(NAMESPACE, keys("other", 3), to=2)
+        assert (nothing.length, nothing.complete) == (0, True)
+
+
+async def test_all_parts_are_brought() -> None:
+    halves = Namespace("halves", 2)
+    async with dev.serve("8MiB", servers=4, listen=LISTEN) as running, running.pool() as pool:
+        for part in range(2):
+            await pool.write(halves, CHAIN, values(CHAIN), part=part)
+        report = await pool.spread(halves, CHAIN, to=4)
+        assert report.complete
+        for server in running.servers:
+            for part in range(2):
+                assert all(server.stack.peek(halves, part, digest) for digest in CHAIN)
+
+
+async def test_servers_of_the_release_before_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*arguments: object, **more: object) -> list[FetchStatus]:
+        raise BadMessage("message type 21 is not a request")
+
+    async with dev.serve("8MiB", servers=2, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool)
+        monkeypatch.setattr(ServerConnection, "fetch", refuse)
+        (one,) = (await pool.spread(NAMESPACE, CHAIN, to=2)).servers
+        assert (one.blocks, one.problem) == (0, "it cannot fetch")
+
+
+async def test_wrong_calls() -> None:
+    async with dev.serve("8MiB", listen=LISTEN) as running, running.pool() as pool:
+        for wrong in (0, -1, [], "dev-0", 257):
+            with pytest.raises(UsageError, match="to is"):
+                await pool.spread(NAMESPACE, CHAIN, to=wrong)
+        await running.master.close()
+        with pytest.raises(MasterLost):
+            await pool.spread(NAMESPACE, CHAIN, to=1, timeout=0.3)
+
+
+async def test_a_cancelled_spread_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread_module, "_FETCH_S", 30.0)
+    async with dev.serve("8MiB", servers=4, listen=LISTEN) as running, running.pool() as pool:
+        await write(pool)
+        for server in running.servers:
+            server._fetcher.budget = FetchBudget(100e3)
+        for delay_s in (0.0, 0.003, 0.05, 0.3):
+            task = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=4, timeout=30))
+            await asyncio.sleep(delay_s)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            await asyncio.sleep(0.1)
+            check(running)
+            assert asyncio.all_tasks().isdisjoint({task})
+
+
+def test_the_facade_for_threads(dev_in_thread: dev.Dev) -> None:
+    with sync.connect(dev_in_thread.address) as pool:
+        chain = [key("one"), key("two")]
+        pool.write(NAMESPACE, chain, values(chain))
+        report = pool.spread(NAMESPACE, chain, to=1)
+        assert (report.length, report.servers) == (2, ())
