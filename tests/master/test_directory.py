@@ -516,6 +516,19 @@ def test_an_inventory_equal_to_what_is_known_leaves_nothing_to_sweep() -> None:
     directory.check()
 
 
+def test_an_inventory_that_lost_nothing_starts_no_walk_of_a_large_map() -> None:
+    directory, chain = directory_of("s"), keys("c", 4 * PIECE_KEYS)
+    for sequence in (1, 2):
+        assert directory.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
+        directory.stored("s", ONE, 0, 0, chain)
+        assert directory.end_inventory("s") == 0
+        assert not directory.sweep(limit=1)
+    assert directory.check_piece("s", 1, 3, 0) is SequenceCheck.NEXT
+    directory.stored("s", ONE, 0, 0, chain[1:])
+    assert directory.end_inventory("s") == 1
+    assert directory.sweep(limit=1)
+
+
 def test_useless_sets_of_locations_are_forgotten() -> None:
     """Resyncs that lose nothing are not swept, but each leaves sets that nobody uses."""
     directory = directory_of("s")
@@ -527,6 +540,22 @@ def test_useless_sets_of_locations_are_forgotten() -> None:
             pass
     assert len(directory._locations.by_id) < 1100
     assert prefix(directory, keys("c", 2)) == 2
+
+
+def test_servers_that_come_and_go_leave_nothing_behind() -> None:
+    """Each of them has the same block for a while, beside one server that stays."""
+    directory, chain = directory_of("stays"), keys("c", 1)
+    directory.stored("stays", ONE, 0, 0, chain)
+    for number in range(3000):
+        assert at(directory, "elsewhere", f"s{number}") is None
+        directory.stored(f"s{number}", ONE, 0, 0, chain)
+        directory.leave(f"s{number}", 1)
+        while directory.sweep():
+            pass
+    kept = directory._locations.by_id.values()
+    assert len(kept) + sum(len(one.after_add) + len(one.after_remove) for one in kept) < 4500
+    assert prefix(directory, chain) == 1
+    directory.check()
 
 
 def test_attempts_at_an_inventory_leave_a_bounded_number_behind() -> None:

@@ -25,7 +25,7 @@ if __package__ != "tests.mutation":
 
 from tests.mutation import coverage_map
 from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.mutants import Mutant, changed_line, changed_lines, sample
+from tests.mutation.mutants import Mutant, changed_lines, names_of, sample
 from tests.mutation.tree import copy_tree
 from tests.mutation.trial import Limits, Verdict, try_mutant
 
@@ -39,7 +39,13 @@ _GOAL: Final = 0.20
 def main(
     count: Annotated[int, typer.Option("--sample", min=1, help="Mistakes to plant.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Which mistakes.")] = 1,
-    rooms: Annotated[str, typer.Option(help="Only these folders or files, with commas.")] = "",
+    rooms: Annotated[
+        str,
+        typer.Option(help="Only these folders or files, with commas; pure, others: those parts."),
+    ] = "",
+    tests: Annotated[
+        str, typer.Option(help="No tests but those in these folders or files, with commas.")
+    ] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Mistakes tried at a time.")] = 2,
     seconds: Annotated[
         float, typer.Option(min=0, help="Seconds of tests outside the room, for each mistake.")
@@ -49,7 +55,7 @@ def main(
 ) -> None:
     """Plant a random sample of one-line mistakes, and report which the tests do not notice."""
     console = Console()
-    mutants = sample(_ROOT, count, seed, [room for room in rooms.split(",") if room])
+    mutants = sample(_ROOT, count, seed, _names(rooms))
     if not mutants:
         raise typer.BadParameter(
             f"--rooms {rooms!r}: there is no such folder or file in the product"
@@ -59,7 +65,7 @@ def main(
             console.print(_described(mutant), soft_wrap=True, highlight=False)
         return
     _FOLDER.mkdir(exist_ok=True)
-    tests = coverage_map.load(_ROOT, _FOLDER)
+    tests_of_lines = coverage_map.load(_ROOT, _FOLDER, _names(tests))
     found = _Results(_FOLDER / "results.jsonl")
     open_ones = [mutant for mutant in mutants if mutant not in found]
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
@@ -69,7 +75,7 @@ def main(
     def attempt(mutant: Mutant) -> None:
         tree = trees.get()
         try:
-            verdict = try_mutant(tree, _ROOT, mutant, tests, Limits(seconds, histories))
+            verdict = try_mutant(tree, _ROOT, mutant, tests_of_lines, Limits(seconds, histories))
         finally:
             trees.put(tree)
         found.add(mutant, verdict)
@@ -80,6 +86,10 @@ def main(
         for _ in pool.map(attempt, open_ones):
             pass
     raise typer.Exit(_report(console, {mutant: found[mutant] for mutant in mutants}))
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 class _Results:
@@ -150,7 +160,7 @@ def _survivors(mutants: Sequence[Mutant], found: Mapping[Mutant, Verdict]) -> in
 
 
 def _is_equivalent(mutant: Mutant) -> bool:
-    return changed_line(_ROOT, mutant) in EQUIVALENT
+    return not names_of(_ROOT, mutant).isdisjoint(EQUIVALENT)
 
 
 def _described(mutant: Mutant) -> str:

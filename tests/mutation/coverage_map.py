@@ -1,17 +1,22 @@
-"""Which tests execute which line, from one run of the whole suite under coverage.
+"""Which tests execute which line, from runs of the suite under coverage.
 
 A test that does not execute a line cannot notice a mistake in it, so a mutant is given only to
 the tests that do. Processes that a test starts are counted for that test.
+
+The map is kept. Next time only the files of tests that have changed are run again, and the lines
+of the product that have moved are followed.
 """
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, cast
 
 import coverage
 
@@ -80,56 +85,125 @@ def _test_folder(path: str) -> str:
     return f"tests/{second}/" if first == "kvpool" else f"tests/{first}/"
 
 
-def load(root: Path, folder: Path) -> CoverageMap:
-    """The map in `folder`; it is made first if it is not there (some 15 minutes)."""
-    stored = folder / "coverage.json"
-    if not stored.exists():
-        stored.write_text(json.dumps(_make(root, folder)))
-    found = json.loads(stored.read_text())
-    return CoverageMap(found["tests"], found["seconds"])
+class _Stored(NamedTuple):
+    """The map as a file holds it."""
+
+    tests: dict[str, dict[str, list[str]]]
+    seconds: dict[str, float]
+    #: The text of each measured file of the product: the lines of `tests` are lines of it.
+    sources: dict[str, str]
+    #: A hash of each file of tests that was run.
+    test_files: dict[str, str]
 
 
-def _make(root: Path, folder: Path) -> dict[str, object]:
+def load(root: Path, folder: Path, only: Sequence[str] = ()) -> CoverageMap:
+    """The map in `folder`, made or brought up to date first (for all tests some 15 minutes).
+
+    `only`: no other tests than those in these folders and files are run and known.
+    """
+    file = folder / "map.json"
+    stored = _Stored(*json.loads(file.read_text())) if file.exists() else _Stored({}, {}, {}, {})
+    for path, before in stored.sources.items():
+        now = (root / path).read_text() if (root / path).exists() else ""
+        if now != before:
+            stored.tests[path] = followed(stored.tests[path], before, now)
+            stored.sources[path] = now
+    present = _test_files(root, only)
+    changed = [path for path in present if stored.test_files.get(path) != present[path]]
+    gone = [path for path in stored.test_files if not (root / path).exists()]
+    if changed or gone:
+        _forget(stored, [*changed, *gone])
+        if changed:
+            _measure(root, folder, changed, stored)
+        stored.test_files.update({path: present[path] for path in changed})
+        file.write_text(json.dumps(stored))
+    names = tuple(f"{path}::" for path in present)
+    return CoverageMap(
+        {
+            path: {
+                line: [test for test in tests if not test or test.startswith(names)]
+                for line, tests in lines.items()
+            }
+            for path, lines in stored.tests.items()
+        },
+        {test: seconds for test, seconds in stored.seconds.items() if test.startswith(names)},
+    )
+
+
+def followed(tests: Mapping[str, Sequence[str]], before: str, after: str) -> dict[str, list[str]]:
+    """The tests of each line, for the text after an edit.
+
+    A line that is new or changed gets the tests of the lines whose place it has taken, or of its
+    neighbours.
+    """
+    old, new = before.splitlines(), after.splitlines()
+    found: dict[str, list[str]] = {}
+    for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
+        if kind == "equal":
+            for i, j in zip(range(i1, i2), range(j1, j2), strict=True):
+                if str(i + 1) in tests:
+                    found[str(j + 1)] = list(tests[str(i + 1)])
+        else:
+            taken = range(i1, i2 + 2) if i1 == i2 else range(i1 + 1, i2 + 1)
+            names = sorted({test for i in taken for test in tests.get(str(i), ())})
+            found.update({str(j + 1): names for j in range(j1, j2) if names})
+    return found
+
+
+def _test_files(root: Path, only: Sequence[str]) -> dict[str, str]:
+    """The files of tests of behaviour, and the hash of each."""
+    paths = (path.relative_to(root).as_posix() for path in root.glob("tests/**/test_*.py"))
+    return {
+        path: hashlib.sha256((root / path).read_bytes()).hexdigest()[:16]
+        for path in sorted(paths)
+        if not path.startswith(_NOT_TESTS_OF_BEHAVIOUR)
+        and (not only or any(f"{path}/".startswith(f"{one.rstrip('/')}/") for one in only))
+    }
+
+
+def _forget(stored: _Stored, test_files: Sequence[str]) -> None:
+    names = tuple(f"{path}::" for path in test_files)
+    for lines in stored.tests.values():
+        for line, tests in lines.items():
+            lines[line] = [test for test in tests if not test.startswith(names)]
+    for test in [test for test in stored.seconds if test.startswith(names)]:
+        del stored.seconds[test]
+
+
+def _measure(root: Path, folder: Path, test_files: Sequence[str], stored: _Stored) -> None:
+    """Run these files of tests under coverage, and add to the map what they execute."""
     settings = folder / "coveragerc"
     settings.write_text(_SETTINGS.format(folder=folder, root=root))
     for old in folder.glob(".coverage*"):
         old.unlink()
     seconds = folder / "seconds.json"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal"]
+    command += ["-p", "no:cacheprovider", "--tb=no", "-q"]
     command += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
-    command += ["-p", "tests.mutation.pytest_plugin", f"--timeout={_TIMEOUT_S}"]
-    command += [f"--ignore={part}" for part in _NOT_TESTS_OF_BEHAVIOUR]
+    command += ["-p", "tests.mutation.pytest_plugin", f"--timeout={_TIMEOUT_S}", *test_files]
     # Tests that are too slow under coverage fail here; what they executed counts all the same.
     subprocess.run(
         command,
         cwd=root,
         env=environment(root, MUTATION_SECONDS=str(seconds), MUTATION_COVERAGE=str(settings)),
     )
-    return {
-        "tests": _tests_by_line(root, folder),
-        "seconds": json.loads(seconds.read_text()),
-    }
+    for path, lines in _tests_by_line(root, folder).items():
+        stored.sources[path] = (root / path).read_text()
+        known = stored.tests.setdefault(path, {})
+        for line, tests in lines.items():
+            known[line] = sorted({*known.get(line, ()), *tests})
+    stored.seconds.update(cast(dict[str, float], json.loads(seconds.read_text())))
 
 
-def _tests_by_line(root: Path, folder: Path) -> dict[str, dict[int, list[str]]]:
+def _tests_by_line(root: Path, folder: Path) -> dict[str, dict[str, list[str]]]:
     data = coverage.CoverageData(str(folder / ".coverage"))
     data.read()
-    found: dict[str, dict[int, list[str]]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for file in data.measured_files():
         path = Path(file).relative_to(root).as_posix()
         found[path] = {}
         for line, contexts in data.contexts_by_lineno(file).items():
-            found[path][line] = sorted({_test_name(context) for context in contexts})
+            found[path][str(line)] = sorted({_test_name(context) for context in contexts})
     return found
 
 

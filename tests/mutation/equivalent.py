@@ -1,7 +1,8 @@
 """Mistakes that make no difference, each with the reason: reports leave them out.
 
 A mistake is named by its file and by the line before and after it, so that an entry holds when
-lines move and ends when its line changes.
+lines move and ends when its line changes. A line that occurs several times follows the one above
+it.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> list
     Files are drawn by their number of possible mistakes. Each mistake has a random place in one
     long queue, and the sample is its beginning: when a file changes, the mistakes of other files
     stay in the sample, and what is known of them stays useful. `rooms`: only these files and the
-    files in these folders.
+    files in these folders; "pure" and "others" are the pure parts and all others.
     """
 
     def place(mutant: Mutant) -> bytes:
@@ -273,10 +273,16 @@ def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> list
     everything = (
         mutant
         for path in product_files(root)
-        if not rooms or any(f"{path}/".startswith(f"{room.rstrip('/')}/") for room in rooms)
+        if not rooms or any(_is_in(path, room) for room in rooms)
         for mutant in mutants_of(root, path)
     )
     return heapq.nsmallest(count, everything, key=place)
+
+
+def _is_in(path: str, room: str) -> bool:
+    if room in ("pure", "others"):
+        return path.startswith(_PURE) is (room == "pure")
+    return f"{path}/".startswith(f"{room.rstrip('/')}/")
 
 
 @lru_cache(maxsize=32)
@@ -303,9 +309,15 @@ def changed_lines(root: Path, mutant: Mutant) -> list[str]:
     ]
 
 
-def changed_line(root: Path, mutant: Mutant) -> tuple[str, str, str]:
-    """What `EQUIVALENT` names a mistake by: its file, and its first line before and after it."""
+def names_of(root: Path, mutant: Mutant) -> set[tuple[str, str, str]]:
+    """What `EQUIVALENT` may name a mistake by: its file, and its first line before and after it.
+
+    The line before the mistake may follow the one above it, for a line like `break`.
+    """
     changed = changed_lines(root, mutant)
-    before = next((line[1:].strip() for line in changed if line[0] == "-"), "")
+    before = next((line[1:] for line in changed if line[0] == "-"), "")
     after = next((line[1:].strip() for line in changed if line[0] == "+"), "")
-    return mutant.path, before, after
+    lines = _read(root / mutant.path).splitlines()
+    above = lines[lines.index(before, mutant.first_line - 1) - 1].strip()
+    before = before.strip()
+    return {(mutant.path, before, after), (mutant.path, f"{above} {before}", after)}

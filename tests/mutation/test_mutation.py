@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("cosmic_ray", reason="make mutants installs it")
 
-from tests.mutation.coverage_map import CoverageMap, _test_name
+from tests.mutation.coverage_map import CoverageMap, _test_name, followed, load
 from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.mutants import changed_line, mutants_of, planted, product_files, sample
+from tests.mutation.mutants import mutants_of, names_of, planted, product_files, sample
 from tests.mutation.trial import Limits, Verdict, try_mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,8 @@ def test_a_sample_is_repeatable_and_without_doubles() -> None:
 def test_a_sample_of_rooms_stays_there() -> None:
     assert {mutant.room for mutant in sample(ROOT, 50, 1, ["kvpool/wire"])} == {"kvpool/wire"}
     assert sample(ROOT, 50, 1, ["nowhere"]) == []
+    assert all(mutant.is_pure for mutant in sample(ROOT, 100, 1, ["pure"]))
+    assert not any(mutant.is_pure for mutant in sample(ROOT, 100, 1, ["others"]))
 
 
 SOURCE = '''\
@@ -118,6 +120,50 @@ def test_tests_of_a_line_nearest_and_quickest_first() -> None:
     assert tests.tests_of("kvpool/new.py", [1]) == ([], [])
 
 
+def test_lines_that_have_moved_keep_their_tests() -> None:
+    tests = {"1": [""], "2": ["b"], "4": ["c", "d"]}
+    after = followed(tests, "a = 1\nb = 2\n\nc = 3\n", "# new\na = 1\nb = 2\nb += 1\n\nc = 4\n")
+    assert after == {"1": [""], "2": [""], "3": ["b"], "4": ["b"], "6": ["c", "d"]}
+    assert followed(tests, "a = 1\nb = 2\n\nc = 3\n", "") == {}
+
+
+def test_only_tests_that_have_changed_are_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # what is run here is no part of this test
+    for folder in ("kvpool", "transports", "tiers", "connector", "tests", "kept"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "kvpool" / "__init__.py").touch()
+    product = tmp_path / "kvpool" / "sizes.py"
+    product.write_text("def half(size):\n    return size // 2\n")
+    body = "from kvpool.sizes import half\n\ndef test_{0}():\n    open('{0}', 'a').write('x')\n"
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    tests = [tmp_path / "tests" / f"test_{name}.py" for name in "ab"]
+    for name, file in zip("ab", tests, strict=True):
+        file.write_text(body.format(name) + "    assert half(4) == 2\n")
+
+    def found(line: int) -> list[str]:
+        near, far = load(tmp_path, tmp_path / "kept").tests_of("kvpool/sizes.py", [line])
+        return near + far
+
+    def runs() -> list[int]:
+        return [len((tmp_path / name).read_text()) for name in "ab"]
+
+    both = sorted(f"tests/test_{name}.py::test_{name}" for name in "ab")
+    assert sorted(found(2)) == both
+    product.write_text("#: Moved.\n" + product.read_text())
+    tests[0].write_text(tests[0].read_text() + "    assert half(6) == 3\n")
+    assert sorted(found(3)) == both
+    assert runs() == [2, 1]
+    tests[1].unlink()
+    assert found(3) == both[:1]
+    assert runs() == [2, 1]
+    assert load(tmp_path, tmp_path / "kept", ["tests/client"]).tests_of("kvpool/sizes.py", [3]) == (
+        [],
+        [],
+    )
+
+
 @pytest.mark.parametrize(
     ("context", "name"),
     [
@@ -184,7 +230,8 @@ def test_each_equivalent_mistake_still_exists() -> None:
     for path, wanted in lines.items():
         source = (ROOT / path).read_text().splitlines()
         for mutant in mutants_of(ROOT, path):
-            if source[mutant.line - 1].strip() in wanted:
-                known.add(changed_line(ROOT, mutant))
+            line = source[mutant.line - 1].strip()
+            if line in wanted or f"{source[mutant.line - 2].strip()} {line}" in wanted:
+                known |= names_of(ROOT, mutant)
     assert product_files(ROOT)
     assert set(EQUIVALENT) - known == set()

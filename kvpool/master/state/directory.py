@@ -812,7 +812,5 @@ class Directory:
 def _uncount(namespace: Namespace, digest: bytes, location: Location) -> None:
     """The block has lost this location. A retired inventory is never compared again."""
     inventory, tier, part = location
-    if inventory.retired:
-        inventory.listed.blocks -= 1
-    else:
+    if not inventory.retired:
         inventory.listed.count(digest, location_seed(namespace, part, tier), -1)
