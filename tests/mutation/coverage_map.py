@@ -36,8 +36,8 @@ source =
     {root}/tiers
     {root}/connector
 """
-#: They look at the text of the source, not at what it does.
-_NOT_TESTS_OF_BEHAVIOUR: Final = ("tests/repo/", "tests/mutation/")
+#: The first two look at the text of the source, not at what it does; the third needs vLLM.
+_NOT_RUN: Final = ("tests/repo/", "tests/mutation/", "tests/connector/vllm/")
 #: Stands for no test: the line was executed before any test began.
 _AT_IMPORT: Final = ""
 #: Under coverage everything takes longer, and two tracers share the machine.
@@ -156,7 +156,7 @@ def _test_files(root: Path, only: Sequence[str]) -> dict[str, str]:
     return {
         path: hashlib.sha256((root / path).read_bytes()).hexdigest()[:16]
         for path in sorted(paths)
-        if not path.startswith(_NOT_TESTS_OF_BEHAVIOUR)
+        if not path.startswith(_NOT_RUN)
         and (not only or any(f"{path}/".startswith(f"{one.rstrip('/')}/") for one in only))
     }
 
