@@ -206,7 +206,8 @@ class FetchStatus(enum.IntEnum):
 class Offer(NamedTuple):
     """What a server tells another one about a block that it may fetch.
 
-    The rest is of a hit only: bytes, checksum, parent, and the seconds since its last use.
+    The rest is of a hit only: bytes, checksum, parent, the seconds since its last use, and the
+    session that alone uses it, if that has not ended.
     """
 
     status: ReadStatus
@@ -214,6 +215,7 @@ class Offer(NamedTuple):
     checksum: int = 0
     parent: bytes = ROOT
     age_s: float = 0.0
+    session_hint: SessionHint | None = None
 
 
 class SpreadTo(NamedTuple):

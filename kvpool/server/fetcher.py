@@ -19,6 +19,7 @@ from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, ReadOptions, ReserveRequest, SupportsFetch
 from kvpool.server.context import ServerContext
 from kvpool.server.peer_servers import PeerServers
+from kvpool.server.state.entry import Session
 from kvpool.server.state.fetches import FetchBudget, Fetches, Receivers
 from kvpool.types import (
     Extent,
@@ -28,6 +29,7 @@ from kvpool.types import (
     ReadBlock,
     ReadStatus,
     Reservation,
+    SessionHint,
     WriteStatus,
 )
 
@@ -80,17 +82,25 @@ class FetchCall:
         self.statuses = [FetchStatus.NOT_YET] * len(self.digests)
 
     def next_step(self, waiting: list[int]) -> list[int]:
-        """Take the next blocks, in their order, some MiB of them; at least one."""
+        """Take the next blocks of one session, in their order, some MiB of them; at least one."""
         size = 0
+        session = self.session(waiting[0])
         for count, position in enumerate(waiting):
             size += self.offers[position].size
-            if count and (size > _STEP_BYTES or count == _STEP_BLOCKS):
+            if count and (
+                size > _STEP_BYTES or count == _STEP_BLOCKS or self.session(position) != session
+            ):
                 break
         else:
             count = len(waiting)
         step = waiting[:count]
         del waiting[:count]
         return step
+
+    def session(self, position: int) -> str:
+        """The session that alone uses the block; empty if there is none."""
+        hint = self.offers[position].session_hint
+        return hint.session if hint is not None else ""
 
     def stop_behind(self, position: int, waiting: list[int]) -> None:
         """A block did not arrive: the blocks of `waiting` below it in its chain do not either."""
@@ -283,6 +293,7 @@ class Fetcher:
             [call.digests[i] for i in step],
             [offer.parent for offer in offers],
             [offer.size for offer in offers],
+            offers[0].session_hint,
             last_used=[_stamp(now, offer) for offer in offers],
         )
         until = min(call.until, now + _STEP_S)
@@ -364,15 +375,26 @@ class Fetcher:
         """As `Connection.offer`."""
         now = _now()
         offers = []
+        hints: dict[Session | None, SessionHint | None] = {None: None}
         for digest in digests:
             entry = self._store.peek(namespace, part, digest)
             if entry is None:
                 offers.append(Offer(self._store.front.tombstones.reason(namespace, digest)))
                 continue
             self.receivers.add(namespace, part, digest, receiver)
-            age_s = max(0.0, now - entry.last_used / 1e6)
+            session = entry.session
+            if session not in hints:
+                hints[session] = self._store.hint_of(session, now)
+            age_s = min(1e9, max(0.0, now - entry.last_used / 1e6))
             offers.append(
-                Offer(ReadStatus.HIT, entry.size, entry.checksum, entry.parent, min(age_s, 1e9))
+                Offer(
+                    ReadStatus.HIT,
+                    entry.size,
+                    entry.checksum,
+                    entry.parent,
+                    age_s,
+                    hints[session],
+                )
             )
         return offers
 

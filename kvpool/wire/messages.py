@@ -11,8 +11,9 @@ msgspec, both ends and the allocator more than the lookup itself.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Final, TypeVar
 
@@ -34,6 +35,7 @@ from kvpool.types import (
     Namespace,
     Seconds,
     ServerStats,
+    SessionHint,
     Text,
     Total,
 )
@@ -46,6 +48,8 @@ DIGESTS_MAX: Final = 16_384
 NAMESPACES_MAX: Final = 256
 #: Blocks that one announcement carries, so that applying it never stalls a master's loop.
 ANNOUNCED_BLOCKS_MAX: Final = 1024
+#: Changes of the session in the blocks of one offer.
+SESSION_RUNS_MAX: Final = 256
 #: Hints in one answer to a heartbeat.
 HINTS_MAX: Final = 1024
 
@@ -55,6 +59,8 @@ Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
 WireHint = tuple[SessionName, Seconds, Seconds | None]
+#: Blocks in turn, their session, and the seconds until it resumes, if that is known.
+SessionRun = tuple[Small, SessionName, Seconds | None]
 NamespaceName = Annotated[str, Meta(max_length=512)]
 DigestSize = Annotated[int, Meta(ge=DIGEST_SIZE_MIN, le=DIGEST_SIZE_MAX)]
 Packed = Annotated[bytes, Meta(max_length=DIGESTS_MAX * DIGEST_SIZE_MAX)]
@@ -227,15 +233,20 @@ class Propose(Keys, frozen=True):
     receiver: Name
 
 
-class Proposed(Message, frozen=True):
+class Proposed(Message, frozen=True, omit_defaults=True):
     """A status byte per block; of the hits sizes, checksums, parents (packed, as in `Reserve`), and
-    the seconds since their last use."""
+    the seconds since their last use.
+
+    `sessions`: of so many hits in turn the session that alone uses them, and when it resumes. Hits
+    without one have an empty name; so have those behind the last entry.
+    """
 
     statuses: Statuses
     sizes: Counts
     checksums: Hashes
     parents: Packed
     ages_s: Annotated[list[Seconds], Meta(max_length=BATCH_BLOCKS_MAX)]
+    sessions: Annotated[list[SessionRun], Meta(max_length=SESSION_RUNS_MAX)] = []
 
 
 class Fetch(Keys, frozen=True):
@@ -729,3 +740,18 @@ def pack_parents(parents: Sequence[bytes], size: int) -> bytes:
 def unpack_parents(packed: bytes, size: int) -> list[bytes]:
     zeros = bytes(size)
     return [ROOT if parent == zeros else parent for parent in unpack_digests(packed, size)]
+
+
+def pack_sessions(hints: Sequence[SessionHint | None]) -> list[SessionRun]:
+    """The sessions of blocks, in runs; of too many runs the first ones."""
+    runs: list[SessionRun] = []
+    for hint, group in itertools.groupby(hints):
+        session, resume_in = hint or ("", None)
+        runs.append((sum(1 for _ in group), session, resume_in))
+    return runs[:SESSION_RUNS_MAX] if any(session for _, session, _ in runs) else []
+
+
+def unpack_sessions(runs: Sequence[SessionRun]) -> Iterator[SessionHint | None]:
+    """The other way round; it ends behind the last run."""
+    for count, session, resume_in in runs:
+        yield from itertools.repeat(SessionHint(session, resume_in) if session else None, count)

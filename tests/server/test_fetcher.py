@@ -16,7 +16,8 @@ from kvpool.protocols import Channel, SupportsFetch, WriteOptions
 from kvpool.server import fetcher as fetcher_module
 from kvpool.server.block_server import BlockServer
 from kvpool.server.state.fetches import FetchBudget
-from kvpool.types import ROOT, FetchStatus, ReadStatus, WriteBlock
+from kvpool.types import ROOT, FetchStatus, ReadStatus, SessionHint, WriteBlock
+from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
 from tests.conftest import NAMESPACE, key, keys, value, values
 
 SIZE = 8192
@@ -40,10 +41,11 @@ class Pair:
         server: BlockServer | None = None,
         namespace: Namespace = NAMESPACE,
         size: int = SIZE,
+        session_hint: SessionHint | None = None,
     ) -> None:
         """Store a chain on one server, at the source if no other is named."""
         name = (server or self.source).server
-        options = WriteOptions(namespace, 0, visible=True)
+        options = WriteOptions(namespace, 0, visible=True, session_hint=session_hint)
         blocks = [
             WriteBlock(digest, parent, (memoryview(value(digest, size)),), size)
             for parent, digest in zip([ROOT, *chain], chain, strict=False)
@@ -336,3 +338,47 @@ async def test_a_removal_is_passed_on_over_a_fresh_connection() -> None:
 
         assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [True, True]
         assert both.has(both.target, chain) == [False, False]
+
+
+async def test_fetched_blocks_keep_their_session_and_when_it_resumes() -> None:
+    async with pair() as both:
+        chain, ended = keys("chain", 100), keys("ended", 3)
+        await both.put(chain, session_hint=SessionHint("one", 60.0))
+        await both.put(ended, session_hint=SessionHint("two"))
+        both.source.store.end("two", now())
+        assert await both.fetch(chain[60:]) == [FETCHED] * 40  # its end comes first
+        assert await both.fetch([*chain[:60], *ended]) == [FETCHED] * 63
+        store = both.target.store
+        entries = [store.peek(NAMESPACE, 0, digest) for digest in (*chain, *ended)]
+        sessions = [one.session.name if one and one.session else "" for one in entries]
+        assert sessions == ["one"] * 100 + [""] * 3
+        due = store.policy.due("one")
+        assert due is not None
+        assert 50.0 < due - now() < 60.0
+        assert not any(one.superseded_at for one in entries if one)
+        session = entries[0].session if entries[0] else None
+        assert session is not None
+        assert [end.digest for end in session.chain_ends.values()] == chain[-1:]
+        assert session.last_use == 0.0, "it was used elsewhere, and not by a client here"
+
+
+async def test_what_the_receiver_knows_of_a_session_stays() -> None:
+    async with pair() as both:
+        chain, more = keys("chain", 4), keys("more", 4)
+        await both.put(chain, session_hint=SessionHint("one", 60.0))
+        await both.put(more, both.target, session_hint=SessionHint("one", 5.0))
+        assert await both.fetch(chain) == [FETCHED] * 4
+        due = both.target.store.policy.due("one")
+        assert due is not None
+        assert due - now() < 5.0
+
+
+def test_sessions_of_an_offer_are_sent_in_runs() -> None:
+    one, two = SessionHint("one", 2.5), SessionHint("two")
+    hints = [None, one, one, two, None, None]
+    runs = pack_sessions(hints)
+    assert runs == [(1, "", None), (2, "one", 2.5), (1, "two", None), (2, "", None)]
+    assert list(unpack_sessions(runs)) == hints
+    assert pack_sessions([None, None]) == []
+    many = [SessionHint(str(n)) for n in range(300)]
+    assert list(unpack_sessions(pack_sessions(many))) == many[:SESSION_RUNS_MAX]

@@ -93,7 +93,8 @@ class SessionAwarePolicy:
     ) -> Session | None:
         """The session of a write. A session that writes has not ended; its resume hint stays.
 
-        A prompt that writes is served: it waits no more. `moved`: only its place changes.
+        A prompt that writes is served: it waits no more. `moved`: only the place of its blocks
+        changes, and a hint that is known here stays.
         """
         if session_hint is None:
             return None
@@ -110,7 +111,7 @@ class SessionAwarePolicy:
             session.last_use = now
             if session.arrived is not None:
                 self._withdraw(session)
-        if session_hint.resume_in is not None:
+        if session_hint.resume_in is not None and not (moved and session.due is not None):
             self._announce(session, session_hint.resume_in, now)
         return session
 
@@ -147,12 +148,15 @@ class SessionAwarePolicy:
         """
         self._sessions.setdefault(session.name, session)  # evictions may have dropped it
 
-    def chain_extended(self, session: Session, first: Entry, last: Entry) -> None:
+    def chain_extended(
+        self, session: Session, first: Entry, last: Entry, *, fetched: bool = False
+    ) -> None:
         """A session has written the blocks `first` to `last` of its chain.
 
         If they branch off before the end of its last chain, the rest of that chain is superseded.
         If the parent of `first` is not stored, or is younger than the old end (which may then be
         one of its ancestors), the place in the chain is unknown, and no branch is superseded.
+        Nor does what was `fetched`: it may be older than what is here, or come before it.
         """
         self._sessions.setdefault(session.name, session)  # evictions may have dropped it
         index = first.index
@@ -165,6 +169,8 @@ class SessionAwarePolicy:
         before = first.parent == ROOT or (
             parent is not None and old is not None and parent.generation < old.generation
         )
+        if fetched and old not in (None, parent):
+            return
         if old is not None and old is not parent and before and old.session is session:
             old.superseded_at = old.last_used
             if self._listed(old):

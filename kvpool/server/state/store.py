@@ -165,15 +165,13 @@ class Store:
         sealed the first blocks (design: budgets). `in_steps`, the rest is MAKING_ROOM when the call
         has worked for long enough.
         """
-        namespace, part, digests, parents, sizes, session_hint, last_used = request
-        index = self._indexes.get((namespace, part))
-        if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
+        namespace, part, digests, parents, sizes, _, last_used = request
+        index = self._index(namespace, part)
         holder = self._owner(owner)
         reservations = holder.reservations
         left = self.limits.writes.left(holder.reserved_bytes) if holder.limited else _UNLIMITED
         blocks_at = self.blocks_at
-        session = self.policy.open_session(session_hint, now, moved=owner == MOVER)
+        session = self._open_session(request, owner, now)
         granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal: Reservation | None = None
@@ -223,7 +221,8 @@ class Store:
             if owner == MOVER and self.demotes:
                 self.policy.chain_promoted(session)
             else:
-                self.policy.chain_extended(session, granted[0], granted[-1])
+                ends = granted[0], granted[-1]
+                self.policy.chain_extended(session, *ends, fetched=last_used is not None)
         return answers
 
     def seal(
@@ -501,8 +500,7 @@ class Store:
             return None
         if not self.allocator.claim(offset, size):
             return None
-        if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
+        index = self._index(namespace, part)
         self._next_id = max(self._next_id, generation)
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
@@ -745,6 +743,16 @@ class Store:
             held = self.allocator.rounded(entry.size) * pins
             holder.pinned_bytes += held
             self._pin_budget(holder).used += held
+
+    def _index(self, namespace: Namespace, part: int) -> Index:
+        index = self._indexes.get((namespace, part))
+        if index is None:
+            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
+        return index
+
+    def _open_session(self, request: ReserveRequest, owner: int, now: float) -> Session | None:
+        moved = owner == MOVER or request.last_used is not None
+        return self.policy.open_session(request.session_hint, now, moved=moved)
 
     def _owner(self, owner: int) -> Owner:
         held = self._owners.get(owner)

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.entry import MOVER, Change, Entry, Stretch
+from kvpool.server.state.entry import MOVER, Change, Entry, Session, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import ANCESTORS_MAX, Store
 from kvpool.server.state.write_back import WriteBack
@@ -289,6 +289,13 @@ class TieredStore:
         """As `Store.arrive`, in every tier."""
         answers = [store.arrive(session, now, age_s=age_s) for store in self.stores]
         return answers[self.backing_tier]
+
+    def hint_of(self, session: Session | None, now: float) -> SessionHint | None:
+        """What a store that gets blocks of the session has to know; None when it has ended."""
+        if session is None or session.ended:
+            return None
+        due = session.due
+        return SessionHint(session.name, None if due is None else max(0.0, due - now))
 
     # --- for the mover -----------------------------------------------------------------------
 
@@ -833,11 +840,6 @@ class TieredStore:
         """Pin the source and reserve the target, if it has space; the status of the target."""
         index = entry.index
         store = self.stores[target]
-        session = entry.session
-        session_hint = None
-        if session is not None and not session.ended:
-            due = session.due if store.policy.due(session.name) is None else None
-            session_hint = SessionHint(session.name, None if due is None else max(0.0, due - now))
         # First pin: the reservation below may evict blocks, and this one must not be among them.
         pin = self.stores[source].pin_internal(MOVER, entry)
         (answer,) = store.reserve(
@@ -848,7 +850,7 @@ class TieredStore:
                 [entry.digest],
                 [entry.parent],
                 [entry.size],
-                session_hint,
+                self.hint_of(entry.session, now),
                 [entry.last_used] if entry in self._fetched else None,
             ),
             now,

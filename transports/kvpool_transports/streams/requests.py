@@ -54,6 +54,7 @@ from kvpool.wire.messages import (
     decode_answer,
     pack_parents,
     unpack_parents,
+    unpack_sessions,
 )
 from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
@@ -268,6 +269,8 @@ async def offer(
     properties = zip(answer.sizes, answer.checksums, parents, answer.ages_s, strict=True)
     for position, (block_size, checksum, parent, age_s) in zip(hits, properties, strict=True):
         offers[position] = Offer(ReadStatus.HIT, block_size, checksum, parent, age_s)
+    for position, hint in zip(hits, unpack_sessions(answer.sessions), strict=False):
+        offers[position] = offers[position]._replace(session_hint=hint)
     return offers
 
 

@@ -64,6 +64,7 @@ from kvpool.wire.messages import (
     decode,
     message_type,
     pack_parents,
+    pack_sessions,
     unpack_batch,
     unpack_parents,
 )
@@ -318,6 +319,7 @@ class StreamSession:
                 [offer.checksum for offer in hits],
                 pack_parents([offer.parent for offer in hits], propose.digest_size),
                 [offer.age_s for offer in hits],
+                pack_sessions([offer.session_hint for offer in hits]),
             )
         )
 
