@@ -1,10 +1,13 @@
-"""What a request asks of the connector: its `kv_transfer_params`, which clients write. Pure."""
+"""What a request asks of the connector: its parameters and hints, which clients write. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from kvpool_connector.kv_hints import read_envelope
+from kvpool_connector.session_names import GIVEN_MAX, session_name
 from kvpool_connector.settings import nearest
 from kvpool_connector.values import RequestHints
 
@@ -47,6 +50,10 @@ OTHERS: Final = frozenset(
 #: An engine logs so many different mistakes: clients choose the keys.
 _MISTAKES_MAX: Final = 32
 _SHOWN_MAX: Final = 64
+#: Where `kv_transfer_params` has the keys of this connector, apart from those of others.
+OWN: Final = "kvpool"
+#: Characters of `agentic_context` where it is JSON text: routers refuse longer ones.
+_CONTEXT_MAX: Final = 16_384
 
 
 class _Param(NamedTuple):
@@ -59,7 +66,7 @@ def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= 128 and value.isprintable()
+    return value == "" or bool(session_name(value))
 
 
 def _is_bool(value: object) -> bool:
@@ -67,7 +74,7 @@ def _is_bool(value: object) -> bool:
 
 
 _PARAMS: Final[Mapping[str, _Param]] = {
-    "session_id": _Param("printable text of at most 128 characters", _is_name),
+    "session_id": _Param(f"text of at most {GIVEN_MAX} characters", _is_name),
     "resume_in_s": _Param(
         "seconds, from 0 to 1e9",
         lambda value: _is_number(value, (int, float)) and 0 <= value <= 1e9,
@@ -81,41 +88,113 @@ _PARAMS: Final[Mapping[str, _Param]] = {
 }
 
 
-def parse_params(params: Any, session_id: str | None = None) -> tuple[RequestHints, list[str]]:
-    """The hints in a request's `kv_transfer_params`, and a sentence for each key that is ignored.
+class Asked(NamedTuple):
+    """What an engine's request has that may say something to the connector, as clients wrote it.
 
-    `session_id` is the engine's own, where a request has one: a name in `params` counts before it.
+    `session_id` is the engine's own session, `extra_args` are vLLM's (`vllm_xargs` in a body),
+    `kv_hints` an orchestrator's envelope, and a `priority` above 0 is below the usual one.
+    """
+
+    params: Any = None
+    session_id: str | None = None
+    extra_args: Any = None
+    kv_hints: Any = None
+    priority: int = 0
+
+
+class Parsed(NamedTuple):
+    """`mistakes` has a sentence for each key that is ignored, `outcomes` a text for each action of
+    the envelope."""
+
+    hints: RequestHints
+    mistakes: list[str]
+    outcomes: Sequence[str] = ()
+
+
+def parse_request(asked: Asked) -> Parsed:
+    """The hints of a request. What counts for the session is the first that is there of:
+
+    `kv_transfer_params.kvpool` and `kv_transfer_params` themselves; the engine's own session;
+    `prompt_cache_key` and an agentic context among the extra arguments.
 
     Keys of vLLM's own connectors (`OTHERS`), and keys that begin with `_`, are ignored without a
-    sentence. A null is as if the key were not there.
+    sentence. A null is as if the key were not there. Nothing that a client writes is an error.
     """
     mistakes: list[str] = []
     found: dict[str, Any] = {}
-    if session_id:
-        params = {"session_id": session_id} | dict(params if isinstance(params, Mapping) else {})
-    if not isinstance(params, Mapping):
-        return RequestHints(), []
+    params = asked.params if isinstance(asked.params, Mapping) else {}
+    own = params.get(OWN)
     for key, value in params.items():
-        name = str(key)
-        param = _PARAMS.get(name)
-        if param is None:
-            if name not in OTHERS and not name.startswith("_"):
-                mistakes.append(_unknown(name))
-        elif value is not None:
-            if param.valid(value):
-                found[name] = value
-            else:
-                mistakes.append(f"{name} is {_shown(value)}, expected {param.expected}")
-    session = found.get("session_id", "")
+        if key != OWN:
+            _take(str(key), value, found, mistakes)
+    if isinstance(own, Mapping):
+        for key, value in own.items():
+            if key != "kv_hints":
+                _take(str(key), value, found, mistakes)
+    elif own is not None:
+        mistakes.append(f"{OWN} is {_shown(own)}, expected an object")
+    arguments = asked.extra_args if isinstance(asked.extra_args, Mapping) else {}
+    context = _agentic_context(arguments.get("agentic_context"))
+    session = next(
+        filter(
+            None,
+            map(
+                session_name,
+                (
+                    found.get("session_id"),
+                    asked.session_id,
+                    arguments.get("session_id"),
+                    arguments.get("prompt_cache_key"),
+                    context.get("session_id"),
+                ),
+            ),
+        ),
+        "",
+    )
+    nested = own.get("kv_hints") if isinstance(own, Mapping) else None
+    envelope = read_envelope(
+        nested if asked.kv_hints is None else asked.kv_hints,
+        has_session=bool(session),
+        background=asked.priority > 0,
+    )
+    resume_in_s = found.get("resume_in_s")
+    if resume_in_s is None:
+        resume_in_s = envelope.resume_in_s
+    if resume_in_s is None and asked.priority <= 0:
+        retention_s = context.get("kv_retention_ttl_seconds")
+        resume_in_s = retention_s if _PARAMS["resume_in_s"].valid(retention_s) else None
     hints = RequestHints(
         session,
-        found.get("resume_in_s") if session else None,
-        found.get("end_session", False),
+        resume_in_s if session else None,
+        found.get("end_session", envelope.ends),
         skip_save=found.get("skip_save", False),
         skip_load=found.get("skip_load", False),
         max_load_tokens=found.get("max_load_tokens"),
     )
-    return hints, mistakes
+    return Parsed(hints, mistakes, envelope.outcomes)
+
+
+def _take(name: str, value: Any, found: dict[str, Any], mistakes: list[str]) -> None:
+    """One key of the parameters."""
+    param = _PARAMS.get(name)
+    if param is None:
+        if name not in OTHERS and not name.startswith("_"):
+            mistakes.append(_unknown(name))
+    elif value is not None:
+        if param.valid(value):
+            found[name] = value
+        else:
+            mistakes.append(f"{name} is {_shown(value)}, expected {param.expected}")
+
+
+def _agentic_context(given: object) -> Mapping[str, Any]:
+    """vllm-router's context of an agent: an object, or one as JSON text; empty if it is neither."""
+    if isinstance(given, str) and len(given) <= _CONTEXT_MAX:
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return {}
+    return given if isinstance(given, Mapping) else {}
 
 
 class Mistakes:

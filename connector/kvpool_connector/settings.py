@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvpool import ClientConfig, Cluster, ConfigError, check_transports, read_secret
 
+#: The connector's name in vLLM's configuration.
+CONNECTOR: Final = "KVPoolConnector"
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
@@ -118,6 +120,17 @@ def parse(given: Mapping[str, Any]) -> Settings:
     except ConfigError as error:
         raise _refusal(f"transports: {error}") from None
     return settings
+
+
+def given_settings(transfer: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of each connector of this kind: alone, or in a MultiConnector."""
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == CONNECTOR:
+        yield extra
+    elif transfer.kv_connector == "MultiConnector":
+        for child in extra.get("connectors", ()):
+            if isinstance(child, Mapping) and child.get("kv_connector") == CONNECTOR:
+                yield child.get("kv_connector_extra_config", {})
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

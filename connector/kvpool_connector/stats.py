@@ -17,6 +17,7 @@ _LABELLED: Final = {
     "load_error": ("error", "Loads that ended with an error."),
     "save_error": ("error", "Saves that ended with an error."),
     "dropped": ("reason", "Blocks that were not saved, by reason."),
+    "kv_hint": ("outcome", "Actions of orchestrators' hint envelopes, by what became of them."),
     "verification": ("result", "Comparisons of the pool's KV with the engine's own, by result."),
 }
 _PLAIN: Final = {
@@ -167,6 +168,6 @@ def _metric(name: str) -> str:
         name = name.removesuffix("_s") + "_seconds"
     if name in ("miss", "load_miss"):
         name += "es"
-    if name in ("decision", "load_error", "save_error", "verification"):
+    if name in ("decision", "kv_hint", "load_error", "save_error", "verification"):
         name += "s"
     return f"{name}_total"

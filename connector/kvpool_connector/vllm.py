@@ -23,7 +23,7 @@ from kvpool_connector.adapters import Adapter, salted
 from kvpool_connector.head_split import head_split
 from kvpool_connector.messages import StepWork, WorkerReport
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.request_params import Mistakes, parse_params
+from kvpool_connector.request_params import Asked, Mistakes, parse_request
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.values import ScheduledRequest
@@ -160,7 +160,18 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         began = time.perf_counter()
         scheduler = self._of_scheduler()
-        hints, mistakes = parse_params(request.kv_transfer_params, request.session_id)
+        sampling = request.sampling_params
+        hints, mistakes, outcomes = parse_request(
+            Asked(
+                request.kv_transfer_params,
+                request.session_id,
+                sampling.extra_args if sampling is not None else None,
+                request.kv_hints,
+                request.priority,
+            )
+        )
+        for outcome in outcomes:
+            scheduler.planner.counters[f"kv_hint {outcome}"] += 1
         if mistakes:
             scheduler.planner.counters["bad_hints"] += 1
             for mistake in self._mistakes.new(mistakes):

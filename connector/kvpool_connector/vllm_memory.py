@@ -10,8 +10,8 @@ import functools
 from typing import Any
 
 from kvpool_connector.block_memory import stage_of
+from kvpool_connector.settings import given_settings
 from kvpool_connector.vllm_interface import WorkerWrapperBase
-from kvpool_connector.vllm_settings import given_settings
 
 
 @functools.cache

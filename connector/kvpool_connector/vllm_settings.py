@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from kvpool import ConfigError, KvpoolError
 from kvpool_connector import settings
+from kvpool_connector.settings import given_settings
 from kvpool_connector.vllm_interface import KVTransferConfig, VllmConfig
-
-CONNECTOR: Final = "KVPoolConnector"
 
 
 class RefusedSettings(KvpoolError, argparse.ArgumentTypeError):
@@ -52,14 +50,3 @@ def _then_check(post_init: Any) -> Any:
                 raise RefusedSettings(str(error)) from None
 
     return checked
-
-
-def given_settings(transfer: Any) -> Iterator[Mapping[str, Any]]:
-    """The settings of each connector of this kind: alone, or in a MultiConnector."""
-    extra = transfer.kv_connector_extra_config
-    if transfer.kv_connector == CONNECTOR:
-        yield extra
-    elif transfer.kv_connector == "MultiConnector":
-        for child in extra.get("connectors", ()):
-            if isinstance(child, Mapping) and child.get("kv_connector") == CONNECTOR:
-                yield child.get("kv_connector_extra_config", {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +40,8 @@ from kvpool.types import (
     WriteStatus,
 )
 
-#: When the next prompt is expected, in seconds; None when this was the last one.
+#: When the next prompt is expected, in seconds: inf where that is not known, None when this was the
+#: last one.
 Foresight = Callable[[Request], float | None]
 #: Makes the eviction policy of one server, whose memory has so many bytes.
 PolicyOf = Callable[[int], Policy[Entry]]
@@ -138,9 +140,11 @@ class DryPool:
         now, chain = request.time_s, [digest_of(id) for id in request.chain]
         host = f"host-{next(self._turns) % self._hosts:03}"
         self._exchange_heartbeats(now)
-        hint = None
+        hint, ends = None, False
         if foresight is not None:
-            hint = SessionHint(str(request.session), foresight(request))
+            resume_in = foresight(request)
+            ends = resume_in is None
+            hint = SessionHint(str(request.session), None if resume_in == math.inf else resume_in)
         runs, _ = self._directory.find(_NAMESPACE, chain, prefix=True)
         held = runs[-1].last + 1 if runs else 0
         pins = list(self._pin(runs, chain, host, now))
@@ -152,7 +156,7 @@ class DryPool:
                 self._copy_shared(server, runs, chain[:held], now)
         elif hint is not None and hint.resume_in is not None:
             self._hints.add(hint.session, hint.resume_in, now)
-        if hint is not None and hint.resume_in is None:
+        if hint is not None and ends:
             self._hints.add(hint.session, None, now)
         for store, pin in pins:
             store.unpin(_OWNER, pin.id)

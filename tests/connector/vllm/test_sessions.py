@@ -1,0 +1,146 @@
+"""Sessions of real clients through `vllm serve` and the middleware to the pool."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.generate.base import serving
+from vllm.entrypoints.launchers.api_server import app_state
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+from examples.vllm_two_instances import Instance, transfer
+from kvpool.types import HintStatus
+from kvpool_connector import client_requests
+from tests.support.local_pool import LocalPool
+
+KEY = "a key of the API"
+WORDS = " ".join(["ab", "cd", "ef", "gh"] * 40)
+
+
+def test_vllm_takes_sessions_from_the_fields_that_the_middleware_fills() -> None:
+    """Those that each endpoint accepts, and where the API server keeps its configuration."""
+    models: dict[str, Any] = {
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
+        "/v1/messages": AnthropicMessagesRequest,
+    }
+    assert models.keys() == client_requests.PATHS
+    for path, model in models.items():
+        wanted = "vllm_xargs" if path == client_requests.MESSAGES_PATH else "session_id"
+        assert {wanted, "kv_transfer_params"} <= set(model.model_fields), path
+    assert serving.SESSION_ID_HEADER.lower().encode() == client_requests.SESSION_HEADER
+    assert "state.vllm_config = vllm_config" in inspect.getsource(app_state)
+
+
+@pytest.mark.timeout(300)
+def test_sessions_of_real_clients_arrive_in_the_pool(
+    model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each endpoint with the client that people use, streamed and whole, by header and by body."""
+    pool = LocalPool()
+    arguments = ("--middleware", "kvpool_connector.sessions.Middleware", "--api-key", KEY)
+    config = transfer(pool.master, load="always", lookup_timeout_s=2.0)
+    instance = Instance("S", model(), tmp_path / "sessions.log", config, arguments=arguments)
+    try:
+        instance.ready()
+        url = f"http://127.0.0.1:{instance.port}"
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=60) as codex,
+            anthropic.Anthropic(base_url=url, auth_token=KEY, api_key=None, timeout=60) as claude,
+        ):
+            _ask_all(codex, claude)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            _ask_without_key(url)
+        expected = {"key", "thread", "child", "body", "claude", "claude/agent", "user"}
+        _until(lambda: expected <= _sessions(pool).keys(), lambda: _sessions(pool))
+        assert "stranger" not in _sessions(pool)
+        # The child has ended, and so has the agent; of the others nobody knows a pause yet.
+        _until(lambda: _ended(pool) == {"child", "claude/agent"}, lambda: _ended(pool))
+        assert pool.ask(lambda client: client.end("thread")) is HintStatus.ACCEPTED
+        (member,) = pool.ask(lambda client: client.members())
+        assert member.stats.counters["sessions"] == len(expected)
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+        assert 'vllm:kvpool_client_events_total{event="ends_accepted"} 2.0' in metrics
+        assert 'event="fault"' not in metrics
+    finally:
+        instance.close()
+        pool.close()
+
+
+def _ask_all(codex: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    """One prompt of more than a block for each session."""
+    few: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    codex.responses.create(input=f"1 {WORDS}", max_output_tokens=4, prompt_cache_key="key", **few)
+    streamed = codex.responses.create(
+        input=f"2 {WORDS}",
+        max_output_tokens=4,
+        stream=True,
+        extra_headers={"session-id": "root", "thread-id": "thread"},
+        **few,
+    )
+    assert [event.type for event in streamed][-1] in ("response.completed", "response.incomplete")
+    headers = {"session-id": "root", "thread-id": "child", "x-codex-parent-thread-id": "root"}
+    message: Any = {"role": "user", "content": f"3 {WORDS}"}
+    # The model never ends by itself: one word that stops it is a last answer.
+    codex.chat.completions.create(
+        messages=[message], max_tokens=64, extra_headers=headers, extra_body=STOP, **few
+    )
+    codex.completions.create(
+        prompt=f"4 {WORDS}", max_tokens=4, extra_body={"session_id": "body"}, **few
+    )
+    for number, headers in enumerate(
+        (
+            {"X-Claude-Code-Session-Id": "claude"},
+            {"X-Claude-Code-Session-Id": "claude", "x-claude-code-agent-id": "agent"},
+            {},
+        )
+    ):
+        with claude.messages.stream(
+            messages=[{"role": "user", "content": f"{number + 5} {WORDS}"}],
+            max_tokens=64,
+            extra_headers=headers,
+            extra_body={"metadata": {"user_id": '{"session_id": "user"}'}},
+            model="tiny",
+            stop_sequences=LETTERS,
+        ) as stream:
+            assert stream.get_final_message().role == "assistant"
+
+
+LETTERS = list("etaoinshrdlu 0123456789.")
+STOP = {"stop": LETTERS}
+
+
+def _ask_without_key(url: str) -> None:
+    body = b'{"model":"tiny","prompt":"%s","prompt_cache_key":"stranger"}' % WORDS.encode()
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers))
+
+
+def _sessions(pool: LocalPool) -> dict[str, int]:
+    """The sessions of the pool, and when each has ended."""
+    (server,) = pool.dev.servers
+    return {name: one.ended for name, one in server.store.policy._sessions.items()}
+
+
+def _ended(pool: LocalPool) -> set[str]:
+    return {name for name, ended in _sessions(pool).items() if ended}
+
+
+def _until(holds: Callable[[], bool], shown: Callable[[], object]) -> None:
+    until = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until, shown()
+        time.sleep(0.2)
