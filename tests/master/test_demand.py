@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -133,6 +134,72 @@ def test_servers_of_a_chain_and_blocks_behind_a_hole() -> None:
     found = meter.demand(1.0)
     assert found.chain_servers == pytest.approx(1.5, abs=0.01)
     assert found.beyond_hole == pytest.approx(0.25)
+
+
+def test_the_mean_of_the_last_minutes_is_exact() -> None:
+    """A block that is asked for every 100 s is live all the time: the mean of the time seen."""
+    meter = DemandMeter()
+    size = 1 << 40  # so large that rounding is seen
+    for second in (0.0, 100.0, 300.0):
+        meter.asked(ONE, [digest(1)], second, size)
+    seen = 600 * (1 - math.exp(-0.5))
+    waited = 100 * math.exp(-200 / 600) + 200
+    assert meter.demand(300.0).size == pytest.approx(waited / seen * size, rel=1e-9)
+    later = 600 * (1 - math.exp(-1.0))  # nobody has asked since
+    assert meter.demand(600.0).size == pytest.approx(
+        waited * math.exp(-0.5) / later * size, rel=1e-9
+    )
+    assert meter.demand(600.0).seconds == 600.0
+    assert DemandMeter().demand(5.0) == Demand(0.0, (), 0.0, 0.0)
+
+
+def test_the_size_of_a_block_is_what_its_last_writer_said() -> None:
+    meter = DemandMeter()
+    for second, size in ((0, 100), (1, 0), (2, 300), (3, 0)):
+        meter.asked(ONE, [digest(n) for n in range(1000)], float(second), size)
+    (found,) = meter.demand(3.0).working_sets
+    assert found.size == pytest.approx(300 * found.blocks, rel=0.01)
+
+
+def test_a_call_has_a_bounded_number_of_steps() -> None:
+    meter = DemandMeter()
+    meter.asked(ONE, [digest(n) for n in range(5000)], 0.0)
+    assert meter.followed == 4096
+    meter.asked(ONE, [], 3599.0)
+    assert meter.followed == 4096
+    meter.asked(ONE, [], 3600.0)
+    assert meter.followed == 4096 - 64
+    for _ in range(63):
+        meter.asked(ONE, [], 3600.0)
+    assert meter.followed == 0
+
+
+def test_fewer_blocks_are_followed_while_there_are_many_and_more_again_later() -> None:
+    meter = DemandMeter()
+    chains = [[digest(10_000 * number + n) for n in range(4096)] for number in range(4)]
+    for number, chain in enumerate(chains[:3]):
+        meter.asked(ONE, chain, float(number))
+    assert meter.followed == pytest.approx(6144, rel=0.05)  # every second of 12,288
+    meter.asked(ONE, [], 700.0)
+    meter.asked(ONE, chains[3], 701.0)
+    assert meter.followed == pytest.approx(8192, rel=0.05)  # as long as they are there
+    for _ in range(200):
+        meter.asked(ONE, [], 5000.0)
+    assert meter.followed == 0
+    meter.asked(ONE, chains[0], 5001.0)
+    assert meter.followed == 4096  # all of them
+
+
+def test_the_namespace_that_was_asked_for_longest_ago_loses_its_figures() -> None:
+    meter = DemandMeter()
+    for second in (0.0, 10.0):
+        for number in range(NAMESPACES_MAX):
+            meter.asked(Namespace(str(number)), keys("x", 50), second, SIZE)
+    meter.asked(Namespace("0"), keys("x", 50), 11.0, SIZE)
+    meter.asked(Namespace("new"), keys("x", 50), 12.0, SIZE)
+    meter.asked(Namespace("new"), keys("x", 50), 13.0, SIZE)
+    kept = {one.namespace.name for one in meter.demand(14.0).working_sets}
+    assert kept == {*map(str, range(NAMESPACES_MAX)), "new"} - {"1"}
 
 
 # --- what operators see ------------------------------------------------------------------

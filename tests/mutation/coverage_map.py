@@ -58,14 +58,14 @@ class CoverageMap:
     def tests_of(self, path: str, lines: Sequence[int]) -> tuple[list[str], list[str]]:
         """Tests that execute one of the lines: those of the file's room, then all others.
 
-        Each list begins with the quickest test. A line that runs only while its module is
-        imported (a constant, a default) matters to every test that executes the file, and to
-        tests of its room, which may just look at it.
+        Each list begins with the quickest test. A line that runs while its module is imported (a
+        constant, a default) matters to every test that executes the file, and to tests of its
+        room, which may just look at it.
         """
         executed = self._tests.get(path, {})
         found = {test for line in lines for test in executed.get(str(line), ())}
         near = _test_folder(path)
-        if found == {_AT_IMPORT}:
+        if _AT_IMPORT in found:  # besides, programs that tests start import the file
             found = {test for tests in executed.values() for test in tests}
             found |= {test for test in self._seconds if test.startswith(near)}
         sorted_ones = sorted(found - {_AT_IMPORT}, key=lambda test: (self.seconds(test), test))

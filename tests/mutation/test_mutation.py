@@ -100,7 +100,7 @@ def test_tests_of_a_line_nearest_and_quickest_first() -> None:
     tests = CoverageMap(
         {
             "kvpool/server/state/store.py": {
-                "1": [""],
+                "1": ["", "tests/client/a.py::f"],
                 "5": [
                     "tests/client/a.py::f",
                     "tests/server/b.py::slow",
