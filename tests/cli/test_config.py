@@ -14,6 +14,7 @@ from kvpool import registry
 from kvpool.cli import run
 from kvpool.config import load, parse_tier, parse_transport
 from kvpool.errors import ConfigError
+from kvpool.types import COPIES_MAX
 from kvpool.units import parse_duration, parse_size
 
 
@@ -54,8 +55,10 @@ def test_settings_do_not_change_while_a_process_runs(section: str) -> None:
             setattr(found, name, getattr(found, name))
 
 
+#: Every setting, by section.
 DEFAULTS = {
     "master": {
+        "bind": "127.0.0.1:7450",
         "timeout_s": 3.0,
         "forget_s": 600.0,
         "servers_max": 1024,
@@ -65,6 +68,9 @@ DEFAULTS = {
         "insecure": False,
     },
     "server": {
+        "id": "",
+        "identity_file": "",
+        "masters": ["127.0.0.1:7450"],
         "capacity": 1 << 30,
         "tiers": [],
         "listen": ["tcp://127.0.0.1:0", "shm://"],
@@ -74,16 +80,24 @@ DEFAULTS = {
         "connections_max": 1024,
         "pinned_max": 0,
         "reserved_max": 0,
+        "write_mode": "write_through",
+        "flush_s": 8.0,
         "promote_after": 1,
+        "fetch_rate": 0,
+        "fetches_max": 2,
+        "drain_s": 0.0,
         "prefault": True,
+        "http": "",
         "insecure": False,
     },
     "client": {
+        "masters": ["127.0.0.1:7450"],
         "transports": ["inproc", "shm", "ucx", "tcp"],
         "measure": True,
         "timeout_s": 5.0,
         "attempt_s": 1.0,
         "hedge_s": 0.1,
+        "copies_max": 3,
         "verify": True,
         "device_staging": 128 << 20,
     },
@@ -94,7 +108,7 @@ DEFAULTS = {
 def test_defaults_stay(section: str) -> None:
     """Users rely on them, and on their units."""
     found = getattr(load(), section)
-    assert {name: getattr(found, name) for name in DEFAULTS[section]} == DEFAULTS[section]
+    assert {name: getattr(found, name) for name in found.__struct_fields__} == DEFAULTS[section]
     assert not load().local_only
     assert (load().cluster, load().secret_file) == ("default", "")
 
@@ -110,7 +124,11 @@ def test_defaults_stay(section: str) -> None:
         ("server.pinned_max", 0, 2**60),
         ("server.connections_max", 1, 10**9),
         ("server.promote_after", 1, 10**9),
+        ("server.flush_s", 0.001, 86_400.0),
+        ("server.fetches_max", 1, 64),
+        ("server.drain_s", 0, 86_400.0),
         ("client.hedge_s", 0.001, 86_400.0),
+        ("client.copies_max", 1, COPIES_MAX),
     ],
 )
 def test_the_smallest_and_the_largest_value_of_a_setting(

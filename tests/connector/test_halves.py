@@ -17,14 +17,26 @@ from kvpool_connector import settings as settings_module
 from kvpool_connector.adapters import Adapter
 from kvpool_connector.block_memory import memory_of
 from kvpool_connector.head_split import HeadSplit, LayerHeads, divide
-from kvpool_connector.messages import ModelInfo, SaveResult, WorkerReport
+from kvpool_connector.messages import (
+    GroupBlocks,
+    LoadRequest,
+    LoadResult,
+    ModelInfo,
+    ProbeRequest,
+    ProbeResult,
+    SaveRequest,
+    SaveResult,
+    VerifyRequest,
+    VerifyResult,
+    WorkerReport,
+)
 from kvpool_connector.naming import EngineInfo
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.request_params import Asked, parse_request
 from kvpool_connector.save_queue import SaveItem, SaveQueue
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
-from kvpool_connector.worker import ConnectorWorker, Rank
+from kvpool_connector.worker import ConnectorWorker, FinishedTransfers, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
 
@@ -107,6 +119,7 @@ class Engine:
         self.failed: list[str] = []
         self.bad_blocks: set[int] = set()
         self.stored = 0
+        self.reports: list[WorkerReport] = []
 
     def _thread(self) -> PoolThread:
         thread = PoolThread(
@@ -150,6 +163,7 @@ class Engine:
         outcome = self.scheduler.on_worker_report(report)
         self.unpinned += outcome.blocks_to_unpin
         self.stored += len(outcome.stored)
+        self.reports.append(report)
         return report
 
     def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
@@ -312,9 +326,21 @@ def test_many_blocks_are_loaded_by_several_reads(
     writer.save(hashes, list(range(1, 22)))
     assert reader.ask("r", hashes) == 21 * BLOCK
     reader.scheduler.on_blocks_allocated("r", [list(range(40, 61))], 21 * BLOCK)
+    spans: list[tuple[int, int]] = []
+    read_part = ConnectorWorker._read_part
+
+    async def recorded(*arguments: Any) -> set[int]:
+        spans.append(arguments[4])
+        return await read_part(*arguments)
+
+    monkeypatch.setattr(ConnectorWorker, "_read_part", recorded)
     reader.until(lambda: reader.loaded == ["r"])
     assert torch.equal(reader.memory[0][40:61], writer.memory[0][1:22])
     assert not reader.failed
+    assert spans == [(first, first + 3) for first in range(0, 21, 3)]  # eight reads at most
+    [load] = [load for report in reader.reports for load in report.loads]
+    assert load._replace(seconds=0.0) == LoadResult("r", 21 * BYTES, True, 0.0)
+    assert 0 < load.seconds < 20
 
 
 def test_blocks_that_were_lost_after_the_lookup_are_named(
@@ -993,11 +1019,38 @@ def test_the_pools_speed_is_probed_after_the_first_save(start: Callable[..., Eng
     cost = engine.scheduler.planner.transfer_cost
     assert cost.samples == 0
     engine.until(lambda: cost.samples == 1)
+    [probe] = [probe for report in engine.reports for probe in report.probes]
+    assert probe.size == 4 * BYTES
+    assert 0 < probe.seconds < 20
     assert engine.workers[0].take_counters()["probes"] == 1
     assert ended(engine)
     for _ in range(5):
         engine.step()
     assert cost.samples == 1
+
+
+def test_a_worker_without_a_pool_answers_all_that_a_step_asks(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    (worker,) = engine.workers
+    work, _ = engine.scheduler.plan_step(EngineStep((), (), (), idle=True), lambda *block: True)
+    (digest,) = keys("nowhere to go", 1)
+    blocks = (GroupBlocks(0, (digest,), (3,), (ROOT,)),)
+    work.loads = [LoadRequest("r", blocks, 1.0)]
+    work.saves = [SaveRequest(7, blocks)]
+    work.probe, work.verify = ProbeRequest(blocks, 1.0), VerifyRequest(8, blocks, 1.0)
+    worker.take_report()
+    monkeypatch.setattr(worker._thread, "start", lambda *_: False)
+    worker.start_loads(work)
+    worker.start_saves(work)
+    finished, report = worker.take_finished(), worker.take_report()
+    assert finished == FinishedTransfers({"r"}, {"r"}, {3})
+    assert report.loads == [LoadResult("r", 0, False, 0.0)]
+    assert report.saves == [SaveResult(7, 0, ((0, digest, WriteStatus.NO_MASTER),))]
+    assert report.probes == [ProbeResult(0, 0.0)]
+    assert report.verified == [VerifyResult(8, 0)]
+    assert ended(engine)
 
 
 @pytest.mark.parametrize(

@@ -602,6 +602,23 @@ def test_no_step_of_a_large_map_is_long() -> None:
     directory.check()
 
 
+def test_what_is_empty_is_a_step_of_a_sweep_too() -> None:
+    """A map that has become small has as many pieces as before."""
+    directory, chain = directory_of("s", "t"), keys("c", 30_000)
+    directory.stored("s", ONE, 0, 0, chain)
+    directory.removed("s", ONE, 0, chain[1:], ReadStatus.EVICTED)
+    directory.stored("t", ONE, 0, 0, chain[:1])
+    directory.leave("t", 1)
+    assert registered(directory, "t", 2) is None
+    (blocks,) = directory._blocks.values()
+    pieces = len(list(blocks.pieces()))
+    assert pieces > 5
+    steps = 0
+    while directory.sweep(limit=1):
+        steps += 1
+    assert steps >= pieces
+
+
 def fingerprint(*held: tuple[Namespace, int, int, list[bytes]]) -> tuple[int, bytes]:
     """The blocks and the fingerprint of a server with these: namespace, part, tier, digests."""
     counted = MapFingerprint()

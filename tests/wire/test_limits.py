@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import struct
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 import xxhash
 
+from kvpool import types
 from kvpool.errors import (
     BadFrame,
     BadMessage,
@@ -128,6 +130,22 @@ def test_the_fewest_and_the_most_elements_of_a_field(
     assert is_accepted(kind, field, one * most)
     assert not is_accepted(kind, field, one * (most + 1))
     assert not least or not is_accepted(kind, field, one * (least - 1))
+
+
+def test_limits_that_peers_rely_on_stay() -> None:
+    """A client splits its calls by them, and engines and other builds name them."""
+    assert (types.BATCH_BLOCKS_MAX, types.COPIES_MAX, types.SESSION_NAME_MAX) == (1024, 16, 128)
+    assert (types.DIGEST_SIZE_MIN, types.DIGEST_SIZE_MAX) == (16, 32)
+    assert types.BLOCK_SIZE_MAX == 1 << 32
+    assert (messages.DIGESTS_MAX, messages.NAMESPACES_MAX) == (16_384, 256)
+    assert (messages.ANNOUNCED_BLOCKS_MAX, messages.HINTS_MAX) == (1024, 1024)
+
+
+@pytest.mark.parametrize(
+    "kind", [types.ReadStatus, types.WriteStatus, types.HintStatus, types.FetchStatus]
+)
+def test_each_outcome_has_a_number_of_its_own(kind: type[enum.IntEnum]) -> None:
+    assert [one.value for one in kind] == list(range(len(kind.__members__)))
 
 
 def test_a_body_and_a_payload_have_their_limits() -> None:

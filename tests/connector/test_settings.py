@@ -1,0 +1,117 @@
+"""The connector's settings: their defaults, their units, and the values that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import ConfigError
+from kvpool.types import COPIES_MAX
+from kvpool_connector.settings import Settings, parse
+from kvpool_connector.values import PlannerLimits
+
+DEFAULTS = {
+    "masters": ["127.0.0.1:7450"],
+    "cluster": "default",
+    "secret_file": "",
+    "transports": ["shm", "tcp"],
+    "tenant": "default",
+    "model": "",
+    "revision": "",
+    "kv_head_parts": 0,
+    "load": "auto",
+    "hit_tokens_min": 1,
+    "lookup_timeout_s": 1.0,
+    "load_timeout_s": 10.0,
+    "save_timeout_s": 10.0,
+    "start_wait_s": 1.0,
+    "save_decode": True,
+    "producer_loads": False,
+    "consumer_saves": False,
+    "loads_max": 32,
+    "transfers_max": 4,
+    "save_share_max": 0.25,
+    "save_gather_s": 0.1,
+    "save_retries": 3,
+    "copies": 1,
+    "probe_every_s": 5.0,
+    "verify_rate": 1 / 2000,
+}
+#: The smallest and the largest value; none: any.
+BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "kv_head_parts": (0, 256),
+    "hit_tokens_min": (1, None),
+    "lookup_timeout_s": (None, 3600),
+    "load_timeout_s": (None, 3600),
+    "save_timeout_s": (None, 3600),
+    "start_wait_s": (0, 3600),
+    "loads_max": (1, 1_000_000),
+    "transfers_max": (1, 1_000_000),
+    "save_share_max": (None, 1),
+    "save_gather_s": (0, 10),
+    "save_retries": (0, 100),
+    "copies": (1, COPIES_MAX),
+    "probe_every_s": (None, 3600),
+    "verify_rate": (0, 1),
+}
+
+
+def parsed(name: str, value: float) -> Any:
+    return getattr(parse({name: value, "revision": "r"}), name)
+
+
+def test_defaults_stay() -> None:
+    """Users rely on them, and on their units."""
+    found = parse({})
+    assert {name: getattr(found, name) for name in Settings.__struct_fields__} == DEFAULTS
+
+
+def test_a_planner_without_settings_has_their_defaults() -> None:
+    limits = PlannerLimits()._asdict()
+    shared = limits.keys() & DEFAULTS.keys() - {"save_gather_s"}
+    assert len(shared) == 8
+    assert {name: limits[name] for name in shared} == {name: DEFAULTS[name] for name in shared}
+
+
+def test_settings_do_not_change_while_an_engine_runs() -> None:
+    found = parse({})
+    for name in DEFAULTS:
+        with pytest.raises(AttributeError):
+            setattr(found, name, getattr(found, name))
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_smallest_and_the_largest_value(name: str) -> None:
+    least, most = BOUNDS[name]
+    for value in (least, most):
+        if value is not None:
+            assert parsed(name, value) == value
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        parsed(name, 0 if least is None else least - 1)
+    if most is not None:
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            parsed(name, most + 1)
+
+
+def test_every_number_has_bounds() -> None:
+    numbers = {name for name, value in DEFAULTS.items() if type(value) in (int, float)}
+    assert numbers == BOUNDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("rate", "loads"), [(0.0, 0), (1.0, 1), (0.5, 2), (0.3, 4), (1 / 2000, 2000)]
+)
+def test_one_of_so_many_loads_is_verified(rate: float, loads: int) -> None:
+    assert parse({"verify_rate": rate}).loads_per_check == loads
+
+
+@pytest.mark.parametrize("port", ["1", "65535"])
+def test_ports_of_a_master(port: str) -> None:
+    assert parse({"masters": [f"a:{port}"]}).masters == [f"a:{port}"]
+
+
+@pytest.mark.parametrize("master", ["a:0", "a:65536", "a:-1", "a:", ":7450", "7450", "a:x"])
+def test_a_wrong_address_of_a_master_is_refused(master: str) -> None:
+    with pytest.raises(ConfigError, match="expected host:port"):
+        parse({"masters": ["b:7450", master]})
