@@ -83,6 +83,13 @@ def test_a_path_must_be_clearly_faster() -> None:
     assert world.selector.best == "tcp"
 
 
+def test_a_path_must_be_faster_by_the_whole_factor() -> None:
+    world = World(tcp=2.0**30, ucx=2.0**30 * GAIN)
+    world.calls(3 * CALLS)
+    assert world.taken["ucx"] == CALLS + 1
+    assert world.selector.best == "tcp"
+
+
 def test_a_slower_path_costs_little_and_ever_less() -> None:
     """It is tried again, because things change, at most so often."""
     world = World(tcp=1e9, ucx=1e7)
@@ -306,6 +313,39 @@ async def test_a_path_whose_connecting_is_silent_leaves_time_for_the_next() -> N
             assert pool.counters["failed_mute"] == 1
             await reads(pool, chain, 3)
             assert pool.counters["failed_mute"] == 1
+
+
+async def test_a_call_that_was_given_up_while_it_connected_is_a_lesson_for_the_next() -> None:
+    mute, tcp = Paced("mute", 0.0), TcpTransport()
+    async with client({"mute": mute, "tcp": tcp}, measure=False) as (pool, chain):
+        (record,) = pool._servers._records.values()
+        pool._servers._close_channels(record)
+        mute.silent = True
+        late = asyncio.create_task(reads(pool, chain, 1))
+        await asyncio.sleep(3 * pool._config.hedge_s)
+        late.cancel()
+        await asyncio.wait([late])
+        await reads(pool, chain, 1)
+        assert pool.counters["failed_mute"] == 0
+
+
+async def test_a_server_that_is_silent_is_called_over_another_network() -> None:
+    """It may be the network's fault. Within a host there is none."""
+    near, one, other = Paced("near", 0.0), Paced("one", 0.0), Paced("other", 0.0)
+    async with client({"one": one, "other": other}) as (pool, chain):
+        await reads(pool, chain, 1)
+        assert (one.calls, other.calls) == (1, 0)
+        (record,) = pool._servers._records.values()
+        pool._servers.mark_unresponsive(record.server, given_up=True)
+        assert not record.channels
+        await reads(pool, chain, 1)
+        assert (one.calls, other.calls) == (1, 1)
+    near.same_host = True
+    async with client({"near": near, "one": one, "other": other}) as (pool, chain):
+        (record,) = pool._servers._records.values()
+        pool._servers.mark_unresponsive(record.server, given_up=True)
+        await reads(pool, chain, 1)
+        assert near.calls == 1
 
 
 async def test_a_trial_that_breaks_is_a_hit_all_the_same() -> None:

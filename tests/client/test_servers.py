@@ -9,6 +9,7 @@ import pytest
 from kvpool import WriteStatus, dev
 from kvpool.client import servers as servers_module
 from kvpool.errors import LinkBroken
+from kvpool.protocols import SupportsZeroCopyView
 from tests.conftest import NAMESPACE, keys
 
 BACKOFF_S = 0.05
@@ -66,3 +67,32 @@ async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: d
         statuses = await pool.write(NAMESPACE, keys("moved", 1), [b"a" * 100])
         assert statuses == [WriteStatus.STORED]
         assert not record.retry_at
+
+
+async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(
+    pool_dev: dev.Dev,
+) -> None:
+    async with pool_dev.pool() as pool:
+        await pool.members()
+        (record,) = pool._servers._records.values()
+        record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1"), *record.paths]
+        deadline = asyncio.get_running_loop().time() + 5
+        channel = await pool._servers.zero_copy_channel(record.server, deadline)
+        assert isinstance(channel, SupportsZeroCopyView)
+        assert pool.counters["failed_tcp"] == 1
+
+
+async def test_connections_to_the_process_before_a_restart_are_closed(pool_dev: dev.Dev) -> None:
+    """Its ports are others: nothing would ever use or close them."""
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, keys("before", 1), [b"a" * 100])
+        (record,) = pool._servers._records.values()
+        assert record.channels
+        record.epoch = 0
+        record.backoff.next_delay()
+        record.retry_at = record.slow_until = asyncio.get_running_loop().time() + 60
+        await pool.members()
+        assert not record.channels
+        assert not record.retry_at
+        assert not record.slow_until
+        assert not record.backoff.failures

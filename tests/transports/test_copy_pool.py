@@ -51,6 +51,25 @@ def test_pieces_of_any_size_on_both_sides(seed: int) -> None:
         assert target == data + bytes(room - size)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "count", "shares"),
+    [
+        ([10] * 4, 2, [2, 2]),
+        ([10] * 4, 4, [1, 1, 1, 1]),
+        ([10, 10, 40], 2, [3]),
+        ([40, 10, 10], 2, [1, 2]),
+        ([30, 29, 1, 30], 3, [1, 2, 1]),
+    ],
+)
+def test_each_thread_has_about_the_same_number_of_bytes(
+    sizes: list[int], count: int, shares: list[int]
+) -> None:
+    jobs = [CopyJob((memoryview(bytes(size)),), (), None) for size in sizes]
+    found = copy_pool._shares(jobs, sizes, count, sum(sizes))
+    assert [len(share) for share in found] == shares
+    assert [job for share in found for job in share] == jobs
+
+
 @pytest.mark.parametrize("sizes", [[100, 100, 100], [30_000] * 12])
 def test_a_writer_hashes_what_it_meant_and_a_reader_what_it_received(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
