@@ -16,7 +16,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server import connection, context
 from kvpool.server.block_server import default_reserved_max
 from kvpool.server.state.budget import START, Budget, Limits
-from kvpool.server.state.entry import MOVER
+from kvpool.server.state.entry import MOVER, Owner
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Pin, Reservation
 from kvpool.wire import messages as wire
@@ -64,6 +64,54 @@ class Books:
             if pin.extent is not None:
                 self.store.unpin(owner, pin.id)
         self.store.check()
+
+
+def test_the_budgets_of_a_configuration() -> None:
+    """One connection gets half; views get half of all pins, and count among them."""
+    copies, views, writes, lent = Limits.of(1000, 600)
+    assert (copies.each, copies.total) == (500, 1000)
+    assert copies.inside is views
+    assert (views.each, views.total, views.inside) == (500, 500, None)
+    assert (writes.each, writes.total, lent.total) == (300, 600, 600)
+    assert lent.each > 1 << 60
+    smallest = Limits.of(1, 1)
+    assert (smallest.copies.each, smallest.views.each, smallest.writes.each) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("total", "start"),
+    [(1 << 20, 1 << 20), (16 << 20, 1 << 20), (64 << 20, 4 << 20), (1 << 30, 16 << 20)],
+)
+def test_what_a_writer_may_throw_out_before_it_has_sealed(total: int, start: int) -> None:
+    assert Budget(total=total).start == start
+    owner = Owner({}, {}, limited=True)
+    writes = Budget(total, total)
+    for reserved, sealed, may in (
+        (0, 0, True),
+        (start - 1, 0, True),
+        (start, 0, False),
+        (start, start // 2, False),
+        (start, start // 2 + 1, total > start),
+        (total, total, False),  # never more than it may hold
+    ):
+        owner.reserved_bytes, owner.sealed_bytes = reserved, sealed
+        assert owner.may_evict(writes) is may, (reserved, sealed)
+
+
+def test_what_is_left_of_a_budget() -> None:
+    views = Budget(500, 500)
+    copies = Budget(500, 1000, inside=views)
+    copies.used, views.used = 300, 200
+    assert copies.left(100) == 400  # of its own share
+    assert copies.left(0) == 500
+    copies.used = 700
+    assert copies.left(0) == 100  # of all
+    copies.used = 900
+    assert copies.left(0) == -100
+    assert not views.fits(301)
+    assert views.fits(300)
+    views.used = 0
+    assert views.fits(10_000)  # the first block, whatever its size
 
 
 def statuses(answers: Sequence[Pin] | Sequence[Reservation]) -> list[str]:
