@@ -67,7 +67,8 @@ def main(
     _FOLDER.mkdir(exist_ok=True)
     tests_of_lines = coverage_map.load(_ROOT, _FOLDER, _names(tests))
     found = _Results(_FOLDER / "results.jsonl")
-    open_ones = [mutant for mutant in mutants if mutant not in found]
+    counted = [mutant for mutant in mutants if not _is_equivalent(mutant)]
+    open_ones = [mutant for mutant in counted if mutant not in found]
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for number in range(jobs):
         trees.put(copy_tree(_ROOT, _FOLDER / f"tree-{number}"))
@@ -85,7 +86,8 @@ def main(
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(attempt, open_ones):
             pass
-    raise typer.Exit(_report(console, {mutant: found[mutant] for mutant in mutants}))
+    console.print(f"{len(mutants) - len(counted)} mistakes that make no difference are left out")
+    raise typer.Exit(_report(console, {mutant: found[mutant] for mutant in counted}))
 
 
 def _names(text: str) -> list[str]:
@@ -126,22 +128,20 @@ class _Results:
 def _report(console: Console, found: Mapping[Mutant, Verdict]) -> int:
     """Print the table by room and every survivor; 1 if a goal was missed."""
     rooms: dict[str, list[Mutant]] = defaultdict(list)
-    counted = [mutant for mutant in found if not _is_equivalent(mutant)]
-    for mutant in counted:
+    for mutant in found:
         rooms[mutant.room].append(mutant)
     table = Table("room", "mutants", "survivors", "part")
     for room, mutants in sorted(rooms.items()):
         table.add_row(room, *_figures(mutants, found))
-    pure = [mutant for mutant in counted if mutant.is_pure]
-    others = [mutant for mutant in counted if not mutant.is_pure]
+    pure = [mutant for mutant in found if mutant.is_pure]
+    others = [mutant for mutant in found if not mutant.is_pure]
     table.add_section()
     table.add_row(f"pure parts, goal {_GOAL_PURE:.0%}", *_figures(pure, found))
     table.add_row(f"all others, goal {_GOAL:.0%}", *_figures(others, found))
-    for mutant in sorted(counted):
+    for mutant in sorted(found):
         if found[mutant].survived:
             console.print(_described(mutant), soft_wrap=True, highlight=False)
     console.print(table)
-    console.print(f"{len(found) - len(counted)} mistakes that make no difference are left out")
     return int(
         _survivors(pure, found) > _GOAL_PURE * len(pure)
         or _survivors(others, found) > _GOAL * len(others)

@@ -12,6 +12,7 @@ from typing import Final
 
 _LABEL: Final = "Members are compared with each other only: any other number means the same."
 _EMPTY: Final = "The value is written before anybody reads it."
+_ID: Final = "Ids only have to differ, and grow."
 _NO_DESCRIPTOR: Final = "Every negative number means that there is no descriptor."
 
 EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
@@ -60,6 +61,23 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "if len(piece) < before // 2:",
         "if len(piece) < before // 1:",
     ): "A piece is compacted more often, which costs one copy of it.",
+    ("kvpool/server/state/store.py", "self._next_id = 1", "self._next_id = 0"): _ID,
+    ("kvpool/server/state/store.py", "self._next_id = 1", "self._next_id = 2"): _ID,
+    (
+        "kvpool/server/state/allocator.py",
+        "before = _class_of(whole // self.alignment)",
+        "before = _class_of(whole * self.alignment)",
+    ): "The rest of the extent is taken out of its class and put back, which costs a moment.",
+    (
+        "kvpool/client/device_staging.py",
+        "except DeadlineExceeded: continue",
+        "break",
+    ): "All rounds of a call have one deadline.",
+    (
+        "kvpool/client/servers.py",
+        "return self._broken_until.get(path, 0.0) > now",
+        "return self._broken_until.get(path, 1.0) > now",
+    ): "A machine's clock shows more than a second when a pool runs.",
     (
         "kvpool/client/versions.py",
         "if server < min(servers):",
