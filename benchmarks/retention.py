@@ -1,17 +1,17 @@
 """What better knowledge of sessions and of kinds of blocks is worth, in the real store.
 
     python -m benchmarks.retention pauses
-    python -m benchmarks.retention kinds --block-tokens 512
+    python -m benchmarks.retention kinds --block-tokens 512 --sessions 100 --concurrent 32
     python -m benchmarks.retention kinds --workload fanout
-    python -m benchmarks.retention kinds --trace conversation_trace.jsonl --limit 6000
+    python -m benchmarks.retention kinds --trace conversation_trace.jsonl --limit 3000
     python -m benchmarks.retention names
 
 `pauses`: resume hints that are learned from each session's own pauses, as the connector's
 middleware does, beside none and beside sessions that know. The agents of this workload differ in
 how long their tools take (`--spread`, the sigma of a lognormal factor for each session).
 
-`kinds`: blocks that are tagged in advance by an oracle. `system` is what many sessions share; it
-stays as long as it has no more than a tenth of the memory. `scratch` is what the session's next
+`kinds`: blocks that are tagged in advance by an oracle. `system` is what a twentieth of the
+sessions share; it stays, up to a tenth of the memory. `scratch` is what the session's next
 prompt will not contain; it leaves first. No client could know this much, so what is gained here is
 the most that such tags can gain. Only full blocks count, as the connector saves no others.
 
@@ -34,9 +34,8 @@ from kvpool.tools.dry_pool import BLOCK_SIZE, Foresight, digest_of
 from kvpool.tools.workloads import Request
 from kvpool_connector.pauses import Answer, Pauses
 
-SHARES = (0.5, 0.75, 0.9, 1.1)
-#: Sessions that must use a block before it counts as `system`.
-SHARED_BY = 10
+#: Share of the sessions that must use a block before it counts as `system`.
+SHARED_BY = 0.05
 SYSTEM_BUDGET = 0.1
 
 
@@ -53,6 +52,7 @@ def main() -> None:
     parser.add_argument("--block-tokens", type=int, default=2048)
     parser.add_argument("--spread", type=float, default=1.0)
     parser.add_argument("--policies", default="lru,lease")
+    parser.add_argument("--shares", default="0.5,0.75,0.9,1.1")
     given = parser.parse_args()
     if given.trace:
         requests = workloads.mooncake(given.trace)
@@ -76,7 +76,7 @@ def main() -> None:
         },
         "names": {"alone": sessions_only, "two share a name": shared_names},
     }
-    for share in SHARES:
+    for share in map(float, given.shares.split(",")):
         for policy in given.policies.split(","):
             print(f"{share:<5}{policy:8}", end="", flush=True)
             for name, way in ways[given.what].items():
@@ -163,12 +163,13 @@ def tagged(
 
 
 class Tagged:
-    """A policy with tags: `kept` leaves last within its budget, `scratch` leaves first."""
+    """A policy with tags: `scratch` leaves first, and `system` last, up to its budget."""
 
     def __init__(
         self, policy: Policy[Entry], kinds: dict[bytes, str], budget: int, keep: bool, drop: bool
     ) -> None:
-        self._policy, self._kinds, self._budget = policy, kinds, budget
+        self._policy, self._kinds = policy, kinds
+        self._kept_max = budget // BLOCK_SIZE
         self._keep, self._drop = keep, drop
         self._kept: OrderedDict[Entry, None] = OrderedDict()
         self._scratch: OrderedDict[Entry, None] = OrderedDict()
@@ -178,7 +179,7 @@ class Tagged:
         kind = self._kinds.get(block.digest)
         if kind == "scratch" and self._drop:
             self._scratch[block] = None
-        elif kind == "system" and self._keep:
+        elif kind == "system" and self._keep and len(self._kept) < self._kept_max:
             self._kept[block] = None
         else:
             self._policy.add_candidate(block)
@@ -196,10 +197,8 @@ class Tagged:
     def victim(
         self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
     ) -> Entry | Decision | None:
-        for tagged_blocks, least in ((self._scratch, 0), (self._kept, self._budget)):
-            while len(tagged_blocks) * BLOCK_SIZE > least:
-                if (found := self._next(tagged_blocks, evictable)) is not None:
-                    return found
+        if (found := self._next(self._scratch, evictable)) is not None:
+            return found
         found_inside = self._policy.victim(newcomer, evictable, now)
         return found_inside if found_inside is not None else self._next(self._kept, evictable)
 
@@ -234,7 +233,7 @@ def kinds_of(requests: list[Request]) -> dict[bytes, str]:
         for id in gone if named else ():
             kinds[digest_of(id)] = "scratch"
     for id, sessions in users.items():
-        if len(sessions) >= SHARED_BY:
+        if len(sessions) >= max(2, len(chains) * SHARED_BY):
             kinds[digest_of(id)] = "system"
         elif not named and len(sessions) == 1:
             kinds[digest_of(id)] = "scratch"

@@ -148,6 +148,53 @@ def test_a_session_that_goes_on_supersedes_nothing(books: Books) -> None:
     assert books.here(chain[:5]) == 5
 
 
+def test_two_conversations_with_one_name_do_not_drop_each_other(books: Books) -> None:
+    """The second one supersedes the first, until that goes on: then it was no branch given up."""
+    one, two, old = keys("one", 6), keys("two", 6), keys("old", 5)
+    books.write("old", old)
+    books.write("both", one[:3])
+    books.write("both", two[:3])
+    books.write("both", one[3:5], parent=one[2])
+    assert books.store.hint_counters["branches_resumed"] == 1
+    books.write("both", two[3:5], parent=two[2])
+    books.write("both", one[5:], parent=one[4])
+    books.write("both", two[5:], parent=two[4])
+    assert books.store.hint_counters["branches_resumed"] == 1
+    books.fill(8)
+    assert (books.here(old), books.here(one), books.here(two)) == (0, 6, 6)
+
+
+def test_a_branch_that_was_partly_evicted_may_go_on_too(books: Books) -> None:
+    one, two = keys("one", 6), keys("two", 6)
+    books.write("both", one)
+    books.write("both", two)
+    books.fill(10)  # the last two blocks of the branch are gone
+    books.read(two)
+    assert (books.here(one), books.here(two)) == (4, 6)
+    books.read(one[:4])
+    books.write("both", one[4:], parent=one[3])
+    assert books.store.hint_counters["branches_resumed"] == 1
+    books.read(two)
+    books.fill(6)
+    assert (books.here(one), books.here(two)) == (6, 6)
+
+
+def test_a_history_that_is_rewritten_twice_is_one_conversation(books: Books) -> None:
+    """Also where the first branch has left already."""
+    chain, second, third, old = keys("chain", 4), keys("2", 4), keys("3", 4), keys("old", 4)
+    books.write("old", old)
+    books.write("one", chain)
+    books.write("one", second, parent=chain[1])
+    books.fill(10)
+    assert books.here(chain) == 2
+    for kept in (old, second, chain[:2]):
+        books.read(kept)
+    books.write("one", third, parent=chain[1])
+    assert books.store.hint_counters.get("branches_resumed", 0) == 0
+    books.fill(4, "more")
+    assert (books.here(old), books.here(second), books.here(third)) == (4, 0, 4)
+
+
 def test_what_another_session_built_on_is_not_superseded(books: Books) -> None:
     old, chain, fork, new = keys("old", 5), keys("chain", 6), keys("fork", 3), keys("new", 3)
     books.write("old", old)

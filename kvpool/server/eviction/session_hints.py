@@ -5,7 +5,8 @@ facts about a session change the order of evictions (design: session-hints):
 
 - It has *ended*: its blocks are evicted first.
 - A branch was *superseded*: a newer chain of the session branches off before the end of its last
-  one. The blocks of the old branch are evicted first, too.
+  one. The blocks of the old branch are evicted first, too. Should it go on all the same, the
+  session is several conversations with one name, and none of its branches is superseded again.
 - It *resumes* at some time (a resume hint). Until then its blocks stay. Among sessions with a hint
   the one with the latest time is evicted first (KVFlow, arXiv 2507.07400). A hint whose time has
   long passed expires, or its session would keep the best rank for ever.
@@ -156,7 +157,8 @@ class SessionAwarePolicy:
         If they branch off before the end of its last chain, the rest of that chain is superseded.
         If the parent of `first` is not stored, or is younger than the old end (which may then be
         one of its ancestors), the place in the chain is unknown, and no branch is superseded.
-        Nor does what was `fetched`: it may be older than what is here, or come before it.
+        Nor does what was `fetched`: it may be older than what is here, or come before it. Nor is one
+        of a session whose superseded branch has gone on: several conversations have its name.
         """
         self._sessions.setdefault(session.name, session)  # evictions may have dropped it
         index = first.index
@@ -171,7 +173,16 @@ class SessionAwarePolicy:
         )
         if fetched and old not in (None, parent):
             return
-        if old is not None and old is not parent and before and old.session is session:
+        if (
+            parent is not None
+            and parent.superseded_at
+            and parent.session is session
+            and parent.children == 1  # not where a newer branch begins
+        ):
+            session.branched = True
+            self.counters["branches_resumed"] += 1
+        superseded = before and not session.branched
+        if old is not None and old is not parent and superseded and old.session is session:
             old.superseded_at = old.last_used
             if self._listed(old):
                 self._superseded[old] = None

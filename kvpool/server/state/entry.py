@@ -25,6 +25,7 @@ class Session:
 
     __slots__ = (
         "arrived",
+        "branched",
         "bytes",
         "chain_ends",
         "due",
@@ -46,6 +47,7 @@ class Session:
         self.waits_since = -1.0  # the first arrival after its last use, also when it has lapsed
         self.last_use = 0.0  # its last write, or the last read of the end of one of its chains
         self.expired = False  # its hint expired before it resumed
+        self.branched = False  # a superseded branch went on: several conversations have its name
         self.ended = 0  # when it ended: blocks last used up to then (µs) are evicted first
 
 

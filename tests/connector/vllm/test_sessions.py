@@ -27,6 +27,8 @@ from tests.support.local_pool import LocalPool
 
 KEY = "a key of the API"
 WORDS = " ".join(["ab", "cd", "ef", "gh"] * 40)
+#: The model is random and would write on: one of these, which many of its tokens have, ends it.
+LETTERS = ["e", "a", "t", " "]
 
 
 def test_vllm_takes_sessions_from_the_fields_that_the_middleware_fills() -> None:
@@ -82,7 +84,7 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
 
 def _ask_all(codex: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     """One prompt of more than a block for each session."""
-    few: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    few: dict[str, Any] = {"model": "tiny", "temperature": 1}
     codex.responses.create(input=f"1 {WORDS}", max_output_tokens=4, prompt_cache_key="key", **few)
     streamed = codex.responses.create(
         input=f"2 {WORDS}",
@@ -94,10 +96,10 @@ def _ask_all(codex: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     assert [event.type for event in streamed][-1] in ("response.completed", "response.incomplete")
     headers = {"session-id": "root", "thread-id": "child", "x-codex-parent-thread-id": "root"}
     message: Any = {"role": "user", "content": f"3 {WORDS}"}
-    # The model never ends by itself: one word that stops it is a last answer.
-    codex.chat.completions.create(
-        messages=[message], max_tokens=64, extra_headers=headers, extra_body=STOP, **few
+    chat = codex.chat.completions.create(
+        messages=[message], max_tokens=500, stop=LETTERS, extra_headers=headers, **few
     )
+    assert chat.choices[0].finish_reason == "stop"
     codex.completions.create(
         prompt=f"4 {WORDS}", max_tokens=4, extra_body={"session_id": "body"}, **few
     )
@@ -110,17 +112,14 @@ def _ask_all(codex: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     ):
         with claude.messages.stream(
             messages=[{"role": "user", "content": f"{number + 5} {WORDS}"}],
-            max_tokens=64,
+            max_tokens=500,
+            temperature=1,
             extra_headers=headers,
             extra_body={"metadata": {"user_id": '{"session_id": "user"}'}},
             model="tiny",
             stop_sequences=LETTERS,
         ) as stream:
-            assert stream.get_final_message().role == "assistant"
-
-
-LETTERS = list("etaoinshrdlu 0123456789.")
-STOP = {"stop": LETTERS}
+            assert stream.get_final_message().stop_reason in ("stop_sequence", "end_turn")
 
 
 def _ask_without_key(url: str) -> None:
