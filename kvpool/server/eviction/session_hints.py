@@ -157,8 +157,8 @@ class SessionAwarePolicy:
         If they branch off before the end of its last chain, the rest of that chain is superseded.
         If the parent of `first` is not stored, or is younger than the old end (which may then be
         one of its ancestors), the place in the chain is unknown, and no branch is superseded.
-        Nor does what was `fetched`: it may be older than what is here, or come before it. Nor is one
-        of a session whose superseded branch has gone on: several conversations have its name.
+        Nor does what was `fetched`: it may be older than what is here, or come before it. Nor is a
+        branch of a session whose superseded branch goes on: several conversations have its name.
         """
         self._sessions.setdefault(session.name, session)  # evictions may have dropped it
         index = first.index
