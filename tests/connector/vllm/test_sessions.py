@@ -113,9 +113,8 @@ def _ask_all(codex: openai.OpenAI, claude: anthropic.Anthropic) -> None:
         with claude.messages.stream(
             messages=[{"role": "user", "content": f"{number + 5} {WORDS}"}],
             max_tokens=500,
-            temperature=1,
             extra_headers=headers,
-            extra_body={"metadata": {"user_id": '{"session_id": "user"}'}},
+            extra_body={"metadata": {"user_id": '{"session_id": "user"}'}, "temperature": 1},
             model="tiny",
             stop_sequences=LETTERS,
         ) as stream:
