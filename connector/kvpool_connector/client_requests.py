@@ -87,12 +87,8 @@ def from_headers(headers: Sequence[tuple[bytes, bytes]]) -> Spoken:
     ends = found.get(b"x-dynamo-session-final", b"").lower() in (b"1", b"true")
     if session := named(SESSION_HEADER) or named(b"x-dynamo-session-id"):
         return Spoken(session, named(b"x-dynamo-parent-session-id"), ends)
-    root = named(b"session-id") or named(b"session_id")
-    if thread := named(b"thread-id"):
-        parent = named(b"x-codex-parent-thread-id") or (root if root != thread else "")
-        return Spoken(thread, parent, ends)
-    if root:
-        return Spoken(root, "", ends)
+    if thread := named(b"thread-id") or named(b"session-id") or named(b"session_id"):
+        return Spoken(thread, named(b"x-codex-parent-thread-id"), ends)
     if root := named(b"x-claude-code-session-id"):
         if agent := named(b"x-claude-code-agent-id"):
             above = named(b"x-claude-code-parent-agent-id")

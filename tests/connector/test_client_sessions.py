@@ -107,7 +107,8 @@ def test_a_captured_body_alone_names_the_session(client: str) -> None:
         ([("x-session-id", "own"), ("thread-id", "t")], Spoken("own")),
         ([("x-session-id", ""), ("thread-id", "t")], Spoken("t")),
         ([("session-id", "s"), ("thread-id", "s")], Spoken("s")),
-        ([("session-id", "s"), ("thread-id", "t")], Spoken("t", "s")),
+        ([("session-id", "s"), ("thread-id", "t")], Spoken("t")),
+        ([("thread-id", "t"), ("x-codex-parent-thread-id", "p")], Spoken("t", "p")),
         ([("session_id", "s")], Spoken("s")),
         ([("x-codex-parent-thread-id", "p")], Spoken()),
         (
