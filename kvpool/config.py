@@ -126,6 +126,9 @@ class ServerConfig(_Section, frozen=True):
     fetch_rate: Size = 0
     #: Transfers from other servers at the same time.
     fetches_max: Annotated[int, Meta(ge=1, le=64)] = 2
+    #: Bytes per second that come up from a slower tier before a reader asks, for sessions that
+    #: return and on request. 0: a quarter of the speed at which they come (design: prefetch).
+    prefetch_rate: Size = 0
     #: Time that a server which gets SIGTERM takes to hand over its blocks to the others before it
     #: ends. 0: it ends at once. Give the service manager more (design: drain).
     drain_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0

@@ -31,6 +31,7 @@ from kvpool.types import (
     Match,
     Member,
     Namespace,
+    PrefetchStatus,
     ReadResult,
     SpreadReport,
     WriteStatus,
@@ -119,6 +120,22 @@ class Pool:
             self._pool.read(namespace, digests, buffers, part=part, match=match, timeout=timeout),
             timeout,
         )
+
+    def prefetch(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        *,
+        near: str = "",
+        match: Match | None = None,
+        timeout: float | None = None,
+    ) -> list[PrefetchStatus]:
+        """Have servers bring the blocks of a chain into memory, without waiting for them.
+
+        One status per block. Raises BadKey. See `kvpool.Pool.prefetch`.
+        """
+        call = self._pool.prefetch(namespace, chain, near=near, match=match, timeout=timeout)
+        return self._run(call, timeout)
 
     def write(
         self,

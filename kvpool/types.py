@@ -39,6 +39,8 @@ DIGEST_SIZE_MIN: Final = 16
 DIGEST_SIZE_MAX: Final = 32
 #: Blocks in one message. Larger calls are split by the client.
 BATCH_BLOCKS_MAX: Final = 1024
+#: The name of the tier that is memory, as masters show it.
+MEMORY_TIER: Final = "dram"
 #: Servers that one block may be written to by one call.
 COPIES_MAX: Final = 16
 #: Characters of a session's name.
@@ -167,6 +169,26 @@ class WriteStatus(enum.IntEnum):
     @property
     def label(self) -> str:
         """The name in lower-case words for tables and logs: `already stored`."""
+        return self.name.lower().replace("_", " ")
+
+
+class PrefetchStatus(enum.IntEnum):
+    """What a prefetch does for one block (design: prefetch)."""
+
+    #: A reader finds it in memory.
+    IN_MEMORY = 0
+    #: It comes up from a slower tier, or from another server, as soon as the budget allows it.
+    COMING = 1
+    #: Too much waits to come up already, or the server is of the release before. Read it as it is.
+    REFUSED = 2
+    #: No server has it.
+    GONE = 3
+    #: No master or server answered in time.
+    LOST = 4
+
+    @property
+    def label(self) -> str:
+        """The name in lower-case words for tables and logs: `in memory`."""
         return self.name.lower().replace("_", " ")
 
 
@@ -407,6 +429,10 @@ class Run(NamedTuple):
     first: int
     last: int
     replicas: tuple[Replica, ...]
+
+    def parts_in_memory(self) -> set[int]:
+        """The parts that some server has in memory: a reader of them waits for no slower tier."""
+        return {replica.part for replica in self.replicas if replica.tier == MEMORY_TIER}
 
 
 class Match(NamedTuple):

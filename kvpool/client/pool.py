@@ -21,6 +21,7 @@ from kvpool.client.buffers import BufferLike, as_views, normalize_buffers
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
+from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.shared_copies import SharedCopies
@@ -65,6 +66,7 @@ from kvpool.types import (
     Match,
     Member,
     Namespace,
+    PrefetchStatus,
     ReadResult,
     ReadStatus,
     SessionHint,
@@ -132,6 +134,7 @@ class Pool:
     | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
     | `copies_missing` | copies | asked for with `copies`, not made |
     | `spread_blocks` | blocks | that servers fetched because of `spread` |
+    | `prefetch_coming`, ... | blocks | what prefetches do, by `PrefetchStatus` |
     | `shared_copies` | blocks | that servers fetched because many chains share them |
     | `versions_removed` | copies | that had other bytes than another writer's copy |
     | `hedged` | delays | of a server that sent nothing for `hedge_s` |
@@ -171,6 +174,7 @@ class Pool:
         self._reader = reader = Reader(config, lookup, servers, locations, self._staging, counters)
         versions = Versions(lookup, reader, servers, counters)
         self._spreader = Spreader(lookup, servers, counters)
+        self._prefetches = PrefetchCalls(lookup, servers, self._spreader, counters)
         self._shared_copies = SharedCopies(lookup, servers, counters, config.copies_max)
         self._writer = Writer(
             host.id,
@@ -303,6 +307,31 @@ class Pool:
         check_digests(digests)
         async with self._reader.read_view(namespace, part, digests, match, deadline) as views:
             yield views
+
+    async def prefetch(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        *,
+        near: str = "",
+        match: Match | None = None,
+        timeout: float | None = None,
+    ) -> list[PrefetchStatus]:
+        """`chain` is read soon: servers bring its blocks from slower tiers into memory.
+
+        Returns before they have come, with a status for each block, and takes `attempt_s` of the
+        configuration at most unless `timeout` says otherwise. With the `match` of this chain no
+        master is asked. Advice: each server brings up what its budgets allow, evicts nothing that
+        is needed sooner, and keeps the blocks for their reader for 30 seconds. What cannot be
+        prefetched is REFUSED or LOST, and is read as ever.
+
+        `near` is the id of a server, or of a host (`Member.host`): a server there fetches what it
+        lacks, as with `spread`, in the background and for 30 seconds at most. If no server lives
+        there, blocks come up where they are. Raises BadKey as `match` does (design: prefetch).
+        """
+        deadline = self._begin(self._config.attempt_s if timeout is None else timeout)
+        check_digests(chain)
+        return await self._prefetches.prefetch(namespace, chain, near, match, deadline)
 
     # --- writing -------------------------------------------------------------------------
 
@@ -529,6 +558,7 @@ class Pool:
         if not self._closed:
             self._closed = True
             await self._shared_copies.close()
+            await self._prefetches.close()
             await self._servers.close()
             self._masters.close()
             if self._device_staging is not None:

@@ -43,6 +43,7 @@ _LEVELS: Final = frozenset(
         "waiting_sessions",
         "unlisted_blocks",
         "dirty_bytes",
+        "prefetch_unread_bytes",
     )
 )
 #: Counters come from servers over the wire; what could be no name of ours is left out.

@@ -131,7 +131,8 @@ def tiers_table(members: list[Member]) -> Table:
                 _bandwidth(tier.written_bytes, tier.write_s),
                 _bandwidth(tier.read_bytes, tier.read_s),
                 f"{tier.failures + tier.corrupt:,}",
-                escape(tier.status_text) + (_yet_to_write(m) if tier is m.stats.usage[-1] else ""),
+                escape(tier.status_text)
+                + (_yet_to_write(m) + _prefetched(m) if tier is m.stats.usage[-1] else ""),
             )
     return table
 
@@ -140,6 +141,14 @@ def _yet_to_write(member: Member) -> str:
     """What only memory has: kill -9 would lose it."""
     dirty = member.stats.counters.get("dirty_bytes", 0)
     return f", {human(dirty)} yet to be written" if dirty else ""
+
+
+def _prefetched(member: Member) -> str:
+    """What came up from it before a reader asked, and the share that nobody has read."""
+    counters = member.stats.counters
+    size = counters.get("prefetched_bytes", 0)
+    wasted = counters.get("prefetch_wasted_bytes", 0)
+    return f", {human(size)} prefetched ({wasted / size:.0%} in vain)" if size else ""
 
 
 def _tier_name(tier: TierUsage) -> str:

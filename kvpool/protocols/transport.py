@@ -17,6 +17,7 @@ from kvpool.types import (
     Namespace,
     Offer,
     Pin,
+    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -163,6 +164,14 @@ class Connection(Protocol):
         """Read blocks from the server `source` and store them here, in their order (design: moves).
 
         At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation.
+        """
+
+    def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[PrefetchStatus]:
+        """These blocks are read soon: bring them into memory, within a budget (design: prefetch).
+
+        Answers at once. It is no use of a block.
         """
 
     async def drain(self, order: DrainOrder) -> DrainReport:
@@ -365,6 +374,16 @@ class SupportsFetch(Protocol):
         deadline: float,
     ) -> list[FetchStatus]:
         """As `Connection.fetch`; at most BATCH_BLOCKS_MAX blocks."""
+
+
+@runtime_checkable
+class SupportsPrefetch(Protocol):
+    """A channel over which a server can be asked to bring blocks into memory (design: prefetch)."""
+
+    async def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+    ) -> list[PrefetchStatus]:
+        """As `Connection.prefetch`; at most BATCH_BLOCKS_MAX blocks."""
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
 drainer.py       hands over all blocks before the server leaves
 fetcher.py       blocks from and to other servers, which peer_servers.py reaches
+prefetcher.py    blocks that come up from a slower tier before they are read
 announcer.py     one master's view of this server
 tier_mover.py    bytes between tiers
 state/, eviction/   pure: which block lies where, and which one is evicted next
@@ -37,6 +38,7 @@ from kvpool.server.context import ServerContext
 from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
 from kvpool.server.peer_servers import PeerServers
+from kvpool.server.prefetcher import Prefetcher
 from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
@@ -107,6 +109,10 @@ class BlockServer:
         self._fetcher = Fetcher(
             self._context, self._peers, rate=config.fetch_rate, transfers_max=config.fetches_max
         )
+        context = self._context
+        self._prefetcher = Prefetcher(
+            store, context.mover, context.on_change, rate=config.prefetch_rate
+        )
         durable = len(tiers) > 1 and isinstance(tiers[-1], PersistentTier)
         self._drainer = Drainer(self._context, self._peers, durable=durable)
         self._listeners: list[Listener] = []
@@ -157,6 +163,7 @@ class BlockServer:
         try:
             await context.mover.recover()
             context.mover.start()
+            self._prefetcher.start()
             for address in addresses:
                 scheme, _, rest = address.partition("://")
                 listener = await self._transports[scheme].listen(address if rest else "", self)
@@ -215,6 +222,7 @@ class BlockServer:
         for listener in listeners:
             await listener.close()
         await self._peers.close()
+        await self._prefetcher.close()
         is_lazy = context.store.write_back is not None
         await context.mover.close(self._config.flush_s if is_lazy else DRAIN_S)
         for tier in self.tiers:
@@ -229,7 +237,7 @@ class BlockServer:
             raise Overloaded(f"{len(context.connections)} clients are connected, the limit")
         self._connection_id += 1
         connection = ServerConnection(
-            context, self._fetcher, self._drainer, self._connection_id, peer
+            context, self._fetcher, self._prefetcher, self._drainer, self._connection_id, peer
         )
         context.connections.add(connection)
         return connection
@@ -277,7 +285,7 @@ class BlockServer:
                 "moved_blocks": context.compactor.moved_blocks,
                 "moved_bytes": context.compactor.moved_bytes,
                 "dirty_bytes": front.dirty_bytes,
-                "returned_blocks": context.mover.returned_blocks,
+                **self._prefetcher.counters,
                 **store.spared_writes,
                 "quarantined": front.quarantined,
                 "quarantined_bytes": front.quarantined_bytes,

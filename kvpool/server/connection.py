@@ -17,6 +17,7 @@ from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.context import ServerContext
 from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
+from kvpool.server.prefetcher import Prefetcher
 from kvpool.types import (
     ClientUsage,
     DrainOrder,
@@ -26,6 +27,7 @@ from kvpool.types import (
     Namespace,
     Offer,
     Pin,
+    PrefetchStatus,
     ReadStatus,
     Reservation,
     WriteStatus,
@@ -52,11 +54,18 @@ class ServerConnection:
     """
 
     def __init__(
-        self, context: ServerContext, fetcher: Fetcher, drainer: Drainer, id: int, peer: Peer
+        self,
+        context: ServerContext,
+        fetcher: Fetcher,
+        prefetcher: Prefetcher,
+        drainer: Drainer,
+        id: int,
+        peer: Peer,
     ) -> None:
         self.peer = peer
         self._context = context
         self._fetcher = fetcher
+        self._prefetcher = prefetcher
         self._drainer = drainer
         self._store = context.store
         self._id = id
@@ -152,13 +161,13 @@ class ServerConnection:
         ]
         mover = self._context.mover
         if later and any(pin.extent is not None for pin in pins):
-            mover.prefetch(namespace, part, later)  # while the reader is busy with the others
+            mover.promote(namespace, part, later)  # while the reader is busy with the others
         elif later:
             until = self._loop.time() + _PIN_WAIT_S
             if self._store.front.peek(namespace, part, later[0]) is not None:
                 await self._context.wait_for_space(until)  # other readers have pinned all they may
             else:
-                await mover.prefetch_and_wait(namespace, part, later, until)
+                await mover.promote_and_wait(namespace, part, later, until)
             if self._open:
                 pins = self._pin(namespace, part, digests, buffer_sizes, view=view)
         return pins
@@ -218,6 +227,11 @@ class ServerConnection:
         deadline: float,
     ) -> list[FetchStatus]:
         return await self._fetcher.fetch(namespace, part, digests, source, deadline=deadline)
+
+    def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[PrefetchStatus]:
+        return self._prefetcher.prefetch(namespace, part, digests)
 
     async def drain(self, order: DrainOrder) -> DrainReport:
         if order.begin:

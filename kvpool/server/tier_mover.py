@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final, TypeVar
 
@@ -24,7 +22,7 @@ from kvpool.protocols import Addressable, PersistentTier, ReportsDropped, Tier
 from kvpool.server import tier_traffic
 from kvpool.server.state.entry import MOVER
 from kvpool.server.state.extent_state import State
-from kvpool.server.state.tiered_store import Chain, Return, TieredStore, TierTransfer
+from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.types import Namespace, ReadStatus, Record, TierUsage
 
 log = logs.get("kvpool.mover")
@@ -55,16 +53,8 @@ DRAIN_S: Final = 0.5
 _POLL_S: Final = 0.01
 #: `close` waits this long for the last read or write.
 _CLOSE_S: Final = 5.0
-#: While readers wait for a slow tier, the next demotion waits for them, at most this long.
+#: While readers wait for a slow tier, what nobody waits for yields to them, at most this long.
 _YIELD_S: Final = 0.05
-#: The blocks of a session that announced its return are promoted so long before it, in steps.
-_RETURN_LEAD_S: Final = 2.0
-_RETURN_TICK_S: Final = 0.1
-_RETURN_STEP: Final = 64
-#: Sessions whose blocks come up at the same time.
-_RETURNS_MAX: Final = 16
-#: One part of the memory in so many may hold such blocks that were not asked for yet.
-_RETURN_SHARE: Final = 8
 #: Smaller blocks are hashed on the loop: waking up a thread costs more.
 _INLINE_MAX: Final = 128 << 10
 #: Blocks of an offline tier that are announced as lost at once.
@@ -123,7 +113,6 @@ class TierMover:
             n: tier for n, tier in enumerate(tiers) if isinstance(tier, PersistentTier)
         }
         self._traffic = [tier_traffic.TierTraffic() for _ in tiers]
-        self.returned_blocks = 0  # promoted because their session announced its return
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._promoting: dict[_Key, list[_PromotionWaiter]] = {}
@@ -172,7 +161,6 @@ class TierMover:
         if len(self._tiers) > 1:
             for _ in range(_DEMOTE_BATCHES):
                 self._spawn(self._demote_forever())
-            self._spawn(self._bring_up_forever())
 
     async def close(self, flush_s: float = DRAIN_S) -> None:
         """Stop when all dirty blocks that are of use are written back, or after `flush_s`.
@@ -219,36 +207,56 @@ class TierMover:
 
     # --- promotion -------------------------------------------------------------------------------
 
+    def promote(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
+        """Start to promote blocks for a reader, as many as may be under way at a time
+        (design: promotion)."""
+        size_max = self._promoting_max - self._promoting_bytes
+        if size_max > 0:
+            self._start_promotions(namespace, part, digests, size_max)
+
     def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], size_max: int
+    ) -> Mapping[TierTransfer, asyncio.Task[bool]]:
+        """Start to promote about `size_max` bytes for which no reader has asked yet: what is under
+        way now, each with the task that ends with whether it has arrived (design: prefetch)."""
+        return self._start_promotions(namespace, part, digests, size_max, prefetch=True)
+
+    def _start_promotions(
         self,
         namespace: Namespace,
         part: int,
         digests: Sequence[bytes],
-        size_max: int = 1 << 60,
-    ) -> tuple[int, int]:
-        """Start to promote blocks, as many as may be under way at a time, and about `size_max`
-        bytes; how many blocks and bytes (design: promotion)."""
-        size_max = min(size_max, self._promoting_max - self._promoting_bytes)
-        if size_max <= 0:
-            return 0, 0
+        size_max: int,
+        *,
+        prefetch: bool = False,
+    ) -> Mapping[TierTransfer, asyncio.Task[bool]]:
         promoting = self._promoting
         others = [digest for digest in digests if (namespace, part, digest) not in promoting]
-        copies = self._store.start_promotions(namespace, part, others, size_max, _now())
+        copies = self._store.start_promotions(
+            namespace, part, others, size_max, _now(), prefetch=prefetch
+        )
+        tasks = {}
         for copy in copies:
             self._promoting[_key(copy)] = []
-            self._promoting_bytes += copy.entry.size
-            self._spawn(self._promote(copy))
-        if copies:
-            self._no_promotions.clear()
+            if not prefetch:
+                self._promoting_bytes += copy.entry.size
+                self._no_promotions.clear()
+            tasks[copy] = self._spawn(self._promote(copy))
         if self._store.has_changes:  # their reservations have evicted blocks
             self._on_change()
-        return len(copies), sum(copy.entry.size for copy in copies)
+        return tasks
 
-    async def prefetch_and_wait(
+    async def wait_for_readers(self) -> None:
+        """Return when no reader waits for a slow tier, or after a moment: readers come first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_YIELD_S):
+                await self._no_promotions.wait()
+
+    async def promote_and_wait(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
     ) -> None:
-        """`prefetch`, and wait until a good part of them is promoted, or `until`."""
-        self.prefetch(namespace, part, digests)
+        """`promote`, and wait until a good part of them is in memory, or `until`."""
+        self.promote(namespace, part, digests)
         waiter = _PromotionWaiter(asyncio.get_running_loop().create_future())
         for digest in digests:
             waiting = self._promoting.get((namespace, part, digest))
@@ -257,54 +265,19 @@ class TierMover:
                 waiter.remaining += 1
         await asyncio.wait([waiter.ready], timeout=max(0.0, until - _now()))
 
-    async def _bring_up_forever(self) -> None:
-        """Promote the chains of sessions that are about to resume, by their hints.
-
-        Within a budget: so much of the memory at most holds blocks that came up for a hint whose
-        time has not passed (design: returns).
-        """
-        bringing: list[Return] = []
-        spent: deque[tuple[float, int]] = deque()  # until when, bytes
-        left = self._memory.capacity // _RETURN_SHARE
-        while True:
-            await asyncio.sleep(_RETURN_TICK_S)
-            now = _now()
-            while spent and spent[0][0] < now:
-                left += spent.popleft()[1]
-            bringing = [one for one in bringing if one.due > now and any(one.chains)]
-            if left > 0 and len(bringing) < _RETURNS_MAX:  # one at a time: a chain may be long
-                found = self._store.next_return(now + _RETURN_LEAD_S)
-                bringing += [found] if found is not None else []
-            for due, chains in bringing:
-                for chain in chains:
-                    blocks, size = self._bring_up(chain, left)
-                    left -= size
-                    self.returned_blocks += blocks
-                    if size:
-                        spent.append((due, size))
-
-    def _bring_up(self, chain: Chain, size_max: int) -> tuple[int, int]:
-        """Start to promote the next blocks of a chain: how many, and their bytes."""
-        digests = chain.digests
-        while digests and not self._store.is_below(chain.namespace, chain.part, digests[0]):
-            digests.popleft()  # it is in memory, or gone
-        if size_max <= 0 or not digests:
-            return 0, 0
-        following = list(islice(digests, _RETURN_STEP))
-        return self.prefetch(chain.namespace, chain.part, following, size_max)
-
-    async def _promote(self, copy: TierTransfer) -> None:
+    async def _promote(self, copy: TierTransfer) -> bool:
         good = False
         try:
             good = await self._move(copy)
         finally:
             self._store.transfer_done(copy, good=good, now=_now())
-            self._promoting_bytes -= copy.entry.size
+            self._promoting_bytes -= 0 if copy.prefetch else copy.entry.size
             if not self._promoting_bytes:
                 self._no_promotions.set()
             for waiter in self._promoting.pop(_key(copy)):
                 waiter.arrived(copy.entry.size)
             self._on_change()
+        return good
 
     # --- demotion -------------------------------------------------------------------------------
 
@@ -322,10 +295,8 @@ class TierMover:
                     await self._wake.wait()
                 else:
                     await asyncio.sleep(_AFTER_FAILURE_S)
-            if not self._store.is_under_pressure:  # readers first
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_YIELD_S):
-                        await self._no_promotions.wait()
+            if not self._store.is_under_pressure:
+                await self.wait_for_readers()
 
     async def _demote(self, copies: list[TierTransfer]) -> bool:
         """One batch; given up when the backing tier goes offline meanwhile. True if some arrived.

@@ -43,6 +43,7 @@ from kvpool.types import (
     Namespace,
     Offer,
     Pin,
+    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -341,6 +342,11 @@ class _Watched:
         statuses = await self._inner.fetch(namespace, part, digests, source, deadline=deadline)
         await self._recorder.answering.wait()
         return statuses
+
+    def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[PrefetchStatus]:
+        return self._inner.prefetch(namespace, part, digests)
 
     async def drain(self, order: DrainOrder) -> DrainReport:
         return await self._inner.drain(order)

@@ -263,6 +263,18 @@ class Fetched(Message, frozen=True):
     statuses: Statuses
 
 
+class Prefetch(Keys, frozen=True):
+    """These blocks are read soon: bring them into memory. Answered before any of them comes."""
+
+    part: Small
+
+
+class Prefetched(Message, frozen=True):
+    """One status byte per block, a `PrefetchStatus`."""
+
+    statuses: Statuses
+
+
 class Drain(Message, frozen=True, omit_defaults=True):
     """Hand over all blocks within `within_s` (`begin`), or stay (`cancel`), or only report.
 
@@ -565,6 +577,8 @@ TYPES: Final[dict[type[Message], int]] = {
     Fetched: 22,
     Drain: 23,
     Drained: 24,
+    Prefetch: 25,
+    Prefetched: 26,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,
@@ -606,7 +620,18 @@ NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
 }
 #: Messages that a peer of protocol 3 does not know.
 NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
-    {Propose, Proposed, Fetch, Fetched, Drain, Drained, Demands, DemandsReply}
+    {
+        Propose,
+        Proposed,
+        Fetch,
+        Fetched,
+        Drain,
+        Drained,
+        Prefetch,
+        Prefetched,
+        Demands,
+        DemandsReply,
+    }
 )
 
 

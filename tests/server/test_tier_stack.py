@@ -114,14 +114,14 @@ async def test_what_is_evicted_for_copies_that_then_find_no_room_is_announced(
         await write(pool, chain)
         await saved(tiered)
 
-        def evict_and_refuse(*limits: float) -> list[TierTransfer]:
+        def evict_and_refuse(*limits: float, **options: bool) -> list[TierTransfer]:
             server.stack.remove(NAMESPACE, chain[3:])
             return []
 
         name = "start_promotions" if promotion else "next_writebacks"
         monkeypatch.setattr(server.stack, name, evict_and_refuse)
         if promotion:
-            server._context.mover.prefetch(NAMESPACE, 0, chain)
+            server._context.mover.promote(NAMESPACE, 0, chain)
         else:
             server._context.mover.wake()
         await eventually(lambda: 3 in tiered.master.directory.find(NAMESPACE, chain)[1])

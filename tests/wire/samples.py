@@ -48,6 +48,8 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Proposed(b"\x00\x00", [1, 1], [2, 2], bytes(64), [0.5, 1.0], [(2, "a", 2.5)]),
     messages.Fetch(**KEYS, part=0, source="s", wait_s=0.5),
     messages.Fetched(b"\x00\x03"),
+    messages.Prefetch(**KEYS, part=0),
+    messages.Prefetched(b"\x00\x01"),
     messages.Drain(),
     messages.Drain(begin=True, within_s=60.0, back_in_s=5.0),
     messages.Drained(3, 10, 2, 200, 8, 800, [("n", "no room", 2, 200)]),

@@ -38,6 +38,7 @@ from kvpool.types import (
     FetchStatus,
     Namespace,
     Offer,
+    PrefetchStatus,
     ReadBlock,
     ReadResult,
     WriteBlock,
@@ -285,6 +286,12 @@ class _InprocChannel:
     ) -> list[FetchStatus]:
         async with self._connection() as connection, self._until(deadline):
             return await connection.fetch(namespace, part, digests, source, deadline=deadline)
+
+    async def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+    ) -> list[PrefetchStatus]:
+        async with self._connection() as connection, self._until(deadline):
+            return connection.prefetch(namespace, part, digests)
 
     async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
         async with self._connection() as connection, self._until(deadline):

@@ -27,6 +27,7 @@ from kvpool.server.state.budget import Budget, Limits
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
 from kvpool.server.state.entry import MOVER, Change, ChangeLog, Entry, Index, Owner, Session
 from kvpool.server.state.extent_state import Event, State, after
+from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -119,6 +120,8 @@ class Store:
         self.clearing: Clearing | None = None
         #: Called when a sealed block leaves; False if another tier has it, so the pool keeps it.
         self.on_leave: Callable[[Entry, Event], bool] | None = None
+        #: Blocks that came up for a reader who has yet to come (design: prefetch).
+        self.prefetched = PrefetchedBlocks()
         #: Of the blocks that readers find in this tier (design: map-fingerprint).
         self.fingerprint = MapFingerprint()
         #: Whether another tier has a sealed block, too, so that the server keeps it.
@@ -423,6 +426,18 @@ class Store:
 
     # --- with other tiers --------------------------------------------------------------
 
+    def add_prefetched(self, copy: Entry, now: float) -> None:
+        """A copy of this block of another tier has been sealed here, before a reader asked."""
+        index = copy.index
+        entry = self.peek(index.namespace, index.part, copy.digest)
+        if entry is not None:
+            self.prefetched.add(entry, now)
+
+    def drop_lapsed(self, now: float) -> None:
+        """Prefetched blocks that nobody has read in time: they are evicted next."""
+        for entry in self.prefetched.lapsed(now):
+            self._add_candidate(entry)
+
     def blocks(self, namespace: Namespace, part: int) -> PiecewiseDict[bytes, Entry]:
         """The blocks of one part, reserved or sealed. Live: use it before the next call only."""
         index = self._indexes.get((namespace, part))
@@ -624,6 +639,11 @@ class Store:
     def check(self) -> None:
         """Check every invariant and the table above. Raises InvariantViolated; O(blocks)."""
         self.allocator.check()
+        prefetched = self.prefetched
+        if prefetched.bytes != sum(entry.size for entry in prefetched):
+            raise InvariantViolated("the count of prefetched bytes is wrong")
+        if any(entry.state is not State.STORED for entry in prefetched):
+            raise InvariantViolated("a prefetched block has left and is still listed")
         held: dict[int, Entry] = {}
         self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
         for (namespace, part), index in self._indexes.items():
@@ -818,6 +838,8 @@ class Store:
                 enough = self.allocator.available + size // _SEARCHES
             victim = self.policy.victim(newcomer, self._evictable, now)
             if victim is None:
+                if last_used == _JUST_NOW and self._give_up_prefetched():
+                    continue
                 return Reservation(WriteStatus.NO_SPACE)
             if isinstance(victim, Decision):
                 if victim is Decision.BYPASS:
@@ -834,7 +856,7 @@ class Store:
                 if wrong == _WRONG_VICTIMS_MAX:
                     return Reservation(WriteStatus.NO_SPACE)
                 continue
-            if self._is_spared(victim, newcomer, last_used):
+            if self._is_spared(victim, newcomer, owner, last_used):
                 self.policy.add_candidate(victim)
                 return Reservation(WriteStatus.NO_SPACE)
             offset = self._evict(victim, newcomer.size)
@@ -893,7 +915,7 @@ class Store:
         if self.on_rejected_victim is not None:
             self.on_rejected_victim(victim)
 
-    def _is_spared(self, victim: Entry, newcomer: Entry, last_used: int) -> bool:
+    def _is_spared(self, victim: Entry, newcomer: Entry, owner: int, last_used: int) -> bool:
         """Whether a block that may be evicted stays, and the newcomer is refused."""
         # A chain that does not fit keeps its head: no block is stored in place of its parent. Where
         # it goes to a slower tier, it is not lost.
@@ -901,6 +923,10 @@ class Store:
         its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
         if its_parent and not self.demotes:
             return True
+        if owner == MOVER and self.demotes and last_used != _JUST_NOW:
+            # A block that is prefetched: what it evicts has a copy below, and would be missed here.
+            useless = self.policy.is_over(victim) or _is_due_before(newcomer, victim)
+            return self._last_use(victim) >= last_used and not useless
         # A block that is fetched takes the place of less valuable ones only (design: moves).
         return (
             last_used != _JUST_NOW
@@ -937,6 +963,7 @@ class Store:
             return (
                 entry.state is State.STORED
                 and (entry.clean or self._may_drop(entry))
+                and entry not in self.prefetched
                 and not entry.pins
                 and not entry.children
             )
@@ -948,10 +975,18 @@ class Store:
         return all(
             part.state is State.STORED
             and (part.clean or self._may_drop(part))
+            and part not in self.prefetched
             and not part.pins
             and not part.children
             for part in parts
         )
+
+    def _give_up_prefetched(self) -> bool:
+        """Nothing else may be evicted: let some prefetched blocks go; False if there are none."""
+        given_up = self.prefetched.give_up()
+        for entry in given_up:
+            self._add_candidate(entry)
+        return bool(given_up)
 
     def _may_drop(self, entry: Entry) -> bool:
         """Whether a dirty block need not be written."""
@@ -985,6 +1020,7 @@ class Store:
         pending. Without `free` the caller puts another block there at once."""
         entry.state = after(entry.state, event)
         self._unlink(entry)
+        self.prefetched.drop(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
         if not entry.clean:
@@ -1089,3 +1125,11 @@ class Store:
     def _drop_if_empty(self, index: Index) -> None:
         if not index.blocks and not index.orphans:
             self._indexes.pop((index.namespace, index.part), None)
+
+
+def _is_due_before(newcomer: Entry, victim: Entry) -> bool:
+    """By the hints of both sessions the newcomer is needed first."""
+    one, other = newcomer.session, victim.session
+    if one is None or one.due is None or other is None or other.due is None:
+        return False
+    return one.due < other.due

@@ -29,6 +29,7 @@ from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import MOVER, Change, Entry, Session, Stretch
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.prefetches import FRESH_S, Chain
 from kvpool.server.state.store import ANCESTORS_MAX, Store
 from kvpool.server.state.write_back import WriteBack
 from kvpool.types import (
@@ -62,20 +63,10 @@ class TierTransfer:
     pin: int
     id: int  # of the reservation at the target
     extent: Extent  # at the target
+    prefetch: bool = False  # it comes up before a reader has asked for it
 
     def __repr__(self) -> str:
         return f"<Copy {self.entry!r} tier {self.source} to {self.target}>"
-
-
-class Chain(NamedTuple):
-    """Blocks of one namespace and part, the head first."""
-
-    namespace: Namespace
-    part: int
-    digests: deque[bytes]
-
-    def __bool__(self) -> bool:
-        return bool(self.digests)
 
 
 class Return(NamedTuple):
@@ -248,6 +239,10 @@ class TieredStore:
         else:
             pins = front.pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         hits = [digest for digest, pin in zip(digests, pins, strict=True) if pin.id]
+        if front.prefetched:
+            for entry in front.blocks(namespace, part).get_all(hits):
+                if entry is not None:
+                    front.prefetched.read(entry)
         self.hits[self.front_tier] += len(hits)
         self._touch_others(namespace, part, hits, now)
         if self._cache_tiers:
@@ -365,12 +360,20 @@ class TieredStore:
         return copies
 
     def start_promotions(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], size_max: int, now: float
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        size_max: int,
+        now: float,
+        *,
+        prefetch: bool = False,
     ) -> list[TierTransfer]:
         """Transfers that promote blocks to the front tier, about `size_max` bytes, in that order.
 
         Ends early where the front tier has no space. Skips blocks that are in no slower tier, and
-        those that are being promoted already.
+        those that are being promoted already. A `prefetch` evicts nothing that was used in the last
+        `FRESH_S`, or whose session is expected sooner.
         """
         copies: list[TierTransfer] = []
         taken = 0
@@ -380,9 +383,11 @@ class TieredStore:
                 continue
             if taken >= size_max:
                 break
-            answer = self._start(copies, entry, entry.index.tier, self.front_tier, now)
+            source = entry.index.tier
+            answer = self._start(copies, entry, source, self.front_tier, now, prefetch=prefetch)
             if answer is WriteStatus.NO_SPACE:
-                self._refused(entry.size)
+                if not prefetch:
+                    self._refused(entry.size)
                 break
             if answer is WriteStatus.RESERVED:
                 self.hits[entry.index.tier] += 1
@@ -426,12 +431,15 @@ class TieredStore:
         # The source block may have been removed during the transfer: then no copy may appear.
         if good and entry.state is State.STORED:
             down = copy.target == self.backing_tier != self.front_tier
-            last_used = entry.last_used if down else None
+            # A prefetched block is as old as it was: if nobody reads it, it is the next victim.
+            last_used = entry.last_used if down or copy.prefetch else None
             target.seal(
                 MOVER, copy.id, entry.checksum, now, from_other_tier=True, last_used=last_used
             )
             if copy.target == self.front_tier:
                 self.change_log.append(entry, ReadStatus.HIT, self.front_tier)
+                if copy.prefetch:
+                    self.front.add_prefetched(entry, now)
             elif down:
                 self._fetched.discard(entry)
                 self.front.mark_clean(entry)
@@ -835,11 +843,23 @@ class TieredStore:
         return taken
 
     def _start(
-        self, copies: list[TierTransfer], entry: Entry, source: int, target: int, now: float
+        self,
+        copies: list[TierTransfer],
+        entry: Entry,
+        source: int,
+        target: int,
+        now: float,
+        *,
+        prefetch: bool = False,
     ) -> WriteStatus:
         """Pin the source and reserve the target, if it has space; the status of the target."""
         index = entry.index
         store = self.stores[target]
+        evicts_before = None
+        if prefetch:
+            evicts_before = [int((now - FRESH_S) * 1e6)]
+        elif entry in self._fetched:
+            evicts_before = [entry.last_used]
         # First pin: the reservation below may evict blocks, and this one must not be among them.
         pin = self.stores[source].pin_internal(MOVER, entry)
         (answer,) = store.reserve(
@@ -851,7 +871,7 @@ class TieredStore:
                 [entry.parent],
                 [entry.size],
                 self.hint_of(entry.session, now),
-                [entry.last_used] if entry in self._fetched else None,
+                evicts_before,
             ),
             now,
         )
@@ -859,7 +879,8 @@ class TieredStore:
             self.stores[source].unpin(MOVER, pin)
         else:
             self._moving_bytes += entry.size if target > self.front_tier else 0
-            copies.append(TierTransfer(source, target, entry, pin, answer.id, answer.extent))
+            copy = TierTransfer(source, target, entry, pin, answer.id, answer.extent, prefetch)
+            copies.append(copy)
         return answer.status
 
     def _on_leave(self, entry: Entry, event: Event) -> bool:

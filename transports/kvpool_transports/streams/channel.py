@@ -17,6 +17,7 @@ from kvpool.types import (
     FetchStatus,
     Namespace,
     Offer,
+    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -111,6 +112,12 @@ class StreamChannel:
     ) -> list[FetchStatus]:
         """Ask the server to fetch blocks from the server `source`; one status each."""
         return await requests.fetch(self._streams, namespace, part, digests, source, deadline)
+
+    async def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+    ) -> list[PrefetchStatus]:
+        """Ask the server to bring blocks into memory; one status each."""
+        return await requests.prefetch(self._streams, namespace, part, digests, deadline)
 
     async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
         """Ask the server to hand over its blocks, or to stay, or how far it is."""

@@ -20,6 +20,7 @@ from kvpool.types import (
     Left,
     Namespace,
     Offer,
+    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -39,6 +40,8 @@ from kvpool.wire.messages import (
     Hello,
     M,
     Message,
+    Prefetch,
+    Prefetched,
     Proof,
     Propose,
     Proposed,
@@ -65,6 +68,7 @@ from kvpool_transports.streams.stream import Stream
 _READ = tuple(ReadStatus)
 _WRITE = tuple(WriteStatus)
 _FETCH = tuple(FetchStatus)
+_PREFETCH = tuple(PrefetchStatus)
 #: What no server answers: a client gives itself the first two, and a block whose bytes have not
 #: been sent is not stored, one that is sealed is not reserved.
 _NOT_OF_SERVERS = (WriteStatus.SERVER_LOST, WriteStatus.NO_MASTER)
@@ -294,6 +298,22 @@ async def fetch(
         return [_FETCH[value] for value in answer.statuses]
     except IndexError:
         raise BadMessage(f"{max(answer.statuses)} is not a valid FetchStatus") from None
+
+
+async def prefetch(
+    streams: StreamPool, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
+) -> list[PrefetchStatus]:
+    """Ask the server to bring blocks into memory; one status each."""
+    size = len(digests[0])
+    request = Prefetch(namespace.name, namespace.parts, size, b"".join(digests), part)
+    async with streams.stream(deadline) as stream:
+        await stream.send(request, deadline=deadline)
+        answer = await stream.expect(Prefetched, deadline=deadline)
+    _count(answer.statuses, len(digests))
+    try:
+        return [_PREFETCH[value] for value in answer.statuses]
+    except IndexError:
+        raise BadMessage(f"{max(answer.statuses)} is not a valid PrefetchStatus") from None
 
 
 async def drain(streams: StreamPool, order: DrainOrder, deadline: float) -> DrainReport:

@@ -47,6 +47,8 @@ from kvpool.wire.messages import (
     Hello,
     Message,
     Pinned,
+    Prefetch,
+    Prefetched,
     Proof,
     Propose,
     Proposed,
@@ -301,6 +303,8 @@ class StreamSession:
             await self._offer(decode(Propose, frame.type, frame.body), connection)
         elif kind is Fetch:
             await self._fetch(decode(Fetch, frame.type, frame.body), connection)
+        elif kind is Prefetch:
+            await self._prefetch(decode(Prefetch, frame.type, frame.body), connection)
         elif kind is Drain:
             await self._drain(decode(Drain, frame.type, frame.body), connection)
         else:
@@ -331,6 +335,11 @@ class StreamSession:
             namespace, fetch.part, digests, fetch.source, deadline=deadline
         )
         await self._send(Fetched(bytes(statuses)))
+
+    async def _prefetch(self, prefetch: Prefetch, connection: Connection) -> None:
+        namespace, digests = unpack_batch(prefetch)
+        _check_part(namespace, prefetch.part)
+        await self._send(Prefetched(bytes(connection.prefetch(namespace, prefetch.part, digests))))
 
     async def _drain(self, drain: Drain, connection: Connection) -> None:
         if drain.begin and drain.cancel:

@@ -1,0 +1,169 @@
+"""Brings blocks up from a slower tier before a reader asks: of sessions that return, on request.
+
+In steps of some MiB, one at a time. Each waits for readers and for the budget, and makes room only
+where little is lost; so a prefetch that nobody reads costs a bounded part of the memory and of the
+disk's time (design: prefetch, returns).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Final
+
+from kvpool.server.state.fetches import FetchBudget
+from kvpool.server.state.prefetches import HOLD_S, SHARE, Chain, PrefetchQueue
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tier_mover import TierMover
+from kvpool.types import BATCH_BLOCKS_MAX, Namespace, PrefetchStatus
+
+#: Bytes of one step, or one block if that is larger; and blocks that one step looks at.
+_STEP_BYTES: Final = 4 << 20
+_STEP_BLOCKS: Final = 64
+#: While nothing can come up, it looks again so often: for room, and for sessions that return.
+_TICK_S: Final = 0.1
+#: A timer may end so much too early.
+_TIMER_S: Final = 1e-4
+#: A step that takes longer is left behind: its disk is stuck, and will be taken out of service.
+_STEP_S: Final = 5.0
+#: The chains of a session come up so long before it returns, and as much earlier as the largest
+#: part of the memory that they may take needs.
+_LEAD_S: Final = 2.0
+_LEAD_S_MAX: Final = 10.0
+#: Chains of sessions that return, and of requests, which wait at the same time.
+_RETURNS_MAX: Final = 16
+_REQUESTS_MAX: Final = 256
+
+
+class Prefetcher:
+    """Fills one server's memory before readers come. `rate` is bytes per second; 0: a quarter of
+    the speed that is measured. Calls `on_change` after each change of the store."""
+
+    def __init__(
+        self, store: TieredStore, mover: TierMover, on_change: Callable[[], None], *, rate: float
+    ) -> None:
+        self._store = store
+        self._mover = mover
+        self._on_change = on_change
+        self._memory = store.front.allocator.capacity
+        self.budget = FetchBudget(rate)
+        self._returns = PrefetchQueue(_RETURNS_MAX)
+        self._requests = PrefetchQueue(_REQUESTS_MAX)
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._returned_blocks = 0
+        self._refused_blocks = 0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What came up, and what became of it; blocks that wait to come up are in none of them."""
+        prefetched = self._store.front.prefetched
+        return {
+            "returned_blocks": self._returned_blocks,
+            "prefetched_blocks": prefetched.blocks_came,
+            "prefetched_bytes": prefetched.came,
+            "prefetch_used_bytes": prefetched.used,
+            "prefetch_wasted_bytes": prefetched.wasted,
+            "prefetch_unread_bytes": prefetched.bytes,
+            "prefetch_refused_blocks": self._refused_blocks,
+        }
+
+    def start(self) -> None:
+        if len(self._store.stores) > 1:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """End at once; transfers under way belong to the mover. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[PrefetchStatus]:
+        """As `Connection.prefetch`."""
+        store, below = self._store, deque[bytes]()
+        statuses = []
+        for digest in digests:
+            if store.front.peek(namespace, part, digest) is not None:
+                statuses.append(PrefetchStatus.IN_MEMORY)
+            elif store.is_below(namespace, part, digest):
+                below.append(digest)
+                statuses.append(PrefetchStatus.COMING)
+            else:
+                statuses.append(PrefetchStatus.GONE)
+        if below:
+            chain = Chain(namespace, part, below)
+            if self._task is not None and self._requests.add(chain, _now() + HOLD_S):
+                self._woken.set()
+            else:
+                self._refused_blocks += len(below)
+                refused = PrefetchStatus.REFUSED
+                statuses = [refused if one is PrefetchStatus.COMING else one for one in statuses]
+        return statuses
+
+    # --- inside --------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            self._woken.clear()
+            now = _now()
+            self._store.front.drop_lapsed(now)
+            self._find_return(now)
+            returned = await self._step(self._returns)
+            self._returned_blocks += returned
+            requested = await self._step(self._requests)
+            if not returned and not requested:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_TICK_S):
+                        await self._woken.wait()
+
+    def _find_return(self, now: float) -> None:
+        """Queue the chains of the next session that is about to resume, by its hint."""
+        if self._returns.is_full:
+            return
+        needed_s = self._memory / SHARE / self.budget.rate
+        found = self._store.next_return(now + min(_LEAD_S + needed_s, _LEAD_S_MAX))
+        if found is not None:
+            for chain in found.chains:
+                self._returns.add(chain, max(found.due, now) + HOLD_S)
+
+    async def _step(self, queue: PrefetchQueue) -> int:
+        """Bring up the next blocks of the chain whose turn it is; how many have begun."""
+        chain = queue.next(_now())
+        if chain is None:
+            return 0
+        namespace, part, digests = chain
+        for _ in range(min(len(digests), BATCH_BLOCKS_MAX)):
+            if self._store.is_below(namespace, part, digests[0]):
+                break
+            digests.popleft()  # it is in memory, or gone
+        left = self._memory // SHARE - self._store.front.prefetched.bytes
+        if not digests or left <= 0:
+            return 0
+        await self._mover.wait_for_readers()
+        if (wait_s := self.budget.wait_s(_now())) > 0:
+            await asyncio.sleep(wait_s + _TIMER_S)
+        began = _now()
+        following = list(islice(digests, _STEP_BLOCKS))
+        running = self._mover.prefetch(namespace, part, following, min(left, _STEP_BYTES))
+        if running:
+            planned = sum(copy.entry.size for copy in running)
+            price_s = self.budget.begin(planned, began)
+            await asyncio.wait(running.values(), timeout=_STEP_S)
+            arrived = [c for c, task in running.items() if task.done() and _is_good(task)]
+            moved = sum(copy.entry.size for copy in arrived)
+            self.budget.end(price_s, planned, moved, _now() - began)
+        return len(running)
+
+
+def _is_good(task: asyncio.Task[bool]) -> bool:
+    return not task.cancelled() and task.exception() is None and task.result()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

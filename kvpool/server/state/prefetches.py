@@ -1,0 +1,132 @@
+"""Blocks that come up from a slower tier before a reader asks for them (design: prefetch).
+
+Pure, as the stores are: `now` is an argument. `prefetcher.py` has the blocks moved.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvpool.types import Namespace
+
+if TYPE_CHECKING:
+    from kvpool.server.state.entry import Entry
+
+#: Seconds for which a block that has come up waits for its reader, and for which a chain waits for
+#: room. A prompt that is queued for longer reads from the disk.
+HOLD_S: Final = 30.0
+#: One part of the memory in so many may hold blocks that have come up and were not read.
+SHARE: Final = 8
+#: Seconds. What was used so lately is not evicted for a block that nobody has read yet.
+FRESH_S: Final = 2.0
+#: Blocks that one call gives up, or lets go.
+_STEP: Final = 256
+
+
+class Chain(NamedTuple):
+    """Blocks of one namespace and part, the head first."""
+
+    namespace: Namespace
+    part: int
+    digests: deque[bytes]
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+
+class PrefetchQueue:
+    """Chains that are to come up, at most `limit`. They take turns, so that a long one does not
+    keep the others waiting; each leaves at its time at the latest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._chains: deque[tuple[Chain, float]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._chains) >= self._limit
+
+    def add(self, chain: Chain, until: float) -> bool:
+        """False, and nothing is added, when there are as many as there may be."""
+        if self.is_full:
+            return False
+        self._chains.append((chain, until))
+        return True
+
+    def next(self, now: float) -> Chain | None:
+        """The chain whose turn it is, if it still has blocks and time; the others move up."""
+        for _ in range(len(self._chains)):
+            chain, until = self._chains.popleft()
+            if chain and now < until:
+                self._chains.append((chain, until))
+                return chain
+        return None
+
+
+class PrefetchedBlocks:
+    """The blocks of the front tier that came up before a reader asked, and were not read yet.
+
+    While other blocks may be evicted, these are not. A block leaves the list in one of two ways, so
+    at any time `came` is `used` + `wasted` + `bytes` (all in bytes):
+
+    | counted in | when                                                                        |
+    |------------|-----------------------------------------------------------------------------|
+    | `used`     | it is read                                                                  |
+    | `wasted`   | `HOLD_S` are over, or nothing else may be evicted for a writer or a reader: |
+    |            | it is the next victim then; or it leaves for another reason (a removal)     |
+    """
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[Entry, float] = OrderedDict()  # oldest first
+        self.bytes = 0
+        self.blocks_came = 0
+        self.came = 0
+        self.used = 0
+        self.wasted = 0
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._until
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._until)
+
+    def add(self, entry: Entry, now: float) -> None:
+        self._until[entry] = now + HOLD_S
+        self.bytes += entry.size
+        self.blocks_came += 1
+        self.came += entry.size
+
+    def read(self, entry: Entry) -> None:
+        """A reader has pinned the block: from now on it is one as all others."""
+        if self._until.pop(entry, None) is not None:
+            self.bytes -= entry.size
+            self.used += entry.size
+
+    def drop(self, entry: Entry) -> None:
+        """The block has left its tier, or is not kept any longer, without having been read."""
+        if self._until.pop(entry, None) is not None:
+            self.bytes -= entry.size
+            self.wasted += entry.size
+
+    def lapsed(self, now: float) -> list[Entry]:
+        """Drop those whose time is over, some at a time, and return them."""
+        over = [entry for entry, until in islice(self._until.items(), _STEP) if until <= now]
+        for entry in over:
+            self.drop(entry)
+        return over
+
+    def give_up(self) -> list[Entry]:
+        """Drop those that came last, some at a time, and return them: tails before heads."""
+        last = list(islice(reversed(self._until), _STEP))
+        for entry in last:
+            self.drop(entry)
+        return last
