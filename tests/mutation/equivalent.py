@@ -69,6 +69,16 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "before = _class_of(whole * self.alignment)",
     ): "The rest of the extent is taken out of its class and put back, which costs a moment.",
     (
+        "kvpool/master/state/placement.py",
+        "load = record.offered / min(max(1, record.capacity), believed_max)",
+        "load = record.offered / min(max(2, record.capacity), believed_max)",
+    ): "No block fits into one byte, nor into two.",
+    (
+        "connector/kvpool_connector/probing.py",
+        "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 0",
+        "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 1",
+    ): "A probe that brings anything brings a block, which has kilobytes.",
+    (
         "kvpool/client/device_staging.py",
         "except DeadlineExceeded: continue",
         "break",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -516,6 +517,19 @@ def test_what_was_found_on_disk_is_served() -> None:
     server.stage(ONE, 0, chain)
     server.settle()
     assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 4
+
+
+def test_what_was_found_on_disk_is_added_in_steps() -> None:
+    """Between two of them a server that starts answers."""
+    server = Server(4, 2500)
+    records = [
+        Record(ONE, 0, digest, ROOT, number * PAGE, PAGE, 1, number + 1)
+        for number, digest in enumerate(keys("found", 2500))
+    ]
+    backing = server.stack.backing
+    added = [0, *(backing.stored for _ in server.stack.restore(records, 0.0))]
+    assert added[-1] == 2500
+    assert max(after - before for before, after in itertools.pairwise(added)) <= 1024
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "lease", "density"])
