@@ -16,6 +16,7 @@ from kvpool.master.service import Master
 from kvpool.protocols import ReserveRequest
 from kvpool.server import announcer as module
 from kvpool.server.announcer import Announcer, Identity
+from kvpool.server.context import ServerContext
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ROOT, Namespace, ServerStats
@@ -206,3 +207,28 @@ async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays() -> Non
         assert sent < setup.announcer.differences / 2, "an inventory for each heartbeat is a storm"
         del setup.master.directory.differs
         await setup.until_known(keys("block", 3))
+
+
+class LateMaster:
+    """The announcer to a master that does not answer."""
+
+    registered = True
+
+    def flushed(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    heartbeat_soon = flushed
+
+
+@pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.1])
+async def test_a_call_waits_for_masters_until_its_deadline_and_no_longer(left_s: float) -> None:
+    context = ServerContext.__new__(ServerContext)
+    context.announcers = [cast(Any, LateMaster())]
+    now = asyncio.get_running_loop().time
+    for wait in (context.wait_until_announced, context.masters_know):
+        began = now()
+        assert not await wait(began + left_s)
+        assert left_s - 0.01 <= now() - began < max(0.0, left_s) + 0.7
+    context.announcers = []
+    assert await context.wait_until_announced(now() - 1)
+    assert await context.masters_know(now() - 1)
