@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from kvpool import dev
 from kvpool.config import MasterConfig
-from kvpool.errors import DeadlineExceeded
+from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.master.service import Master
 from kvpool.protocols import ReserveRequest
 from kvpool.server import announcer as module
 from kvpool.server.announcer import Announcer, Identity
+from kvpool.server.block_server import BlockServer
 from kvpool.server.context import ServerContext
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
@@ -232,3 +234,16 @@ async def test_a_call_waits_for_masters_until_its_deadline_and_no_longer(left_s:
     context.announcers = []
     assert await context.wait_until_announced(now() - 1)
     assert await context.masters_know(now() - 1)
+
+
+async def test_a_server_that_starts_waits_for_a_master_to_know_it(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (server,) = pool_dev.servers
+    await server.wait_until_registered(0.0)
+    monkeypatch.setattr(BlockServer, "registered", False)
+    with pytest.raises(Unavailable, match="no master has answered yet"):
+        await server.wait_until_registered(asyncio.get_running_loop().time() + 0.1)
+    server._context.announcers[0].problem = Unavailable("its answer")
+    with pytest.raises(Unavailable, match="its answer"):
+        await server.wait_until_registered(0.0)
