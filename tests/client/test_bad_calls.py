@@ -65,6 +65,21 @@ def test_digests_of_one_call(digests: list[bytes], says: str | None) -> None:
             check_digests(digests)
 
 
+async def test_every_call_checks_its_digests(watched: dev.Dev) -> None:
+    wrong = [b"fifteen bytes.."]
+    async with watched.pool() as pool:
+        for call in (
+            lambda: pool.read(NAMESPACE, wrong, buffers(1)),
+            lambda: pool.write(NAMESPACE, wrong, [bytes(100)]),
+            lambda: pool.match(NAMESPACE, wrong),
+            lambda: pool.explain(NAMESPACE, wrong),
+            lambda: pool.remove(NAMESPACE, wrong),
+            lambda: pool.remove(NAMESPACE, []),
+        ):
+            with pytest.raises(BadKey):
+                await call()
+
+
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e9])
 async def test_a_timeout_that_is_no_bound(watched: dev.Dev, timeout: float) -> None:
     """G6: it is refused, and no server looks slow to other calls because of it."""

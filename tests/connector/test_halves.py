@@ -343,6 +343,24 @@ def test_many_blocks_are_loaded_by_several_reads(
     assert 0 < load.seconds < 20
 
 
+def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connector's own limit comes after the deadline that the pool has."""
+    monkeypatch.setattr("kvpool_connector.worker._CANCEL_AFTER_S", 60.0)
+    writer = start(load="auto", load_timeout_s=20.0, save_timeout_s=20.0)
+    reader = start(load_timeout_s=20.0)
+    hashes = keys("in time", 2)
+    writer.save(hashes, [1, 2])
+    writer.until(lambda: any(report.probes for report in writer.reports))
+    [probe] = [probe for report in writer.reports for probe in report.probes]
+    assert probe.size == 2 * BYTES
+    assert reader.ask("r", hashes) == 2 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[30, 31]], 2 * BLOCK)
+    reader.until(lambda: reader.loaded == ["r"])
+    assert not reader.failed
+
+
 def test_blocks_that_were_lost_after_the_lookup_are_named(
     pool: LocalPool, start: Callable[..., Engine]
 ) -> None:

@@ -486,6 +486,17 @@ def test_what_a_living_server_lists_no_more_is_not_lost() -> None:
     assert explained()[1][0] is ReadStatus.SERVER_LOST
 
 
+def test_a_block_that_came_back_was_not_evicted_when_its_server_is_lost() -> None:
+    directory, chain = directory_of("s"), keys("x", 2)
+    directory.stored("s", ONE, 0, 0, chain)
+    directory.removed("s", ONE, 0, chain, ReadStatus.EVICTED)
+    assert directory.match(ONE, chain).stopped is ReadStatus.EVICTED
+    directory.stored("s", ONE, 0, 0, chain[:1])
+    directory.leave("s", 1)
+    found = [one.status for one in directory.explain(ONE, chain)]
+    assert found == [ReadStatus.SERVER_LOST, ReadStatus.EVICTED]
+
+
 def test_a_lost_copy_is_named_and_no_replaced_one() -> None:
     directory, chain = directory_of("s", "t"), keys("x", 1)
     for server in ("s", "t"):

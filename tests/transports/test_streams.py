@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from kvpool import ClientConfig, dev
 from kvpool.errors import BadMessage, DeadlineExceeded
 from kvpool.protocols import WriteOptions
 from kvpool.types import WriteBlock, WriteStatus
 from kvpool.wire.messages import TYPES, Hello, Message, Reserved, Sealed, Unpin
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.server import StreamSession
 from kvpool_transports.streams.stream import Stream
-from tests.conftest import NAMESPACE
+from tests.conftest import NAMESPACE, keys
 from tests.wire.offline import Wire
 
 OPTIONS = WriteOptions(NAMESPACE, 0, visible=True)
@@ -137,3 +139,21 @@ async def test_a_sealed_block_has_a_final_status(status: int) -> None:
         await theirs.send(Sealed(bytes([WriteStatus.STORED, status])), deadline=deadline)
         with pytest.raises(BadMessage):
             await requests.seal(ours, OPTIONS, [1, 2], [0, 0], deadline)
+
+
+async def test_a_bug_in_the_server_costs_one_connection_and_is_in_the_log(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
+    async with pool_dev.pool(config) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamSession, "_answer", wrong)
+            statuses = await pool.write(NAMESPACE, keys("lost", 1), [b"a"])
+            assert statuses == [WriteStatus.SERVER_LOST]
+        assert "connection failed" in caplog.text
+        assert "a bug" in caplog.text
+    async with pool_dev.pool(config) as pool:
+        assert await pool.write(NAMESPACE, keys("stored", 1), [b"a"]) == [WriteStatus.STORED]

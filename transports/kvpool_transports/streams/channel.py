@@ -68,7 +68,7 @@ class StreamChannel:
         """`Read`, then one `Data` frame whose payload fills the blocks' memory."""
         answer = _ReadAnswer(options, blocks)
         async with self._streams.stream(deadline) as stream:
-            await stream.send(requests.read_request(options, blocks), deadline=deadline)
+            await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
             await stream.receive(answer.payload_target, deadline=deadline)
         return answer.results()
 

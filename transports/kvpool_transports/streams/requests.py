@@ -207,7 +207,7 @@ async def seal(
     return write_statuses(sealed.statuses, len(ids), _NOT_OF_SEAL)
 
 
-def read_request(options: ReadOptions, blocks: Sequence[ReadBlock], *, view: bool = False) -> Read:
+def read_request(options: ReadOptions, blocks: Sequence[ReadBlock], *, view: bool) -> Read:
     """The request for these blocks; the server refuses those larger than their memory."""
     return Read(
         namespace=options.namespace.name,
