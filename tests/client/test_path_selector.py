@@ -17,7 +17,7 @@ from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.types import Cluster
 from kvpool_transports.tcp import TcpTransport
-from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 
 
 class World:
@@ -356,6 +356,65 @@ async def test_a_trial_that_breaks_is_a_hit_all_the_same() -> None:
         await reads(pool, chain, CALLS + 4)
         await eventually(lambda: pool.counters["failed_other"] == 1)
         assert other.calls == 0
+
+
+class Deaf(Paced):
+    """Servers at some addresses do not answer reads."""
+
+    def __init__(self, scheme: str) -> None:
+        super().__init__(scheme, 0.0)
+        self.deaf: set[str] = set()
+        self.asked: list[str] = []
+
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
+        channel = await super().connect(address, cluster=cluster, client=client, deadline=deadline)
+        read = channel.read
+
+        async def unless_deaf(*args: object, **options: object) -> object:
+            self.asked.append(address)
+            if address in self.deaf:
+                await asyncio.sleep(60)
+            return await read(*args, **options)  # type: ignore[arg-type]
+
+        channel.read = unless_deaf  # type: ignore[method-assign, assignment]
+        return channel
+
+
+async def test_a_server_that_does_not_answer_is_asked_last_for_a_while() -> None:
+    transports = {"one": (transport := Deaf("one"))}
+    listen, chain = ("one://127.0.0.1:0",), keys("copies", 2)
+    async with dev.serve(servers=2, listen=listen, transports=transports) as running:
+        config = ClientConfig(masters=[running.address], transports=["one"], attempt_s=0.5)
+        async with Pool(
+            config,
+            cluster=Cluster(),
+            network=ZmqNetwork(),
+            transports=transports,
+            owns_network=True,
+        ) as pool:
+            servers = pool._servers
+            await pool.write(NAMESPACE, chain, values(chain), copies=2)
+            await pool.read(NAMESPACE, chain, buffers(2))
+            transport.deaf = set(transport.asked)
+            (record,) = [
+                r for r in servers._records.values() if r.paths[0].address in transport.deaf
+            ]
+            for _ in range(2):
+                results = await pool.read(NAMESPACE, chain, buffers(2))
+                assert all(result.status.hit for result in results)
+                assert pool.counters["hedged"] == 1
+                assert servers.rank(sorted(servers._records))[1] == record.server
+            assert len(transport.asked) == 4
+            # Of a block that no other server has, the connection is given up.
+            status = await pool.write_to(record.server, NAMESPACE, key("alone"), bytes(100))
+            assert status is WriteStatus.STORED
+            assert record.channels
+            (result,) = await pool.read(NAMESPACE, [key("alone")], buffers(1))
+            assert not result.status.hit
+            assert not record.channels
+            assert pool.counters["hedged"] == 1
 
 
 async def test_nobody_waits_for_a_path_that_is_to_be_tried() -> None:

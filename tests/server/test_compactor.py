@@ -12,6 +12,7 @@ import pytest
 
 from kvpool import Pool, ReadStatus, WriteStatus, dev
 from kvpool.config import ClientConfig
+from kvpool.errors import Closed
 from kvpool.protocols import ReserveRequest
 from kvpool.server import compactor
 from kvpool.server.compactor import Compactor
@@ -169,3 +170,12 @@ async def reserve(store: Store, mover: Compactor, digest: bytes, size: int) -> s
             await mover.make_room(1, asyncio.get_running_loop().time() + 30)
     finally:
         mover.stop(1)
+
+
+async def test_a_server_that_has_ended_holds_no_memory() -> None:
+    async with dev.serve(tiers=["dram:1MiB"]) as running:
+        (server,) = running.servers
+        (memory,) = server.tiers
+        assert len(memory.view(0, 4096)) == 4096
+    with pytest.raises(Closed):
+        memory.view(0, 4096)
