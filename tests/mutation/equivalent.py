@@ -12,6 +12,7 @@ from typing import Final
 
 _LABEL: Final = "Members are compared with each other only: any other number means the same."
 _EMPTY: Final = "The value is written before anybody reads it."
+_MOMENT: Final = "Differs if a call ends at exactly that moment, and then either answer is right."
 _ID: Final = "Ids only have to differ, and grow."
 _NO_DESCRIPTOR: Final = "Every negative number means that there is no descriptor."
 
@@ -78,6 +79,16 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 0",
         "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 1",
     ): "A probe that brings anything brings a block, which has kilobytes.",
+    (
+        "kvpool/client/spread.py",
+        "tree.lost(call, NO_TIME if loop.time() >= deadline else SERVER_LOST)",
+        "tree.lost(call, NO_TIME if loop.time() > deadline else SERVER_LOST)",
+    ): _MOMENT,
+    (
+        "connector/kvpool_connector/scheduler.py",
+        "if description == self._described and now - self._described_at < _DESCRIBE_EVERY_S:",
+        "if description == self._described and now - self._described_at <= _DESCRIBE_EVERY_S:",
+    ): _MOMENT,
     (
         "kvpool/client/device_staging.py",
         "except DeadlineExceeded: continue",

@@ -178,6 +178,22 @@ async def test_pieces_are_no_larger_than_a_message_may_be(monkeypatch: pytest.Mo
     await setup.announcer.close()
 
 
+@pytest.mark.parametrize(("heartbeat_s", "least", "most"), [(60.0, 0, 5), (0.0, 10, 1000)])
+async def test_heartbeats_go_on_between_the_pieces_of_an_inventory(
+    monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, least: int, most: int
+) -> None:
+    """Those that are due, and no others: a server with a large inventory is not lost."""
+    monkeypatch.setattr(module, "_PIECE_BLOCKS", 50)
+    monkeypatch.setattr("tests.server.test_announcer.HEARTBEAT_S", heartbeat_s)
+    chain, setup = keys("c", 1000), Setup()
+    setup.write(chain)
+    setup.announcer.start()
+    await setup.until_known(chain)
+    assert setup.link.sent["Inventory"] >= 20
+    assert least <= setup.link.sent["Heartbeat"] <= most
+    await setup.announcer.close()
+
+
 async def test_blocks_that_come_and_go_during_an_inventory_are_right_in_the_end() -> None:
     """Pieces are made from the index as it is then; changes follow the last piece."""
     chain, later = keys("c", 8_000), keys("later", 3_000)

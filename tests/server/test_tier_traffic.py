@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
+from kvpool import dev
+from kvpool.server.tier_mover import PROMOTED_BYTES_MIN, _PromotionWaiter
 from kvpool.server.tier_traffic import TransferStats
 
 
@@ -30,3 +36,25 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert (stats.rate, stats.block_rate) == (1_000.0, 1.0)
     stats.tick(104.0)
     assert (stats.rate, stats.block_rate) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "enough"),
+    [(3, 10, 3), (10, PROMOTED_BYTES_MIN // 2, 2), (10, PROMOTED_BYTES_MIN, 1), (1, 0, 1)],
+)
+async def test_a_reader_waits_for_all_of_its_blocks_or_for_enough_bytes(
+    count: int, size: int, enough: int
+) -> None:
+    waiter = _PromotionWaiter(asyncio.get_running_loop().create_future())
+    waiter.remaining = count
+    for number in range(1, count + 1):
+        waiter.arrived(size)
+        assert waiter.ready.done() is (number >= enough)
+
+
+async def test_only_a_last_tier_that_lasts_makes_a_server_durable() -> None:
+    """Otherwise what a server does not hand over before a restart is lost."""
+    async with dev.serve(tiers=["dram:1MiB", "dram:2MiB"]) as running:
+        assert not running.servers[0]._drainer._durable
+    async with dev.serve(tiers=["dram:1MiB"]) as running:
+        assert not running.servers[0]._drainer._durable

@@ -1026,3 +1026,15 @@ async def test_a_call_beyond_the_file_is_refused(path: Path) -> None:
                 await tier.erase([offset])
         with pytest.raises(UsageError, match="multiples of 4096"):
             await tier.read_into(1, memoryview(bytearray(1)))
+
+
+async def test_a_request_that_has_ended_is_not_waited_for() -> None:
+    request = disk_module._IoRequest(lambda offset, buffer: None, 0, memoryview(bytearray(1)), 1)
+    waiting = asyncio.ensure_future(request.wait_finished())
+    await asyncio.sleep(0)
+    waiting.cancel()  # it waits all the same: a thread may still use the buffer
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    request.finish()
+    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(request.wait_finished(), 5)
