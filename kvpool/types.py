@@ -45,6 +45,11 @@ MEMORY_TIER: Final = "dram"
 COPIES_MAX: Final = 16
 #: Characters of a session's name.
 SESSION_NAME_MAX: Final = 128
+#: A server with so much of its memory in use is full: what is left is for what clients write until
+#: it has handed over some blocks (design: join).
+FULL_SHARE: Final = 15 / 16
+#: A server with less in use has room for what full servers hand over, up to `FULL_SHARE`.
+ROOM_SHARE: Final = 13 / 16
 #: Bytes of one block. Far above any engine's blocks; it bounds the lengths that a peer may send.
 BLOCK_SIZE_MAX: Final = 1 << 32
 

@@ -176,7 +176,7 @@ class Reader:
         if cached:
             state.more_replicas = not all(location.sole_replica for location in cached)
         await self._fetch_all(state, range(len(digests)))
-        if cached:
+        if source is not LocationSource.MASTER:
             await self._refetch_from_masters(state)
         if state.corrupt:
             await self._report_corruption(state)
@@ -357,7 +357,8 @@ class Reader:
             return [ReadResult(miss_reason(error))] * len(positions)
 
     async def _refetch_from_masters(self, state: ReadState) -> None:
-        """Blocks that the cache named wrongly: ask a master, once (design: location-cache)."""
+        """Blocks that are not where the cache or the match says: ask a master, once. They may have
+        moved since (design: location-cache, join)."""
         missing = [i for i, result in enumerate(state.results) if result.status is not _HIT]
         if not missing or self._loop.time() >= state.deadline:
             return

@@ -235,7 +235,8 @@ class Master:
                 held=m.blocks,
             )
         sequence = self.directory.sequence(m.server)
-        return wire.HeartbeatReply(True, aged, last, sequence, listed, differs)
+        room = self.directory.others_have_room(m.server)
+        return wire.HeartbeatReply(True, aged, last, sequence, listed, differs, room)
 
     def _leave(self, m: wire.Leave) -> wire.HeartbeatReply:
         self.directory.leave(m.server, m.epoch)

@@ -110,6 +110,7 @@ class Announcer:
         heartbeat_s: float,
         stats: Callable[[float], ServerStats],
         apply_hints: Callable[[Sequence[wire.WireHint]], None],
+        others_have_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._identity = identity
         self._store = store
@@ -118,6 +119,7 @@ class Announcer:
         self._heartbeat_s = heartbeat_s
         self._stats = stats
         self._apply_hints = apply_hints
+        self._others_have_room = others_have_room
         self._loop = asyncio.get_running_loop()
         self._state = AnnouncerState.UNREGISTERED
         self._answers = False  # the last request was answered
@@ -410,6 +412,8 @@ class Announcer:
                 future.set_result(None)
         self._hints_heard = reply.hints_heard
         self._apply_hints(reply.hints)
+        if reply.others_have_room:
+            self._others_have_room()
         if len(reply.hints) == wire.HINTS_MAX:  # there may be more
             self._next_heartbeat = now
         if reply.sequence > self._sequence:

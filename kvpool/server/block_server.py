@@ -2,6 +2,7 @@
 
 context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
+balancer.py      hands over chains to servers that have room, while this one is full
 drainer.py       hands over all blocks before the server leaves
 fetcher.py       blocks from and to other servers, which peer_servers.py reaches
 prefetcher.py    blocks that come up from a slower tier before they are read
@@ -33,6 +34,7 @@ from kvpool.protocols import (
 from kvpool.protocols.policy import Policy
 from kvpool.runtime import Host, this_host
 from kvpool.server.announcer import Announcer, Identity
+from kvpool.server.balancer import Balancer
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
 from kvpool.server.drainer import Drainer
@@ -115,6 +117,7 @@ class BlockServer:
         )
         durable = len(tiers) > 1 and isinstance(tiers[-1], PersistentTier)
         self._drainer = Drainer(self._context, self._peers, durable=durable)
+        self._balancer = Balancer(self._context, self._peers)
         self._listeners: list[Listener] = []
         self._connection_id = 0
 
@@ -186,9 +189,11 @@ class BlockServer:
                     config.heartbeat_s,
                     stats=self.stats,
                     apply_hints=self._apply_hints,
+                    others_have_room=self._balancer.others_have_room,
                 )
                 announcer.start()
                 context.announcers.append(announcer)
+            self._balancer.start()
         except BaseException:
             await self.close()
             raise
@@ -214,6 +219,7 @@ class BlockServer:
     async def close(self) -> None:
         """Leave the masters, end every connection, free the memory. Idempotent."""
         context = self._context
+        await self._balancer.close()
         await self._drainer.close()
         announcers, context.announcers = context.announcers, []
         for announcer in announcers:
@@ -276,6 +282,8 @@ class BlockServer:
             victim_age_s=base.policy.victim_age(now),
             counters={
                 "fetched_bytes": 0,  # a server that cannot fetch does not have it
+                "handed_over_blocks": 0,
+                "handed_over_bytes": 0,
                 **context.counters,
                 "connections": len(context.connections),
                 "unlisted_blocks": sum(one.unlisted for one in context.announcers),

@@ -255,7 +255,8 @@ class Drainer:
         """Have the blocks of one chain fetched by the servers that placement names, best first."""
         living = await self._living()
         entries = {name_of(entry): entry for entry in stretch}
-        for name, holder in (await self._held_elsewhere(list(entries), living)).items():
+        held = await self._peers.holders(list(entries), living, _now() + _FETCH_S)
+        for name, holder in held.items():
             self._handed.safe(name, holder, entries.pop(name).size, moved=False)
         if not entries:
             return
@@ -267,21 +268,6 @@ class Drainer:
                 return
         for name, entry in entries.items():
             self._handed.left(name, reasons[name], entry.size)
-
-    async def _held_elsewhere(
-        self, names: Sequence[BlockName], living: set[str]
-    ) -> dict[BlockName, str]:
-        """Those that a living server has, which stays, and its name."""
-        namespace, part, first = names[0]
-        packed = b"".join(name.digest for name in names)
-        request = wire.Find(namespace.name, namespace.parts, len(first), packed, False)
-        found = await self._peers.ask(request, wire.FindReply, _now() + _FETCH_S)
-        held: dict[BlockName, str] = {}
-        for start, last, replicas in found.runs:
-            holder = next((s for s, _, p in replicas if p == part and s in living), None)
-            if holder is not None:
-                held.update((name, holder) for name in names[start : last + 1])
-        return held
 
     async def _place(self, entries: Sequence[Entry]) -> Sequence[str]:
         """Servers for these blocks, as for a writer who is on no host."""

@@ -6,7 +6,7 @@ It asks masters where they are, and keeps a channel to each that it has used (de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from kvpool.errors import (
@@ -19,6 +19,7 @@ from kvpool.errors import (
 )
 from kvpool.protocols import Channel, Link, Network, SupportsReachability, Transport
 from kvpool.runtime import Host
+from kvpool.server.state.drain_plan import BlockName
 from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 
@@ -91,6 +92,25 @@ class PeerServers:
             after, more = page.members[-1].server, page.more
         self._members, self._refreshed_at = found, _now()
         return found
+
+    async def holders(
+        self, names: Sequence[BlockName], living: Collection[str], deadline: float
+    ) -> dict[BlockName, str]:
+        """Blocks of one namespace and part that some of the `living` servers have: each with one
+        of them.
+
+        Raises MasterLost.
+        """
+        namespace, part, first = names[0]
+        packed = b"".join(name.digest for name in names)
+        request = wire.Find(namespace.name, namespace.parts, len(first), packed, False)
+        found = await self.ask(request, wire.FindReply, deadline)
+        held: dict[BlockName, str] = {}
+        for start, last, replicas in found.runs:
+            holder = next((s for s, _, p in replicas if p == part and s in living), None)
+            if holder is not None:
+                held.update((name, holder) for name in names[start : last + 1])
+        return held
 
     async def channel(self, server: str, deadline: float) -> Channel:
         """A channel to this server. Raises ServerLost when no path to it works, MasterLost."""

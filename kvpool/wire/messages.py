@@ -370,7 +370,8 @@ class HeartbeatReply(Message, frozen=True, omit_defaults=True):
 
     The reply to a heartbeat has the hints after `hints_heard`, and the number of the last one; the
     number of the server's last message that was applied (`sequence`), and how many blocks the
-    master lists for it. With `differs` these are not the blocks that the server holds.
+    master lists for it. With `differs` these are not the blocks that the server holds. With
+    `others_have_room` the server is full, and another one is not (design: join).
     """
 
     known: bool
@@ -379,6 +380,7 @@ class HeartbeatReply(Message, frozen=True, omit_defaults=True):
     sequence: Id = 0
     blocks: Count = 0
     differs: bool = False
+    others_have_room: bool = False
 
 
 class Leave(ServerMessage, frozen=True):
@@ -617,6 +619,7 @@ M = TypeVar("M", bound=Message)
 NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
     ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes"}),
     Find: frozenset({"session"}),
+    HeartbeatReply: frozenset({"others_have_room"}),
 }
 #: Messages that a peer of protocol 3 does not know.
 NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(

@@ -215,3 +215,25 @@ def test_what_is_remembered_is_bounded() -> None:
         assert recent.get(key(str(max(0, n - 3)))) == max(0, n - 3)
         assert len(recent) <= 8
     assert recent.get(key("0")) is None
+
+
+def test_a_full_server_is_sent_that_another_one_has_room() -> None:
+    directory = pool("a", "b", "c")
+    full, room = ServerStats(used=9_400), ServerStats(used=8_100)
+
+    def told(now: float, **stats: ServerStats) -> str:
+        beat(directory, now, **stats)
+        directory.tick(now)
+        return "".join(name for name in "abc" if directory.others_have_room(name))
+
+    directory.tick(0.5)
+    beat(directory, 0.6, a=full)
+    assert not directory.others_have_room("a"), "what has sent no heartbeat may be full"
+    assert told(1.0, a=full, b=full, c=full) == ""
+    assert told(1.5, a=full, b=ServerStats(used=9_300), c=ServerStats(used=8_200)) == ""
+    assert told(2.0, a=full, b=full, c=room) == "ab"
+    assert told(2.5, a=full, b=full, c=ServerStats(used=0, draining=True)) == ""
+    assert told(3.0, a=full, b=full, c=room) == "ab"
+    for now in (4.0, 5.0, 6.0, 7.0):
+        assert told(now, a=full, b=full) == ("ab" if now < 6 else ""), "a lost server has no room"
+    assert not directory.others_have_room("nobody")

@@ -61,6 +61,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Registered(True, "m", 7, 8),
     messages.Heartbeat("s", 1, TOKEN, STATS, 8, 9),
     messages.HeartbeatReply(True),
+    messages.HeartbeatReply(True, others_have_room=True),
     messages.HeartbeatReply(True, [("a", 0.5, 2.5), ("b", 0.0, None)], 9),
     messages.Leave("s", 1, TOKEN),
     messages.Announce("s", 1, TOKEN, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),

@@ -24,6 +24,8 @@ from kvpool.master.state.server_record import Refusal, SequenceCheck, ServerReco
 from kvpool.piecewise_dict import PiecewiseDict, compact
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
+    FULL_SHARE,
+    ROOM_SHARE,
     ROOT,
     BlockKey,
     Explanation,
@@ -72,6 +74,7 @@ class Directory:
         self._locations = LocationTable()
         self._version = 0  # grows when an inventory or a server becomes readable, or stops being so
         self._last_tick: float | None = None
+        self._least_fill = 1.0  # of the servers that live and stay, at the last tick
         self._walk: Iterator[tuple[Namespace, Blocks, dict[bytes, int]]] | None = None
         self._walk_again = False  # an inventory was retired after the walk of `sweep` began
 
@@ -208,6 +211,11 @@ class Directory:
         record = self._servers.get(server)
         return record.inventory.blocks if record is not None else 0
 
+    def others_have_room(self, server: str) -> bool:
+        """Whether this server is full, and another one that stays is not (design: join)."""
+        record = self._servers.get(server)
+        return record is not None and record.fill >= FULL_SHARE and self._least_fill < ROOM_SHARE
+
     def leave(self, server: str, epoch: int) -> None:
         """Mark a server that shuts down as lost."""
         record = self._servers.get(server)
@@ -232,6 +240,8 @@ class Directory:
                 self._forget(record)
             elif silent_s >= self.timeout_s:
                 self._set_alive(record, False)
+        fills = [one.fill for one in self._servers.values() if one.alive and not one.draining]
+        self._least_fill = min(fills, default=1.0)
 
     def members(self, now: float) -> list[Member]:
         """Every server that has a record, the lost ones included."""

@@ -98,8 +98,14 @@ class ServerRecord:
     earlier: list[ServerInventory] = field(default_factory=list)  # replaced by the arriving one
     stats: ServerStats = field(default_factory=ServerStats)
     bytes_placed: int = 0  # that writers were sent here with, since the last heartbeat
+    beats: int = 0  # heartbeats that came
     beat_at: float = 0.0  # when the last heartbeat came
     offered: float = 0.0  # the same, of which each minute half is forgotten (design: placement)
+
+    @property
+    def fill(self) -> float:
+        """The share of its memory in use, by its last heartbeat; 1 before the first one."""
+        return self.stats.used / max(1, self.capacity) if self.beats else 1.0
 
     def offer(self, size: int) -> None:
         """A writer was sent here with so many bytes."""
@@ -109,6 +115,7 @@ class ServerRecord:
     def beat(self, stats: ServerStats, now: float) -> None:
         """A heartbeat has come: what was placed until now is in its figures."""
         self.offered *= 0.5 ** (max(0.0, now - self.beat_at) / _OFFERED_HALVES_S)
+        self.beats += 1
         self.beat_at = self.last_seen = now
         self.stats = stats
         self.bytes_placed = 0

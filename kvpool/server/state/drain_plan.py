@@ -116,7 +116,7 @@ class DrainPlan:
         runs, self._runs = self._runs, []
         for _, _, entry in merge(*runs):
             if entry in self._planned:
-                yield from self._cut(self._with_ancestors(entry))
+                yield from in_stretches(self._with_ancestors(entry))
 
     def _with_ancestors(self, entry: Entry) -> list[Entry]:
         chain: list[Entry] = []
@@ -127,16 +127,17 @@ class DrainPlan:
             above = self._find(above.index.namespace, above.index.part, above.parent)
         return chain[::-1]
 
-    @staticmethod
-    def _cut(chain: list[Entry]) -> Iterator[list[Entry]]:
-        piece: list[Entry] = []
-        size = 0
-        for entry in chain:
-            if piece and (len(piece) == STRETCH_BLOCKS or size + entry.size > STRETCH_BYTES):
-                yield piece
-                piece, size = [], 0
-            if entry.state is State.STORED:
-                piece.append(entry)
-                size += entry.size
-        if piece:
+
+def in_stretches(chain: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """A chain in pieces, each for one request; without blocks that have left meanwhile."""
+    piece: list[Entry] = []
+    size = 0
+    for entry in chain:
+        if piece and (len(piece) == STRETCH_BLOCKS or size + entry.size > STRETCH_BYTES):
             yield piece
+            piece, size = [], 0
+        if entry.state is State.STORED:
+            piece.append(entry)
+            size += entry.size
+    if piece:
+        yield piece

@@ -560,6 +560,18 @@ class TieredStore:
         entry = self.front.peek(namespace, part, digest)
         return entry or self._in_slower_tier(namespace, part, digest)
 
+    def children(self, entry: Entry) -> int:
+        """How many blocks of one tier, that with the most of them, go on from this one."""
+        index = entry.index
+        if len(self.stores) == 1:
+            return entry.children
+        found = (store.peek(index.namespace, index.part, entry.digest) for store in self._online())
+        return max((one.children for one in found if one is not None), default=0)
+
+    def is_over(self, entry: Entry) -> bool:
+        """By the hints no session uses the block again."""
+        return self.stores[entry.index.tier].policy.is_over(entry)
+
     def place(self, entry: Entry) -> int | None:
         """The tier where a reader finds the block of this entry now; None if no tier has it."""
         index = entry.index

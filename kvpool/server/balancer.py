@@ -1,0 +1,242 @@
+"""Hands over chains to servers that have room, while this one is full (design: join)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool import logs
+from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.protocols import SupportsFetch
+from kvpool.server.context import ServerContext
+from kvpool.server.peer_servers import REFRESH_S, PeerServers
+from kvpool.server.state.drain_plan import BlockName, in_stretches, name_of
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.share_plan import SharePlan, Shares
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.types import FULL_SHARE, ROOM_SHARE, FetchStatus, ReadStatus
+from kvpool.wire import messages as wire
+
+log = logs.get("kvpool.server")
+
+#: One request to another server.
+_REQUEST_S: Final = 5.0
+#: A server that fetches nothing for so long is left alone until the next plan.
+_STALLED_S: Final = 10.0
+_ASK_AGAIN_S: Final = 0.05
+#: A plan looks at every block: it is made again after this time at the earliest, after so many
+#: times the time that it took, and less often while nothing comes of it.
+_PLAN_GAP_S: Final = 10.0
+_PLAN_GAP_MAX_S: Final = 640.0
+_PLAN_SHARE: Final = 50
+#: Blocks that are looked at in one turn of the loop.
+_STEP: Final = 512
+
+_FAILURES: Final = (Unavailable, PeerError, Overloaded)
+_AGAIN: Final = (FetchStatus.NOT_YET, FetchStatus.IN_PROGRESS)
+
+
+class Balancer:
+    """Makes room here by giving other servers, which have room, their share of the chains.
+
+    | state   | means                                            | next state                     |
+    |---------|--------------------------------------------------|--------------------------------|
+    | idle    | this server is not full, or all others are, too  | moving: a master says that one |
+    |         |                                                  | has room, and this one is full |
+    | moving  | chains are fetched from here, and forgotten      | idle: it is not full any more, |
+    |         |                                                  | or no chain belongs elsewhere  |
+
+    So as much is moved as clients write here, and not faster than the receivers' budgets allow.
+    """
+
+    def __init__(self, context: ServerContext, peers: PeerServers) -> None:
+        self._context = context
+        self._store = context.store
+        self._peers = peers
+        self._wake = asyncio.Event()
+        self._plan = SharePlan(self._store, Shares({}), ())
+        self._chains = self._plan.chains()
+        self._steps = 0
+        self._gap_s = _PLAN_GAP_S
+        self._plan_not_before = float("-inf")
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task that hands over."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="balance")
+
+    async def close(self) -> None:
+        """End the task. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def others_have_room(self) -> None:
+        """A master says that this server is full, and another one is not."""
+        self._wake.set()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                await self._make_room()
+            except _FAILURES as error:  # a master, or a server: the next heartbeat tries again
+                log.info("chains are not handed over", why=str(error))
+            except Exception:
+                log.exception("handing over chains has failed")
+                self._plan_again_in(_PLAN_GAP_MAX_S)
+
+    @property
+    def _is_needed(self) -> bool:
+        return not self._context.draining and is_full(self._store)
+
+    async def _make_room(self) -> None:
+        moved = 0
+        while self._is_needed:
+            found = next(self._chains, None)
+            if found is None:
+                if _now() < self._plan_not_before or not await self._make_plan():
+                    break
+                continue
+            target, end = found
+            moved += await self._hand_over(target, await self._chain(end))
+            await asyncio.sleep(0)
+        if moved:
+            self._gap_s = _PLAN_GAP_S
+            log.info("chains were handed over", blocks=moved)
+
+    async def _make_plan(self) -> bool:
+        """Look which chains belong to servers with room; False when there is no such server."""
+        began = _now()
+        members = await self._peers.members(began + _REQUEST_S)
+        staying = {
+            name: info
+            for name, info in members.items()
+            if name == self._peers.server or (info.alive and not info.stats.draining)
+        }
+        targets = {
+            name
+            for name, info in staying.items()
+            if name != self._peers.server and info.stats.used < ROOM_SHARE * info.capacity
+        }
+        if not targets:  # a master knew it before this list was made
+            self._plan_again_in(REFRESH_S)
+            return False
+        shares = Shares({name: info.capacity for name, info in staying.items()})
+        plan = self._plan = SharePlan(self._store, shares, targets)
+        for step in self._store.inventory_steps():
+            for stretch in step:
+                for digest in stretch.digests:
+                    await self._breathe()
+                    entry = self._store.peek(stretch.namespace, stretch.part, digest)
+                    if entry is not None and plan.is_end(entry):
+                        chain = await self._chain(entry)
+                        plan.add(entry, chain[0])
+        self._plan_again_in(max(self._gap_s, _PLAN_SHARE * (_now() - began)))
+        self._gap_s = min(_PLAN_GAP_MAX_S, 2 * self._gap_s)  # until a chain has moved
+        self._chains = plan.chains()
+        log.debug("chains belong to servers with room", chains=len(plan), to=sorted(targets))
+        return len(plan) > 0
+
+    def _plan_again_in(self, seconds: float) -> None:
+        self._plan_not_before = _now() + seconds
+
+    async def _chain(self, end: Entry) -> list[Entry]:
+        """The chain that ends here, head first."""
+        chain = []
+        for entry in self._plan.climb(end):
+            chain.append(entry)
+            await self._breathe()
+        return chain[::-1]
+
+    async def _breathe(self) -> None:
+        """Let others run after some steps."""
+        self._steps += 1
+        if self._steps % _STEP == 0:
+            await asyncio.sleep(0)
+
+    async def _hand_over(self, target: str, chain: Sequence[Entry]) -> int:
+        """Have `target` fetch what only this server has of a chain, and forget it; the blocks."""
+        moved = 0
+        for stretch in in_stretches(chain):
+            members = await self._peers.members(_now() + _REQUEST_S)
+            info = members.get(target)
+            if info is None or not _takes(info):
+                break
+            names = [name_of(entry) for entry in stretch if self._is_here(entry)]
+            if not names:
+                continue
+            living = {one.server for one in members.values() if one.alive} - {self._peers.server}
+            copies = await self._peers.holders(names, living, _now() + _REQUEST_S)
+            wanted = [name for name in names if name not in copies]
+            fetched = await self._offer(target, wanted) if wanted else 0
+            moved += fetched
+            if fetched < len(wanted):  # the rest of the chain stays
+                break
+        return moved
+
+    def _is_here(self, entry: Entry) -> bool:
+        return self._store.place(entry) is not None
+
+    async def _offer(self, target: str, wanted: Sequence[BlockName]) -> int:
+        """Have `target` fetch these blocks, again while it makes progress; how many it has fetched.
+
+        Each is forgotten here when masters know that it is there, and not before.
+        """
+        moved, left, progress_at = 0, list(wanted), _now()
+        while left and _now() - progress_at < _STALLED_S:
+            namespace, part, _ = left[0]
+            until = _now() + _REQUEST_S
+            try:
+                channel = await self._peers.channel(target, until)
+                if not isinstance(channel, SupportsFetch):
+                    break
+                digests = [name.digest for name in left]
+                statuses = await channel.fetch(
+                    namespace, part, digests, self._peers.server, deadline=until
+                )
+            except _FAILURES:
+                self._peers.failed(target)
+                raise
+            fetched = [n for n, s in zip(left, statuses, strict=True) if s is FetchStatus.FETCHED]
+            await self._forget(fetched)
+            moved += len(fetched)
+            if fetched:
+                progress_at = _now()
+            if any(status not in (FetchStatus.FETCHED, *_AGAIN) for status in statuses):
+                break  # it has no room, or has the block already: the rest of the chain stays
+            left = [n for n, s in zip(left, statuses, strict=True) if s in _AGAIN]
+            await asyncio.sleep(_ASK_AGAIN_S if left else 0)
+        return moved
+
+    async def _forget(self, names: Sequence[BlockName]) -> None:
+        """Another server has these blocks: readers are sent there from now on."""
+        if not names:
+            return
+        namespace, part, _ = names[0]
+        digests = [name.digest for name in names]
+        entries = [self._store.peek(*name) for name in names]
+        size = sum(entry.size for entry in entries if entry is not None)
+        self._store.remove(namespace, digests, ReadStatus.EVICTED, part)
+        self._context.counters["handed_over_blocks"] += len(names)
+        self._context.counters["handed_over_bytes"] += size
+        self._context.on_change()
+        await self._context.mover.erase()
+
+
+def _takes(info: wire.MemberInfo) -> bool:
+    """Whether a server lives, stays, and is not full."""
+    return info.alive and not info.stats.draining and info.stats.used < FULL_SHARE * info.capacity
+
+
+def is_full(store: TieredStore) -> bool:
+    """Whether a server is to hand over chains, if others have room."""
+    return store.used_bytes >= FULL_SHARE * store.backing.allocator.capacity
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
