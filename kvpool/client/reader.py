@@ -43,6 +43,8 @@ log = logs.get("kvpool.client")
 
 #: A property of the enum would be called for each block.
 _HIT, _NOT_YET, _CORRUPT = ReadStatus.HIT, ReadStatus.NOT_YET, ReadStatus.CORRUPT
+#: A server that hands over a block has evicted it: another one may have it (design: join).
+_EVICTED = ReadStatus.EVICTED
 
 
 class LocationSource(enum.Enum):
@@ -176,7 +178,7 @@ class Reader:
         if cached:
             state.more_replicas = not all(location.sole_replica for location in cached)
         await self._fetch_all(state, range(len(digests)))
-        if source is not LocationSource.MASTER:
+        if cached or (match is not None and any(one.status is _EVICTED for one in results)):
             await self._refetch_from_masters(state)
         if state.corrupt:
             await self._report_corruption(state)

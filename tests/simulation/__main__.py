@@ -38,9 +38,18 @@ from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 #: What `--without` may name: kinds of fault, `disk` for the disks themselves, `contests` for
 #: writers that disagree, `crowds` for many servers with a shared prompt, `circles` for blocks that
 #: are their own ancestors, `write-back` for servers that write to their disks what memory would
-#: drop, `sessions` for conversations whose prompts wait, and `moves` for blocks that servers fetch
-#: from each other.
-_WORLDS: Final = ("disk", "contests", "crowds", "circles", "write-back", "sessions", "moves")
+#: drop, `sessions` for conversations whose prompts wait, `moves` for blocks that servers fetch from
+#: each other, and `joins` for full servers that hand over chains to an empty one.
+_WORLDS: Final = (
+    "disk",
+    "contests",
+    "crowds",
+    "circles",
+    "write-back",
+    "sessions",
+    "moves",
+    "joins",
+)
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, *_WORLDS)
 _OPS: Final = 40
 #: Seeds that one process plays before it reports.

@@ -123,7 +123,7 @@ class Moves:
             await client._write_now(ONE, chain, copies=rng.choice([1, 2, 2]))
             between = rng.sample(world.servers, 2)
             if world.plan.verify and rng.random() < 0.3:
-                self._rot(rng, between[0])
+                self.rot(rng, between[0])
             calls = [self._fetch_now(client, rng, chain, between) for _ in range(2)]
             if rng.random() < 0.5:
                 await asyncio.gather(*calls, self._remove_soon(client, rng, chain[1:]))
@@ -177,7 +177,7 @@ class Moves:
             await fetching
         self.removed(ONE, chain, began)
 
-    def _rot(self, rng: random.Random, node: ServerNode) -> None:
+    def rot(self, rng: random.Random, node: ServerNode) -> None:
         """Flip a bit of a block in a server's memory."""
         store = node.store
         if entries := store.inventory():

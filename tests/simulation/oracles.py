@@ -221,6 +221,8 @@ class WatchedStore(Store):
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         self._evicted_now.clear()
         hint, arrivals = request.session_hint, self.arrivals
+        if request.last_used is not None:  # no session writes: a server fetches its blocks
+            hint = None
         if arrivals is not None:
             arrivals.writes(hint.session if hint is not None else "", now)
         answers = super().reserve(owner, request, now)

@@ -44,6 +44,7 @@ class WorldPlan:
     crowds: bool = False  # many servers, and one prompt at the head of every chain
     circles: bool = False  # some blocks are their own ancestors, in writes and in files
     sessions: bool = False  # clients name sessions, whose prompts wait in queues
+    joins: bool = False  # one server comes back empty, and the full ones hand over to it
     moves: bool = False  # servers fetch blocks from each other, and leave
     fetch_rate: int = 0  # bytes per second; 0: a quarter of what is measured
     step_blocks: int = 64  # that one transfer of a fetch brings
@@ -101,6 +102,8 @@ class WorldPlan:
                 fetch_rate=moving.choice([0, 2_000, 8_000]),
                 step_blocks=moving.choice([1, 3, 64]),
             )
+        joins = random.Random(f"{seed}/joins").random() < 0.25 and plan.servers > 1
+        plan = replace(plan, joins=joins and "joins" not in without)
         if random.Random(f"{seed}/strangers").random() < 0.4 and HOARD not in without:
             plan = replace(plan, faults=plan.faults | {HOARD})
         rng = random.Random(f"{seed}/maps")
@@ -118,6 +121,7 @@ class WorldPlan:
         slow_net = {"chop", "narrow"} & plan.faults
         return replace(
             plan,
+            joins=False,
             capacity=PAGE * extents,
             disk=PAGE * round(extents * share),
             large=rng.random() < 0.6 and not slow_net,

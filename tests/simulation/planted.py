@@ -46,6 +46,7 @@ _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
 _SESSION_HINTS = "kvpool.server.eviction.session_hints"
+_BALANCER = "kvpool.server.balancer"
 _FETCHER = "kvpool.server.fetcher"
 _FETCHES = "kvpool.server.state.fetches"
 _FORMAT = "kvpool_tiers.nvme.format"
@@ -287,6 +288,43 @@ BUGS: Sequence[Bug] = (
         _DIRECTORY,
         "            if draining:\n                self._placer.remove(record)\n            elif",
         "            if draining:\n                pass\n            elif",
+    ),
+    # --- full servers that hand over chains
+    Bug(
+        "forgotten-without-being-fetched",
+        "G15",
+        _BALANCER,
+        "if s is FetchStatus.FETCHED]",
+        "if s not in _AGAIN]",
+    ),
+    Bug(
+        "forgotten-before-the-answer",
+        "G15",
+        _BALANCER,
+        "                digests = [name.digest for name in left]\n",
+        "                digests = [name.digest for name in left]\n"
+        "                await self._forget(left)\n",
+    ),
+    Bug(
+        "handed-over-without-need",
+        "join",
+        _BALANCER,
+        "        return not self._context.draining and is_full(self._store)\n",
+        "        return not self._context.draining\n",
+    ),
+    Bug(
+        "chains-go-to-any-server",
+        "join",
+        "kvpool.server.state.share_plan",
+        '            return ""\n        return best\n',
+        "            pass\n        return best\n",
+    ),
+    Bug(
+        "tails-are-handed-over-first",
+        "join",
+        _BALANCER,
+        "        return chain[::-1]\n",
+        "        return chain\n",
     ),
     # --- writing
     Bug(

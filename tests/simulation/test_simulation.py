@@ -58,12 +58,14 @@ PINNED_WITH_CONTESTS = {
     97199: "(an oracle:) an impostor's registration while the server was cut off",
 }
 #: Without disks, a seed gives the same world as before disks were added.
-NO_DISK = frozenset({"disk", "contests", "crowds", "circles", "hoard", "sessions", "moves"})
+NO_DISK = frozenset(
+    {"disk", "contests", "crowds", "circles", "hoard", "sessions", "moves", "joins"}
+)
 #: Without write-back and moves, the same as before servers could do that.
-NO_WRITE_BACK = frozenset({"write-back", "moves"})
+NO_WRITE_BACK = frozenset({"write-back", "moves", "joins"})
 #: Without contests, crowds and circles, a seed gives the same world as before they were added.
 NO_CONTESTS = frozenset(
-    {"contests", "crowds", "circles", "hoard", "write-back", "sessions", "moves"}
+    {"contests", "crowds", "circles", "hoard", "write-back", "sessions", "moves", "joins"}
 )
 
 

@@ -19,6 +19,7 @@ PROBES: Final = (
     "a full server refused",
     "two writers met",
     "a server fetched blocks from another one",
+    "a full server handed over chains",
     "a server handed over all of its blocks",
     "copies of a contested block are equal",
     "read of a block that is being written",

@@ -36,6 +36,7 @@ from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import BlockCatalog
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.disk import SimDisk
+from tests.simulation.joins import Joins
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.memory import SimShm, SimTier
 from tests.simulation.moves import Moves
@@ -100,6 +101,7 @@ class World:
         self.maps_right_from = 0.0
         vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
         self.moves = Moves(self)
+        self.joins = Joins(self)
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
@@ -286,6 +288,7 @@ class World:
             keeps_secret=plan.kept_secrets,
         )
         self.moves.watch(node)
+        self.joins.watch(node)
         if plan.copy_s > 0.001:
             server._context.compactor.inline_max = 0  # moves take time, as those of large blocks
         truth.life_began(life)
@@ -351,6 +354,8 @@ class World:
             client = living[0]
             await client.process.spawn(self.moves.play(client))
             await self.moves.end()
+        if self.plan.joins and living:
+            await living[0].process.spawn(self.joins.play(living[0]))
         await self._recover()
         await self._close()
 

@@ -1,0 +1,141 @@
+"""A server comes back empty while the others are full: what they hand over, and what must hold.
+
+It is played when all faults have ended, in some worlds. Until then no server hands over anything,
+so that the histories of the other worlds stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvpool.server.balancer import Balancer, is_full
+from kvpool.server.state.drain_plan import BlockName
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.share_plan import SHARED_FROM, Shares
+from tests.simulation.blocks import ONE
+
+if TYPE_CHECKING:
+    from tests.simulation.nodes import ServerNode
+    from tests.simulation.users import SimClient
+    from tests.simulation.world import World
+
+#: Chains that are written to fill all servers, at most.
+_CHAINS_MAX = 400
+_SHARING_S = 25.0
+
+
+class Joins:
+    """The scenario, and the oracles that watch each server's balancer."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sharing = False
+        self._moved = 0
+
+    def watch(self, node: ServerNode) -> None:
+        """A server's process has begun."""
+        assert node.server is not None
+        balancer = node.server._balancer
+        changed = vars(balancer)
+        others_have_room, hand_over = balancer.others_have_room, balancer._hand_over
+        offer, forget = balancer._offer, balancer._forget
+        asked: list[tuple[str, float]] = []
+
+        def woken() -> None:
+            if self._sharing:
+                others_have_room()
+
+        async def watched_hand_over(target: str, chain: Sequence[Entry]) -> int:
+            self._check_chain(node, balancer, target, chain)
+            return await hand_over(target, chain)
+
+        async def watched_offer(target: str, wanted: Sequence[BlockName]) -> int:
+            asked[:] = [(target, self._world.loop.now)]
+            return await offer(target, wanted)
+
+        async def watched_forget(names: Sequence[BlockName]) -> None:
+            for name in names:
+                self._check_forgotten(name, *asked[0])
+            self._moved += len(names)
+            await forget(names)
+
+        changed["others_have_room"] = woken
+        changed["_hand_over"] = watched_hand_over
+        changed["_offer"] = watched_offer
+        changed["_forget"] = watched_forget
+
+    async def play(self, client: SimClient) -> None:
+        """Fill all servers, have one come back empty, and the others hand over to it."""
+        world, rng = self._world, self._world.rng["joins"]
+        newcomer = rng.choice(world.servers)
+        others = [node for node in world.servers if node is not newcomer]
+        chains: list[list[bytes]] = []
+        while len(chains) < _CHAINS_MAX and not all(self._is_full(node) for node in others):
+            chains.append(world.catalog.fresh(rng.randint(1, 8)))
+            await client._write_now(ONE, chains[-1], copies=rng.choice([1, 1, 1, 2]))
+        if not chains:  # a server that a stranger has filled
+            return
+        newcomer.process.kill()
+        await world.start_server(newcomer)
+        for node in others * 4 if world.plan.verify else ():
+            world.moves.rot(rng, node)
+        self._sharing = True
+        end = world.loop.now + _SHARING_S
+        while world.loop.now < end and any(self._is_full(node) for node in others):
+            await asyncio.sleep(rng.choice([0.01, 0.3]))
+            await self._disturb(client, rng, chains, rng.choice(others))
+        self._sharing = False
+        if self._moved:
+            world.truth.probes.add("a full server handed over chains")
+        await asyncio.sleep(1.0)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    async def _disturb(
+        self,
+        client: SimClient,
+        rng: random.Random,
+        chains: Sequence[Sequence[bytes]],
+        node: ServerNode,
+    ) -> None:
+        """What clients and memory do meanwhile."""
+        chain = rng.choice(chains)
+        kind = rng.random()
+        if kind < 0.2:
+            await client._write_now(ONE, self._world.catalog.fresh(2), parent=chain[-1])
+        elif kind < 0.3:
+            await client._remove_now(ONE, chain[len(chain) // 2 :])
+        elif kind < 0.5 and self._world.plan.verify:
+            self._world.moves.rot(rng, node)
+
+    def _is_full(self, node: ServerNode) -> bool:
+        return node.server is not None and is_full(node.server.stack)
+
+    def _check_chain(
+        self, node: ServerNode, balancer: Balancer, target: str, chain: Sequence[Entry]
+    ) -> None:
+        fail = self._world.loop.fail
+        if not self._is_full(node):
+            fail(f"join: {node.name} is not full, and hands over a chain")
+        for above, entry in itertools.pairwise(chain):
+            if entry.parent != above.digest:
+                fail("join: a chain is not handed over head first")
+        if any(entry.children >= SHARED_FROM for entry in chain):
+            return  # it got children since
+        living = [one for one in self._world.servers if one.process.alive and one.server]
+        shares = Shares({one.name: self._world.plan.capacity for one in living})
+        owner = shares.owner(chain[0].digest, [one.name for one in living]) if chain else target
+        if owner != target:
+            fail(f"join: a chain that belongs to {owner} goes to {target}")
+
+    def _check_forgotten(self, name: BlockName, target: str, began: float) -> None:
+        """The server that was asked has sealed the block since."""
+        history = self._world.truth.history(name.namespace, name.digest, name.part)
+        if history.sealed.get(target, -1.0) < began:
+            self._world.loop.fail(
+                f"G15: {name.digest.hex()[:12]} is forgotten, and {target} has not fetched it"
+            )
