@@ -132,6 +132,8 @@ class ServerConfig(_Section, frozen=True):
     #: Time that a server which gets SIGTERM takes to hand over its blocks to the others before it
     #: ends. 0: it ends at once. Give the service manager more (design: drain).
     drain_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0
+    #: If it is back so soon after SIGTERM, with its file, blocks in that stay. 0: it may not be.
+    back_in_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0
     #: Touch all memory in the background at start, because the first write to a page is slow.
     prefault: bool = True
     #: Host and port for metrics, health and readiness over HTTP. Empty: no HTTP server.

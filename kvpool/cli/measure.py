@@ -58,6 +58,13 @@ ReplayTiers = Annotated[
         "e.g. dram:1GiB or nvme:/data/{server}:9GiB."
     ),
 ]
+Events = Annotated[
+    str,
+    typer.Option(
+        help="What happens after shares of the requests, such as 0.3:join,0.5:drain,0.7:kill. A "
+        "server that is killed is started again, and requests wait meanwhile."
+    ),
+]
 KillAt = Annotated[
     float | None,
     typer.Option(
@@ -98,6 +105,7 @@ def replay(
     policy: PolicyNames = "lru",
     tier: ReplayTiers = None,
     kill_at: KillAt = None,
+    events: Events = "",
     dry: Dry = False,
     hints: Hints = False,
     picture: Picture = None,
@@ -144,6 +152,7 @@ def replay(
             policy=policy,
             tiers=tier or (),
             kill_at=kill_at,
+            events=events,
         )
     except KvpoolError as error:
         fail(error)

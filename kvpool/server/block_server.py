@@ -212,8 +212,9 @@ class BlockServer:
             await asyncio.sleep(0.01)
 
     async def drain(self, within_s: float) -> DrainReport:
-        """Have other servers fetch every block, for `within_s` at most (design: drain)."""
-        self._drainer.begin(within_s)
+        """Have other servers fetch every block, for `within_s` at most; with `server.back_in_s` not
+        those in its file (design: drain)."""
+        self._drainer.begin(within_s, back_in_s=self._config.back_in_s)
         return await self._drainer.wait()
 
     async def close(self) -> None:

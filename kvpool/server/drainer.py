@@ -30,6 +30,8 @@ _PASS_GAP_S: Final = 0.5
 _MASTERS_S: Final = 5.0
 #: A server that takes nothing for so long is not asked further in this pass.
 _STALLED_S: Final = 10.0
+#: Servers that are asked when those that placement names have no room.
+_OTHERS_MAX: Final = 8
 #: Blocks that are looked at in one turn of the loop.
 _STEP: Final = 512
 #: Lines of a report; those with the fewest bytes are left out.
@@ -260,7 +262,8 @@ class Drainer:
             self._handed.safe(name, holder, entries.pop(name).size, moved=False)
         if not entries:
             return
-        targets = [one for one in await self._place(list(entries.values())) if one in living]
+        placed = [one for one in await self._place(list(entries.values())) if one in living]
+        targets = [*placed, *(await self._with_most_room(living - set(placed)))]
         reasons = dict.fromkeys(entries, "no other server" if not targets else "")
         for target in targets:
             await self._offer_to(target, entries, reasons)
@@ -268,6 +271,12 @@ class Drainer:
                 return
         for name, entry in entries.items():
             self._handed.left(name, reasons[name], entry.size)
+
+    async def _with_most_room(self, others: set[str]) -> list[str]:
+        """Some servers that placement has not named, because it draws a few of many."""
+        members = await self._members()
+        rooms = sorted((m.stats.used - m.capacity, m.server) for m in members.values())
+        return [server for _, server in rooms if server in others][:_OTHERS_MAX]
 
     async def _place(self, entries: Sequence[Entry]) -> Sequence[str]:
         """Servers for these blocks, as for a writer who is on no host."""

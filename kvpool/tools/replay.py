@@ -16,24 +16,27 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 
 from kvpool import registry
-from kvpool.config import ServerConfig, parse_tier
-from kvpool.errors import ConfigError
+from kvpool.client.pool import connect
+from kvpool.config import ClientConfig, ServerConfig, parse_tier
+from kvpool.errors import ConfigError, ServerLost
 from kvpool.runtime import task_group
 from kvpool.tools import cache_bounds, workloads
 from kvpool.tools import policy_study as dry
 from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress
 from kvpool.tools.subprocesses import Child, process_of, servers_up
+from kvpool.types import DrainState
 from kvpool.units import parse_size
 
 _REFRESH_S = 0.5
 _POLL_S = 0.1
 #: An hour of traffic takes a minute here, so what servers report must travel as much faster.
 _HEARTBEAT_S = 0.1
+_DRAIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class ReplayOptions:
     tiers: tuple[str, ...] = ()
     #: Kill every server with -9 after this share of the requests, and start it again.
     kill_at: float | None = None
+    #: What happens to the servers, each after a share of the requests: `EVENTS`.
+    events: tuple[tuple[float, str], ...] = ()
 
     @property
     def capacity_blocks(self) -> int:
@@ -61,6 +66,10 @@ class ReplayOptions:
         alignment = ServerConfig().alignment
         extent = -(-self.block_size // alignment) * alignment
         return self.capacity // self.servers // extent * self.servers
+
+
+#: What may happen to servers while a replay runs.
+EVENTS: Final = ("join", "drain", "kill")
 
 
 class _Defaults(NamedTuple):
@@ -92,6 +101,7 @@ def options(
     policy: str = "lru",
     tiers: Sequence[str] = (),
     kill_at: float | None = None,
+    events: str = "",
 ) -> ReplayOptions:
     """From what a user says to what is played. Raises ConfigError."""
     name, requests = requests_of(trace, workload, sessions, concurrent, seed)
@@ -130,7 +140,26 @@ def options(
         policy=policy,
         tiers=tuple(tiers),
         kill_at=kill_at,
+        events=_events(events),
     )
+
+
+def _events(text: str) -> tuple[tuple[float, str], ...]:
+    """`0.3:join,0.5:drain`, in their order. Raises ConfigError."""
+    events = []
+    for one in text.split(",") if text else ():
+        share, _, event = one.strip().partition(":")
+        try:
+            at = float(share)
+        except ValueError:
+            at = -1.0
+        if not 0 < at < 1 or event not in EVENTS:
+            raise ConfigError(
+                f"event {one.strip()!r}: expected a share of the requests and one of "
+                f"{', '.join(EVENTS)}, such as 0.5:{EVENTS[0]}"
+            )
+        events.append((at, event))
+    return tuple(sorted(events))
 
 
 def requests_of(
@@ -273,12 +302,21 @@ async def _play(
             places.release()
 
     kill_at = int(len(options.requests) * options.kill_at) if options.kill_at else None
+    events = [(int(len(options.requests) * share), event) for share, event in options.events]
     async with asyncio.TaskGroup() as group:
         for number, request in enumerate(options.requests):
             if number == kill_at:
                 await asyncio.gather(*last.values())
                 report.killed_after = report.hits, report.blocks
                 await pool.kill_and_start()
+            while events and number >= events[0][0]:
+                _, event = events.pop(0)
+                if event == "kill":  # what is on its way to that server is lost, and no miss here
+                    await asyncio.gather(*last.values())
+                    await pool.kill_one()
+                else:
+                    happening = group.create_task(pool.join() if event == "join" else pool.drain())
+                    last[-1 - number] = happening
             await places.acquire()
             engine = engines[number % len(engines)]
             before = last.get(request.session)
@@ -335,38 +373,72 @@ class _Servers:
         self._options = options
         self._master = master
         self._stack = stack
-        self._running: list[Child] = []
+        self._running: dict[int, Child] = {}
+        self._count = options.servers  # numbers that were given out
         self._epochs: set[int] = set()
 
     async def start(self) -> None:
         """Start all of them, and wait until the master knows them as they are now."""
-        for number in range(self._options.servers):
+        await self._start(*range(self._options.servers))
+
+    async def _start(self, *numbers: int) -> None:
+        started = []
+        for number in numbers:
             process = _server(self._options, number, self._master)
-            self._running.append(await self._stack.enter_async_context(process))
-        for server in self._running:
-            await server.line()
+            self._running[number] = await self._stack.enter_async_context(process)
+            started.append(_id(number))
+        for number in numbers:
+            await self._running[number].line()
         while True:
-            members = await servers_up(self._master, self._options.servers)
-            epochs = {member.epoch for member in members}
-            if not epochs & self._epochs:
-                self._epochs = epochs
+            members = await servers_up(self._master, len(self._running))
+            epochs = {member.epoch for member in members if member.server in started}
+            if len(epochs) == len(started) and not epochs & self._epochs:
+                self._epochs |= epochs
                 return
             await asyncio.sleep(_POLL_S)
 
+    async def join(self) -> None:
+        """One more server."""
+        self._count += 1
+        await self._start(self._count - 1)
+
+    async def drain(self) -> None:
+        """The oldest server hands over its blocks, and ends.
+
+        Raises ServerLost when blocks are left.
+        """
+        number = min(self._running)
+        async with await connect(config=ClientConfig(masters=[self._master])) as pool:
+            report = await pool.drain(_id(number), within_s=_DRAIN_S)
+            while report.state is DrainState.RUNNING:
+                await asyncio.sleep(_POLL_S)
+                report = await pool.drain_report(_id(number))
+        if report.state is not DrainState.DONE:
+            raise ServerLost(f"{_id(number)} has {report.left_blocks} blocks left: {report.left}")
+        server = self._running.pop(number)
+        server.signal(signal.SIGTERM)
+        await server.ended()
+
+    async def kill_one(self) -> None:
+        """Kill -9 of the newest server, which starts again."""
+        number = max(self._running)
+        self._running[number].signal(signal.SIGKILL)
+        await self._running[number].ended()
+        await self._start(number)
+
     async def kill_and_start(self) -> None:
         """Kill -9, all at once."""
-        for server in self._running:
+        for server in self._running.values():
             server.signal(signal.SIGKILL)
-        for server in self._running:
+        for server in self._running.values():
             await server.ended()
-        self._running.clear()
-        await self.start()
+        await self._start(*self._running)
 
 
 def _server(
     options: ReplayOptions, number: int, master: str
 ) -> contextlib.AbstractAsyncContextManager[Child]:
-    name = f"server-{number}"
+    name = _id(number)
     if options.tiers:
         memory = [word for t in options.tiers for word in ("--tier", t.replace("{server}", name))]
     else:
@@ -385,6 +457,10 @@ def _server(
         "error",
         environment={"KVPOOL_SERVER_HEARTBEAT_S": f"{_HEARTBEAT_S}"},
     )
+
+
+def _id(number: int) -> str:
+    return f"server-{number}"
 
 
 class _Engine:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool import Namespace, Pool, WriteStatus, dev
@@ -228,3 +229,40 @@ async def test_a_block_that_is_written_when_the_drain_begins_is_handed_over(coun
         await leaving.close()
         if writing.exception() is None:
             await assert_readable(pool, blocks[:1])
+
+
+async def test_at_a_stop_the_setting_says_that_the_server_comes_back(tmp_path: Path) -> None:
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+        leaving, _ = running.servers
+        await put(pool, leaving, keys("block", 100))
+        leaving._config = msgspec.structs.replace(leaving._config, back_in_s=60.0)
+        report = await leaving.drain(30.0)
+        assert (report.state, report.moved_blocks) == (DrainState.DONE, 0)
+
+
+async def test_without_a_file_nothing_stays_here_although_the_server_comes_back() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, _ = running.servers
+        await put(pool, leaving, keys("block", 20))
+        leaving._config = msgspec.structs.replace(leaving._config, back_in_s=60.0)
+        assert (await leaving.drain(30.0)).moved_blocks == 20
+
+
+async def test_servers_that_placement_does_not_draw_are_asked_when_others_are_full() -> None:
+    async with trio("1MiB") as running, running.pool() as pool:
+        leaving, full, roomy = running.servers
+        blocks = keys("block", 50)
+        await put(pool, leaving, blocks)
+        await asyncio.sleep(0.05)
+        await put(pool, full, keys("theirs", 126))
+
+        async def draw(entries: Sequence[Any]) -> list[str]:
+            return [full.server]
+
+        leaving._drainer._place = draw  # type: ignore[method-assign]
+        report = await leaving.drain(30.0)
+        assert (report.state, report.left_blocks) == (DrainState.DONE, 0)
+        assert roomy.store.stored > 40
+        await leaving.close()
+        await assert_readable(pool, blocks)

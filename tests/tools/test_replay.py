@@ -161,3 +161,29 @@ def test_a_wrong_replay_is_a_sentence_and_exit_2(arguments: tuple[str, ...], say
     done = replay(*arguments)
     assert done.returncode == 2
     assert says in done.stderr
+
+
+def test_a_replay_with_a_join_a_drain_and_a_kill_has_the_hits_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    """Nothing has to be lost: there is room, and the server that is killed has a file."""
+    done = replay(
+        *("--sessions", "10", "--concurrent", "5", "--clients", "2", "--servers", "2"),
+        *("--in-flight", "1", "--block-size", "4KiB", "--limit", "150"),
+        *("--tier", "dram:2MiB", "--tier", f"nvme:{tmp_path}/{{server}}:8MiB"),
+        *("--events", "0.3:join,0.5:drain,0.75:kill", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["wrong_bytes"] == 0
+    assert report["hit_rate"] == pytest.approx(report["offline_ideal"], abs=0.01)
+    assert report["hits"] > 1000
+    alive = [member["server"] for member in report["members"] if member["alive"]]
+    assert sorted(alive) == ["server-1", "server-2"]
+
+
+@pytest.mark.parametrize("events", ["join", "1.5:join", "0.5:leave", "x:join", "0.5:join,"])
+def test_what_happens_in_a_replay_is_spelled_right(events: str) -> None:
+    done = replay("--events", events)
+    assert done.returncode == 2
+    assert "expected a share of the requests and one of join, drain, kill" in done.stderr
