@@ -181,7 +181,7 @@ class Servers:
             self._network.connect(self._address),
             _HEARTBEAT_S,
             stats=lambda now: ServerStats(),
-            apply_hints=lambda hints: None,
+            apply_hints=lambda hints: [],
         )
         announcer.start()
         return announcer

@@ -51,6 +51,7 @@ from kvpool.types import (
     ReadStatus,
     Replica,
     Run,
+    SessionReport,
     WriteStatus,
 )
 
@@ -89,6 +90,7 @@ __all__ = [
     "Replica",
     "Run",
     "ServerConfig",
+    "SessionReport",
     "TooLarge",
     "Unavailable",
     "UsageError",

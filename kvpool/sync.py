@@ -33,6 +33,7 @@ from kvpool.types import (
     Namespace,
     PrefetchStatus,
     ReadResult,
+    SessionReport,
     SpreadReport,
     WriteStatus,
 )
@@ -253,6 +254,13 @@ class Pool:
         Raises MasterLost. See `kvpool.Pool.namespaces`.
         """
         return self._run(self._pool.namespaces(timeout=timeout), timeout)
+
+    def explain_session(self, session: str, *, timeout: float | None = None) -> SessionReport:
+        """What became of the hints about a session. Raises UsageError or MasterLost.
+
+        See `kvpool.Pool.explain_session`.
+        """
+        return self._run(self._pool.explain_session(session, timeout=timeout), timeout)
 
     def members(self, *, timeout: float | None = None) -> list[Member]:
         """Every server that a master knows, with its statistics (bytes, counts, seconds).

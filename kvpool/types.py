@@ -350,6 +350,18 @@ class HintStatus(enum.IntEnum):
     UNKNOWN = 3
 
 
+class SessionReport(NamedTuple):
+    """What became of the hints about a session, as far as one master knows.
+
+    `hints` has the last hint of each kind: its age in seconds, and `resume_in` (None: the session
+    ends; ARRIVED: its prompt waits). `servers` has each server with blocks of the session that has
+    answered: its name, its last answer, and the age of that.
+    """
+
+    hints: list[tuple[float, float | None]]
+    servers: list[tuple[str, HintStatus, float]]
+
+
 #: As the `resume_in` of a hint: the session's prompt is here, and waits to be served.
 ARRIVED: Final = 0.0
 

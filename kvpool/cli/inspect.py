@@ -26,8 +26,9 @@ from kvpool.cli.shared import (
     query_settings,
     run,
 )
+from kvpool.config import Config
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.types import Demand, Explanation, Member, Namespace, check_digests
+from kvpool.types import Demand, Explanation, Member, Namespace, SessionReport, check_digests
 from kvpool.units import parse_duration
 
 if TYPE_CHECKING:
@@ -129,10 +130,10 @@ def top(
 
 def explain(
     keys: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(help="Keys of blocks in hex, e.g. 9f86d081884c7d659a2feaa0c55ad015."),
-    ],
-    namespace: Annotated[str, typer.Option(help="Namespace of the blocks, e.g. llama-3.")],
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the blocks, e.g. llama-3.")] = "",
     parts: Annotated[
         int, typer.Option(min=1, max=256, help="Number of parts of a block in the namespace.")
     ] = 1,
@@ -141,12 +142,20 @@ def explain(
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
     local_only: LocalOnly = False,
+    session: Annotated[
+        str, typer.Option(help="Instead: what came of the hints about this session.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Show where blocks are, or why they are not in the pool."""
+    """Show where blocks are, or why they are not in the pool; or what came of a session's hints."""
     settings = query_settings(config, masters, cluster, secret_file, local_only)
+    if session:
+        _explain_session(settings, session, as_json)
+        return
 
     async def main() -> list[Explanation]:
+        if not keys or not namespace:
+            raise ConfigError("expected keys and their --namespace, or a --session")
         try:
             digests = [bytes.fromhex(key) for key in keys]
         except ValueError:
@@ -176,6 +185,31 @@ def explain(
         colour = "green" if answer.status.hit else "yellow"
         text = escape(answer.text)
         console.print(f"{answer.key}  [{colour}]{answer.status.label}[/]: {text}")
+
+
+def _explain_session(settings: Config, session: str, as_json: bool) -> None:
+    from kvpool.ops.sessions import lines_of
+
+    async def main() -> SessionReport:
+        async with await open_pool(settings) as pool:
+            return await pool.explain_session(session, timeout=QUERY_S)
+
+    report = run(main())
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "hints": [{"age_s": age, "resume_in": after} for age, after in report.hints],
+                    "servers": [
+                        {"server": server, "answer": status.name.lower(), "age_s": age}
+                        for server, status, age in report.servers
+                    ],
+                }
+            )
+        )
+        return
+    for line in lines_of(session, report):
+        console.print(escape(line))
 
 
 def doctor(

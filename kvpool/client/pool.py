@@ -70,6 +70,7 @@ from kvpool.types import (
     ReadResult,
     ReadStatus,
     SessionHint,
+    SessionReport,
     SpreadReport,
     WriteBlock,
     WriteStatus,
@@ -224,6 +225,26 @@ class Pool:
         """Where each block is, or why it is not there. Raises BadKey, and MasterLost when no
         master answers."""
         return await self._lookup.explain(namespace, digests, self._begin(timeout))
+
+    async def explain_session(self, session: str, *, timeout: float | None = None) -> SessionReport:
+        """What became of the hints about a session: the last of each kind, and servers' answers.
+
+        It is what one master knows, the one that this client asks; a hint that was sent to another
+        one is not in it, and answers come with heartbeats. Raises UsageError for a name that is
+        none, MasterLost when no master answers (design: session-hints).
+        """
+        check_session(session)
+        question = wire.ExplainSession(session)
+        answer = await self._masters.ask(question, wire.SessionExplained, self._begin(timeout))
+        known = frozenset(HintStatus)
+        return SessionReport(
+            answer.hints,
+            [
+                (server, HintStatus(status), age_s)
+                for server, status, age_s in answer.servers
+                if status in known
+            ],
+        )
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
         """Every server that a master knows, lost ones included. Raises MasterLost."""

@@ -39,6 +39,8 @@ _HOLES_MAX: Final = 512
 M = TypeVar("M", bound=wire.Message)
 S = TypeVar("S", bound=wire.ServerMessage)
 
+_HINT_STATUSES: Final = frozenset(HintStatus)
+
 
 class Master:
     """One master. `start`, then `close`; several side by side share nothing."""
@@ -81,6 +83,7 @@ class Master:
         self._handle(wire.Members, _from_anyone(self._members))
         self._handle(wire.Explain, _from_anyone(self._explain))
         self._handle(wire.Hint, _from_anyone(self._hint))
+        self._handle(wire.ExplainSession, _from_anyone(self._explain_session))
         self._handle(wire.Namespaces, _from_anyone(self._namespaces))
         self._handle(wire.Demands, _from_anyone(self._demands))
 
@@ -220,6 +223,9 @@ class Master:
         now = self._now()
         if not self.directory.heartbeat(m.server, m.epoch, m.stats, now, m.sequence):
             return wire.HeartbeatReply(False)
+        for session, status in m.hint_answers:
+            if status in _HINT_STATUSES:
+                self._hints.answered(m.server, session, HintStatus(status), now)
         hints, last = self._hints.since(m.hints_heard, wire.HINTS_MAX)
         aged = [(hint.session, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints]
         differs = bool(m.fingerprint) and self.directory.differs(
@@ -332,6 +338,10 @@ class Master:
 
     def _hint(self, m: wire.Hint) -> wire.HintReply:
         return wire.HintReply(self._add_hint(m.session, m.resume_s))
+
+    def _explain_session(self, m: wire.ExplainSession) -> wire.SessionExplained:
+        report = self._hints.explain(m.session, self._now())
+        return wire.SessionExplained(report.hints, report.servers)  # type: ignore[arg-type]
 
     def _add_hint(self, session: str, resume_in: float | None) -> HintStatus:
         if not session.isprintable():

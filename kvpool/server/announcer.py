@@ -109,7 +109,7 @@ class Announcer:
         link: Link,
         heartbeat_s: float,
         stats: Callable[[float], ServerStats],
-        apply_hints: Callable[[Sequence[wire.WireHint]], None],
+        apply_hints: Callable[[Sequence[wire.WireHint]], list[wire.WireHintAnswer]],
         others_have_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._identity = identity
@@ -142,6 +142,7 @@ class Announcer:
         self._acknowledged = 0
         self._sequence = 0
         self._hints_heard = 0
+        self._hint_answers: list[wire.WireHintAnswer] = []  # for the next heartbeat
         self._refused_at: float | None = None  # when a master first said that the id is taken
         self._last_batch_at = 0.0
         self._next_heartbeat = 0.0
@@ -397,7 +398,8 @@ class Announcer:
             self._stats(now),
             self._hints_heard,
             self._sequence,
-            *((held.blocks, held.packed()) if held is not None else ()),
+            *((held.blocks, held.packed()) if held is not None else (0, b"")),
+            self._hint_answers,
         )
         try:
             reply = await self._request(heartbeat, wire.HeartbeatReply)
@@ -411,7 +413,7 @@ class Announcer:
             if not future.done():
                 future.set_result(None)
         self._hints_heard = reply.hints_heard
-        self._apply_hints(reply.hints)
+        self._hint_answers = self._apply_hints(reply.hints)[-wire.HINT_ANSWERS_MAX :]
         if reply.others_have_room:
             self._others_have_room()
         if len(reply.hints) == wire.HINTS_MAX:  # there may be more

@@ -46,7 +46,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import DRAIN_S
-from kvpool.types import ARRIVED, Cluster, DrainReport, ServerStats
+from kvpool.types import ARRIVED, Cluster, DrainReport, HintStatus, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -254,16 +254,23 @@ class BlockServer:
 
     # --- for the masters ------------------------------------------------------------------
 
-    def _apply_hints(self, hints: Sequence[wire.WireHint]) -> None:
-        """Apply hints about sessions that a master has passed on (design: session-hints)."""
-        now = asyncio.get_running_loop().time()
+    def _apply_hints(self, hints: Sequence[wire.WireHint]) -> list[wire.WireHintAnswer]:
+        """Apply hints about sessions that a master has passed on (design: session-hints).
+
+        Returns what came of those whose session has blocks here.
+        """
+        now, store = asyncio.get_running_loop().time(), self._context.store
+        answers: list[wire.WireHintAnswer] = []
         for session, age_s, resume_in in hints:
             if resume_in is None:
-                self._context.store.end(session, now)
+                status = store.end(session, now)
             elif resume_in == ARRIVED:
-                self._context.store.arrive(session, now, age_s=age_s)
+                status = store.arrive(session, now, age_s=age_s)
             else:
-                self._context.store.resume(session, resume_in, now, age_s=age_s)
+                status = store.resume(session, resume_in, now, age_s=age_s)
+            if status is not HintStatus.UNKNOWN:
+                answers.append((session, int(status)))
+        return answers
 
     def stats(self, now: float) -> ServerStats:
         """The figures of this server now; masters, `kvpool status` and `/metrics` show them."""

@@ -52,6 +52,8 @@ ANNOUNCED_BLOCKS_MAX: Final = 1024
 SESSION_RUNS_MAX: Final = 256
 #: Hints in one answer to a heartbeat.
 HINTS_MAX: Final = 1024
+#: Answers to hints in one heartbeat; there is no second one for the rest: they are for people.
+HINT_ANSWERS_MAX: Final = 256
 
 Small = Annotated[int, Meta(ge=0, lt=2**16)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -59,6 +61,8 @@ Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
 WireHint = tuple[SessionName, Seconds, Seconds | None]
+#: A session and what a server made of a hint about it, as a `HintStatus`.
+WireHintAnswer = tuple[SessionName, Small]
 #: Blocks in turn, their session, and the seconds until it resumes, if that is known.
 SessionRun = tuple[Small, SessionName, Seconds | None]
 NamespaceName = Annotated[str, Meta(max_length=512)]
@@ -353,7 +357,8 @@ class Registered(Message, frozen=True, omit_defaults=True):
 
 class Heartbeat(ServerMessage, frozen=True, omit_defaults=True):
     """Sent regularly: the server is alive. With its statistics, the number of the last hint that it
-    received (`hints_heard`), and that of its last announcement (`sequence`).
+    received (`hints_heard`), and that of its last announcement (`sequence`). `hint_answers` are of
+    sessions that have blocks here.
 
     `blocks` and `fingerprint` are of what the server held after that announcement. Without a
     fingerprint there is nothing to compare now."""
@@ -363,6 +368,7 @@ class Heartbeat(ServerMessage, frozen=True, omit_defaults=True):
     sequence: Count = 0
     blocks: Count = 0
     fingerprint: Annotated[bytes, Meta(max_length=FINGERPRINT_SIZE)] = b""
+    hint_answers: Annotated[list[WireHintAnswer], Meta(max_length=HINT_ANSWERS_MAX)] = []
 
 
 class HeartbeatReply(Message, frozen=True, omit_defaults=True):
@@ -505,6 +511,20 @@ class HintReply(Message, frozen=True):
     status: Small
 
 
+class ExplainSession(Message, frozen=True):
+    """What became of the hints about a session."""
+
+    session: Annotated[SessionName, Meta(min_length=1)]
+
+
+class SessionExplained(Message, frozen=True):
+    """The last hint of each kind, as its age and `resume_s`; and for each server that has answered,
+    its name, its last answer and how old that is."""
+
+    hints: Annotated[list[tuple[Seconds, Seconds | None]], Meta(max_length=3)]
+    servers: Annotated[list[tuple[Name, Small, Seconds]], Meta(max_length=HINT_ANSWERS_MAX)]
+
+
 class Explain(Keys, frozen=True):
     pass
 
@@ -603,6 +623,8 @@ TYPES: Final[dict[type[Message], int]] = {
     NamespacesReply: 51,
     Demands: 52,
     DemandsReply: 53,
+    ExplainSession: 54,
+    SessionExplained: 55,
 }
 PAYLOAD: Final = 6
 
@@ -620,6 +642,7 @@ NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
     ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes"}),
     Find: frozenset({"session"}),
     HeartbeatReply: frozenset({"others_have_room"}),
+    Heartbeat: frozenset({"hint_answers"}),
 }
 #: Messages that a peer of protocol 3 does not know.
 NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
@@ -634,6 +657,8 @@ NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
         Prefetched,
         Demands,
         DemandsReply,
+        ExplainSession,
+        SessionExplained,
     }
 )
 

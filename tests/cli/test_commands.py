@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvpool import Namespace, runtime
+from kvpool import Namespace, Pool, runtime
 from kvpool.cli.app import app
 from kvpool.errors import MasterLost
 from tests.conftest import keys, value
@@ -129,6 +130,35 @@ def test_explain(pool: LocalPool) -> None:
         "explain", stored, "--namespace", "commands", "--parts", "2", "--masters", pool.master
     )
     assert other["status"] != "hit"
+
+
+def test_explain_says_what_came_of_a_sessions_hints(pool: LocalPool) -> None:
+    """Within two heartbeats: one brings the hint to the server, the next one its answer back."""
+
+    async def hint(client: Pool) -> None:
+        [chain] = [keys("explain a session", 1)]
+        await client.write(NAMESPACE, chain, [b"x" * 4096], session="chat")
+        await client.hint("chat", resume_in=1e6)
+        await client.hint("elsewhere", resume_in=5)
+
+    pool.ask(hint)
+    where = ("--masters", pool.master)
+    until = time.monotonic() + 20
+    while not (report := as_json("explain", "--session", "chat", *where))["servers"]:
+        assert time.monotonic() < until
+    assert report["hints"][0]["resume_in"] == 1e6
+    assert (report["servers"][0]["server"], report["servers"][0]["answer"]) == ("dev-0", "clipped")
+    shown = kvpool("explain", "--session", "chat", *where).stdout
+    assert "it resumes in 1000000.0 s" in shown
+    assert "dev-0: followed in part" in shown
+    assert "no server has answered" in kvpool("explain", "--session", "elsewhere", *where).stdout
+    assert "no hint about it" in kvpool("explain", "--session", "nobody", *where).stdout
+    pool.ask(lambda client: client.arrived("chat"))
+    assert "its prompt is here" in kvpool("explain", "--session", "chat", *where).stdout
+    pool.ask(lambda client: client.end("chat"))
+    assert "it ends" in kvpool("explain", "--session", "chat", *where).stdout
+    assert kvpool("explain", "--session", "a\nb", *where).exit_code == 2
+    assert kvpool("explain", *where).exit_code == 2
 
 
 def test_doctor(pool: LocalPool) -> None:

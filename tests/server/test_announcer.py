@@ -74,7 +74,7 @@ class Setup:
             self.link,
             HEARTBEAT_S,
             stats=lambda now: ServerStats(),
-            apply_hints=lambda hints: None,
+            apply_hints=lambda hints: [],
         )
 
     def write(self, digests: list[bytes]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.master.state.hint_log import HintLog
+from kvpool.master.state.hint_log import ANSWERS_MAX, EXPLAINED_MAX, HintLog
 from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_hints import (
@@ -15,7 +15,16 @@ from kvpool.server.eviction.session_hints import (
 )
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, HintStatus, Namespace, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import (
+    ARRIVED,
+    ROOT,
+    HintStatus,
+    Namespace,
+    ReadStatus,
+    SessionHint,
+    SessionReport,
+    WriteStatus,
+)
 from tests.conftest import keys
 
 PAGE = 4096
@@ -349,3 +358,24 @@ def test_the_ring_is_bounded_and_keeps_what_nobody_can_have_heard_yet() -> None:
     assert told == [HintStatus.ACCEPTED] * 4 + [HintStatus.REFUSED] * 2
     assert log.add("later", None, 10.0) is HintStatus.ACCEPTED
     assert [hint.session for hint in log.since(0, 9)[0]] == ["1", "2", "3", "later"]
+
+
+def test_what_came_of_a_hint_is_known_for_a_bounded_number_of_sessions() -> None:
+    log = HintLog()
+    log.add("chat", 4.0, 10.0)
+    log.add("chat", ARRIVED, 12.0)
+    log.answered("b", "chat", HintStatus.CLIPPED, 12.5)
+    log.answered("a", "chat", HintStatus.ACCEPTED, 11.0)
+    log.answered("a", "chat", HintStatus.REFUSED, 13.0)
+    log.answered("a", "nobody", HintStatus.ACCEPTED, 13.0)
+    report = log.explain("chat", 14.0)
+    assert report.hints == [(4.0, 4.0), (2.0, ARRIVED)]
+    assert report.servers == [("a", HintStatus.REFUSED, 1.0), ("b", HintStatus.CLIPPED, 1.5)]
+    assert log.explain("nobody", 14.0) == SessionReport([], [])
+    for number in range(1000):
+        log.answered(f"{number}", "chat", HintStatus.ACCEPTED, 14.0)
+    assert len(log.explain("chat", 14.0).servers) == ANSWERS_MAX
+    for number in range(EXPLAINED_MAX):
+        log.add(f"{number}", 1.0, 14.0)
+    assert log.explain("chat", 14.0) == SessionReport([], [])
+    assert log.explain("0", 14.0).hints == [(0.0, 1.0)]

@@ -7,12 +7,17 @@ of victim. (design: session-hints)
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final, NamedTuple
 
-from kvpool.types import HintStatus
+from kvpool.types import ARRIVED, HintStatus, SessionReport
 
 #: Hints that are kept for servers to fetch.
 KEPT_MAX: Final = 65_536
+#: Sessions whose hints can be explained; one more drops the one with the oldest news.
+EXPLAINED_MAX: Final = 4096
+#: Servers whose answers are kept for one session. Its blocks are on a few.
+ANSWERS_MAX: Final = 64
 #: Two heartbeats: a server fetches a hint within this time. Until then it is not overwritten.
 _FETCHED_S: Final = 2.0
 
@@ -25,6 +30,16 @@ class LoggedHint(NamedTuple):
     received_at: float
 
 
+class _SessionNews:
+    """What is known of one session: its last hint of each kind, and each server's last answer."""
+
+    __slots__ = ("answers", "hints")
+
+    def __init__(self) -> None:
+        self.hints: dict[str, LoggedHint] = {}
+        self.answers: dict[str, tuple[HintStatus, float]] = {}
+
+
 class HintLog:
     """The last hints of clients, numbered from 1."""
 
@@ -32,6 +47,7 @@ class HintLog:
         self.last = 0
         self._ring: list[LoggedHint] = []
         self._kept = kept
+        self._news: OrderedDict[str, _SessionNews] = OrderedDict()
 
     def add(self, session: str, resume_in: float | None, now: float) -> HintStatus:
         """Append a hint. REFUSED when the ring is full of hints that servers may still fetch."""
@@ -44,7 +60,32 @@ class HintLog:
                 return HintStatus.REFUSED
             self._ring[index] = hint
         self.last += 1
+        kind = "ends" if resume_in is None else "arrived" if resume_in == ARRIVED else "resumes"
+        news = self._news.get(session)
+        if news is None:
+            news = self._news[session] = _SessionNews()
+            if len(self._news) > EXPLAINED_MAX:
+                self._news.popitem(last=False)
+        self._news.move_to_end(session)
+        news.hints[kind] = hint
         return HintStatus.ACCEPTED
+
+    def answered(self, server: str, session: str, status: HintStatus, now: float) -> None:
+        """What a server made of a hint about this session."""
+        news = self._news.get(session)
+        if news is not None and (server in news.answers or len(news.answers) < ANSWERS_MAX):
+            news.answers[server] = (status, now)
+
+    def explain(self, session: str, now: float) -> SessionReport:
+        """What became of the hints about a session, as far as this master knows."""
+        news = self._news.get(session) or _SessionNews()
+        return SessionReport(
+            [(max(0.0, now - hint.received_at), hint.resume_in) for hint in news.hints.values()],
+            [
+                (server, status, max(0.0, now - at))
+                for server, (status, at) in sorted(news.answers.items())
+            ],
+        )
 
     def since(self, number: int, count: int) -> tuple[list[LoggedHint], int]:
         """At most `count` hints after `number`, oldest first, and the number of the last of them.
