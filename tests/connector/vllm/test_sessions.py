@@ -71,6 +71,7 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
         assert "stranger" not in _sessions(pool)
         # The child has ended, and so has the agent; of the others nobody knows a pause yet.
         _until(lambda: _ended(pool) == {"child", "claude/agent"}, lambda: _ended(pool))
+        _until(lambda: _explained(pool) == [HintStatus.ACCEPTED], lambda: _explained(pool))
         assert pool.ask(lambda client: client.end("thread")) is HintStatus.ACCEPTED
         (member,) = pool.ask(lambda client: client.members())
         assert member.stats.counters["sessions"] == len(expected)
@@ -135,6 +136,13 @@ def _sessions(pool: LocalPool) -> dict[str, int]:
 
 def _ended(pool: LocalPool) -> set[str]:
     return {name for name, ended in _sessions(pool).items() if ended}
+
+
+def _explained(pool: LocalPool) -> list[HintStatus]:
+    """What the servers made of the child's end, which the pool was told last."""
+    report = pool.ask(lambda client: client.explain_session("child"))
+    assert None in [resume_in for _, resume_in in report.hints]
+    return [status for _, status, _ in report.servers]
 
 
 def _until(holds: Callable[[], bool], shown: Callable[[], object]) -> None:
