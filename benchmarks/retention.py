@@ -1,7 +1,7 @@
 """What better knowledge of sessions and of kinds of blocks is worth, in the real store.
 
     python -m benchmarks.retention pauses
-    python -m benchmarks.retention kinds --block-tokens 512 --sessions 100 --concurrent 32
+    python -m benchmarks.retention kinds --block-tokens 512 --sessions 60 --concurrent 24
     python -m benchmarks.retention kinds --workload fanout
     python -m benchmarks.retention kinds --trace conversation_trace.jsonl --limit 3000
     python -m benchmarks.retention names
@@ -11,8 +11,8 @@ middleware does, beside none and beside sessions that know. The agents of this w
 how long their tools take (`--spread`, the sigma of a lognormal factor for each session).
 
 `kinds`: blocks that are tagged in advance by an oracle. `system` is what a twentieth of the
-sessions share; it stays, up to a tenth of the memory. `scratch` is what the session's next
-prompt will not contain; it leaves first. No client could know this much, so what is gained here is
+sessions share; it stays, up to a tenth of the memory. `scratch` is what one prompt contains and no
+later one of its session; it leaves first. No client could know this much, so what is gained here is
 the most that such tags can gain. Only full blocks count, as the connector saves no others.
 
 `names`: two sessions with one name.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 
 from kvpool import registry
@@ -72,7 +72,6 @@ def main() -> None:
             "plain": sessions_only,
             "system kept": lambda *a: tagged(*a, keep=True),
             "scratch first": lambda *a: tagged(*a, drop=True),
-            "both": lambda *a: tagged(*a, keep=True, drop=True),
         },
         "names": {"alone": sessions_only, "two share a name": shared_names},
     }
@@ -217,26 +216,24 @@ class Tagged:
 
 
 def kinds_of(requests: list[Request]) -> dict[bytes, str]:
-    """What an oracle tags: shared by many, and not in the session's next prompt.
+    """What an oracle tags: shared by many, and in one prompt alone that is not its session's last.
 
-    In a trace that names no sessions, `scratch` is what no later prompt contains.
+    In a trace that names no sessions, `scratch` is all that no later prompt contains.
     """
     users: dict[int, set[int]] = defaultdict(set)
-    chains: dict[int, tuple[int, ...]] = {}
-    kinds: dict[bytes, str] = {}
-    named = any(request.resumes_s for request in requests)
+    uses: Counter[int] = Counter()
+    last: dict[int, tuple[int, ...]] = {}
     for request in requests:
+        uses.update(request.chain)
+        last[request.session] = request.chain
         for id in request.chain:
             users[id].add(request.session)
-        gone = set(chains.get(request.session, ())) - set(request.chain)
-        chains[request.session] = request.chain
-        for id in gone if named else ():
-            kinds[digest_of(id)] = "scratch"
+    if any(request.resumes_s for request in requests):
+        uses.update(id for chain in last.values() for id in chain)
+    kinds = {digest_of(id): "scratch" for id, count in uses.items() if count == 1}
     for id, sessions in users.items():
-        if len(sessions) >= max(2, len(chains) * SHARED_BY):
+        if len(sessions) >= max(2, len(last) * SHARED_BY):
             kinds[digest_of(id)] = "system"
-        elif not named and len(sessions) == 1:
-            kinds[digest_of(id)] = "scratch"
     return kinds
 
 
