@@ -39,6 +39,8 @@ _TTL: Final = re.compile(rb'^"cache_control"\s*:\s*\{[^{}]*"ttl"\s*:\s*"([0-9a-z
 #: The older form of Claude Code's `metadata.user_id`; the newer one is JSON.
 _USER_SESSION: Final = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 _USER_MAX: Final = 4096
+#: Bytes of a field that is decoded, in less than a millisecond.
+_FIELD_MAX: Final = 65_536
 
 
 class Spoken(NamedTuple):
@@ -207,10 +209,12 @@ def _user_session(metadata: msgspec.Raw) -> str:
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    if not bytes(raw):
+    """None for a field that is not there, or so large that decoding it would hold the server up."""
+    text = bytes(raw)
+    if not 0 < len(text) <= _FIELD_MAX:
         return None
     try:
-        return json.loads(bytes(raw))
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
 

@@ -159,6 +159,8 @@ def dump(body: Any) -> bytes:
         ({"metadata": "nonsense", "prompt_cache_key": 7}, "", False),
         ({"prompt_cache_key": "k" * 500}, session_name("k" * 500), False),
         ({"prompt_cache_key": "k" * 3_000_000}, "", False),
+        ({"kv_transfer_params": {"session_id": "s", "more": [0] * 9}}, "s", True),
+        ({"kv_transfer_params": {"session_id": "s", "more": [0] * 99_999}}, "", False),
         ([1], "", False),
         ("nonsense", "", False),
     ],
