@@ -12,7 +12,7 @@ SEEDS ?= 0:2000
 SAMPLE ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-vllm test-vllm-long check bench bench-peers sim mutants chaos fuzz docs clean
+.PHONY: help demo demo-vllm fleet test test-vllm test-vllm-long check bench bench-peers sim mutants chaos fuzz docs clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ fuzz: $(FUZZ_VENV)/ready  ## each fuzz target for SECONDS=60
 chaos: SECONDS ?= 1200
 chaos: $(VENV)/ready  ## real processes, killed, frozen and cut off for SECONDS=1200; SEED=7 repeats
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+fleet: $(VENV)/ready  ## a published fleet of 12 to 60 GPUs in virtual time, with the pool and without
+	$(BIN)/kvpool fleet --picture fleet.svg $(ARGS)
 
 docs: $(DOCS_VENV)/ready  ## the documentation as a site in site/, with the API reference
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet

@@ -276,16 +276,18 @@ class Planner:
         first, last = request.offered[0], request.offered[0] + tokens
         load = self._load(request_id, request, first, last, block_ids)
         self._loads.append(load)
+        size = self._bytes_of(first, last)
         request.load = RunningLoad(
             request.hashes,
             first,
             last,
-            self._bytes_of(first, last),
+            size,
             started_at=now,
             expected_s=request.estimates.load_s,
             prefill_s=request.estimates.prefill_s,
             timeout_s=load.timeout_s,
             ranks_left=self._ranks,
+            size_beside=self._running.bytes_beside(size),
         )
         self._running.start(request.load)
         self.verifier.on_load()

@@ -17,8 +17,11 @@ from kvpool_connector.values import PlannerLimits
 
 #: After a pool has become slow the second probe comes so soon, each further one twice as late.
 _PROBE_AGAIN_S: Final = 0.25
-#: Bytes that a probe reads at most.
+#: The first probe reads so many bytes, a later one what takes `_PROBE_S` as far as is known, at
+#: most `_PROBE_BYTES_MAX`. On a fast link the latency is most of what a small one takes.
 _PROBE_BYTES: Final = 4 << 20
+_PROBE_BYTES_MAX: Final = 64 << 20
+_PROBE_S: Final = 0.05
 
 
 class _SlowLoad(NamedTuple):
@@ -67,7 +70,11 @@ class Prober:
 
     def blocks(self, block_bytes: int) -> int:
         """How many blocks of this size a probe reads at most."""
-        return max(1, _PROBE_BYTES // max(1, block_bytes))
+        size = _PROBE_BYTES
+        if self._transfer_cost.samples:
+            known = self._transfer_cost.bandwidth * _PROBE_S
+            size = max(size, int(min(known, _PROBE_BYTES_MAX)))
+        return max(1, size // max(1, block_bytes))
 
     def plan(self, digests: Sequence[bytes], match: Match | None, now: float) -> None:
         """Read these blocks of group 0 with the next step, if the result decides anything."""
@@ -119,7 +126,8 @@ class Prober:
             # Else it ran beside the first one, and is excused with it.
         elif load.size_loaded:
             # A load that found nothing and waited for nothing is no measure of the pool's speed.
-            self._transfer_cost.observe(load.size_loaded, load.seconds)
+            # An estimate is of the bytes beside it, too.
+            self._transfer_cost.observe(load.size_loaded + load.size_beside, load.seconds)
             self._excused = False
 
     def _start_over(self, slow_load: _SlowLoad, probe_delay_s: float) -> None:

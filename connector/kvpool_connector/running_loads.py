@@ -18,7 +18,8 @@ class RunningLoad:
 
     It runs until its last rank has reported, or its request has ended or started anew; after that
     `running` is false. `lost` is true when the pool did not have all of its blocks. `seconds` are
-    those that the slowest rank needed.
+    those that the slowest rank needed, also for the `size_beside` bytes of loads that ran before it
+    and that the link moved in between.
     """
 
     hashes: Sequence[bytes]
@@ -30,6 +31,7 @@ class RunningLoad:
     prefill_s: float | None  # of computing the same tokens; None: nothing was measured
     timeout_s: float
     ranks_left: int
+    size_beside: int = 0
     complete: bool = True
     size_loaded: int = 0
     seconds: float = 0.0

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli import inspect, leave, measure, run
+from kvpool.cli import inspect, leave, measure, model, run
 
 app = typer.Typer(
     name="kvpool",
@@ -34,6 +34,7 @@ for command in (
     leave.drain,
     measure.replay,
     measure.bench,
+    model.fleet,
 ):
     app.command()(command)
 

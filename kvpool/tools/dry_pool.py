@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -30,6 +30,7 @@ from kvpool.server.state.store import Store
 from kvpool.tools.workloads import Request
 from kvpool.types import (
     ROOT,
+    Match,
     Namespace,
     Pin,
     ReadStatus,
@@ -62,6 +63,13 @@ class Loss(NamedTuple):
 
     worst: float
     mean: float
+
+
+class HeldBlock(NamedTuple):
+    """A block that is being read from this server, and stays there."""
+
+    server: str
+    pin: Pin
 
 
 @dataclass(slots=True)
@@ -139,61 +147,83 @@ class DryPool:
         """
         now, chain = request.time_s, [digest_of(id) for id in request.chain]
         host = f"host-{next(self._turns) % self._hosts:03}"
-        self._exchange_heartbeats(now)
+        self.exchange_heartbeats(now)
         hint, ends = None, False
         if foresight is not None:
             resume_in = foresight(request)
             ends = resume_in is None
             hint = SessionHint(str(request.session), None if resume_in == math.inf else resume_in)
-        runs, _ = self._directory.find(_NAMESPACE, chain, prefix=True)
-        held = runs[-1].last + 1 if runs else 0
-        pins = list(self._pin(runs, chain, host, now))
-        fresh = chain[held : self.capacity]
-        if fresh:
-            parent = chain[held - 1] if held else ROOT
-            server = self._write(fresh, parent, host, hint, now)
-            if server:
-                self._copy_shared(server, runs, chain[:held], now)
-        elif hint is not None and hint.resume_in is not None:
-            self._hints.add(hint.session, hint.resume_in, now)
+        match = self.match(chain)
+        held = match.length
+        pins = self.pin(match, chain, host, now)
+        self.store(chain[: max(held, self.capacity)], match, host, hint, now)
+        written = held < min(len(chain), self.capacity)  # which carries the hint
+        if not written and hint is not None and hint.resume_in is not None:
+            self.hint(hint.session, hint.resume_in, now)
         if hint is not None and ends:
-            self._hints.add(hint.session, None, now)
-        for store, pin in pins:
-            store.unpin(_OWNER, pin.id)
+            self.hint(hint.session, None, now)
+        self.unpin(pins)
         self.played.hits += held
         return held
 
-    def lose_each(self, following: Iterable[Request]) -> None:
-        """Record what the loss of each server, one at a time, would leave of living prefixes.
+    def match(self, chain: Sequence[bytes]) -> Match:
+        """The longest prefix of the chain that the pool has."""
+        runs, reasons = self._directory.find(_NAMESPACE, chain, prefix=True)
+        length = runs[-1].last + 1 if runs else 0
+        return Match(tuple(runs), length, reasons.get(length, ReadStatus.HIT))
 
-        Living are the prefixes that the next prompts of each session would find now.
+    def pin(self, match: Match, chain: Sequence[bytes], host: str, now: float) -> list[HeldBlock]:
+        """Read each run of it from one server: on the reader's host, or where the run before was.
+
+        The blocks stay until `unpin`. Raises InvariantViolated if one is not where the map says.
         """
-        seen: set[int] = set()
-        living = 0
-        lost = dict.fromkeys(self.servers, 0)
-        for request in following:
-            if request.session in seen:
-                continue
-            seen.add(request.session)
-            chain = [digest_of(id) for id in request.chain]
-            runs, _ = self._directory.find(_NAMESPACE, chain, prefix=True)
-            length = runs[-1].last + 1 if runs else 0
-            living += length
-            counted: set[str] = set()
-            for run in runs:
-                holders = {replica.server for replica in run.replicas}
-                if len(holders) == 1 and not holders <= counted:
-                    counted |= holders
-                    lost[holders.pop()] += length - run.first
-            if len(seen) >= _LIVING_MAX:
-                break
-        if living:
-            kept = [1 - blocks / living for blocks in lost.values()]
-            self.played.losses.append(Loss(min(kept), sum(kept) / len(kept)))
+        pins: list[HeldBlock] = []
+        used: dict[str, None] = {}
+        for run in match.runs:
+            holders = [replica.server for replica in run.replicas]
+            name = min(
+                holders,
+                key=lambda name: (self.servers[name].host != host, name not in used, name),
+            )
+            used[name] = None
+            store = self.servers[name].store
+            digests = chain[run.first : run.last + 1]
+            for pin in store.pin(_OWNER, _NAMESPACE, 0, digests, now):
+                if pin.status is not ReadStatus.HIT:
+                    raise InvariantViolated("a block is not where the map says")
+                pins.append(HeldBlock(name, pin))
+        if used:
+            self.played.hit_prompts += 1
+            self.played.servers_of_hits += len(used)
+        return pins
 
-    # --- inside --------------------------------------------------------------------------
+    def unpin(self, pins: Iterable[HeldBlock]) -> None:
+        """These reads have ended."""
+        for server, pin in pins:
+            self.servers[server].store.unpin(_OWNER, pin.id)
 
-    def _exchange_heartbeats(self, now: float) -> None:
+    def store(
+        self,
+        chain: Sequence[bytes],
+        match: Match,
+        host: str,
+        hint: SessionHint | None,
+        now: float,
+    ) -> None:
+        """Write what of this chain is not in `match`, which is its prefix in the pool now."""
+        held = match.length
+        fresh = list(chain[held:])
+        if not fresh:
+            return
+        server = self._write(fresh, chain[held - 1] if held else ROOT, host, hint, now)
+        if server:
+            self._copy_shared(server, match.runs, chain[:held], now)
+
+    def hint(self, session: str, resume_in_s: float | None, now: float) -> None:
+        """The next prompt of this session is expected then; None: it has ended."""
+        self._hints.add(session, resume_in_s, now)
+
+    def exchange_heartbeats(self, now: float) -> None:
         """What every server has sent and received until now; each has its own phase."""
         every_s = self._heartbeat_s
         for number, server in enumerate(self.servers.values()):
@@ -217,27 +247,35 @@ class DryPool:
                     age_s = max(0.0, due - hint.received_at)
                     store.resume(hint.session, hint.resume_in, due, age_s=age_s)
 
-    def _pin(
-        self, runs: Sequence[Run], chain: Sequence[bytes], host: str, now: float
-    ) -> Iterator[tuple[Store, Pin]]:
-        """Read each run from one server, one on the reader's host or where the one before was."""
-        used: dict[str, None] = {}
-        for run in runs:
-            holders = [replica.server for replica in run.replicas]
-            server = min(
-                holders,
-                key=lambda name: (self.servers[name].host != host, name not in used, name),
-            )
-            used[server] = None
-            store = self.servers[server].store
-            digests = chain[run.first : run.last + 1]
-            for pin in store.pin(_OWNER, _NAMESPACE, 0, digests, now):
-                if pin.status is not ReadStatus.HIT:
-                    raise InvariantViolated("a block is not where the map says")
-                yield store, pin
-        if used:
-            self.played.hit_prompts += 1
-            self.played.servers_of_hits += len(used)
+    def lose_each(self, following: Iterable[Request]) -> None:
+        """Record what the loss of each server, one at a time, would leave of living prefixes.
+
+        Living are the prefixes that the next prompts of each session would find now.
+        """
+        seen: set[int] = set()
+        living = 0
+        lost = dict.fromkeys(self.servers, 0)
+        for request in following:
+            if request.session in seen:
+                continue
+            seen.add(request.session)
+            chain = [digest_of(id) for id in request.chain]
+            match = self.match(chain)
+            length = match.length
+            living += length
+            counted: set[str] = set()
+            for run in match.runs:
+                holders = {replica.server for replica in run.replicas}
+                if len(holders) == 1 and not holders <= counted:
+                    counted |= holders
+                    lost[holders.pop()] += length - run.first
+            if len(seen) >= _LIVING_MAX:
+                break
+        if living:
+            kept = [1 - blocks / living for blocks in lost.values()]
+            self.played.losses.append(Loss(min(kept), sum(kept) / len(kept)))
+
+    # --- inside --------------------------------------------------------------------------
 
     def _write(
         self, digests: list[bytes], parent: bytes, host: str, hint: SessionHint | None, now: float

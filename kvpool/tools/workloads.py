@@ -34,7 +34,9 @@ class Request(NamedTuple):
     resumes_s: float | None = None
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
+    """One prompt of a session in tokens, and what follows it."""
+
     length: int  # tokens of the prompt
     prefix: int  # of which were there before
     output: int  # tokens that the model answers
@@ -55,9 +57,9 @@ def codex(
     rng = np.random.default_rng(1)
     lanes = list(rng.random(concurrent) * 300.0)  # when each lane is free for its next session
     fresh = iter(range(1 << 40)).__next__
-    system = [fresh() for _ in range(_SYSTEM_TOKENS // block)]
+    system = [fresh() for _ in range(SYSTEM_TOKENS // block)]
     timed: list[tuple[int, Request]] = []
-    for number, session in enumerate(_sessions(sessions, seed)):
+    for number, session in enumerate(codex_sessions(sessions, seed)):
         lane = int(np.argmin(lanes))
         now = lanes[lane]
         ids = list(system)
@@ -74,7 +76,8 @@ def codex(
     return [request for _, request in timed]
 
 
-_SYSTEM_TOKENS = 816
+#: Of the system prompt that all sessions of `codex` share.
+SYSTEM_TOKENS = 816
 _CONTEXT_MAX = 258_000
 
 
@@ -127,7 +130,8 @@ def fan_out(
 _CHILDREN = 16
 
 
-def _sessions(count: int, seed: int) -> Iterator[list[_Turn]]:
+def codex_sessions(count: int, seed: int) -> Iterator[list[Turn]]:
+    """The sessions of `codex`, turn by turn."""
     rng = np.random.default_rng(seed)
 
     def around(median: float, sigma: float) -> float:
@@ -138,20 +142,20 @@ def _sessions(count: int, seed: int) -> Iterator[list[_Turn]]:
 
     for _ in range(count):
         turns = max(3, round(around(33, 0.29)))
-        context = max(float(_SYSTEM_TOKENS + 500), around(12_000, 0.22))
+        context = max(float(SYSTEM_TOKENS + 500), around(12_000, 0.22))
         verbosity = averaging(1.0, 0.20)
         reusable = 0
-        session: list[_Turn] = []
+        session: list[Turn] = []
         for turn in range(turns):
             length = int(context)
-            prefix = min(reusable, length) if turn else _SYSTEM_TOKENS
+            prefix = min(reusable, length) if turn else SYSTEM_TOKENS
             if turn and rng.random() < 0.0375:  # the agent rewrites its history
-                kept = rng.random() * max(0, prefix - _SYSTEM_TOKENS)
-                prefix = int(_SYSTEM_TOKENS + kept)
+                kept = rng.random() * max(0, prefix - SYSTEM_TOKENS)
+                prefix = int(SYSTEM_TOKENS + kept)
             output = int(1 + averaging(402, 1.0))
             tool = int(verbosity * averaging(1840, 1.25))
             gap_s = around(5.2, 1.1825)
-            session.append(_Turn(length, prefix, output, gap_s))
+            session.append(Turn(length, prefix, output, gap_s))
             rng.random()  # keeps the stream in step with the published check values
             reusable, context = length + output, length + output + tool
             if context > _CONTEXT_MAX:

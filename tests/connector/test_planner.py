@@ -271,6 +271,48 @@ def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None
     assert played.offer("b", 100) == 96
 
 
+def test_loads_beside_each_other_are_no_slow_pool() -> None:
+    """Four that share the link take four times as long each, and the link is as fast as before."""
+    played = Played()
+    played.planner.prefill_cost.observe([(0, 1000)], 100.0)  # nothing is slower than computing
+    for turn in range(8):
+        names = [f"{turn}{letter}" for letter in "abcd"]
+        for name in names:
+            played.look_up(name, 100, 6)
+            assert played.offer(name, 100) == 96
+            played.allocate(name, 7, 96)
+        played.idle()
+        for count, name in enumerate(names, 1):  # 1 ms for each MiB, one behind the other
+            result = LoadResult(name, 6 << 20, True, 0.006 * count)
+            played.planner.on_load_result(result, played.now)
+    assert played.planner.transfer_cost.seconds(100 << 20) == pytest.approx(0.1)
+
+
+def test_probes_grow_until_they_tell_latency_from_rate() -> None:
+    """A link of 4 GiB/s with 10 ms of latency: 4 MiB come at 0.36 GiB/s, a prompt of 600 MiB faster
+    than it is computed. A probe that stays small would keep every prompt from loading."""
+    played = Played(probe_every_s=5.0)
+    played.planner.prefill_cost.observe([(0, 1000)], 0.05)  # 9,600 tokens in 0.48 s
+    played.planner.transfer_cost.observe(4 << 20, 0.011)  # 1.6 s at this speed
+    sizes = []
+    for number in range(20):
+        played.now += 5.0
+        name = f"r{number}"
+        played.look_up(name, 9610, 600)
+        offered = played.offer(name, 9610)
+        played.allocate(name, 601, offered or 0)
+        if offered:
+            break
+        probe = played.idle().probe
+        assert probe is not None
+        sizes.append(len(probe.blocks[0].digests))
+        seconds = 0.01 + sizes[-1] / 4096
+        played.planner.on_probe_result(ProbeResult(sizes[-1] << 20, seconds))
+    assert sizes[0] > 4
+    assert max(sizes) <= 64
+    assert len(sizes) <= 2
+
+
 def slow_load(played: Played, name: str, seconds: float = 0.3, *, complete: bool = True) -> None:
     """A request whose load of 6 MiB takes longer than computing its 96 tokens, which is 96 ms."""
     if played.planner.prefill_cost.seconds(0, 1) is None:

@@ -1,0 +1,96 @@
+"""Links between engines and servers, each one direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpool.fleet.events import EventQueue
+
+
+class QueuedLink:
+    """Transfers pass one after another, in the order in which they begin."""
+
+    def __init__(self, bytes_s: float) -> None:
+        self.moved = 0.0  # bytes so far
+        self._bytes_s = bytes_s
+        self._free_at = 0.0
+
+    def wait_s(self, now: float) -> float:
+        """How long a transfer that begins now waits for those before it."""
+        return max(0.0, self._free_at - now)
+
+    def take(self, size: float, now: float) -> float:
+        """When the last of `size` bytes has passed that are there now."""
+        self._free_at = max(now, self._free_at) + size / self._bytes_s
+        self.moved += size
+        return self._free_at
+
+
+@dataclass(slots=True, eq=False)
+class LinkTransfer:
+    """`left` bytes of it have not passed yet."""
+
+    size: float
+    left: float
+    ended: Callable[[], None]
+
+
+class SharedLink:
+    """Transfers pass at the same time, each with an equal share, as several streams do."""
+
+    def __init__(self, events: EventQueue, bytes_s: float) -> None:
+        self.moved = 0.0  # bytes so far
+        self._events = events
+        self._bytes_s = bytes_s
+        self._running: list[LinkTransfer] = []
+        self._known_at = 0.0  # when `left` of each was right
+        self._alarm = 0  # the number of the alarm that counts
+
+    def start(self, size: float, ended: Callable[[], None]) -> LinkTransfer:
+        """Call `ended` when so many bytes have passed."""
+        self._advance()
+        transfer = LinkTransfer(size, size, ended)
+        self._running.append(transfer)
+        self._set_alarm()
+        return transfer
+
+    def stop(self, transfer: LinkTransfer) -> float:
+        """Break it off, if it has not ended. Returns the bytes of it that have passed."""
+        if transfer in self._running:
+            self._advance()
+            self._running.remove(transfer)
+            self._set_alarm()
+        return transfer.size - transfer.left
+
+    def _advance(self) -> None:
+        seconds = self._events.now - self._known_at
+        self._known_at = self._events.now
+        if not self._running:
+            return
+        share = seconds * self._bytes_s / len(self._running)
+        for transfer in self._running:
+            passed = min(transfer.left, share)
+            transfer.left -= passed
+            self.moved += passed
+
+    def _set_alarm(self) -> None:
+        self._alarm += 1
+        if self._running:
+            least = min(transfer.left for transfer in self._running)
+            seconds = least * len(self._running) / self._bytes_s
+            self._events.after(seconds, self._end, self._alarm)
+
+    def _end(self, alarm: int) -> None:
+        if alarm != self._alarm:
+            return  # others have come or gone since
+        self._advance()
+        least = min(transfer.left for transfer in self._running)
+        ended = [one for one in self._running if one.left <= least]
+        for transfer in ended:
+            self.moved += transfer.left  # what rounding has left
+            transfer.left = 0.0
+            self._running.remove(transfer)
+        self._set_alarm()
+        for transfer in ended:
+            transfer.ended()

@@ -1,0 +1,214 @@
+"""A prefill engine: a queue, its own prefix cache, and the connector's planner.
+
+It computes one prompt at a time. The first few of its queue look up and load while another one
+computes; one whose load has not ended is passed over. The engine's own cache is looked at when
+computing begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvpool.fleet.constants import Constants
+from kvpool.fleet.events import EventQueue
+from kvpool.fleet.hbm_cache import HbmCache
+from kvpool.fleet.memory import FleetMemory, PoolLoad
+from kvpool.fleet.prompts import Prompt, PromptState
+from kvpool.types import SessionHint
+from kvpool_connector.messages import LoadRequest, LoadResult, ProbeRequest, ProbeResult
+from kvpool_connector.planner import Planner
+from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints
+
+#: So many prompts of the queue look up and load.
+_WINDOW: Final = 4
+#: An engine asks again so soon about a prompt that waits for another one's load.
+_ASK_AGAIN_S: Final = 0.05
+
+
+class PrefillEngine:
+    """Engine `number` of the fleet. `load` is the connector's setting: auto, always or never."""
+
+    def __init__(
+        self,
+        number: int,
+        events: EventQueue,
+        constants: Constants,
+        memory: FleetMemory | None,
+        *,
+        block: int,
+        load: str,
+        prefilled: Callable[[Prompt], None],
+        hint: Callable[[Prompt], SessionHint | None],
+    ) -> None:
+        self.number = number
+        self.cache = HbmCache(int(constants.hbm_tokens) // block)
+        self._events = events
+        self._constants = constants
+        self._memory = memory
+        self._block = block
+        self._prefilled = prefilled
+        self._hint = hint
+        self._queue: list[Prompt] = []
+        self._computing: Prompt | None = None
+        limits = PlannerLimits(load=load, save=False)
+        self._planner = Planner([CacheGroup(block, 1)], limits)
+        self._block_bytes = block * constants.kv_bytes
+        self._planner.block_bytes = (int(self._block_bytes),)
+
+    @property
+    def prompts(self) -> int:
+        """How many wait here or are computed."""
+        return len(self._queue) + (self._computing is not None)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds until a prompt that comes now is begun, as far as it can be told."""
+        queued = (self._compute_s(prompt) for prompt in self._queue)
+        running = self._computing
+        left = 0.0
+        if running is not None:
+            began = running.began_at + self._compute_s(running)
+            left = max(0.0, began - self._events.now)
+        return left + sum(queued)
+
+    def add(self, prompt: Prompt) -> None:
+        """A router has sent it here."""
+        prompt.engine = self.number
+        self._queue.append(prompt)
+        self._step()
+
+    # --- inside --------------------------------------------------------------------------
+
+    def _compute_s(self, prompt: Prompt) -> float:
+        return self._constants.prefill_s(prompt.hit_tokens, prompt.tokens)
+
+    def _step(self) -> None:
+        """Begin what can begin."""
+        for prompt in self._queue[:_WINDOW]:
+            if prompt.state is PromptState.QUEUED:
+                self._look_up(prompt)
+            elif prompt.state is PromptState.UNDECIDED:
+                self._decide(prompt)
+            if prompt.state is PromptState.READY and self._computing is None:
+                self._queue.remove(prompt)
+                self._compute(prompt)
+
+    def _look_up(self, prompt: Prompt) -> None:
+        if self._memory is None:
+            prompt.state = PromptState.READY
+            return
+        now = self._events.now
+        lookup = self._planner.on_new_request(
+            prompt.id, prompt.chain, prompt.tokens, RequestHints(), now
+        )
+        if lookup is None:
+            prompt.state = PromptState.READY
+            return
+        prompt.state = PromptState.LOOKING_UP
+        serial = lookup.serial
+        self._events.after(self._constants.first_byte_s, self._looked_up, prompt, serial)
+
+    def _looked_up(self, prompt: Prompt, serial: int) -> None:
+        assert self._memory is not None
+        match = self._memory.match(self.number, prompt.chain, self._events.now)
+        self._planner.on_lookup_result(prompt.id, serial, [match], "")
+        self._decide(prompt)
+        self._step()
+
+    def _decide(self, prompt: Prompt) -> None:
+        """Load it, compute it, or wait: for another load of the same blocks, or for the engine.
+
+        That it is computed is decided when it can be: until then loading may become faster.
+        """
+        now = self._events.now
+        computed = self.cache.held(prompt.chain) * self._block
+        tokens = self._planner.loadable_tokens(prompt.id, prompt.tokens, computed, now)
+        if tokens is None:
+            prompt.state = PromptState.WAITING
+            self._events.after(_ASK_AGAIN_S, self._ask_again, prompt)
+            return
+        if not tokens and self._computing is not None:
+            prompt.state = PromptState.UNDECIDED  # `_step` asks again when it has ended
+            return
+        block_ids = range(1, len(prompt.chain) + 1)
+        self._planner.on_blocks_allocated(prompt.id, [block_ids], tokens, now)
+        prompt.state = PromptState.LOADING if tokens else PromptState.READY
+        prompt.own_tokens = computed
+        plan = self._planner.plan_step((), _never_cached, now)
+        for load in plan.loads:
+            self._load(prompt, load, computed + tokens)
+        if plan.probe is not None:
+            self._probe(plan.probe)
+
+    def _ask_again(self, prompt: Prompt) -> None:
+        self._decide(prompt)
+        self._step()
+
+    def _load(self, prompt: Prompt, request: LoadRequest, last: int) -> None:
+        assert self._memory is not None
+        digests = request.blocks[0].digests
+        wanted = len(digests) * self._block_bytes
+
+        def loaded(load: PoolLoad) -> None:
+            if load.running:  # it may have been given up
+                self._loaded(prompt, load, wanted, last)
+
+        load = self._memory.start_load(self.number, digests, loaded)
+        self._events.after(request.timeout_s, loaded, load)
+
+    def _loaded(self, prompt: Prompt, load: PoolLoad, wanted: float, last: int) -> None:
+        assert self._memory is not None
+        now = self._events.now
+        size = self._memory.stop_load(load)
+        complete = size >= wanted
+        if complete:
+            prompt.loaded_tokens = last
+        result = LoadResult(prompt.id, int(size), complete, now - load.began)
+        self._planner.on_load_result(result, now)
+        prompt.state = PromptState.READY
+        self._step()
+
+    def _probe(self, request: ProbeRequest) -> None:
+        assert self._memory is not None
+        self._memory.start_load(self.number, request.blocks[0].digests, self._probed)
+
+    def _probed(self, load: PoolLoad) -> None:
+        assert self._memory is not None
+        size = self._memory.stop_load(load)
+        self._planner.on_probe_result(ProbeResult(int(size), self._events.now - load.began))
+
+    def _compute(self, prompt: Prompt) -> None:
+        now = self._events.now
+        self._computing = prompt
+        prompt.state = PromptState.COMPUTING
+        prompt.began_at = now
+        most = (prompt.tokens - 1) // self._block * self._block  # the last token is computed
+        prompt.own_tokens = min(most, self.cache.held(prompt.chain) * self._block)
+        self._events.after(self._compute_s(prompt), self._computed, prompt)
+
+    def _computed(self, prompt: Prompt) -> None:
+        now = self._events.now
+        self._computing = None
+        prompt.state = PromptState.DONE
+        prompt.prefilled_at = now
+        self._planner.prefill_cost.observe(
+            [(prompt.hit_tokens, prompt.tokens)], now - prompt.began_at
+        )
+        self._planner.on_request_finished(prompt.id)
+        self.cache.add(prompt.chain)
+        if self._memory is not None:
+            end = self._memory.save_ends_at(self.number, prompt.chain, now)
+            if end is not None:
+                self._events.at(end, self._saved, prompt)
+        self._prefilled(prompt)
+        self._step()
+
+    def _saved(self, prompt: Prompt) -> None:
+        assert self._memory is not None
+        self._memory.save(self.number, prompt.chain, self._hint(prompt), self._events.now)
+
+
+def _never_cached(block_id: int, group: int, digest: bytes) -> bool:
+    """The planner saves nothing here, so it asks for no block."""
+    return False

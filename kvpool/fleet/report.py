@@ -1,0 +1,117 @@
+"""A study as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from kvpool.fleet.cases import FleetStudy, Published
+from kvpool.fleet.constants import Constants
+from kvpool.fleet.results import FleetResult
+from kvpool.tools.charts import Bar, BarGroup, grouped_bars
+
+
+def table(study: FleetStudy) -> Table:
+    """Each case in one row; where there are published figures, the deviation in brackets."""
+    shown = Table(title=f"{study.name}: {study.title}", title_justify="left")
+    shown.add_column("case")
+    for name in ("tokens/s/GPU", "hits", "TTFT P50", "P90", "end to end P50", "waited P50"):
+        shown.add_column(name, justify="right")
+    shown.add_column("published")
+    for case, result in study.rows:
+        published = case.published
+        gpus = case.options.gpus
+        shown.add_row(
+            case.name,
+            f"{result.tokens_s_per_gpu:,.0f}" + _deviation(result.tokens_s, published.tokens_s),
+            f"{result.hit_rate:.1%}",
+            f"{result.first_token.p50:.2f} s"
+            + _deviation(result.first_token.p50, published.first_token_s),
+            f"{result.first_token.p90:.2f} s",
+            f"{result.end_to_end.p50:.1f} s"
+            + _deviation(result.end_to_end.p50, published.end_to_end_s),
+            f"{result.waited.p50:.2f} s",
+            _published(published, gpus, case.calibrated),
+        )
+    return shown
+
+
+def constants_table(constants: Constants) -> Table:
+    """Every number of the model with its source."""
+    shown = Table(title="constants", title_justify="left")
+    for name in ("name", "value", "unit", "kind", "source"):
+        shown.add_column(name, justify="right" if name == "value" else "left")
+    for name, value, unit, kind, source in constants.rows():
+        shown.add_row(name, f"{value:.6g}", unit, kind, source)
+    return shown
+
+
+def as_dict(studies: list[FleetStudy], constants: Constants) -> dict[str, Any]:
+    """The same, for programs."""
+    return {
+        "constants": [
+            dict(zip(("name", "value", "unit", "kind", "source"), row, strict=True))
+            for row in constants.rows()
+        ],
+        "studies": [
+            {
+                "name": study.name,
+                "title": study.title,
+                "rows": [
+                    {
+                        "case": case.name,
+                        "published": asdict(case.published),
+                        "calibrated": case.calibrated,
+                        **asdict(result),
+                    }
+                    for case, result in study.rows
+                ],
+            }
+            for study in studies
+        ],
+    }
+
+
+def picture(study: FleetStudy) -> str:
+    """Throughput as bars, ours beside what was published; an SVG."""
+    groups = []
+    for case, result in study.rows:
+        bars = {"simulated": _bar(result.tokens_s_per_gpu)}
+        if case.published.tokens_s is not None:
+            bars["published"] = _bar(case.published.tokens_s / case.options.gpus)
+        groups.append(BarGroup(case.name, bars))
+    return grouped_bars("tokens per second and GPU", study.title, groups)
+
+
+def ratios(without: FleetResult, pooled: FleetResult) -> str:
+    """The headline in one line."""
+    return (
+        f"{pooled.tokens_s / without.tokens_s:.1f}x the throughput, first token at P50 "
+        f"{without.first_token.p50 / pooled.first_token.p50:.0f}x sooner, end to end at P50 "
+        f"{without.end_to_end.p50 / pooled.end_to_end.p50:.1f}x sooner, hits "
+        f"{without.hit_rate:.1%} -> {pooled.hit_rate:.1%}"
+    )
+
+
+def _bar(value: float) -> Bar:
+    return Bar(value, value, value)
+
+
+def _deviation(value: float, published: float | None) -> str:
+    return "" if published is None else f" ({value / published - 1:+.1%})"
+
+
+def _published(published: Published, gpus: int, calibrated: str) -> str:
+    parts = []
+    if published.tokens_s is not None:
+        parts.append(f"{published.tokens_s / gpus:,.0f}")
+    if published.hit_rate is not None:
+        parts.append(f"{published.hit_rate:.1%}")
+    if published.first_token_s is not None:
+        parts.append(f"{published.first_token_s:.2f} s")
+    if published.end_to_end_s is not None:
+        parts.append(f"{published.end_to_end_s:.1f} s")
+    text = ", ".join(parts)
+    return f"{text}; {calibrated} is calibrated" if calibrated else text

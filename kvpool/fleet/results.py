@@ -1,0 +1,79 @@
+"""What a run came to: throughput, times and hits of the prompts that ended in a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.fleet.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """Means over a window in which the fleet was full; `tokens_s` counts prompts and answers.
+
+    `hit_rate` is the share of prompt tokens that were not computed, `pool_rate` the share that was
+    loaded. `token_s` is the median time between two tokens of an answer.
+    """
+
+    prompts: int
+    seconds: float
+    tokens_s: float
+    tokens_s_per_gpu: float
+    hit_rate: float
+    pool_rate: float
+    first_token: Quantiles
+    end_to_end: Quantiles
+    token_s: float
+    waited: Quantiles  # from the sending to the beginning of the computing
+    loaded_bytes: float  # in the whole run
+    saves_dropped: int  # in the whole run
+
+
+def measured(
+    prompts: Sequence[Prompt],
+    *,
+    gpus: int,
+    first: float,
+    last: float,
+    loaded_bytes: float,
+    saves_dropped: int,
+) -> FleetResult:
+    """Of the prompts that ended between `first` and `last`; of all if there are none in between."""
+    inside = [one for one in prompts if first <= one.done_at <= last]
+    if not inside:
+        inside = list(prompts)
+        first, last = 0.0, max(one.done_at for one in prompts)
+    seconds = last - first
+    asked = sum(one.tokens for one in inside)
+    tokens_s = (asked + sum(one.output for one in inside)) / seconds
+    return FleetResult(
+        prompts=len(inside),
+        seconds=seconds,
+        tokens_s=tokens_s,
+        tokens_s_per_gpu=tokens_s / gpus,
+        hit_rate=sum(one.hit_tokens for one in inside) / asked,
+        pool_rate=sum(max(0, one.loaded_tokens - one.own_tokens) for one in inside) / asked,
+        first_token=_quantiles([one.first_token_at - one.sent_at for one in inside]),
+        end_to_end=_quantiles([one.done_at - one.sent_at for one in inside]),
+        token_s=float(np.median([one.token_s for one in inside])),
+        waited=_quantiles([one.began_at - one.sent_at for one in inside]),
+        loaded_bytes=loaded_bytes,
+        saves_dropped=saves_dropped,
+    )
+
+
+def _quantiles(seconds: Sequence[float]) -> Quantiles:
+    p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
+    return Quantiles(float(p50), float(p90), float(p99))

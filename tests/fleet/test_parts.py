@@ -1,0 +1,118 @@
+"""What a fleet is made of: links, an engine's own cache, prompts, routers, constants."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.fleet.constants import Constants
+from kvpool.fleet.events import EventQueue
+from kvpool.fleet.hbm_cache import HbmCache
+from kvpool.fleet.links import QueuedLink, SharedLink
+from kvpool.fleet.sessions import LOADS, PromptBlocks
+from kvpool.tools.workloads import Turn
+from tests.conftest import key
+
+
+def test_events_run_in_their_order_and_never_in_the_past() -> None:
+    events, seen = EventQueue(), []
+    events.at(2.0, seen.append, "late")
+    events.at(1.0, seen.append, "one")
+    events.at(1.0, seen.append, "two")
+    events.at(1.5, lambda: events.at(0.5, seen.append, "passed"))
+    events.run()
+    assert seen == ["one", "two", "passed", "late"]
+    assert events.now == 2.0
+
+
+def test_a_queued_link_moves_one_after_another() -> None:
+    link = QueuedLink(100.0)
+    assert link.take(100, 0.0) == 1.0
+    assert link.take(100, 0.5) == 2.0
+    assert link.wait_s(0.5) == 1.5
+    assert link.take(100, 5.0) == 6.0  # it was free in between
+    assert link.moved == 300
+
+
+def test_a_shared_link_gives_each_an_equal_share() -> None:
+    events = EventQueue()
+    link, ends = SharedLink(events, 100.0), {}
+
+    def start(name: str, size: float) -> None:
+        link.start(size, lambda: ends.__setitem__(name, events.now))
+
+    events.at(0.0, start, "long", 200)
+    events.at(1.0, start, "short", 50)  # until 2.0 with half of the link
+    events.run()
+    assert ends == {"short": pytest.approx(2.0), "long": pytest.approx(2.5)}
+    assert link.moved == pytest.approx(250)
+
+
+def test_what_is_broken_off_frees_the_shared_link() -> None:
+    events = EventQueue()
+    link, ends = SharedLink(events, 100.0), []
+    given_up = link.start(1000, lambda: ends.append("never"))
+    link.start(100, lambda: ends.append(events.now))
+    passed: list[float] = []
+    events.at(1.0, lambda: passed.append(link.stop(given_up)))
+    events.run()
+    assert ends == [pytest.approx(1.5)]
+    assert passed == [pytest.approx(50)]
+    assert link.stop(given_up) == pytest.approx(50)  # again: nothing changes
+    assert link.moved == pytest.approx(150)
+
+
+def test_an_engines_cache_drops_the_tail_of_what_was_used_least() -> None:
+    cache = HbmCache(6)
+    old, new = [key(f"old{n}") for n in range(4)], [key(f"new{n}") for n in range(4)]
+    cache.add(old)
+    assert cache.held(old) == 4
+    cache.add(new)
+    assert (cache.held(old), cache.held(new)) == (2, 4)
+    cache.add(old[:2])  # used again: now the other one's tail goes first
+    cache.add([*old[:2], key("more")])
+    assert (cache.held(old), cache.held(new)) == (2, 3)
+    cache.add([key(f"long{n}") for n in range(10)])
+    assert len(cache) == 6
+
+
+def test_a_prompts_blocks_are_whole_and_begin_with_what_it_shares() -> None:
+    blocks = PromptBlocks(shared_tokens=20, block=8)
+    first = blocks.prompt([], Turn(30, 20, 5, 1.0), True)
+    other = blocks.prompt([], Turn(17, 20, 5, 1.0), True)
+    assert len(first) == 3
+    assert other == first[:2]
+    again = blocks.prompt(first, Turn(48, 35, 5, 1.0), False)  # the answer was 5 tokens
+    assert len(again) == 6
+    assert again[:3] == first
+    assert not set(again[3:]) & set(first)
+    rewritten = blocks.prompt(again, Turn(48, 17, 5, 1.0), False)
+    assert rewritten[:2] == again[:2]
+    assert not set(rewritten[2:]) & set(again)
+
+
+def test_the_scaling_load_is_what_was_published() -> None:
+    (session,) = LOADS["scaling"].sessions(1, 1)
+    assert len(session) == 30
+    assert [turn.length for turn in session[:2]] == [30_000, 32_948]
+    assert [turn.prefix for turn in session[:2]] == [20_000, 30_900]
+    assert {turn.output for turn in session} == {900}
+
+
+def test_later_tokens_are_dearer_and_cached_ones_free() -> None:
+    constants = Constants()
+    cold, warm = constants.prefill_s(0, 50_000), constants.prefill_s(45_000, 50_000)
+    early = constants.prefill_s(0, 5_000)
+    assert early < warm < cold / 5
+    # 50K tokens: 3.3e15 FLOP linear and 3.1e15 of attention, and the start
+    assert cold == pytest.approx(0.06 + (66.2e9 * 5e4 + 2.5e6 * 5e4 * 2.5e4) / 3.86e15)
+
+
+def test_constants_change_by_name() -> None:
+    assert Constants().changed({"kv_bytes": 1.0}).kv_bytes == 1.0
+    with pytest.raises(ConfigError, match=r"kv_byte'.*kv_bytes"):
+        Constants().changed({"kv_byte": 1.0})
+    with pytest.raises(ConfigError, match="kv_bytes: -1"):
+        Constants().changed({"kv_bytes": -1.0})
+    assert {row[3] for row in Constants().rows()} >= {"published", "calibrated", "assumed"}
+    assert all(row[2] and row[4] for row in Constants().rows())
