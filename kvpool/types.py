@@ -447,6 +447,11 @@ class Run(NamedTuple):
     last: int
     replicas: tuple[Replica, ...]
 
+    @property
+    def in_memory(self) -> bool:
+        """Some server has each of their parts in memory."""
+        return self.parts_in_memory() == {replica.part for replica in self.replicas}
+
     def parts_in_memory(self) -> set[int]:
         """The parts that some server has in memory: a reader of them waits for no slower tier."""
         return {replica.part for replica in self.replicas if replica.tier == MEMORY_TIER}

@@ -21,6 +21,7 @@ from kvpool.types import ROOT, Match
 from kvpool_connector.cost_model import PrefillCost, TransferCost
 from kvpool_connector.load_or_recompute import LoadDecision, LoadOrRecompute, Wanted
 from kvpool_connector.messages import GroupBlocks, LoadRequest, LoadResult, ProbeResult, SaveResult
+from kvpool_connector.prefetching import Prefetches, PrefetchRequest
 from kvpool_connector.probing import Prober
 from kvpool_connector.running_loads import RunningLoad, RunningLoads, SharedLoad
 from kvpool_connector.save_queue import SaveItem, SaveQueue, StoredBlock
@@ -73,6 +74,7 @@ class Planner:
         self._requests: dict[str, TrackedRequest] = {}
         self._serial = 0
         self._loads: list[LoadRequest] = []  # for the next step
+        self._prefetches = Prefetches(self._groups)
         first = self._groups[0]
         self._running = RunningLoads(first.block_size // first.hashes_per_block, self._unit)
         self.verifier = Verifier(
@@ -140,6 +142,7 @@ class Planner:
         self._serial += 1
         request.serial, request.asked_at = self._serial, now
         request.matches, request.prefixes, request.decision = (), (), None
+        self._prefetches.drop(request_id)
         request.shared = request.waits_until = None
         request.stale = False
         request.blocks_saved = [0] * len(self._groups)
@@ -180,6 +183,8 @@ class Planner:
             self.counters[f"miss {reason}"] += 1
             return None
         request.matches = tuple(matches)
+        if self._limits.prefetch and not request.hints.skip_prefetch:
+            self._prefetches.found(request_id, request.hashes, matches)
         request.blocks_saved = [
             max(blocks, match.length)
             for blocks, match in zip(request.blocks_saved, matches, strict=True)
@@ -188,6 +193,14 @@ class Planner:
         if not stopped.hit:
             self.counters[f"miss {stopped.label}"] += 1
         return None
+
+    def take_prefetches(self) -> list[PrefetchRequest]:
+        """What prompts that still wait will load, and no memory has. Once for each prompt."""
+        if not self._prefetches:
+            return []
+        found = self._prefetches.take()
+        self.counters["prefetches"] += len({id(one.hashes) for one in found})
+        return found
 
     def wants_names(self, request_id: str) -> bool:
         """Whether blocks of this request are going to be saved."""
@@ -265,6 +278,7 @@ class Planner:
         0: it loads from another connector, or nothing.
         """
         request = self._requests[request_id]
+        self._prefetches.drop(request_id)
         if request.decision is LoadDecision.VERIFY and self.verifier.due:
             self.verifier.choose(request_id, *request.offered, request.matches)
         self._count_decision(request, tokens)
@@ -381,6 +395,7 @@ class Planner:
         """The weights have changed. What requests have computed with the old ones is not saved, and
         what was looked up for them is not loaded: what the pool has now, new requests find out."""
         self._saves.reset()
+        self._prefetches.clear()
         for request in self._requests.values():
             request.stale = True
             request.matches = request.prefixes = ()
@@ -427,6 +442,7 @@ class Planner:
         if request is None:
             return None
         del self.quiet_until[request_id]
+        self._prefetches.drop(request_id)
         self.verifier.release(request_id)
         self._end_load(request)
         self._saves.expedite(request.hints.session, request.hints.resume_in_s)

@@ -82,6 +82,7 @@ _PARAMS: Final[Mapping[str, _Param]] = {
     "end_session": _Param("true or false", _is_bool),
     "skip_save": _Param("true or false", _is_bool),
     "skip_load": _Param("true or false", _is_bool),
+    "skip_prefetch": _Param("true or false", _is_bool),
     "max_load_tokens": _Param(
         "a whole number from 0", lambda value: _is_number(value, int) and value >= 0
     ),
@@ -169,6 +170,7 @@ def parse_request(asked: Asked) -> Parsed:
         found.get("end_session", envelope.ends),
         skip_save=found.get("skip_save", False),
         skip_load=found.get("skip_load", False),
+        skip_prefetch=found.get("skip_prefetch", False),
         max_load_tokens=found.get("max_load_tokens"),
     )
     return Parsed(hints, mistakes, envelope.outcomes)

@@ -26,6 +26,7 @@ from kvpool_connector.messages import Mismatch, StepWork, WorkerInfo, WorkerRepo
 from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.prefetching import PrefetchRequest
 from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.settings import Settings
 from kvpool_connector.values import (
@@ -121,6 +122,7 @@ class ConnectorScheduler:
             save_gather_s=settings.save_gather_s,
             probe_every_s=settings.probe_every_s,
             loads_per_check=settings.loads_per_check,
+            prefetch=settings.prefetch,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
         #: Known when every rank has sent its `WorkerInfo`.
@@ -232,6 +234,7 @@ class ConnectorScheduler:
         if self._arrivals:
             self._repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
+        self._start_prefetches(idle=step.idle)
         if not self.namespaces:
             self._explain_missing_name(now)
             names = self.names
@@ -482,6 +485,25 @@ class ConnectorScheduler:
             self._arrivals[request_id] = (now + _ARRIVE_EVERY_S, session)
             self.planner.counters["arrivals_repeated"] += 1
             self._thread.start(partial(self._send_arrival, session))
+
+    def _start_prefetches(self, *, idle: bool) -> None:
+        """For the prompts that this step has left in the queue. (design: prefetch)"""
+        # The engine asks for the first of its queue only. (An idle one waits for answers later.)
+        if self._lookups.waiting and not idle:
+            self._take_lookup_results()
+        for request in self.planner.take_prefetches():
+            self._thread.start(
+                partial(self._send_prefetch, self.namespaces[request.group], request)
+            )
+
+    async def _send_prefetch(self, namespace: Namespace, request: PrefetchRequest) -> None:
+        """In the pool's thread."""
+        pool = self._thread.pool
+        try:
+            if pool is not None:
+                await pool.prefetch(namespace, request.digests(), match=request.match)
+        except KvpoolError as error:
+            self._log_line(f"a prefetch was not sent: {error}")
 
     async def _send_arrival(self, session: str) -> None:
         """In the pool's thread."""

@@ -62,6 +62,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Also load in an engine whose kv_role is kv_producer; also save in a kv_consumer.
     producer_loads: bool = False
     consumer_saves: bool = False
+    #: Have servers bring the blocks of prompts that wait in the engine's queue from slower tiers
+    #: into memory before they are loaded (design: prefetch).
+    prefetch: bool = True
     #: Prompts that load at once; further prompts are computed.
     loads_max: Count = 32
     #: Reads that one process has under way at once; it may have half as many writes in addition.

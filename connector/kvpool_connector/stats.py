@@ -37,6 +37,7 @@ _PLAIN: Final = {
     "estimated_prefill_s": "Seconds that computing was estimated to take, where that was compared.",
     "probes": "Background measurements of the pool's speed.",
     "verified_blocks": "Blocks that were compared with the engine's own.",
+    "prefetches": "Prompts whose blocks were brought into memory while they waited.",
     "arrivals_repeated": "Arrivals repeated for prompts of sessions that wait for long.",
     "bad_hints": "Requests with hints that are not valid.",
     "hook_s": "Seconds spent in the scheduler's hooks.",

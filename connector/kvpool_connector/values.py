@@ -42,6 +42,7 @@ class PlannerLimits(NamedTuple):
     save_gather_s: float = 0.0
     probe_every_s: float = 5.0
     loads_per_check: int = 0
+    prefetch: bool = True
 
 
 class RequestHints(NamedTuple):
@@ -52,9 +53,11 @@ class RequestHints(NamedTuple):
     ends: bool = False
     #: Not a hint, but as lasting: its LoRA adapter.
     adapter: AdapterKey | None = None
-    #: Not saved, not looked up, and so many tokens loaded at most: what the request asks for.
+    #: Not saved, not looked up, not brought into memory while it waits, and so many tokens loaded
+    #: at most: what the request asks for.
     skip_save: bool = False
     skip_load: bool = False
+    skip_prefetch: bool = False
     max_load_tokens: int | None = None
 
 

@@ -14,19 +14,22 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
+from kvpool import logs
 from kvpool.server.state.fetches import FetchBudget
 from kvpool.server.state.prefetches import HOLD_S, SHARE, Chain, PrefetchQueue
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
 from kvpool.types import BATCH_BLOCKS_MAX, Namespace, PrefetchStatus
 
+log = logs.get("kvpool.server")
+
 #: Bytes of one step, or one block if that is larger; and blocks that one step looks at.
 _STEP_BYTES: Final = 4 << 20
 _STEP_BLOCKS: Final = 64
 #: While nothing can come up, it looks again so often: for room, and for sessions that return.
 _TICK_S: Final = 0.1
-#: A timer may end so much too early.
-_TIMER_S: Final = 1e-4
+#: A wait for the budget is a difference of times, and may be next to nothing.
+_TURN_MIN_S: Final = 1e-4
 #: A step that takes longer is left behind: its disk is stuck, and will be taken out of service.
 _STEP_S: Final = 5.0
 #: The chains of a session come up so long before it returns, and as much earlier as the largest
@@ -74,6 +77,7 @@ class Prefetcher:
     def start(self) -> None:
         if len(self._store.stores) > 1:
             self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(_ended)
 
     async def close(self) -> None:
         """End at once; transfers under way belong to the mover. Idempotent."""
@@ -142,12 +146,13 @@ class Prefetcher:
             if self._store.is_below(namespace, part, digests[0]):
                 break
             digests.popleft()  # it is in memory, or gone
-        left = self._memory // SHARE - self._store.front.prefetched.bytes
+        left = self._memory // SHARE - self._store.front.prefetched.held
         if not digests or left <= 0:
             return 0
         await self._mover.wait_for_readers()
-        if (wait_s := self.budget.wait_s(_now())) > 0:
-            await asyncio.sleep(wait_s + _TIMER_S)
+        while (wait_s := self.budget.wait_s(_now())) > 0:
+            await asyncio.sleep(max(wait_s, _TURN_MIN_S))  # it may end a moment too early
+            await self._mover.wait_for_readers()
         began = _now()
         following = list(islice(digests, _STEP_BLOCKS))
         running = self._mover.prefetch(namespace, part, following, min(left, _STEP_BYTES))
@@ -159,6 +164,11 @@ class Prefetcher:
             moved = sum(copy.entry.size for copy in arrived)
             self.budget.end(price_s, planned, moved, _now() - began)
         return len(running)
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("blocks are not prefetched any more", why=repr(error))
 
 
 def _is_good(task: asyncio.Task[bool]) -> bool:

@@ -35,6 +35,7 @@ DEFAULTS = {
     "save_gather_s": 0.1,
     "save_retries": 3,
     "copies": 1,
+    "prefetch": True,
     "probe_every_s": 5.0,
     "verify_rate": 1 / 2000,
 }
@@ -70,7 +71,7 @@ def test_defaults_stay() -> None:
 def test_a_planner_without_settings_has_their_defaults() -> None:
     limits = PlannerLimits()._asdict()
     shared = limits.keys() & DEFAULTS.keys() - {"save_gather_s"}
-    assert len(shared) == 8
+    assert len(shared) == 9
     assert {name: limits[name] for name in shared} == {name: DEFAULTS[name] for name in shared}
 
 

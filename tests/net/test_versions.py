@@ -14,7 +14,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from kvpool import ClientConfig, Cluster, MatchPoller, ReadStatus, WriteStatus, connect
+from kvpool import (
+    ClientConfig,
+    Cluster,
+    Match,
+    MatchPoller,
+    PrefetchStatus,
+    ReadStatus,
+    Replica,
+    Run,
+    WriteStatus,
+    connect,
+)
 from tests.conftest import NAMESPACE, buffers, keys, values
 
 NEW = ("-m",)
@@ -70,6 +81,15 @@ async def test_a_client_works_with_masters_and_servers_of_the_release_before(
             assert {result.status for result in results} == {ReadStatus.HIT}
             assert got == values(chain, 4096)
             assert (await pool.match(NAMESPACE, chain)).length == 64
+            # What an older server does not know is refused, and the connection stays.
+            below = Run(0, 63, (Replica(pool._servers.rank(pool._servers._records)[0], "nvme"),))
+            match = Match((below,), 64, ReadStatus.HIT)
+            statuses = await pool.prefetch(NAMESPACE, chain, match=match)
+            refused, known = PrefetchStatus.REFUSED, PrefetchStatus.IN_MEMORY
+            assert set(statuses) == {refused if server == "old" else known}
+            again = await pool.read(NAMESPACE, chain, got)
+            assert {result.status for result in again} == {ReadStatus.HIT}
+            assert not any(count for name, count in pool.counters.items() if "failed_" in name)
             (member,) = await pool.members()
             assert member.stats.blocks in (0, 64)
             if master == "old":  # and without a loop

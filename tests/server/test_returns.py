@@ -10,6 +10,7 @@ import pytest
 
 from kvpool import ReadStatus, dev
 from kvpool.protocols import ReserveRequest
+from kvpool.server import prefetcher
 from kvpool.server.state import tiered_store
 from kvpool.types import ROOT, HintStatus, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
@@ -104,3 +105,31 @@ async def test_its_blocks_come_up_in_time_and_within_the_budget(tmp_path: Path) 
         assert 4 <= in_memory(large) <= 8
         assert in_memory(large[:4]) == 4, "the head first"
         stack.check()
+
+
+async def test_a_session_whose_prompt_has_arrived_returns_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its chain, in as many steps as that takes, although its time has passed."""
+    monkeypatch.setattr(prefetcher, "_STEP_BLOCKS", 2)
+    monkeypatch.setattr(tiered_store, "FRESH_S", 0.0)
+    tiers = ["dram:4MiB", f"nvme:{tmp_path}/tier:32MiB"]
+    async with dev.serve(tiers=tiers) as running, running.pool() as pool:
+        (server,) = running.servers
+        stack = server.stack
+        chain = keys("chain", 6)
+        await pool.write(NAMESPACE, chain, values(chain, BLOCK), session="a")
+        for number in range(3):
+            filler = keys(f"{number}", 40)
+            await pool.write(NAMESPACE, filler, values(filler, BLOCK))
+        await eventually(lambda: not stack.waiting and not stack.front.pins)
+
+        def in_memory() -> int:
+            return sum(stack.front.peek(NAMESPACE, 0, digest) is not None for digest in chain)
+
+        assert in_memory() == 0
+        await asyncio.sleep(0.2)  # an arrival so soon after the write may be that of the write
+        await pool.arrived("a")
+        await eventually(lambda: in_memory() == 6, within_s=8)
+        counters = server.stats(asyncio.get_running_loop().time()).counters
+        assert counters["returned_blocks"] == counters["prefetched_blocks"] == 6

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
@@ -18,8 +18,9 @@ from kvpool.master.state.server_record import EARLIER_MAX, Refusal, SequenceChec
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import MOVER, ChangeLog, Entry
+from kvpool.server.state.entry import MOVER, ChangeLog, Entry, Session
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.prefetches import HOLD_S
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from tests.simulation.arrivals import ArrivalOracle
@@ -80,6 +81,26 @@ class Memory(Protocol):
     def view(self, offset: int, size: int) -> memoryview: ...
 
 
+class Victim(NamedTuple):
+    """A block at the moment of its eviction: what its session had announced, whether it was of no
+    use by the hints, and whether it was prefetched and waits for its reader."""
+
+    entry: Entry
+    due: float | None
+    over: bool
+    unread: bool
+
+
+class PrefetchOracle(Protocol):
+    """What is checked of blocks that come up before they are read."""
+
+    def evicted(self, now: float, victim: Victim, newcomer: Session | None) -> None: ...
+
+    def came(self, store: WatchedStore, entry: Entry, now: float) -> None: ...
+
+    def check(self, store: WatchedStore) -> None: ...
+
+
 class MoveOracle(Protocol):
     """What is checked of blocks that move, as the stores see it."""
 
@@ -108,6 +129,11 @@ class WatchedStore(Store):
         #: Checks the invariants after a change.
         self.inspect: Callable[[], None] = self.check_alone
         self.moves: MoveOracle | None = None
+        self.prefetches: PrefetchOracle | None = None
+        #: Blocks that came up before they were read, and are still unread: until when they stay.
+        self.unread: dict[Entry, float] = {}
+        self.prefetch_reads = 0  # bytes of those that were read in time
+        self.reserved_at = 0.0
         self.corrupted: set[tuple[int, int]] = (
             set()
         )  # (offset, generation) that a fault has changed
@@ -117,6 +143,7 @@ class WatchedStore(Store):
         #: The (offset, size) in memory of bytes that still wait to be sent.
         self.unsent: Callable[[], list[tuple[int, int]]] = list
         self._evicted_now: list[Entry] = []
+        self._victims: list[Victim] = []
         self._every = every
         self._calls = 0
         #: In worlds with sessions, whose servers have one tier.
@@ -220,6 +247,8 @@ class WatchedStore(Store):
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         self._evicted_now.clear()
+        self._victims.clear()
+        self.reserved_at = now
         hint, arrivals = request.session_hint, self.arrivals
         if request.last_used is not None:  # no session writes: a server fetches its blocks
             hint = None
@@ -242,6 +271,10 @@ class WatchedStore(Store):
                 self.truth.probes.add("a full server refused")
             elif answer.status is WriteStatus.IN_PROGRESS:
                 self.truth.probes.add("two writers met")
+        if self.prefetches is not None and owner == MOVER and self.demotes and request.last_used:
+            session = self.policy._sessions.get(hint.session) if hint is not None else None
+            for victim in self._victims:
+                self.prefetches.evicted(now, victim, session)
         newest = max(request.last_used) if request.last_used and not self.demotes else None
         for entry in self._evicted_now:
             if newest is not None and entry.last_used >= newest:
@@ -274,6 +307,9 @@ class WatchedStore(Store):
             key = entry.index.namespace, entry.digest, entry.index.part
             if last_used is not None and self.moves is not None:
                 self.moves.sealed(entry.index.namespace, entry.digest)
+            if from_other_tier and last_used is not None and self.prefetches is not None:
+                self.unread[entry] = now + HOLD_S
+                self.prefetches.came(self, entry, now)
             if not from_other_tier:
                 self.truth.sealed(self.life, key)
             elif not self.tier:
@@ -308,6 +344,8 @@ class WatchedStore(Store):
             if pin.extent is not None:
                 hold = ("pin", owner, pin.id)
                 entry = self._owners[owner].pins[pin.id]
+                if self.unread.pop(entry, None) is not None:
+                    self.prefetch_reads += entry.size
                 self.held[hold] = (pin.extent.offset, pin.extent.size)
                 self._entries[hold] = entry
                 if entry.state is not State.STORED:
@@ -338,6 +376,21 @@ class WatchedStore(Store):
                     self.truth.fail(f"G4: {entry!r} was unpinned before its bytes were sent")
         super().unpin(owner, id)
         self.inspect_now_and_then()
+
+    def drop_lapsed(self, now: float) -> None:
+        before = set(self.prefetched)
+        super().drop_lapsed(now)
+        for entry in before.difference(self.prefetched):
+            if now < self.unread.pop(entry, now):
+                self.truth.fail(f"advice: {entry!r} was prefetched, and is let go too early")
+
+    def _give_up_prefetched(self) -> bool:
+        before = set(self.prefetched)
+        given_up = super()._give_up_prefetched()
+        for entry in before.difference(self.prefetched):
+            self.unread.pop(entry, None)
+            self.truth.probes.add("a prefetched block made room for a writer or a reader")
+        return given_up
 
     def relocate(self, entry: Entry, target: int) -> None:
         if (entry.offset, entry.generation) in self.corrupted:
@@ -388,8 +441,12 @@ class WatchedStore(Store):
     def _remove_entry(
         self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
     ) -> None:
+        unread = self.unread.pop(entry, -1.0) > self.reserved_at
         if event is Event.EVICT:
             self._evicted_now.append(entry)
+            session = entry.session
+            due = session.due if session is not None else None
+            self._victims.append(Victim(entry, due, self.policy.is_over(entry), unread))
             if self.arrivals is not None:
                 self.arrivals.evicted(entry)
             if entry.pins:

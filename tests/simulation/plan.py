@@ -48,6 +48,9 @@ class WorldPlan:
     moves: bool = False  # servers fetch blocks from each other, and leave
     fetch_rate: int = 0  # bytes per second; 0: a quarter of what is measured
     step_blocks: int = 64  # that one transfer of a fetch brings
+    prefetches: bool = False  # clients have blocks brought up from disks
+    prefetch_rate: int = 0  # bytes per second; 0: a quarter of what is measured
+    fresh_s: float = 2.0  # what was used so lately is not evicted for a prefetch
 
     @property
     def alignment(self) -> int:
@@ -119,6 +122,11 @@ class WorldPlan:
         share = rng.choice([0.5, 1.0, 1.0, 1.5, 2.0, 4.0])
         own = {name for name in FAULTS_OF_DISKS if rng.random() < 0.35}
         slow_net = {"chop", "narrow"} & plan.faults
+        prefetching = random.Random(f"{seed}/prefetches")
+        if prefetching.random() < 0.5 and "prefetches" not in without:
+            rate = prefetching.choice([0, 500, 5 * PAGE])
+            fresh_s = prefetching.choice([0.1, 0.1, 2.0])
+            plan = replace(plan, prefetches=True, prefetch_rate=rate, fresh_s=fresh_s)
         return replace(
             plan,
             joins=False,

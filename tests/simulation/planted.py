@@ -49,6 +49,7 @@ _SESSION_HINTS = "kvpool.server.eviction.session_hints"
 _BALANCER = "kvpool.server.balancer"
 _FETCHER = "kvpool.server.fetcher"
 _FETCHES = "kvpool.server.state.fetches"
+_PREFETCHER = "kvpool.server.prefetcher"
 _FORMAT = "kvpool_tiers.nvme.format"
 _NAMESPACES = "kvpool_tiers.nvme.namespaces"
 
@@ -858,6 +859,28 @@ BUGS: Sequence[Bug] = (
         "            self.front.mark_dirty(found)\n",
         "",
     ),
+    # --- blocks that come up before they are read
+    Bug(
+        "prefetches-fill-the-memory",
+        "G9",
+        _PREFETCHER,
+        "        left = self._memory // SHARE - self._store.front.prefetched.held\n",
+        "        left = self._memory - self._store.front.prefetched.held\n",
+    ),
+    Bug(
+        "prefetched-in-place-of-what-is-in-use",
+        "G9",
+        _STORE,
+        "            return self._last_use(victim) >= last_used and not useless\n",
+        "            return self._last_use(victim) > _JUST_NOW and not useless\n",
+    ),
+    Bug(
+        "prefetched-blocks-that-are-read-stay-unread",
+        "advice",
+        _STACK,
+        "                    front.prefetched.read(entry)\n",
+        "                    pass\n",
+    ),
     # --- prompts that wait
     Bug(
         "arrivals-lapse-in-the-queue",
@@ -928,6 +951,9 @@ BUGS: Sequence[Bug] = (
 #: The first seed that found a bug, for bugs that need many seeds: it is played first. When the code
 #: around a bug has changed and this seed no longer finds it, all the other seeds are played.
 FIRST_SEED: Final[Mapping[str, int]] = {
+    "prefetches-fill-the-memory": 15,
+    "prefetched-blocks-that-are-read-stay-unread": 15,
+    "prefetched-in-place-of-what-is-in-use": 19,
     "inventory-merged-not-replaced": 11,
     "stall-credits-the-future": 6,
     "base-evicts-alone": 6,

@@ -59,13 +59,23 @@ PINNED_WITH_CONTESTS = {
 }
 #: Without disks, a seed gives the same world as before disks were added.
 NO_DISK = frozenset(
-    {"disk", "contests", "crowds", "circles", "hoard", "sessions", "moves", "joins"}
+    {"disk", "contests", "crowds", "circles", "hoard", "sessions", "moves", "joins", "prefetches"}
 )
 #: Without write-back and moves, the same as before servers could do that.
-NO_WRITE_BACK = frozenset({"write-back", "moves", "joins"})
+NO_WRITE_BACK = frozenset({"write-back", "moves", "joins", "prefetches"})
 #: Without contests, crowds and circles, a seed gives the same world as before they were added.
 NO_CONTESTS = frozenset(
-    {"contests", "crowds", "circles", "hoard", "write-back", "sessions", "moves", "joins"}
+    {
+        "contests",
+        "crowds",
+        "circles",
+        "hoard",
+        "write-back",
+        "sessions",
+        "moves",
+        "joins",
+        "prefetches",
+    }
 )
 
 

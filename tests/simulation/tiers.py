@@ -391,6 +391,8 @@ class TierOracle:
             stack.check()
         except InvariantViolated as error:
             self._truth.fail(f"G3/G4: tiers of {self.top.life}: {error}")
+        if self.top.prefetches is not None:
+            self.top.prefetches.check(self.top)
         here = _keys(self.top.inventory())
         below = _keys(self.base.inventory())
         recorded = self._truth.held_by(self.top.life)

@@ -135,6 +135,8 @@ class SimClient:
             kinds.append((0.06, self._contest))
         if world.plan.moves:
             kinds += [(0.10, self._fetch), (0.04, self._leave)]
+        if world.plan.prefetches:
+            kinds.append((0.15, self._prefetch))
         if world.plan.circles:
             kinds.append((0.06, self._circle))
         (operation,) = self._rng.choices([k for _, k in kinds], [share for share, _ in kinds])
@@ -215,6 +217,18 @@ class SimClient:
                 await self.pool.arrived(session, timeout=1.0)
         if self._rng.random() < 0.8 and match.length:
             await self._read_now(namespace, chain[: match.length], match)
+
+    async def _prefetch(self) -> None:
+        """A prompt waits for its engine; then it is read, as a rule."""
+        world = self._world
+        namespace, chain = self._chain()
+        if world.plan.write_back and self._rng.random() < 0.4:
+            session = f"{self.name} {self._rng.randrange(4)}"
+            await self.pool.hint(session, resume_in=self._rng.choice([1.0, 4.0, 20.0]), timeout=1.0)
+        await world.prefetches.ask(self.pool, namespace, chain, self._timeout_s)
+        await asyncio.sleep(self._rng.choice([0.0, 0.05, 1.0, 3.0]))
+        if self._rng.random() < 0.6:
+            await self._read_now(namespace, chain, None)
 
     async def _end_session(self) -> None:
         _, chain = self._chain()

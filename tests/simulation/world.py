@@ -46,6 +46,7 @@ from tests.simulation.nodes import Incident, MasterNode, ServerNode
 from tests.simulation.oracles import WatchedDirectory, WatchedStore
 from tests.simulation.plan import WorldPlan
 from tests.simulation.platter import PAGE, Platter
+from tests.simulation.prefetches import Prefetches
 from tests.simulation.random_streams import RandomStreams
 from tests.simulation.sandbox import sandbox
 from tests.simulation.tiers import CircularNvme, DiskMemory, TierOracle, WatchedDiskStore, offset_in
@@ -102,6 +103,7 @@ class World:
         vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
         self.moves = Moves(self)
         self.joins = Joins(self)
+        self.prefetches = Prefetches(self)
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
@@ -289,6 +291,7 @@ class World:
         )
         self.moves.watch(node)
         self.joins.watch(node)
+        self.prefetches.watch(node)
         if plan.copy_s > 0.001:
             server._context.compactor.inline_max = 0  # moves take time, as those of large blocks
         truth.life_began(life)

@@ -84,6 +84,8 @@ class PrefetchedBlocks:
 
     def __init__(self) -> None:
         self._until: OrderedDict[Entry, float] = OrderedDict()  # oldest first
+        self._extents: dict[Entry, int] = {}
+        self.held = 0  # bytes of whole extents
         self.bytes = 0
         self.blocks_came = 0
         self.came = 0
@@ -99,22 +101,23 @@ class PrefetchedBlocks:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._until)
 
-    def add(self, entry: Entry, now: float) -> None:
+    def add(self, entry: Entry, extent: int, now: float) -> None:
+        """A block has come up, into an extent of so many bytes."""
         self._until[entry] = now + HOLD_S
+        self._extents[entry] = extent
+        self.held += extent
         self.bytes += entry.size
         self.blocks_came += 1
         self.came += entry.size
 
     def read(self, entry: Entry) -> None:
         """A reader has pinned the block: from now on it is one as all others."""
-        if self._until.pop(entry, None) is not None:
-            self.bytes -= entry.size
+        if self._leaves(entry):
             self.used += entry.size
 
     def drop(self, entry: Entry) -> None:
         """The block has left its tier, or is not kept any longer, without having been read."""
-        if self._until.pop(entry, None) is not None:
-            self.bytes -= entry.size
+        if self._leaves(entry):
             self.wasted += entry.size
 
     def lapsed(self, now: float) -> list[Entry]:
@@ -130,3 +133,10 @@ class PrefetchedBlocks:
         for entry in last:
             self.drop(entry)
         return last
+
+    def _leaves(self, entry: Entry) -> bool:
+        if self._until.pop(entry, None) is None:
+            return False
+        self.bytes -= entry.size
+        self.held -= self._extents.pop(entry)
+        return True

@@ -431,7 +431,7 @@ class Store:
         index = copy.index
         entry = self.peek(index.namespace, index.part, copy.digest)
         if entry is not None:
-            self.prefetched.add(entry, now)
+            self.prefetched.add(entry, self.allocator.rounded(entry.size), now)
 
     def drop_lapsed(self, now: float) -> None:
         """Prefetched blocks that nobody has read in time: they are evicted next."""
@@ -639,11 +639,7 @@ class Store:
     def check(self) -> None:
         """Check every invariant and the table above. Raises InvariantViolated; O(blocks)."""
         self.allocator.check()
-        prefetched = self.prefetched
-        if prefetched.bytes != sum(entry.size for entry in prefetched):
-            raise InvariantViolated("the count of prefetched bytes is wrong")
-        if any(entry.state is not State.STORED for entry in prefetched):
-            raise InvariantViolated("a prefetched block has left and is still listed")
+        self._check_prefetched()
         held: dict[int, Entry] = {}
         self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
         for (namespace, part), index in self._indexes.items():
@@ -686,6 +682,14 @@ class Store:
         if sizes != self.allocator.extents():
             raise InvariantViolated("allocated extents and blocks disagree (G3)")
         self._check_owners(held)
+
+    def _check_prefetched(self) -> None:
+        blocks = self.prefetched
+        counts = sum(entry.size for entry in blocks), self._bytes(blocks)
+        if (blocks.bytes, blocks.held) != counts:
+            raise InvariantViolated("the count of prefetched bytes is wrong")
+        if any(entry.state is not State.STORED for entry in blocks):
+            raise InvariantViolated("a prefetched block has left and is still listed")
 
     def _check_owners(self, held: dict[int, Entry]) -> None:
         pins: dict[int, int] = {}

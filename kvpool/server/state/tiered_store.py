@@ -391,7 +391,7 @@ class TieredStore:
                 break
             if answer is WriteStatus.RESERVED:
                 self.hits[entry.index.tier] += 1
-                taken += entry.size
+                taken += self.front.allocator.rounded(entry.size)
         return copies
 
     def next_return(self, until: float) -> Return | None:

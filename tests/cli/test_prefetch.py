@@ -1,0 +1,67 @@
+"""Real processes: blocks that lie in a server's file are in its memory when their reader comes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvpool import ClientConfig, PrefetchStatus, ReadStatus, connect
+from kvpool.tools.subprocesses import process_of, servers_up
+from tests.conftest import NAMESPACE, buffers, keys, values
+
+BLOCK = 64 << 10
+
+
+@pytest.mark.timeout(120)
+async def test_a_server_brings_up_what_will_be_read_and_counts_it(tmp_path: Path) -> None:
+    quiet = ("--log-level", "error")
+    async with process_of("kvpool", "master", "--bind", "127.0.0.1:0", *quiet) as process:
+        master = (await process.line()).removeprefix("master at ")
+        tiers = ("--tier", "dram:4MiB", "--tier", f"nvme:{tmp_path}/tier:32MiB")
+        server = process_of(
+            "kvpool",
+            "server",
+            *("--masters", master, "--id", "one", *tiers, *quiet),
+            environment={"KVPOOL_SERVER_HEARTBEAT_S": "100ms"},
+        )
+        async with server as child:
+            await child.line()
+            await servers_up(master, 1)
+            config = ClientConfig(masters=[master], timeout_s=20)
+            async with await connect(config=config) as pool:
+                chain = keys("chain", 6)
+                await pool.write(NAMESPACE, chain, values(chain, BLOCK))
+                for number in range(4):
+                    filler = keys(f"filler {number}", 30)
+                    await pool.write(NAMESPACE, filler, values(filler, BLOCK))
+
+                async def counters() -> dict[str, int]:
+                    (member,) = await pool.members()
+                    return member.stats.counters
+
+                async def tier() -> set[str]:
+                    runs = (await pool.match(NAMESPACE, chain)).runs
+                    return {replica.tier for run in runs for replica in run.replicas}
+
+                assert await tier() == {"nvme"}
+                statuses = await pool.prefetch(NAMESPACE, chain)
+                assert statuses == [PrefetchStatus.COMING] * 6
+                # What was written last stays for two seconds; then the master knows of each block.
+                for _ in range(200):
+                    if await tier() == {"dram"}:
+                        break
+                    await asyncio.sleep(0.1)
+                assert await tier() == {"dram"}
+                into = buffers(6, BLOCK)
+                results = await pool.read(NAMESPACE, chain, into)
+                assert {result.status for result in results} == {ReadStatus.HIT}
+                assert into == values(chain, BLOCK)
+                for _ in range(100):
+                    if (await counters())["prefetch_used_bytes"] == 6 * BLOCK:
+                        break
+                    await asyncio.sleep(0.1)
+                found = await counters()
+                assert found["prefetched_bytes"] == found["prefetch_used_bytes"] == 6 * BLOCK
+                assert found["prefetch_wasted_bytes"] == 0
