@@ -277,6 +277,20 @@ def test_hints_beyond_the_budget_take_no_room_from_others() -> None:
     assert books.store.hint_counters["announced_bytes"] == 16 * PAGE
 
 
+def test_the_budget_of_hints_counts_whole_extents() -> None:
+    """Small blocks take a page each: 17 of 20 pages are more than the budget of 16."""
+    books = Books(20)
+    chain = keys("small", 17)
+    hint = SessionHint("small", 5.0)
+    request = ReserveRequest(ONE, 0, chain, [ROOT, *chain[:-1]], [100] * 17, hint)
+    for answer in books.store.reserve(1, request, 1.0):
+        books.store.seal(1, answer.id, 0, 1.0)
+    books.store.check()
+    assert books.store.hint_counters["announced_bytes"] == 17 * PAGE
+    assert books.write("", keys("other", 4)) == [WriteStatus.RESERVED] * 4
+    assert books.here(chain) == 16
+
+
 def test_hints_are_counted_and_bounded(books: Books) -> None:
     store = books.store
     assert store.resume("nobody", 1.0, 0.0) is HintStatus.UNKNOWN

@@ -156,6 +156,77 @@ def test_what_the_disk_evicts_stays_in_memory() -> None:
     assert server.read(1, ONE, 0, chain[:2]) == [ReadStatus.HIT] * 2
 
 
+def test_two_blocks_that_evict_each_other_from_a_full_disk_do_not_go_on_for_ever() -> None:
+    """Nothing else was written, and so nothing in memory could make room (seed 201654)."""
+    server = Server(4, 1, write_back=True)
+    chain = keys("chain", 4)
+    for digest_count in range(1, 5):  # the head is the least recently used
+        talk(server, "", chain[:digest_count])
+    server.settle()
+    written = 0
+    for _ in range(4):
+        if server.write(1, ONE, 0, keys("late", 1)) == ["RESERVED"]:
+            break
+        while True:  # what the mover does: it goes on while a call waits for room
+            server.start()
+            if not server.copies and not server.stack.waiting:
+                break
+            written += len(server.copies)
+            while server.copies:
+                server.finish(server.copies.pop(0))
+    assert server.stack.front.peek(ONE, 0, keys("late", 1)[0])
+    assert 0 < written < 2 * len(chain)
+
+
+@pytest.mark.parametrize(("are_used", "writes"), [(True, 8), (False, 4)])
+def test_what_the_disk_evicts_is_written_again_once_for_each_use(
+    are_used: bool, writes: int
+) -> None:
+    server = Server(16, 1, write_back=True)
+    assert server.stack.write_back is not None
+    both = [keys("one", 1), keys("other", 1)]
+    for chain in both:
+        server.write(1, ONE, 0, chain)
+    written = 0
+    for _ in range(8):  # the disk has one page: each of them evicts the other
+        for chain in both * are_used:
+            server.read(3, ONE, 0, chain)
+            server.drop(3)
+        server.stack.write_back.wanted_bytes = PAGE
+        server.start()
+        written += len(server.copies)
+        while server.copies:
+            server.finish(server.copies.pop(0))
+    assert written == writes
+    assert server.stack.front.dirty == are_used
+
+
+def test_a_parent_that_comes_back_goes_to_the_disk_before_its_children() -> None:
+    """What is left of the chain that is being written was chosen without it (seed 300004)."""
+    server = Server(16, 64, write_back=True)
+    chain = keys("chain", 15)
+    server.write(1, ONE, 0, chain)
+    server.read(3, ONE, 0, chain[:14])  # its tail is the least recently used
+    server.drop(3)
+    server.settle()
+    assert on_disk(server, chain)[:4] == [True, True, True, False]
+    server.stack.backing.remove(ONE, [chain[2]], ReadStatus.CORRUPT)
+    server.settle()
+    assert on_disk(server, chain)[:4] == [True, True, True, False]
+
+
+def test_a_head_that_only_memory_has_makes_no_room_for_its_tail() -> None:
+    """The disk refused it: the tail alone would be of no use (seed 200524)."""
+    server = Server(3, 8)
+    chain = keys("chain", 5)
+    list(server.stack.stop_writing())
+    server.write(1, ONE, 0, chain[:3])
+    assert server.write(1, ONE, 0, chain) == ["ALREADY_STORED"] * 3 + ["NO_SPACE"] * 2
+    server.stack.resume_writing()
+    server.settle()
+    assert server.write(1, ONE, 0, chain) == ["ALREADY_STORED"] * 3 + ["RESERVED"] * 2
+
+
 def test_a_head_that_comes_up_is_no_new_branch() -> None:
     """The rest of its session's chain was taken for superseded, and dropped."""
     server = Server(16, 64, write_back=True)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Final
 
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import Entry
 
 #: An arrival is believed for this long after it came.
-_WAIT_S = 120.0
+WAIT_S: Final = 120.0
 #: An arrival so soon after a use may count as that use.
-_SAME_TIME_S = 0.1
+_SAME_TIME_S: Final = 0.1
 
 
 class ArrivalOracle:
@@ -38,8 +39,8 @@ class ArrivalOracle:
             self._expect_no_wait(name, "its prompt had been served before its arrival was heard")
         session = self._policy._sessions.get(name)
         used = self._used[name] / 1e6 + _SAME_TIME_S
-        if session is not None and session.bytes and came > used and age_s < _WAIT_S:
-            self._until[name] = came + _WAIT_S
+        if session is not None and session.bytes and came > used and age_s < WAIT_S:
+            self._until[name] = came + WAIT_S
 
     def ended(self, name: str, now: float) -> None:
         self._until.pop(name, None)
@@ -78,7 +79,9 @@ class ArrivalOracle:
             self._fail(f"arrivals: {entry!r} was evicted while a prompt of its session waits")
 
     def bypassed(self) -> None:
-        """The store has refused a block of nobody's hint; its policy alone refuses none."""
+        """The store has refused a block without a hint; its policy alone refuses none."""
+        if not any(self.now < until for until in self._until.values()):
+            self._fail("arrivals: a write is refused, but no prompt waits")
         if self._policy.announced_bytes > self._policy.budget:
             self._fail("arrivals: a write finds no room beside sessions beyond their budget")
 

@@ -87,7 +87,11 @@ class Judge:
             if part is not None and not altered and data not in values(namespace, digest, part):
                 self._fail(f"G1: wrong bytes of {digest.hex()[:12]}")
             return
-        if status is ReadStatus.CORRUPT and not any(history.corrupted for history in histories):
+        # A reason is one of the block, for all of its parts: what became of another part counts.
+        corrupted = any(history.corrupted for history in histories)
+        if status is ReadStatus.CORRUPT and not (
+            corrupted or self._ever(namespace, digest, status)
+        ):
             self._fail(f"G1: {digest.hex()[:12]} is reported corrupt, but no fault corrupted it")
         if status is ReadStatus.EVICTED and not self._ever(namespace, digest, status):
             self._fail("G5: the reason is evicted, but it was never evicted")

@@ -881,6 +881,20 @@ BUGS: Sequence[Bug] = (
         "                    front.prefetched.read(entry)\n",
         "                    pass\n",
     ),
+    Bug(
+        "head-makes-room-for-its-tail",
+        "G5",
+        _STORE,
+        "if its_parent and not self.has_copy(victim):",
+        "if its_parent and not self.demotes:",
+    ),
+    Bug(
+        "evicted-below-is-written-for-ever",
+        "G6",
+        _STACK,
+        "given_up = self._written_again.get(entry) == entry.last_used",
+        "given_up = False",
+    ),
     # --- prompts that wait
     Bug(
         "arrivals-lapse-in-the-queue",

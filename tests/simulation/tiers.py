@@ -159,10 +159,13 @@ class WatchedDiskStore(WatchedStore):
         """Without a `previous_disk` the content of the disk is unknown."""
         super().__init__(life, memory, truth, every=every, policy=policy)
         self.above: WatchedStore | None = None
-        self.refused: set[BlockPart] = set()  # the disk had no space for them
+        #: The disk had no space for them, or gave them up for what it had to take.
+        self.refused: set[BlockPart] = set()
         self._previous_disk = previous_disk
         self.restored = False
         self.is_read_only: Callable[[], bool] = lambda: False
+        #: Blocks that it evicted and memory kept, and their last use then: written again once.
+        self._evicted_below: dict[BlockPart, int] = {}
         self.is_about_to_get: Callable[[Namespace, int, bytes], None] = lambda *_: None
         self.unerased: set[int] = set()
         self.dropped: Mapping[str, int] = {}  # what the tier did not find, by reason
@@ -280,8 +283,14 @@ class WatchedDiskStore(WatchedStore):
             self.unerased.add(entry.offset)
         if entry.pins:
             self.truth.probes.add("a block left the disk while it was copied")
-        if self.above is not None and self.above.peek(index.namespace, index.part, entry.digest):
+        key = index.namespace, entry.digest, index.part
+        kept = self.above and self.above.peek(index.namespace, index.part, entry.digest)
+        if kept:
             self.truth.probes.add("the disk evicted a block that was also in memory")
+        if kept and event is Event.EVICT:
+            if self._evicted_below.get(key) == kept.last_used:
+                self.refused.add(key)
+            self._evicted_below[key] = kept.last_used
         super()._remove_entry(entry, event, reason, free=free)
 
     @property

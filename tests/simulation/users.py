@@ -592,6 +592,8 @@ class SimClient:
                 ONE, [digest], [value(ONE, digest, 0)], timeout=_TIMEOUT_S
             )
             alone = world.only_incident
+            if status is WriteStatus.BYPASSED and world.plan.sessions:
+                return  # for prompts that wait, as the oracle of the store has checked
             if not status.present and alone is not None and alone.name == "hoard":
                 world.loop.fail(f"G9: beside {stranger} a write returned: {status.label}")
 

@@ -32,7 +32,7 @@ from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.tcp import TcpTransport
-from tests.simulation.arrivals import ArrivalOracle
+from tests.simulation.arrivals import WAIT_S, ArrivalOracle
 from tests.simulation.blocks import BlockCatalog
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.disk import SimDisk
@@ -390,7 +390,8 @@ class World:
                 raise Violation(f"liveness: {RECOVERY_S:g} s after the last fault: {problem}")
             await asyncio.sleep(0.5)
         self.settled_from = min(self.settled_from, self.loop.now)
-        await asyncio.sleep(3)
+        # Prompts that nobody serves keep their blocks for so long, and then no longer.
+        await asyncio.sleep(3 + WAIT_S * self.plan.sessions)
         for node in self.servers:
             node.store.verify_all("everything is well again")
             node.store.check_evictable()
@@ -461,7 +462,7 @@ class World:
             if store.pins or store.reservations:
                 raise Violation("pins or reservations outlive their clients")
             if node.tiers is None and not store.quarantined:
-                store.check_all_can_go(self.loop.now)
+                store.check_all_can_go(node.process.clock(self.loop.now))
             await node.process.spawn(node.server.close())
         for master in self.masters:
             assert master.master is not None

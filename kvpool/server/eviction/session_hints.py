@@ -60,7 +60,8 @@ _UNANNOUNCED_S: Final = 10.0
 class SessionAwarePolicy:
     """What the store calls: it applies the hints, and asks the wrapped `policy` for all the rest.
 
-    `budget` is bytes. Where a block is recorded while it may be evicted:
+    `budget` is bytes of whole extents; `rounded` gives how many bytes of them a block takes.
+    Where a block is recorded while it may be evicted:
 
     | block                                  | recorded in                                  |
     |----------------------------------------|----------------------------------------------|
@@ -70,9 +71,12 @@ class SessionAwarePolicy:
     | any other, and leaves above LEAVES_MAX | candidate of `policy` alone                  |
     """
 
-    def __init__(self, policy: Policy[Entry], budget: int) -> None:
+    def __init__(
+        self, policy: Policy[Entry], budget: int, rounded: Callable[[int], int] = int
+    ) -> None:
         self.policy = policy
         self.budget = budget
+        self._rounded = rounded
         self.announced_bytes = 0
         self.waiting = 0  # sessions whose prompt has arrived and was not served yet
         self.counters: Counter[str] = Counter()
@@ -120,9 +124,10 @@ class SessionAwarePolicy:
         """Count a new block in its session."""
         session = entry.session
         if session is not None:
-            session.bytes += entry.size
+            size = self._rounded(entry.size)
+            session.bytes += size
             if session.due is not None:
-                self.announced_bytes += entry.size
+                self.announced_bytes += size
 
     def block_shared(self, entry: Entry) -> None:
         """Another session uses the block too: from now on hints of no session apply to it."""
@@ -394,7 +399,7 @@ class SessionAwarePolicy:
         sizes: Counter[Session] = Counter()
         for entry in entries:
             if entry.session is not None:
-                sizes[entry.session] += entry.size
+                sizes[entry.session] += self._rounded(entry.size)
         here = set(entries)
         for session in {*self._sessions.values(), *sizes}:
             if session.bytes != sizes[session]:
@@ -467,9 +472,10 @@ class SessionAwarePolicy:
         session.leaves.pop(entry, None)
         if session.chain_ends.get(entry.index) is entry:
             del session.chain_ends[entry.index]
-        session.bytes -= entry.size
+        size = self._rounded(entry.size)
+        session.bytes -= size
         if session.due is not None:
-            self.announced_bytes -= entry.size
+            self.announced_bytes -= size
 
     def _withdraw(self, session: Session) -> None:
         """Drop a session's hints: its leaves become candidates of the policy again."""

@@ -39,7 +39,7 @@ class Session:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.bytes = 0  # of stored blocks that this session alone uses
+        self.bytes = 0  # whole extents of stored blocks that this session alone uses
         self.chain_ends: dict[Index, Entry] = {}  # the end of its last chain
         self.leaves: dict[Entry, None] = {}  # its evictable leaves, oldest first
         self.due: float | None = None  # the time at which it resumes, by its hint

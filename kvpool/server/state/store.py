@@ -98,7 +98,7 @@ class Store:
         self.policy = (
             policy
             if isinstance(policy, SessionAwarePolicy)
-            else SessionAwarePolicy(policy or LRU(), budget)
+            else SessionAwarePolicy(policy or LRU(), budget, self.allocator.rounded)
         )
         self.change_log = ChangeLog(tombstones_max)
         #: What connections may pin and reserve (design: budgets).
@@ -921,11 +921,11 @@ class Store:
 
     def _is_spared(self, victim: Entry, newcomer: Entry, owner: int, last_used: int) -> bool:
         """Whether a block that may be evicted stays, and the newcomer is refused."""
-        # A chain that does not fit keeps its head: no block is stored in place of its parent. Where
-        # it goes to a slower tier, it is not lost.
+        # A chain that does not fit keeps its head: no block is stored in place of its parent. One
+        # that a slower tier has is not lost. (That tier may have refused it, or take no writes.)
         namespace = newcomer.index.namespace
         its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
-        if its_parent and not self.demotes:
+        if its_parent and not self.has_copy(victim):
             return True
         if owner == MOVER and self.demotes and last_used != _JUST_NOW:
             # A block that is prefetched: what it evicts has a copy below, and would be missed here.

@@ -126,6 +126,8 @@ class TieredStore:
         self._unwritten: OrderedDict[Entry, None] = OrderedDict()
         #: Fetched from another server and not written back: they make room there by their age.
         self._fetched: set[Entry] = set()
+        #: Evicted by the backing tier and kept by memory: their last use at that time.
+        self._written_again: dict[Entry, int] = {}
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
         self._unreported = 0  # blocks of offline tiers whose loss is still to be announced
         self._evicting = False  # copies in other tiers leave with their block: announced once
@@ -425,7 +427,9 @@ class TieredStore:
         entry = copy.entry
         if copy.target > self.front_tier:
             self._moving_bytes -= entry.size
-            self._refused(0)
+            # A block with children in memory makes no room there before they are written, too.
+            if not good or not entry.children:
+                self._refused(0)
         if self.offline_tiers.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         # The source block may have been removed during the transfer: then no copy may appear.
@@ -501,6 +505,7 @@ class TieredStore:
             self._writeback_queue.clear()
             self._unwritten.clear()
             self._fetched.clear()
+            self._written_again.clear()
             self.read_only = False
         return lost
 
@@ -906,6 +911,7 @@ class TieredStore:
         if tier == self.backing_tier:
             self._erasable.append(entry.offset)
         self._unwritten.pop(entry, None)
+        self._written_again.pop(entry, None)
         self._fetched.discard(entry)
         self._writeback_queue.pop(entry, None)
         if self._evicting:
@@ -928,13 +934,23 @@ class TieredStore:
         place = found.index.tier
         if tier == self.front_tier or (place != self.front_tier and tier < place):
             self.change_log.append(found, ReadStatus.HIT, place)
-        gave_up = (
-            event is Event.EVICT and self.write_back is not None and self.write_back.is_flushing
-        )
-        if tier == self.backing_tier and place == self.front_tier and not gave_up:
+        kept = tier == self.backing_tier and place == self.front_tier
+        if kept and not (event is Event.EVICT and self._is_given_up(found)):
             # The backing tier lost its copy because that was corrupt: write it again. Or, with
             # write-back, it evicted what memory still uses, perhaps below blocks that are dirty.
-            # (Not while the server stops: where memory is as large, that would never end.)
             self.front.mark_dirty(found)
             self._queue(found)
         return False
+
+    def _is_given_up(self, entry: Entry) -> bool:
+        """Whether a block of the front tier that the backing tier has evicted stays without a copy.
+
+        It is written again once for each use. Two blocks that take each other's place on a full
+        disk would be written for ever; and those that wait behind them would stay dirty, so that
+        nothing in memory could make room for a reader.
+        """
+        if self.write_back is not None and self.write_back.is_flushing:
+            return True
+        given_up = self._written_again.get(entry) == entry.last_used
+        self._written_again[entry] = entry.last_used
+        return given_up

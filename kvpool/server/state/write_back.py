@@ -43,7 +43,7 @@ class WriteBack:
         self._by_use: list[tuple[int, Entry]] = []
         self._chain: list[Entry] = []  # that is being written, its next block last
         self.dirty_max = int(front.allocator.capacity * DIRTY_SHARE)
-        #: For which a call found no space, since the last block was written.
+        #: For which a call found no space, since the last block was written that made room.
         self.wanted_bytes = 0
         #: The server stops: all that is dirty must be written.
         self.is_flushing = False
@@ -71,7 +71,10 @@ class WriteBack:
     def next(self) -> Entry:
         """The block of the queue, which is not empty, that is written next; it leaves it."""
         while self._chain:
-            if (entry := self._chain.pop()) in self._queue:
+            entry = self._chain.pop()
+            if entry.index.blocks.get(entry.parent) in self._queue:
+                self._chain.clear()  # its parent has come back since, and goes first
+            elif entry in self._queue:
                 del self._queue[entry]
                 return entry
         if self.is_flushing:
