@@ -61,6 +61,20 @@ def test_a_quarter_of_the_memory_is_kept_clean_heads_first() -> None:
     assert server.stack.front.dirty_bytes == 12 * PAGE
 
 
+def test_what_is_dirty_counts_whole_extents() -> None:
+    """Small blocks take a page each, so three quarters of the pages may be dirty, and not all."""
+    server = Server(16, 64, write_back=True)
+    chain = keys("small", 15)
+    request = ReserveRequest(ONE, 0, chain, [ROOT, *chain[:-1]], [100] * 15)
+    for digest, answer in zip(chain, server.stack.reserve(1, request, 1.0), strict=True):
+        assert answer.extent is not None
+        server.memory[0][answer.extent.offset] = (ONE, 0, digest)
+        server.stack.seal(1, answer.id, 0, 1.0)
+    server.settle()
+    assert on_disk(server, chain) == [True] * 3 + [False] * 12
+    assert server.stack.front.dirty_bytes == 12 * PAGE
+
+
 def test_a_writer_does_not_wait_for_the_disk() -> None:
     """For a quarter of the memory at once, whatever was there."""
     server = Server(16, 64, write_back=True)

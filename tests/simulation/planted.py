@@ -882,13 +882,6 @@ BUGS: Sequence[Bug] = (
         "                    pass\n",
     ),
     Bug(
-        "head-makes-room-for-its-tail",
-        "G5",
-        _STORE,
-        "if its_parent and not self.has_copy(victim):",
-        "if its_parent and not self.demotes:",
-    ),
-    Bug(
         "evicted-below-is-written-for-ever",
         "G6",
         _STACK,
@@ -1003,4 +996,5 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "quarantine-has-no-budget": 1535,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,
+    "evicted-below-is-written-for-ever": 53,
 }

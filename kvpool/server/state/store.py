@@ -110,7 +110,7 @@ class Store:
         #: But not those that no session will use again (design: write-modes).
         self.drops_useless = False
         self.dirty = 0  # blocks that must still be copied
-        self.dirty_bytes = 0
+        self.dirty_bytes = 0  # whole extents
         self.spared = 0  # blocks that were evicted without it
         self.spared_bytes = 0
         #: `reserve` does bounded work in a call, and may begin a `clearing`: then it answers
@@ -714,7 +714,8 @@ class Store:
         if (len(stored), sum(entry.size for entry in stored)) != (self.stored, self.stored_bytes):
             raise InvariantViolated("the counts of stored blocks and bytes are wrong")
         dirty = [entry for entry in stored if not entry.clean]
-        if (len(dirty), sum(entry.size for entry in dirty)) != (self.dirty, self.dirty_bytes):
+        size = sum(self.allocator.rounded(entry.size) for entry in dirty)
+        if (len(dirty), size) != (self.dirty, self.dirty_bytes):
             raise InvariantViolated("the counts of dirty blocks and bytes are wrong")
         self._check_budgets()
 
@@ -1008,7 +1009,7 @@ class Store:
 
     def _count_dirty(self, entry: Entry, sign: int) -> None:
         self.dirty += sign
-        self.dirty_bytes += sign * entry.size
+        self.dirty_bytes += sign * self.allocator.rounded(entry.size)
 
     def _count(self, entry: Entry, sign: int) -> None:
         """From the state itself, not from the log of changes: one that is missing is noticed."""

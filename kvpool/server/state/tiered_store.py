@@ -118,7 +118,7 @@ class TieredStore:
         self._erasable: list[int] = []  # offsets in the backing tier whose records must go
         #: Dirty blocks, in the order of writing. Not a dict, see `_unwritten`.
         self._writeback_queue: OrderedDict[Entry, None] = OrderedDict()
-        self._moving_bytes = 0  # on their way to the backing tier
+        self._moving_bytes = 0  # whole extents on their way to the backing tier
         #: The backing tier takes no writes: `stop_writing` and `resume_writing` change it.
         self.read_only = False
         #: Clean without a copy since then, in the order of writing. Not a dict, which takes linear
@@ -176,7 +176,8 @@ class TieredStore:
         if self.write_back is not None:
             refused = [a.status is WriteStatus.NO_SPACE for a in answers]
             if any(refused):
-                self._refused(sum(compress(request.sizes, refused)))
+                rounded = self.front.allocator.rounded
+                self._refused(sum(map(rounded, compress(request.sizes, refused))))
         known = [
             digest
             for digest, answer in zip(digests, answers, strict=True)
@@ -389,7 +390,7 @@ class TieredStore:
             answer = self._start(copies, entry, source, self.front_tier, now, prefetch=prefetch)
             if answer is WriteStatus.NO_SPACE:
                 if not prefetch:
-                    self._refused(entry.size)
+                    self._refused(self.front.allocator.rounded(entry.size))
                 break
             if answer is WriteStatus.RESERVED:
                 self.hits[entry.index.tier] += 1
@@ -426,7 +427,7 @@ class TieredStore:
         source, target = self.stores[copy.source], self.stores[copy.target]
         entry = copy.entry
         if copy.target > self.front_tier:
-            self._moving_bytes -= entry.size
+            self._moving_bytes -= self.front.allocator.rounded(entry.size)
             # A block with children in memory makes no room there before they are written, too.
             if not good or not entry.children:
                 self._refused(0)
@@ -706,7 +707,11 @@ class TieredStore:
             if entry.state is not State.STORED or not entry.clean:
                 raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
         arriving = self.stores[-1].holder(MOVER) if len(self.stores) - 1 > self.front_tier else None
-        if arriving and self._moving_bytes != sum(e.size for e in arriving.reservations.values()):
+        rounded = self.front.allocator.rounded
+        arriving_bytes = (
+            sum(rounded(one.size) for one in arriving.reservations.values()) if arriving else 0
+        )
+        if arriving and self._moving_bytes != arriving_bytes:
             raise InvariantViolated("the bytes on their way to the backing tier are wrong")
 
     def _check_fingerprint(self) -> None:
@@ -771,7 +776,8 @@ class TieredStore:
         backing, last_used = self.backing, request.last_used or ()
         free = backing.allocator.available - self.front.dirty_bytes
         oldest = int((now - backing.policy.victim_age(now)) * 1e6)
-        return sum(request.sizes) <= free or min(last_used, default=oldest) >= oldest
+        size = sum(map(backing.allocator.rounded, request.sizes))
+        return size <= free or min(last_used, default=oldest) >= oldest
 
     def _elsewhere_than_in_front(self, entry: Entry) -> Entry | None:
         index = entry.index
@@ -853,7 +859,7 @@ class TieredStore:
             elif answer is not WriteStatus.RESERVED:
                 self.front.mark_clean(entry)
                 self._fetched.discard(entry)
-            taken += entry.size
+            taken += self.front.allocator.rounded(entry.size)
         for entry in useless:
             if not self.front.evict_if_useless(entry):
                 self._queue(entry)  # it is pinned, and its session may go on
@@ -895,7 +901,8 @@ class TieredStore:
         if answer.extent is None:
             self.stores[source].unpin(MOVER, pin)
         else:
-            self._moving_bytes += entry.size if target > self.front_tier else 0
+            if target > self.front_tier:
+                self._moving_bytes += self.front.allocator.rounded(entry.size)
             copy = TierTransfer(source, target, entry, pin, answer.id, answer.extent, prefetch)
             copies.append(copy)
         return answer.status
