@@ -83,7 +83,7 @@ async def test_receivers_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         await write(pool)
         (first,) = holding(running, CHAIN)
         others = [one.server for one in running.servers if one is not first]
-        report = await pool.spread(NAMESPACE, CHAIN, to=others)
+        report = await pool.spread(NAMESPACE, CHAIN, to=others, timeout=60)
         assert report.complete
         assert [one.server for one in report.servers] == others
         assert sources == {

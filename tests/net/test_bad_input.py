@@ -547,9 +547,12 @@ async def unread_members(running: dev.Dev) -> None:
         dealer.setsockopt(zmq.RCVBUF, 4096)
         dealer.connect(f"tcp://{running.address}")
         sent = 0
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                while sent < 100_000:
+            async with asyncio.timeout(30):
+                # For a second, and on a busy machine until there is a flood.
+                while sent < 100_000 and (sent <= 100 or loop.time() < began + 1):
                     with contextlib.suppress(zmq.Again):
                         dealer.send(GOOD, zmq.NOBLOCK)
                         sent += 1

@@ -846,6 +846,13 @@ BUGS: Sequence[Bug] = (
         "        return False and (\n",
     ),
     Bug(
+        "evicted-below-is-written-for-ever",
+        "G6",
+        _STACK,
+        "given_up = self._written_again.get(entry) == entry.last_used",
+        "given_up = False",
+    ),
+    Bug(
         "tails-before-heads",
         "G8",
         "kvpool.server.state.write_back",
@@ -880,13 +887,6 @@ BUGS: Sequence[Bug] = (
         _STACK,
         "                    front.prefetched.read(entry)\n",
         "                    pass\n",
-    ),
-    Bug(
-        "evicted-below-is-written-for-ever",
-        "G6",
-        _STACK,
-        "given_up = self._written_again.get(entry) == entry.last_used",
-        "given_up = False",
     ),
     # --- prompts that wait
     Bug(

@@ -256,8 +256,10 @@ async def frozen(running: Running, call: asyncio.Task[object], after_s: float) -
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
 async def test_nothing_arrives_after_a_read_was_given_up(running: Running, after_s: float) -> None:
     """A server that was frozen goes on sending when it wakes: into nobody's memory."""
-    async with running.client("ucx", hedge_s=10, attempt_s=0.3) as pool:
+    async with running.client("ucx", timeout_s=20, attempt_s=10) as pool:
         chain = await stored(pool, "frozen", 32)
+    async with running.client("ucx", hedge_s=10, attempt_s=0.3) as pool:
+        await pool.read(NAMESPACE, chain[:1], buffers(1, SIZE), timeout=20)  # it has connected
         match = await pool.match(NAMESPACE, chain)
         got = buffers(32, SIZE)
         reading = pool.read(NAMESPACE, chain, got, match=match, timeout=0.5)
