@@ -119,7 +119,7 @@ class _PlayedWorker:
         work = step.kv_connector_metadata.work
         report = WorkerReport(work.step, saves=self._acknowledged)
         if not self._steps:
-            report.worker_infos.append(WorkerInfo(0, ModelInfo(), (1 << 20,)))
+            report.worker_infos.append(WorkerInfo(0, ModelInfo(), (1 << 20,), 1))
         self._acknowledged = [SaveResult(save.job, 0, ()) for save in work.saves]
         ids = list(step.num_scheduled_tokens)
         self._steps += 1

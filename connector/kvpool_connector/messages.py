@@ -115,7 +115,7 @@ class WorkerInfo(NamedTuple):
     rank: int
     model: ModelInfo
     block_bytes: tuple[int, ...]
-    serial: int = 1
+    serial: int
 
 
 class AdapterInfo(NamedTuple):

@@ -236,7 +236,7 @@ def name_of(weights: list[str], stage_ranks: int) -> str:
         )
     )
     for rank, found in enumerate(weights):
-        names.on_info(WorkerInfo(rank, ModelInfo(weights=found, packing="p"), (64,)))
+        names.on_info(WorkerInfo(rank, ModelInfo(weights=found, packing="p"), (64,), 1))
     (namespace,) = names.namespaces
     return namespace.name
 
