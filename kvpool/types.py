@@ -233,8 +233,9 @@ class FetchStatus(enum.IntEnum):
 class Offer(NamedTuple):
     """What a server tells another one about a block that it may fetch.
 
-    The rest is of a hit only: bytes, checksum, parent, the seconds since its last use, and the
-    session that alone uses it, if that has not ended.
+    The rest is of a hit only: bytes, checksum, parent, the seconds since its last use, the session
+    that alone uses it, if that has not ended, and with how many copies it was written (0: this one
+    is an extra copy).
     """
 
     status: ReadStatus
@@ -243,6 +244,7 @@ class Offer(NamedTuple):
     parent: bytes = ROOT
     age_s: float = 0.0
     session_hint: SessionHint | None = None
+    copies: int = 1
 
 
 class SpreadTo(NamedTuple):
@@ -399,7 +401,7 @@ class Record(NamedTuple):
 
     `size` bytes at `offset` are one part of a block and have this `checksum`, which covers the key
     as well. If two records overlap, the one with the higher `generation` is valid
-    (design: recovery).
+    (design: recovery). It was written with so many `copies`.
     """
 
     namespace: Namespace
@@ -410,6 +412,7 @@ class Record(NamedTuple):
     size: int
     checksum: int
     generation: int
+    copies: int = 1
 
 
 class Reservation(NamedTuple):

@@ -410,7 +410,7 @@ class Pool:
                     raise BadKey(f"parent {parent.hex()[:12]} is one of the keys that follow it")
             parents = [parent, *digests[:-1]]
         source = normalize_buffers(buffers, writable=False)
-        options = WriteOptions(namespace, part, visible, session_hint)
+        options = WriteOptions(namespace, part, visible, session_hint, copies)
         statuses = await self._writer.write(options, digests, parents, source, copies, deadline)
         for position, status in enumerate(statuses):
             if status is WriteStatus.TOO_LARGE:

@@ -112,7 +112,7 @@ class Spreader:
             # A server of the release before refuses: that says nothing about the connection.
             with contextlib.suppress(PeerError):
                 return await channel.fetch(
-                    namespace, part, chain[first:end], call.source, deadline=until
+                    namespace, part, chain[first:end], call.source, extra=True, deadline=until
                 )
             return []
 

@@ -60,6 +60,8 @@ class ReserveRequest(NamedTuple):
     `session_hint` names the session whose chain the blocks are part of. `last_used` is set for
     blocks that a server fetches: the time of the last use of each, in microseconds of the loop's
     clock. They keep it, and only blocks that were used before are evicted for them (design: moves).
+    `copies` says with how many copies each is written, 1 without it; 0 is an extra copy, which is
+    worth less than any other (design: lost-copies).
     """
 
     namespace: Namespace
@@ -69,6 +71,7 @@ class ReserveRequest(NamedTuple):
     sizes: Sequence[int]
     session_hint: SessionHint | None = None
     last_used: Sequence[int] | None = None
+    copies: Sequence[int] | None = None
 
     def subset(self, positions: Sequence[int]) -> ReserveRequest:
         """The request for the blocks at `positions` alone."""
@@ -77,6 +80,7 @@ class ReserveRequest(NamedTuple):
             parents=[self.parents[i] for i in positions],
             sizes=[self.sizes[i] for i in positions],
             last_used=self.last_used and [self.last_used[i] for i in positions],
+            copies=self.copies and [self.copies[i] for i in positions],
         )
 
 
@@ -159,11 +163,13 @@ class Connection(Protocol):
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
         """Read blocks from the server `source` and store them here, in their order (design: moves).
 
-        At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation.
+        At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation. `extra` copies
+        are evicted before all others.
         """
 
     def prefetch(
@@ -235,12 +241,13 @@ class Listener(Protocol):
 
 
 class WriteOptions(NamedTuple):
-    """What is common to the blocks of one write."""
+    """What is common to the blocks of one write, of which each is written to `copies` servers."""
 
     namespace: Namespace
     part: int
     visible: bool
     session_hint: SessionHint | None = None
+    copies: int = 1
 
 
 class IdleTimeout(Protocol):
@@ -371,6 +378,7 @@ class SupportsFetch(Protocol):
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
         """As `Connection.fetch`; at most BATCH_BLOCKS_MAX blocks."""

@@ -3,6 +3,7 @@
 context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
 balancer.py      hands over chains to servers that have room, while this one is full
+copy_keeper.py   has copies made of what is read
 drainer.py       hands over all blocks before the server leaves
 fetcher.py       blocks from and to other servers, which peer_servers.py reaches
 prefetcher.py    blocks that come up from a slower tier before they are read
@@ -37,6 +38,7 @@ from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.balancer import Balancer
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
+from kvpool.server.copy_keeper import CopyKeeper
 from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
 from kvpool.server.peer_servers import PeerServers
@@ -118,6 +120,12 @@ class BlockServer:
         durable = len(tiers) > 1 and isinstance(tiers[-1], PersistentTier)
         self._drainer = Drainer(self._context, self._peers, durable=durable)
         self._balancer = Balancer(self._context, self._peers)
+        self._keeper = CopyKeeper(
+            self._context,
+            self._peers,
+            copies_max=config.copies_max,
+            inside=[scheme for scheme, one in transports.items() if one.same_host],
+        )
         self._listeners: list[Listener] = []
         self._connection_id = 0
 
@@ -222,6 +230,7 @@ class BlockServer:
         context = self._context
         await self._balancer.close()
         await self._drainer.close()
+        await self._keeper.close()
         announcers, context.announcers = context.announcers, []
         for announcer in announcers:
             await announcer.close()
@@ -244,7 +253,13 @@ class BlockServer:
             raise Overloaded(f"{len(context.connections)} clients are connected, the limit")
         self._connection_id += 1
         connection = ServerConnection(
-            context, self._fetcher, self._prefetcher, self._drainer, self._connection_id, peer
+            context,
+            self._fetcher,
+            self._prefetcher,
+            self._drainer,
+            self._keeper,
+            self._connection_id,
+            peer,
         )
         context.connections.add(connection)
         return connection

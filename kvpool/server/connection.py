@@ -15,6 +15,7 @@ from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.context import ServerContext
+from kvpool.server.copy_keeper import CopyKeeper
 from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
 from kvpool.server.prefetcher import Prefetcher
@@ -59,6 +60,7 @@ class ServerConnection:
         fetcher: Fetcher,
         prefetcher: Prefetcher,
         drainer: Drainer,
+        keeper: CopyKeeper,
         id: int,
         peer: Peer,
     ) -> None:
@@ -67,6 +69,7 @@ class ServerConnection:
         self._fetcher = fetcher
         self._prefetcher = prefetcher
         self._drainer = drainer
+        self._keeper = keeper
         self._store = context.store
         self._id = id
         #: What `peer.link` and the store showed when they were last looked at, and since when.
@@ -154,6 +157,7 @@ class ServerConnection:
         view: bool = False,
     ) -> list[Pin]:
         pins = self._pin(namespace, part, digests, buffer_sizes, view=view)
+        self._keeper.read(namespace, part, digests, self.peer)
         later = [
             digest
             for digest, pin in zip(digests, pins, strict=True)
@@ -215,6 +219,7 @@ class ServerConnection:
     def offer(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
     ) -> list[Offer]:
+        self._keeper.server_fetches(receiver)
         return self._fetcher.offer(namespace, part, digests, receiver)
 
     async def fetch(
@@ -224,9 +229,17 @@ class ServerConnection:
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
-        return await self._fetcher.fetch(namespace, part, digests, source, deadline=deadline)
+        statuses = await self._fetcher.fetch(
+            namespace, part, digests, source, extra=extra, deadline=deadline
+        )
+        if extra:
+            brought = zip(digests, statuses, strict=True)
+            new = [digest for digest, status in brought if status is FetchStatus.FETCHED]
+            self._keeper.brought_extra(namespace, part, new)
+        return statuses
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]

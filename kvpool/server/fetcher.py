@@ -75,6 +75,7 @@ class FetchCall:
     digests: Sequence[bytes]
     source: str
     until: float
+    extra: bool = False
     statuses: list[FetchStatus] = field(init=False)
     offers: dict[int, Offer] = field(default_factory=dict)
 
@@ -137,13 +138,14 @@ class Fetcher:
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
         """As `Connection.fetch`."""
         now = _now()
         until = now + (deadline - now) * _FETCH_SHARE
         announced_by = now + (deadline - now) * _ANNOUNCE_SHARE
-        call = FetchCall(next(self._owners), namespace, part, digests, source, until)
+        call = FetchCall(next(self._owners), namespace, part, digests, source, until, extra)
         begun: list[int] = []
         try:
             for position, digest in enumerate(digests):
@@ -293,8 +295,9 @@ class Fetcher:
             [call.digests[i] for i in step],
             [offer.parent for offer in offers],
             [offer.size for offer in offers],
-            offers[0].session_hint,
+            None if call.extra else offers[0].session_hint,
             last_used=[_stamp(now, offer) for offer in offers],
+            copies=[0 if call.extra else max(1, offer.copies) for offer in offers],
         )
         until = min(call.until, now + _STEP_S)
         answers = await self._context.reserve(call.owner, request, until)
@@ -394,6 +397,7 @@ class Fetcher:
                     entry.parent,
                     age_s,
                     hints[session],
+                    entry.copies,
                 )
             )
         return offers

@@ -415,6 +415,7 @@ class TierMover:
                     entry.size,
                     entry.checksum,
                     extent.generation,
+                    max(1, entry.copies),
                 )
             )
         try:

@@ -337,9 +337,12 @@ class _Watched:
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
-        statuses = await self._inner.fetch(namespace, part, digests, source, deadline=deadline)
+        statuses = await self._inner.fetch(
+            namespace, part, digests, source, extra=extra, deadline=deadline
+        )
         await self._recorder.answering.wait()
         return statuses
 

@@ -134,7 +134,8 @@ class Welcome(Message, frozen=True):
 class Reserve(Keys, frozen=True, omit_defaults=True):
     """Room for blocks. `parents` are packed like the digests, zeros standing for ROOT.
 
-    With a `session`, these blocks are part of its chain; `resume_s` says when it resumes.
+    With a `session`, these blocks are part of its chain; `resume_s` says when it resumes. Each
+    block is written to `copies` servers.
     """
 
     part: Small
@@ -143,6 +144,7 @@ class Reserve(Keys, frozen=True, omit_defaults=True):
     wait_s: Seconds
     session: SessionName = ""
     resume_s: Seconds | None = None
+    copies: Annotated[int, Meta(ge=1, le=COPIES_MAX)] = 1
 
 
 class Reserved(Message, frozen=True):
@@ -238,8 +240,8 @@ class Propose(Keys, frozen=True):
 
 
 class Proposed(Message, frozen=True, omit_defaults=True):
-    """A status byte per block; of the hits sizes, checksums, parents (packed, as in `Reserve`), and
-    the seconds since their last use.
+    """A status byte per block; of the hits sizes, checksums, parents (packed, as in `Reserve`), the
+    seconds since their last use, and a byte each: with how many copies it was written.
 
     `sessions`: of so many hits in turn the session that alone uses them, and when it resumes. Hits
     without one have an empty name; so have those behind the last entry.
@@ -250,15 +252,18 @@ class Proposed(Message, frozen=True, omit_defaults=True):
     checksums: Hashes
     parents: Packed
     ages_s: Annotated[list[Seconds], Meta(max_length=BATCH_BLOCKS_MAX)]
+    copies: Statuses
     sessions: Annotated[list[SessionRun], Meta(max_length=SESSION_RUNS_MAX)] = []
 
 
-class Fetch(Keys, frozen=True):
-    """Fetch these blocks, in this order, from the server `source`; answer within `wait_s`."""
+class Fetch(Keys, frozen=True, omit_defaults=True):
+    """Fetch these blocks, in this order, from the server `source`; answer within `wait_s`. `extra`
+    copies are evicted before all others."""
 
     part: Small
     source: Name
     wait_s: Seconds
+    extra: bool = False
 
 
 class Fetched(Message, frozen=True):
@@ -643,6 +648,7 @@ NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
     Find: frozenset({"session"}),
     HeartbeatReply: frozenset({"others_have_room"}),
     Heartbeat: frozenset({"hint_answers"}),
+    Reserve: frozenset({"copies"}),
 }
 #: Messages that a peer of protocol 3 does not know.
 NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(

@@ -51,6 +51,7 @@ class WorldPlan:
     prefetches: bool = False  # clients have blocks brought up from disks
     prefetch_rate: int = 0  # bytes per second; 0: a quarter of what is measured
     fresh_s: float = 2.0  # what was used so lately is not evicted for a prefetch
+    copies_max: int = 0  # copies of a block that servers make by themselves
 
     @property
     def alignment(self) -> int:

@@ -268,6 +268,7 @@ class World:
             alignment=plan.alignment,
             write_mode=WRITE_BACK if plan.write_back else WRITE_THROUGH,
             fetch_rate=plan.fetch_rate,
+            copies_max=plan.copies_max,
         )
         tiers: list[Tier] = [tier]
         stores = [store]

@@ -44,9 +44,12 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.ReportCorruption(**KEYS, part=0),
     messages.Removed(b"\x01"),
     messages.Propose(**KEYS, part=0, receiver="s"),
-    messages.Proposed(b"\x00\x02", [10], [20], bytes(32), [0.5]),
-    messages.Proposed(b"\x00\x00", [1, 1], [2, 2], bytes(64), [0.5, 1.0], [(2, "a", 2.5)]),
+    messages.Proposed(b"\x00\x02", [10], [20], bytes(32), [0.5], b"\x03"),
+    messages.Proposed(
+        b"\x00\x00", [1, 1], [2, 2], bytes(64), [0.5, 1.0], b"\x01\x00", [(2, "a", 2.5)]
+    ),
     messages.Fetch(**KEYS, part=0, source="s", wait_s=0.5),
+    messages.Fetch(**KEYS, part=0, source="s", wait_s=0.5, extra=True),
     messages.Fetched(b"\x00\x03"),
     messages.Prefetch(**KEYS, part=0),
     messages.Prefetched(b"\x00\x01"),

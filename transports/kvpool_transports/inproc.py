@@ -166,6 +166,7 @@ class _InprocChannel:
                     [block.parent for block in blocks],
                     [block.size for block in blocks],
                     options.session_hint,
+                    copies=[options.copies] * len(blocks) if options.copies > 1 else None,
                 ),
                 deadline=deadline,
             )
@@ -282,10 +283,13 @@ class _InprocChannel:
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
         async with self._connection() as connection, self._until(deadline):
-            return await connection.fetch(namespace, part, digests, source, deadline=deadline)
+            return await connection.fetch(
+                namespace, part, digests, source, extra=extra, deadline=deadline
+            )
 
     async def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

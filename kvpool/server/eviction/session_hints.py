@@ -25,15 +25,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvpool.errors import InvariantViolated
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
-from kvpool.server.state.entry import Session
+from kvpool.server.eviction.lru import LRU
+from kvpool.server.state.entry import Entry, Session
 from kvpool.types import ROOT, HintStatus, SessionHint
-
-if TYPE_CHECKING:
-    from kvpool.server.state.entry import Entry
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
 SESSIONS_MAX: Final = 65_536
@@ -53,6 +51,10 @@ WAIT_S_MAX: Final = 600.0
 #: A use so shortly before an arrival is the use that the prompt had come for: on its way from the
 #: master the arrival becomes later than it was.
 _SAME_TIME_S: Final = 0.1
+#: Extra copies that have become the last ones of which one call hands over so many to the policy.
+_STEPS_MAX: Final = 256
+#: Later than the last use of any block, in microseconds.
+_JUST_NOW: Final = 1 << 62
 #: Assumed seconds from the last use of a block without a hint to its next use.
 _UNANNOUNCED_S: Final = 10.0
 
@@ -68,6 +70,7 @@ class SessionAwarePolicy:
     | leaf of a superseded branch            | `_superseded`, and as candidate of `policy`  |
     | leaf of a session with a resume hint   | `session.leaves` alone                       |
     | leaf of a session without one          | `session.leaves`, and candidate of `policy`  |
+    | extra copy (design: lost-copies)       | candidate of `_extra` alone                  |
     | any other, and leaves above LEAVES_MAX | candidate of `policy` alone                  |
     """
 
@@ -86,6 +89,8 @@ class SessionAwarePolicy:
         self._ended: OrderedDict[Session, None] = OrderedDict()
         self._by_next_use = _Timeline()  # sessions with a hint and leaves, latest time first
         self._expiries = _Timeline()
+        self._extra: LRU[Entry] = LRU()  # extra copies, and such as have become the last ones
+        self._extra_listed: set[Entry] = set()
         self._returns = _Timeline()  # sessions with a hint that `next_return` has not returned
         #: Of sessions that have no block left: their last use, until they come back.
         self._gone: OrderedDict[str, float] = OrderedDict()
@@ -286,9 +291,14 @@ class SessionAwarePolicy:
                     return
                 if session.ended >= entry.last_used:
                     self._ended[session] = None
-        self.policy.add_candidate(entry)
+        if entry.copies:
+            self.policy.add_candidate(entry)
+        else:
+            self._extra_listed.add(entry)
+            self._extra.add_candidate(entry)
 
     def remove(self, entry: Entry) -> None:
+        self._unlist_extra(entry)
         self.policy.remove(entry)
         if entry.superseded_at:
             self._superseded.pop(entry, None)
@@ -321,10 +331,16 @@ class SessionAwarePolicy:
                 self._gone.popitem(last=False)
 
     def victim(
-        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+        self,
+        newcomer: Entry,
+        evictable: Callable[[Entry], bool],
+        now: float,
+        last_used: int = _JUST_NOW,
     ) -> Entry | Decision | None:
-        """First leaves of superseded and ended sessions, then those that are expected latest.
+        """First leaves of superseded and ended sessions, then extra copies, then those that are
+        expected latest.
 
+        An extra copy that is fetched takes the place of those that were used before `last_used`.
         A block without a resume hint is expected `_UNANNOUNCED_S` after its last use. Beyond the
         budget, sessions with a hint are evicted first. BYPASS when `newcomer` is expected later
         than every evictable block.
@@ -334,6 +350,10 @@ class SessionAwarePolicy:
             useless = self.next_useless(evictable)
             if useless is not None:
                 return useless
+        if self._extra_listed:
+            found = self._next_extra(newcomer, evictable, now, last_used)
+            if found is not None:
+                return found
         if not self._by_next_use:
             return self.policy.victim(newcomer, evictable, now)
         found = self.policy.victim(
@@ -365,6 +385,7 @@ class SessionAwarePolicy:
         self._superseded.pop(entry, None)
         if entry.session is not None:
             entry.session.leaves.pop(entry, None)
+        self._unlist_extra(entry)
         self.policy.remove(entry)
 
     def next_useless(self, evictable: Callable[[Entry], bool]) -> Entry | None:
@@ -388,7 +409,10 @@ class SessionAwarePolicy:
 
     def victim_age(self, now: float) -> float:
         oldest = next(iter(self._superseded), None)
-        return max(0.0, now - oldest.last_used / 1e6) if oldest else self.policy.victim_age(now)
+        return max(0.0, now - oldest.last_used / 1e6) if oldest else self._victim_age(now)
+
+    def _victim_age(self, now: float) -> float:
+        return self.policy.victim_age(now) or self._extra.victim_age(now)
 
     def holds(self, entry: Entry) -> bool:
         """True when the block can be chosen as a victim. For `Store.check`."""
@@ -414,6 +438,8 @@ class SessionAwarePolicy:
             raise InvariantViolated(
                 f"{self.announced_bytes} bytes announced, there are {announced}"
             )
+        if not here.issuperset(self._extra_listed):
+            raise InvariantViolated("an extra copy has left and is still listed")
         if not here.issuperset(self._superseded):
             raise InvariantViolated("a superseded block has left and is still listed")
 
@@ -463,6 +489,31 @@ class SessionAwarePolicy:
     def _protects(self, entry: Entry) -> bool:
         session = entry.session
         return session is not None and session.due is not None and entry in session.leaves
+
+    def _next_extra(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float, last_used: int
+    ) -> Entry | Decision | None:
+        """The extra copy that was used least recently, if it may go for `newcomer`."""
+        for _ in range(_STEPS_MAX):
+            oldest = self._extra.oldest()
+            if not isinstance(oldest, Entry):
+                return oldest
+            if not oldest.copies:
+                if not newcomer.copies and oldest.last_used >= last_used:
+                    return None
+                found = self._extra.victim(newcomer, evictable, now)
+                if isinstance(found, Entry):
+                    self._extra_listed.discard(found)
+                return found
+            self._extra.take()  # it has become the last one
+            self._extra_listed.discard(oldest)
+            self.policy.add_candidate(oldest)
+        return Decision.NOT_YET
+
+    def _unlist_extra(self, entry: Entry) -> None:
+        if entry in self._extra_listed:
+            self._extra_listed.discard(entry)
+            self._extra.remove(entry)
 
     def _listed(self, entry: Entry) -> bool:
         return entry.is_candidate or (entry.session is not None and entry in entry.session.leaves)

@@ -72,6 +72,7 @@ class Entry:
         "checksum",
         "children",
         "clean",
+        "copies",
         "digest",
         "generation",
         "index",
@@ -108,6 +109,8 @@ class Entry:
         self.superseded_at = 0  # `last_used` when its branch was superseded; a later use ends that
         self.clean = True  # it may be evicted without being written to another tier first
         self.reads = 0
+        #: With how many copies it was written; 0: an extra copy (design: lost-copies).
+        self.copies = 1
 
     def __lt__(self, other: Entry) -> bool:
         """Breaks ties in the policy's heap, where the parts of one block share `last_used`."""

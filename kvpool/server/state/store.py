@@ -168,7 +168,7 @@ class Store:
         sealed the first blocks (design: budgets). `in_steps`, the rest is MAKING_ROOM when the call
         has worked for long enough.
         """
-        namespace, part, digests, parents, sizes, _, last_used = request
+        namespace, part = request.namespace, request.part
         index = self._index(namespace, part)
         holder = self._owner(owner)
         reservations = holder.reservations
@@ -183,12 +183,11 @@ class Store:
         # Granted, and not yet linked. A batch is linked at once, and always before the policy is
         # asked for a victim or touches another block: so its order is that of single calls.
         fresh: dict[bytes, Entry] = {}
-        stamps = last_used or itertools.repeat(_JUST_NOW, len(digests))
-        for digest, parent, size, stamp in zip(digests, parents, sizes, stamps, strict=True):
+        for digest, parent, size, stamp, copies in _rows(request):
             known = index.blocks.get(digest) or fresh.get(digest)
             if known is not None:
                 self._link_all(fresh, now)
-                answers.append(self._already_here(known, session, now))
+                answers.append(self._already_here(known, session, now, copies))
             elif size > self.allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
             elif refusal is not None:
@@ -203,6 +202,7 @@ class Store:
                 self._next_id = id = self._next_id + 1
                 entry = Entry(index, digest, parent, 0, size, id)
                 entry.session = session
+                entry.copies = copies
                 offset = self.allocator.allocate(size)
                 if offset is None:
                     self._link_all(fresh, now)
@@ -225,7 +225,8 @@ class Store:
                 self.policy.chain_promoted(session)
             else:
                 ends = granted[0], granted[-1]
-                self.policy.chain_extended(session, *ends, fetched=last_used is not None)
+                is_fetched = request.last_used is not None
+                self.policy.chain_extended(session, *ends, fetched=is_fetched)
         return answers
 
     def seal(
@@ -509,7 +510,7 @@ class Store:
         It cannot be evicted before `activate_restored`. None when the record overlaps another
         extent, lies outside the memory, or is of a block that is stored already.
         """
-        namespace, part, digest, parent, offset, size, checksum, generation = record
+        namespace, part, digest, parent, offset, size, checksum, generation, copies = record
         index = self._indexes.get((namespace, part))
         if index is not None and digest in index.blocks:
             return None
@@ -519,6 +520,7 @@ class Store:
         self._next_id = max(self._next_id, generation)
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
+        entry.copies = copies
         entry.state = State.STORED
         self.blocks_at[offset] = entry
         self._link(entry, restored=True)
@@ -797,7 +799,10 @@ class Store:
         self._charge_write(holder, -entry.size)
         return entry
 
-    def _already_here(self, entry: Entry, session: Session | None, now: float) -> Reservation:
+    def _already_here(
+        self, entry: Entry, session: Session | None, now: float, copies: int
+    ) -> Reservation:
+        entry.copies = max(entry.copies, copies)  # an extra copy that a writer relies on is none
         if entry.session is not session:
             self.policy.block_shared(entry)
         if entry.state is State.RESERVED:
@@ -841,7 +846,7 @@ class Store:
                 if refusal is not None:
                     return refusal
                 enough = self.allocator.available + size // _SEARCHES
-            victim = self.policy.victim(newcomer, self._evictable, now)
+            victim = self.policy.victim(newcomer, self._evictable, now, last_used)
             if victim is None:
                 if last_used == _JUST_NOW and self._give_up_prefetched():
                     continue
@@ -932,6 +937,9 @@ class Store:
             # A block that is prefetched: what it evicts has a copy below, and would be missed here.
             useless = self.policy.is_over(victim) or _is_due_before(newcomer, victim)
             return self._last_use(victim) >= last_used and not useless
+        # An extra copy is worth less than one that another server hands over (design: lost-copies).
+        if newcomer.copies and not victim.copies:
+            return False
         # A block that is fetched takes the place of less valuable ones only (design: moves).
         return (
             last_used != _JUST_NOW
@@ -1138,3 +1146,12 @@ def _is_due_before(newcomer: Entry, victim: Entry) -> bool:
     if one is None or one.due is None or other is None or other.due is None:
         return False
     return one.due < other.due
+
+
+def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:
+    """Digest, parent, size, last use and copies of each block."""
+    _, _, digests, parents, sizes, _, last_used, copies = request
+    stamps = last_used or itertools.repeat(_JUST_NOW, len(digests))
+    return zip(
+        digests, parents, sizes, stamps, copies or itertools.repeat(1, len(digests)), strict=True
+    )

@@ -559,6 +559,13 @@ class TieredStore:
         store.activate_restored(entries, now)
         yield
 
+    def set_copies(self, namespace: Namespace, part: int, digest: bytes, copies: int) -> None:
+        """The block counts as written with so many copies, in each tier that has it."""
+        for store in self.stores:
+            entry = store.peek(namespace, part, digest)
+            if entry is not None:
+                entry.copies = copies
+
     # --- looking --------------------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
@@ -895,6 +902,7 @@ class TieredStore:
                 [entry.size],
                 self.hint_of(entry.session, now),
                 evicts_before,
+                [entry.copies],
             ),
             now,
         )

@@ -29,7 +29,7 @@ import numpy as np
 
 from kvpool.checksum import checksum, namespace_seed
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.types import DIGEST_SIZE_MAX, Namespace, Record
+from kvpool.types import COPIES_MAX, DIGEST_SIZE_MAX, Namespace, Record
 
 PAGE: Final = 4096
 VERSION: Final = 2
@@ -56,6 +56,10 @@ _NAMESPACE_MAGIC: Final = b"kvpnames"
 #: the namespace
 _HEADER: Final = struct.Struct("<8s32s32sBBHIQQQQQ")
 _HEADER_MAGIC: Final = b"kvpextn1"
+#: The sizes of digest and parent take the lower bits of their bytes. The upper two of each are the
+#: number of copies, less one: 0 for one copy, as in headers that were written without it.
+_SIZE_BITS: Final = 6
+_SIZE_MASK: Final = (1 << _SIZE_BITS) - 1
 _SUM: Final = struct.Struct("<Q")
 
 assert _HEADER.size + _SUM.size == HEADER_SIZE
@@ -220,8 +224,8 @@ def pack_header(record: Record, namespace_index: int, seed: int) -> bytes:
         _HEADER_MAGIC,
         record.digest,
         record.parent,
-        len(record.digest),
-        len(record.parent),
+        len(record.digest) | (record.copies - 1 & 3) << _SIZE_BITS,
+        len(record.parent) | (record.copies - 1 >> 2) << _SIZE_BITS,
         namespace_index,
         record.part,
         record.offset,
@@ -300,6 +304,8 @@ def unpack_header(
         return InvalidHeader(offset, "damaged")
     values = _HEADER.unpack_from(headers, start)
     magic, digest, parent, digest_size, parent_size, index, part, claimed, *rest = values
+    copies = (digest_size >> _SIZE_BITS) + (parent_size >> _SIZE_BITS << 2) + 1
+    digest_size, parent_size = digest_size & _SIZE_MASK, parent_size & _SIZE_MASK
     size, sum_, generation, seed = rest
     if magic != _HEADER_MAGIC or claimed != offset or max(digest_size, parent_size) > len(digest):
         return InvalidHeader(offset, "misplaced")
@@ -315,7 +321,7 @@ def unpack_header(
     namespace = entry.namespace
     digest, parent = digest[:digest_size], parent[:parent_size]
     return ValidHeader(
-        Record(namespace, part, digest, parent, offset, size, sum_, generation),
+        Record(namespace, part, digest, parent, offset, size, sum_, generation, copies),
         index,
     )
 
@@ -372,4 +378,5 @@ def is_storable(record: Record, geometry: Geometry) -> bool:
         and len(record.parent) <= DIGEST_SIZE_MAX
         and 0 <= record.checksum < 1 << 64
         and 0 <= record.generation < 1 << 64
+        and 1 <= record.copies <= COPIES_MAX
     )

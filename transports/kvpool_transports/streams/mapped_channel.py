@@ -212,10 +212,13 @@ class MappedChannel:
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
         """Ask the server to fetch blocks from the server `source`; one status each."""
-        return await requests.fetch(self._streams, namespace, part, digests, source, deadline)
+        return await requests.fetch(
+            self._streams, namespace, part, digests, source, deadline, extra=extra
+        )
 
     async def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

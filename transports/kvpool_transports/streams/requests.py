@@ -12,6 +12,7 @@ from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
 from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
+    COPIES_MAX,
     Cluster,
     DrainOrder,
     DrainReport,
@@ -180,6 +181,7 @@ async def reserve(
             wait_s=max(0.0, deadline - loop.time()),
             session=session_hint.session,
             resume_s=session_hint.resume_in,
+            copies=options.copies,
         ),
         deadline=deadline,
     )
@@ -267,12 +269,17 @@ async def offer(
     offers = [Offer(status) for status in statuses]
     hits = [i for i, status in enumerate(statuses) if status.hit]
     parents = unpack_parents(answer.parents, size)
-    counts = {len(answer.sizes), len(answer.checksums), len(parents), len(answer.ages_s)}
+    sizes, checksums, ages_s, copies = answer.sizes, answer.checksums, answer.ages_s, answer.copies
+    counts = {len(sizes), len(checksums), len(parents), len(ages_s), len(copies)}
     if counts != {len(hits)}:
         raise BadMessage(f"{len(hits)} blocks offered, and properties of {sorted(counts)}")
-    properties = zip(answer.sizes, answer.checksums, parents, answer.ages_s, strict=True)
-    for position, (block_size, checksum, parent, age_s) in zip(hits, properties, strict=True):
-        offers[position] = Offer(ReadStatus.HIT, block_size, checksum, parent, age_s)
+    if max(copies, default=0) > COPIES_MAX:
+        raise BadMessage(f"{max(copies)} copies of a block, limit {COPIES_MAX}")
+    properties = zip(sizes, checksums, parents, ages_s, copies, strict=True)
+    for position, (block_size, checksum, parent, age_s, count) in zip(
+        hits, properties, strict=True
+    ):
+        offers[position] = Offer(ReadStatus.HIT, block_size, checksum, parent, age_s, copies=count)
     for position, hint in zip(hits, unpack_sessions(answer.sessions), strict=False):
         offers[position] = offers[position]._replace(session_hint=hint)
     return offers
@@ -285,11 +292,14 @@ async def fetch(
     digests: Sequence[bytes],
     source: str,
     deadline: float,
+    *,
+    extra: bool,
 ) -> list[FetchStatus]:
     """Ask the server to fetch blocks from the server `source`; one status each."""
     size = len(digests[0])
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
-    request = Fetch(namespace.name, namespace.parts, size, b"".join(digests), part, source, wait_s)
+    packed = b"".join(digests)
+    request = Fetch(namespace.name, namespace.parts, size, packed, part, source, wait_s, extra)
     async with streams.stream(deadline) as stream:
         await stream.send(request, deadline=deadline)
         answer = await stream.expect(Fetched, deadline=deadline)

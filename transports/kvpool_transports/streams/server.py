@@ -323,6 +323,7 @@ class StreamSession:
                 [offer.checksum for offer in hits],
                 pack_parents([offer.parent for offer in hits], propose.digest_size),
                 [offer.age_s for offer in hits],
+                bytes([offer.copies for offer in hits]),
                 pack_sessions([offer.session_hint for offer in hits]),
             )
         )
@@ -332,7 +333,7 @@ class StreamSession:
         _check_part(namespace, fetch.part)
         deadline = self._loop.time() + min(fetch.wait_s, WAIT_S_MAX)
         statuses = await connection.fetch(
-            namespace, fetch.part, digests, fetch.source, deadline=deadline
+            namespace, fetch.part, digests, fetch.source, extra=fetch.extra, deadline=deadline
         )
         await self._send(Fetched(bytes(statuses)))
 
@@ -363,7 +364,13 @@ class StreamSession:
         self._lent = False
         reservations = await connection.reserve(
             ReserveRequest(
-                namespace, reserve.part, digests, parents, reserve.sizes, _session_hint(reserve)
+                namespace,
+                reserve.part,
+                digests,
+                parents,
+                reserve.sizes,
+                _session_hint(reserve),
+                copies=[reserve.copies] * len(digests) if reserve.copies > 1 else None,
             ),
             deadline=deadline,
         )

@@ -1,0 +1,267 @@
+"""Makes copies of what is read: lost ones again, and extra ones of what other hosts read often.
+
+The server that is read knows how often, and with how many copies a block was written. It asks a
+master who has the block, and has another server fetch it: the data path, the room and the budget
+are those of every fetch (design: lost-copies).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from kvpool import logs
+from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.protocols import Peer, SupportsFetch
+from kvpool.server.context import ServerContext
+from kvpool.server.peer_servers import PeerServers
+from kvpool.server.state.copy_demand import READS_MIN, CopyDemand, reads_for_a_copy
+from kvpool.server.state.drain_plan import BlockName, DrainPlan, name_of
+from kvpool.server.state.entry import Entry
+from kvpool.types import FetchStatus, Namespace
+from kvpool.wire import messages as wire
+
+log = logs.get("kvpool.server")
+
+#: What was read is looked at so often.
+_ROUND_S: Final = 1.0
+#: Stretches of one round: more wait until they are read again.
+_STRETCHES_MAX: Final = 16
+#: One request to another server to fetch a stretch.
+_FETCH_S: Final = 5.0
+#: Extra copies here of which masters are asked in one round whether they are the last ones.
+_EXTRAS: Final = 512
+#: Names of servers that fetch here: their reads are no use of a block.
+_SERVERS_MAX: Final = 4096
+
+_FAILURES: Final = (Unavailable, PeerError, Overloaded)
+
+
+class CopyKeeper:
+    """Looks after the copies of one server's blocks, while they are read.
+
+    `copies_max`: up to so many copies of a block are made by themselves; with 1 only lost ones, and
+    with 0 none. `inside` are the transports whose clients are on this host.
+    """
+
+    def __init__(
+        self,
+        context: ServerContext,
+        peers: PeerServers,
+        *,
+        copies_max: int,
+        inside: Collection[str] = (),
+    ) -> None:
+        self._context = context
+        self._store = context.store
+        self._peers = peers
+        self._copies_max = copies_max
+        self._inside = inside
+        self._demand = CopyDemand()
+        self._servers: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def read(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        client: Peer,
+    ) -> None:
+        """A client has read these blocks."""
+        if self._copies_max and client.name not in self._servers:
+            remote = client.transport not in self._inside
+            self._demand.read(namespace, part, digests, remote=remote)
+            self._wake()
+
+    def server_fetches(self, server: str) -> None:
+        """This client is a server that fetches blocks."""
+        if len(self._servers) < _SERVERS_MAX:
+            self._servers.add(server)
+
+    def brought_extra(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
+        """This server has fetched extra copies."""
+        for digest in digests:
+            forgotten = self._demand.brought_extra(BlockName(namespace, part, digest))
+            if forgotten is not None:
+                self._keep(forgotten)
+        self._wake()
+
+    async def close(self) -> None:
+        """End the task. Idempotent."""
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._task is None and not self._closed:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="copies")
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("looking after copies has failed", why=repr(error))
+
+    async def _run(self) -> None:
+        """One round, a second after the first read; and more while extra copies are here."""
+        extras = True
+        while extras:
+            await asyncio.sleep(_ROUND_S)
+            try:
+                if not self._context.draining:
+                    await self._round()
+                extras = await self._look_at_extras()
+            except _FAILURES as error:
+                log.debug("copies wait for a master", why=str(error))
+                return  # the next read begins again
+
+    async def _round(self) -> None:
+        plan = DrainPlan(self._store.peek)
+        now = _now()
+        for due in self._demand.counted(self._store.peek, now, grows=self._copies_max > 1):
+            plan.add(due)
+            await asyncio.sleep(0)
+        for number, stretch in enumerate(plan.stretches()):
+            if number == _STRETCHES_MAX:
+                break
+            await self._look_after(stretch)
+
+    async def _look_after(self, stretch: Sequence[Entry]) -> None:
+        """Make one more copy of those blocks of one chain that need one."""
+        members = await self._members()
+        entries = {name_of(entry): entry for entry in stretch}
+        holders = await self._holders(list(entries), members)
+        lost, hot = self._wanted(entries, holders)
+        for names, extra in ((lost, False), (hot, True)):
+            targets = await self._targets([entries[name] for name in names], members)
+            for target in targets:
+                member = members[target]
+                price = reads_for_a_copy(member.stats, member.capacity) if extra else -1.0
+                new = [
+                    name
+                    for name in names
+                    if target not in holders[name] and self._demand.reads(name, _now()) > price
+                ]
+                if new and await self._copy(new, target, extra=extra):
+                    break
+
+    def _wanted(
+        self, entries: Mapping[BlockName, Entry], holders: Mapping[BlockName, set[str]]
+    ) -> tuple[list[BlockName], list[BlockName]]:
+        """The blocks that get one more copy from here now: those that have lost one, and those
+        that other hosts read often."""
+        lost: list[BlockName] = []
+        hot: list[BlockName] = []
+        now, here = _now(), self._peers.server
+        for name, entry in entries.items():
+            if here not in holders[name]:
+                continue  # masters do not know of it any more, or not yet
+            count, rank = len(holders[name]), sorted(holders[name]).index(here)
+            is_lost = count < entry.copies
+            is_hot = count < self._copies_max and self._demand.reads(name, now) > READS_MIN
+            if self._demand.may_copy(name, rank, short=is_lost or is_hot):
+                (lost if is_lost else hot).append(name)
+        return lost, hot
+
+    async def _copy(self, names: Sequence[BlockName], target: str, *, extra: bool) -> bool:
+        """Have `target` fetch these blocks from here; False if it takes none of them."""
+        namespace, part, _ = names[0]
+        until = _now() + _FETCH_S
+        try:
+            channel = await self._peers.channel(target, until)
+            assert isinstance(channel, SupportsFetch)
+            statuses = await channel.fetch(
+                namespace,
+                part,
+                [name.digest for name in names],
+                self._peers.server,
+                extra=extra,
+                deadline=until,
+            )
+        except _FAILURES as error:
+            self._peers.failed(target)
+            log.info("a copy was not made", target=target, why=str(error))
+            return False
+        for name, status in zip(names, statuses, strict=True):
+            if status.present:
+                self._demand.copied(name, extra=extra)
+        counter = "extra_copies" if extra else "repaired_copies"
+        self._context.counters[counter] += statuses.count(FetchStatus.FETCHED)
+        return any(status.present for status in statuses) or FetchStatus.NOT_YET in statuses
+
+    async def _look_at_extras(self) -> bool:
+        """Extra copies that are the last ones are extra no more; whether there are others."""
+        names = self._demand.extras(_EXTRAS)
+        by_part: dict[tuple[Namespace, int, int], list[BlockName]] = {}
+        for name in names:
+            entry = self._store.peek(*name)
+            if entry is None or entry.copies:
+                self._demand.drop_extra(name)
+            else:
+                key = name.namespace, name.part, len(name.digest)
+                by_part.setdefault(key, []).append(name)
+        for group in by_part.values():
+            members = await self._members()
+            for name, held in (await self._holders(group, members)).items():
+                if held <= {self._peers.server}:
+                    self._keep(name)
+                    self._demand.drop_extra(name)
+        return bool(by_part)
+
+    def _keep(self, name: BlockName) -> None:
+        """From now on it counts as any other block, in each tier."""
+        self._store.set_copies(*name, 1)
+
+    async def _members(self) -> Mapping[str, wire.MemberInfo]:
+        return await self._peers.members(_now() + _FETCH_S)
+
+    async def _holders(
+        self, names: Sequence[BlockName], members: Mapping[str, wire.MemberInfo]
+    ) -> dict[BlockName, set[str]]:
+        """Who has each block: servers that live and do not leave."""
+        namespace, part, first = names[0]
+        packed = b"".join(name.digest for name in names)
+        request = wire.Find(namespace.name, namespace.parts, len(first), packed, False)
+        found = await self._peers.ask(request, wire.FindReply, _now() + _FETCH_S)
+        holders: dict[BlockName, set[str]] = {name: set() for name in names}
+        for start, last, replicas in found.runs:
+            here = {s for s, _, p in replicas if p == part and _stays(members.get(s))}
+            for name in names[start : last + 1]:
+                holders[name] = set(here)
+        return holders
+
+    async def _targets(
+        self, entries: Sequence[Entry], members: Mapping[str, wire.MemberInfo]
+    ) -> list[str]:
+        """Servers for a copy of these blocks, best first: as for a writer, who is on no host."""
+        if not entries:
+            return []
+        first = entries[0]
+        namespace = first.index.namespace
+        request = wire.Place(
+            namespace.name,
+            namespace.parts,
+            len(first.digest),
+            b"".join(entry.digest for entry in entries),
+            first.parent,
+            sum(entry.size for entry in entries),
+            "",
+            2,
+        )
+        placed = await self._peers.ask(request, wire.PlaceReply, _now() + _FETCH_S)
+        others = dict.fromkeys(placed.servers)
+        return [s for s in others if s != self._peers.server and _stays(members.get(s))]
+
+
+def _stays(member: wire.MemberInfo | None) -> bool:
+    return member is not None and member.alive and not member.stats.draining
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,165 @@
+"""What is read is counted within bounds, and a copy must pay."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.protocols import ReserveRequest
+from kvpool.server.state import copy_demand
+from kvpool.server.state.copy_demand import CHECK_S, MEMORY_S, CopyDemand, reads_for_a_copy
+from kvpool.server.state.drain_plan import BlockName
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
+from kvpool.types import ROOT, Namespace, ServerStats
+from tests.conftest import key, keys
+
+ONE = Namespace("one")
+PAGE = 4096
+HOT = key("hot")
+
+
+def store_of(blocks: list[bytes], copies: int = 1, pages: int = 10_000) -> Store:
+    store = Store(pages * PAGE)
+    for digest in blocks:
+        request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], copies=[copies])
+        (answer,) = store.reserve(1, request, 0.0)
+        store.seal(1, answer.id, 0, 0.0)
+    return store
+
+
+def due(demand: CopyDemand, store: Store, now: float, *, grows: bool = True) -> list[Entry]:
+    return [entry for step in demand.counted(store.peek, now, grows=grows) for entry in step]
+
+
+def test_a_block_is_due_when_it_was_read_from_other_hosts_more_than_four_times() -> None:
+    demand, store = CopyDemand(), store_of([HOT])
+    for second in range(4):
+        demand.read(ONE, 0, [HOT], remote=True)
+        assert due(demand, store, float(second)) == []
+    demand.read(ONE, 0, [HOT], remote=False)  # counts for nothing
+    assert due(demand, store, 4.0) == []
+    demand.read(ONE, 0, [HOT], remote=True)
+    assert [entry.digest for entry in due(demand, store, 5.0)] == [HOT]
+    demand.read(ONE, 0, [HOT], remote=True)
+    assert due(demand, store, 5.0 + CHECK_S / 2) == []
+    demand.read(ONE, 0, [HOT], remote=True)
+    assert len(due(demand, store, 5.0 + CHECK_S)) == 1
+    demand.copied(BlockName(ONE, 0, HOT), extra=True)
+    assert demand.reads(BlockName(ONE, 0, HOT), 10.0) == 0.0
+
+
+def test_reads_of_an_hour_do_not_add_up() -> None:
+    demand, store = CopyDemand(), store_of([HOT])
+    for number in range(60):
+        demand.read(ONE, 0, [HOT], remote=True)
+        assert due(demand, store, number * MEMORY_S) == []
+
+
+def test_a_block_with_copies_is_due_whoever_reads_it_and_one_without_is_not() -> None:
+    demand, store = CopyDemand(), store_of([HOT], copies=2)
+    demand.read(ONE, 0, [HOT, key("gone")], remote=False)
+    assert len(due(demand, store, 0.0, grows=False)) == 1
+    demand, store = CopyDemand(), store_of([HOT])
+    for _ in range(20):
+        demand.read(ONE, 0, [HOT], remote=True)
+    assert due(demand, store, 0.0, grows=False) == []
+
+
+def test_what_is_not_counted_is_counted_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = keys("b", 1000)
+    demand, store = CopyDemand(), store_of(blocks)
+    for _ in range(1000):  # of which the last 256 are kept, and 4 are counted
+        demand.read(ONE, 0, blocks, remote=True)
+    steps = [len(step) for step in demand.counted(store.peek, 0.0, grows=True)]
+    assert max(steps) <= 512
+    reads = demand.reads(BlockName(ONE, 0, blocks[0]), 0.0)
+    assert 900 <= reads <= 1300
+    assert len(demand._followed) <= copy_demand._FOLLOWED_MAX
+    monkeypatch.setattr(copy_demand, "_FOLLOWED_MAX", 10)
+    demand.read(ONE, 0, keys("other", 5), remote=True)
+    demand.read(ONE, 0, blocks, remote=True)
+    assert due(demand, store, 100.0) is not None
+
+
+def test_the_first_holder_copies_and_the_others_only_if_it_does_not() -> None:
+    first, third, name = CopyDemand(), CopyDemand(), BlockName(ONE, 0, HOT)
+    assert first.may_copy(name, 0, short=True)
+    assert [third.may_copy(name, 2, short=True) for _ in range(3)] == [False, False, True]
+    assert not third.may_copy(name, 2, short=False)  # somebody has
+    assert not third.may_copy(name, 2, short=True)
+
+
+@pytest.mark.parametrize(
+    ("used", "age_s", "reads"),
+    [(50, 10.0, 4.0), (95, 600.0, 5.0), (95, 10.0, 64.0), (95, 0.0, 604.0)],
+)
+def test_a_copy_is_dearer_where_it_displaces_what_is_used(
+    used: int, age_s: float, reads: float
+) -> None:
+    assert reads_for_a_copy(ServerStats(used=used, victim_age_s=age_s), 100) == reads
+
+
+def test_extra_copies_are_looked_at_in_turns_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_demand, "_EXTRAS_MAX", 3)
+    demand = CopyDemand()
+    names = [BlockName(ONE, 0, digest) for digest in keys("e", 4)]
+    assert [demand.brought_extra(name) for name in names] == [None, None, None, names[0]]
+    assert demand.extras(2) == names[1:3]
+    assert demand.extras(2) == [names[3], names[1]]
+    demand.drop_extra(names[2])
+    assert demand.extras(9) == [names[3], names[1]]
+
+
+def fetch(store: Store, digest: bytes, last_used: int, copies: int) -> bool:
+    request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], None, [last_used], [copies])
+    (answer,) = store.reserve(2, request, 100.0)
+    if answer.extent is None:
+        return False
+    store.seal(2, answer.id, 0, 100.0, last_used=last_used)
+    store.check()
+    return True
+
+
+def test_extra_copies_go_first_oldest_first() -> None:
+    a, b, c, d = keys("x", 4)
+    store = store_of([a, b], pages=4)
+    assert fetch(store, c, 50_000_000, 0)
+    assert fetch(store, d, 40_000_000, 0)
+    for new, evicted in ((key("1"), d), (key("2"), c), (key("3"), a)):
+        store_request = ReserveRequest(ONE, 0, [new], [ROOT], [PAGE])
+        (answer,) = store.reserve(1, store_request, 200.0)
+        store.seal(1, answer.id, 0, 200.0)
+        assert store.peek(ONE, 0, evicted) is None
+        store.check()
+
+
+def test_an_extra_copy_takes_the_place_of_older_ones_only_and_a_last_one_of_any_extra() -> None:
+    a, b = keys("x", 2)
+    store = store_of([], pages=2)
+    assert fetch(store, a, 50_000_000, 0)
+    assert fetch(store, b, 60_000_000, 0)
+    assert not fetch(store, key("older"), 10_000_000, 0)
+    assert fetch(store, key("newer"), 55_000_000, 0)
+    assert store.peek(ONE, 0, a) is None
+    assert fetch(store, key("last one"), 1_000_000, 1)
+    assert store.peek(ONE, 0, key("newer")) is None
+
+
+def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> None:
+    a, b, c = keys("x", 3)
+    store = store_of([], pages=3)
+    for digest in (a, b, c):
+        assert fetch(store, digest, 50_000_000, 0)
+    entry = store.peek(ONE, 0, a)
+    assert entry is not None
+    entry.copies = 1
+    store.reserve(1, ReserveRequest(ONE, 0, [b], [ROOT], [PAGE], copies=[2]), 100.0)
+    for number in range(2):
+        request = ReserveRequest(ONE, 0, [key(number)], [ROOT], [PAGE])
+        (answer,) = store.reserve(1, request, 200.0)
+        store.seal(1, answer.id, 0, 200.0)
+        store.check()
+        # First the one that is still extra, then in the order of uses.
+        assert [store.peek(ONE, 0, one) is not None for one in (a, b, c)] == (
+            [True, True, False] if number == 0 else [False, True, False]
+        )
