@@ -101,6 +101,13 @@ class PrefetchOracle(Protocol):
     def check(self, store: WatchedStore) -> None: ...
 
 
+class CopyOracle(Protocol):
+    """What a store reports in worlds whose servers make copies."""
+
+    def evicted(self, store: WatchedStore, victim: Entry) -> None:
+        """A block makes room for one that is no extra copy."""
+
+
 class MoveOracle(Protocol):
     """What is checked of blocks that move, as the stores see it."""
 
@@ -134,6 +141,8 @@ class WatchedStore(Store):
         self.unread: dict[Entry, float] = {}
         self.prefetch_reads = 0  # bytes of those that were read in time
         self.reserved_at = 0.0
+        self.copies: CopyOracle | None = None
+        self._newcomer: Entry | None = None
         self.corrupted: set[tuple[int, int]] = (
             set()
         )  # (offset, generation) that a fault has changed
@@ -229,6 +238,20 @@ class WatchedStore(Store):
 
     # --- the calls --------------------------------------------------------------------------
 
+    def _make_room(
+        self, newcomer: Entry, owner: int, now: float, last_used: int
+    ) -> int | Reservation:
+        self._newcomer = newcomer
+        try:
+            return super()._make_room(newcomer, owner, now, last_used)
+        finally:
+            self._newcomer = None
+
+    def _evict(self, victim: Entry, size: int = 0) -> int | None:
+        if self.copies is not None and self._newcomer is not None and self._newcomer.copies:
+            self.copies.evicted(self, victim)
+        return super()._evict(victim, size)
+
     def _leave_parent(self, entry: Entry) -> None:
         super()._leave_parent(entry)
         self.truth.probes.add("a circle of parents was cut")
@@ -276,8 +299,10 @@ class WatchedStore(Store):
             for victim in self._victims:
                 self.prefetches.evicted(now, victim, session)
         newest = max(request.last_used) if request.last_used and not self.demotes else None
+        brings_extra = request.copies is not None and not all(request.copies)
         for entry in self._evicted_now:
-            if newest is not None and entry.last_used >= newest:
+            is_newer = newest is not None and entry.last_used >= newest
+            if is_newer and (entry.copies or brings_extra) and not self.has_copy(entry):
                 self.truth.fail(f"G9: {entry!r} was evicted for a fetched block that is older")
             self.truth.probes.add("made room by evicting")
             for sibling in range(entry.index.namespace.parts):

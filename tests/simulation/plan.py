@@ -108,6 +108,9 @@ class WorldPlan:
             )
         joins = random.Random(f"{seed}/joins").random() < 0.25 and plan.servers > 1
         plan = replace(plan, joins=joins and "joins" not in without)
+        rng = random.Random(f"{seed}/copies")
+        if plan.moves and not plan.joins and rng.random() < 0.6 and "copies" not in without:
+            plan = replace(plan, copies_max=rng.choice([1, 2, 2, 3]))
         if random.Random(f"{seed}/strangers").random() < 0.4 and HOARD not in without:
             plan = replace(plan, faults=plan.faults | {HOARD})
         rng = random.Random(f"{seed}/maps")

@@ -48,6 +48,8 @@ _MOVER = "kvpool.server.tier_mover"
 _SESSION_HINTS = "kvpool.server.eviction.session_hints"
 _BALANCER = "kvpool.server.balancer"
 _FETCHER = "kvpool.server.fetcher"
+_COPY_KEEPER = "kvpool.server.copy_keeper"
+_SPREAD_TREE = "kvpool.client.spread_tree"
 _FETCHES = "kvpool.server.state.fetches"
 _PREFETCHER = "kvpool.server.prefetcher"
 _FORMAT = "kvpool_tiers.nvme.format"
@@ -326,6 +328,56 @@ BUGS: Sequence[Bug] = (
         _BALANCER,
         "        return chain[::-1]\n",
         "        return chain\n",
+    ),
+    # --- copies
+    Bug(
+        "receiver-serves-what-it-has-not-sealed",
+        "spread",
+        _SPREAD_TREE,
+        "            if above.server in self._holders[piece] and not above.lost:\n",
+        "            if above.at >= receiver.at and not above.lost:\n",
+    ),
+    Bug(
+        "lost-receivers-are-waited-for",
+        "spread",
+        _SPREAD_TREE,
+        "            if not (above.stalled or above.problem or above.at > receiver.at):\n",
+        "            if not (above.stalled or above.at > receiver.at):\n",
+    ),
+    Bug(
+        "copies-grow-beyond-their-limit",
+        "copies",
+        _COPY_KEEPER,
+        "is_hot = count < self._copies_max and",
+        "is_hot = count <= self._copies_max and",
+    ),
+    Bug(
+        "lost-copies-stay-lost",
+        "copies",
+        _COPY_KEEPER,
+        "            is_lost = count < entry.copies\n",
+        "            is_lost = count < 1\n",
+    ),
+    Bug(
+        "cold-copies-are-made-again",
+        "copies",
+        _COPY_KEEPER,
+        "            plan.add(due)\n",
+        "            plan.add([e for e in self._store.front.inventory() if e.copies > 1])\n",
+    ),
+    Bug(
+        "extra-copies-outlive-the-last-one",
+        "copies",
+        _SESSION_HINTS,
+        "        if self._extra_listed:\n",
+        "        if self._extra_listed and not newcomer.copies:\n",
+    ),
+    Bug(
+        "receivers-are-not-remembered",
+        "G5",
+        _FETCHER,
+        "            self.receivers.add(namespace, part, digest, receiver)\n",
+        "",
     ),
     # --- writing
     Bug(

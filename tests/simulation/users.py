@@ -137,6 +137,8 @@ class SimClient:
             kinds += [(0.10, self._fetch), (0.04, self._leave)]
         if world.plan.prefetches:
             kinds.append((0.15, self._prefetch))
+        if world.copies is not None:
+            kinds.append((0.08, self._spread))
         if world.plan.circles:
             kinds.append((0.06, self._circle))
         (operation,) = self._rng.choices([k for _, k in kinds], [share for share, _ in kinds])
@@ -562,6 +564,11 @@ class SimClient:
     async def _fetch(self) -> None:
         namespace, chain = self._chain()
         await self._world.moves.fetch(self.pool, self._rng, namespace, chain)
+
+    async def _spread(self) -> None:
+        namespace, chain = self._chain()
+        assert self._world.copies is not None
+        await self._world.copies.spread(self.pool, self._rng, namespace, chain)
 
     async def _leave(self) -> None:
         await self._world.moves.leave(self.pool, self._rng)

@@ -35,6 +35,7 @@ from kvpool_transports.tcp import TcpTransport
 from tests.simulation.arrivals import WAIT_S, ArrivalOracle
 from tests.simulation.blocks import BlockCatalog
 from tests.simulation.control_plane import SimNetwork
+from tests.simulation.copies import Copies
 from tests.simulation.disk import SimDisk
 from tests.simulation.joins import Joins
 from tests.simulation.loop import Process, SimLoop, Violation
@@ -104,6 +105,7 @@ class World:
         self.moves = Moves(self)
         self.joins = Joins(self)
         self.prefetches = Prefetches(self)
+        self.copies = Copies(self) if plan.copies_max else None
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
@@ -257,6 +259,7 @@ class World:
         if plan.sessions:
             store.arrivals = ArrivalOracle(store.policy, truth.fail)
         store.moves = self.moves
+        store.copies = self.copies
         store.unsent = lambda: self.net.unsent(node.process, tier.memory)
         transports = self.transports()
         config = ServerConfig(
@@ -358,6 +361,8 @@ class World:
             client = living[0]
             await client.process.spawn(self.moves.play(client))
             await self.moves.end()
+            if self.copies is not None:
+                await client.process.spawn(self.copies.play(client))
         if self.plan.joins and living:
             await living[0].process.spawn(self.joins.play(living[0]))
         await self._recover()
