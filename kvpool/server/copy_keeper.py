@@ -216,7 +216,7 @@ class CopyKeeper:
 
     def _keep(self, name: BlockName) -> None:
         """From now on it counts as any other block, in each tier."""
-        self._store.set_copies(*name, 1)
+        self._store.keep(*name)
 
     async def _members(self) -> Mapping[str, wire.MemberInfo]:
         return await self._peers.members(_now() + _FETCH_S)

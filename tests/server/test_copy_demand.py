@@ -163,3 +163,21 @@ def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> No
         assert [store.peek(ONE, 0, one) is not None for one in (a, b, c)] == (
             [True, True, False] if number == 0 else [False, True, False]
         )
+
+
+def test_the_parts_of_a_block_are_of_one_kind() -> None:
+    """They leave together: an extra part would take one that is the last copy with it."""
+    two = Namespace("two", 2)
+    store = store_of([], pages=4)
+    digest = key("parts")
+    for part, copies in ((0, 0), (1, 2)):
+        request = ReserveRequest(two, part, [digest], [ROOT], [PAGE], None, [50_000_000], [copies])
+        (answer,) = store.reserve(2, request, 100.0)
+        store.seal(2, answer.id, 0, 100.0, last_used=50_000_000)
+    assert [store.peek(two, part, digest).copies for part in (0, 1)] == [2, 2]  # type: ignore[union-attr]
+    assert fetch(store, key("extra"), 60_000_000, 0)
+    assert fetch(store, key("other"), 40_000_000, 1)
+    assert not fetch(store, key("older"), 1_000_000, 0)
+    assert fetch(store, key("last one"), 1_000_000, 1)
+    assert store.peek(ONE, 0, key("extra")) is None
+    assert store.peek(two, 0, digest) is not None

@@ -248,6 +248,8 @@ class Store:
         self._owner(owner).sealed_bytes += self.allocator.rounded(entry.size)
         entry.state = after(entry.state, Event.SEAL)
         entry.checksum = checksum
+        if entry.index.namespace.parts > 1:
+            self.raise_copies(entry, max(part.copies for part in self._parts(entry)))
         # Only a block that no other tier has must be written back before it may be evicted.
         if self.demotes and not from_other_tier:
             self.mark_dirty(entry)
@@ -592,6 +594,12 @@ class Store:
             "waiting_sessions": self.policy.waiting,
         }
 
+    def raise_copies(self, entry: Entry, copies: int) -> None:
+        """The block is written with so many copies, or more. Its parts here are of one kind: they
+        leave together, so none of them is extra if one is not (design: lost-copies)."""
+        for part in self._parts(entry):
+            part.copies = max(part.copies, copies)
+
     # --- looking ---------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
@@ -802,7 +810,7 @@ class Store:
     def _already_here(
         self, entry: Entry, session: Session | None, now: float, copies: int
     ) -> Reservation:
-        entry.copies = max(entry.copies, copies)  # an extra copy that a writer relies on is none
+        self.raise_copies(entry, copies)  # an extra copy that a writer relies on is none
         if entry.session is not session:
             self.policy.block_shared(entry)
         if entry.state is State.RESERVED:

@@ -559,12 +559,12 @@ class TieredStore:
         store.activate_restored(entries, now)
         yield
 
-    def set_copies(self, namespace: Namespace, part: int, digest: bytes, copies: int) -> None:
-        """The block counts as written with so many copies, in each tier that has it."""
+    def keep(self, namespace: Namespace, part: int, digest: bytes) -> None:
+        """The block is no extra copy any more, in each tier that has it."""
         for store in self.stores:
             entry = store.peek(namespace, part, digest)
             if entry is not None:
-                entry.copies = copies
+                store.raise_copies(entry, 1)
 
     # --- looking --------------------------------------------------------------------------------
 
