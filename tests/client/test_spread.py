@@ -68,15 +68,17 @@ async def test_receivers_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def noted(
         self: Fetcher,
-        n: Namespace,
+        namespace: Namespace,
         part: int,
         digests: Sequence[bytes],
         source: str,
         *,
+        extra: bool,
         deadline: float,
     ) -> list[FetchStatus]:
+        assert extra  # they go first when there is no room
         sources.setdefault(source, set()).add(self._context.server)
-        return await fetch(self, n, part, digests, source, deadline=deadline)
+        return await fetch(self, namespace, part, digests, source, extra=extra, deadline=deadline)
 
     monkeypatch.setattr(Fetcher, "fetch", noted)
     async with dev.serve("8MiB", servers=8, listen=LISTEN) as running, running.pool() as pool:
