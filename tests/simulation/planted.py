@@ -1046,6 +1046,8 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "hanging-disk-is-waited-for": 124,
     "replaced-is-lost": 122,
     "quarantine-has-no-budget": 1535,
+    "copies-grow-beyond-their-limit": 141,
+    "lost-copies-stay-lost": 54,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,
     "evicted-below-is-written-for-ever": 53,
