@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 FUZZ_VENV := .venv-fuzz
 VLLM_VENV := .venv-vllm
 PEERS_VENV := .venv-peers
+ROUTERS_VENV := .venv-routers
 DOCS_VENV := .venv-docs
 SEEDS ?= 0:2000
 SAMPLE ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm fleet test test-vllm test-vllm-long check bench bench-peers sim mutants chaos fuzz docs clean
+.PHONY: help demo demo-vllm fleet test test-vllm test-vllm-long test-routers check bench bench-peers sim mutants chaos fuzz docs clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +29,9 @@ test-vllm: $(VLLM_VENV)/ready  ## the connector on real vLLM engines, on a CPU
 
 test-vllm-long: $(VLLM_VENV)/ready  ## the same, with the cases that take longer
 	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm $(ARGS)
+
+test-routers: $(ROUTERS_VENV)/ready  ## what vllm-router and Dynamo believe of our KV events
+	$(ROUTERS_VENV)/bin/python -m pytest tests/routers $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/ready  ## a fresh vllm serve takes over long sessions, with the pool and without
 	$(VLLM_VENV)/bin/python -m examples.vllm_two_instances --picture demo-vllm.svg $(ARGS)
@@ -105,6 +109,12 @@ $(PEERS_VENV)/ready: pyproject.toml
 		$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check -e . 'matplotlib' 'redis[hiredis]'
 	@touch $@
 
+$(ROUTERS_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(ROUTERS_VENV)
+	$(ROUTERS_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-routers]'
+	@touch $@
+
 # mkdocstrings reads the sources without importing them, so kvpool itself is not installed.
 $(DOCS_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
@@ -126,4 +136,4 @@ $(VENV)/mutants-ready: $(VENV)/ready
 	@touch $@
 
 clean:  ## remove virtual environments and what was built
-	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(DOCS_VENV) site demo.svg demo-vllm.svg
+	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(DOCS_VENV) site demo.svg demo-vllm.svg

@@ -32,6 +32,7 @@ from kvpool.types import (
     Member,
     Namespace,
     PrefetchStatus,
+    Presence,
     ReadResult,
     SessionReport,
     SpreadReport,
@@ -243,6 +244,12 @@ class Pool:
         Raises BadKey or MasterLost. See `kvpool.Pool.explain`.
         """
         return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
+
+    def where(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[Presence | None]:
+        """Where each block is, or None. Raises BadKey or MasterLost. See `kvpool.Pool.where`."""
+        return self._run(self._pool.where(namespace, digests, timeout=timeout), timeout)
 
     def demand(self, *, timeout: float | None = None) -> Demand:
         """What clients ask for: live working sets. Raises MasterLost. See `kvpool.Pool.demand`."""

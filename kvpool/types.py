@@ -480,6 +480,18 @@ class Match(NamedTuple):
         return Match(runs, max(0, min(self.length, last) - first), self.stopped)
 
 
+class Presence(NamedTuple):
+    """Where one block can be read, as one process sees it.
+
+    `near` if servers on this process's host have all of its parts. `tier` is where they have it,
+    or, of a block that is far, where other servers do: of its parts the one that lies slowest.
+    """
+
+    replicas: tuple[Replica, ...]
+    near: bool
+    tier: str
+
+
 class WorkingSet(NamedTuple):
     """The live working set of one namespace: `size` bytes, with all parts and copies, of blocks
     that were asked for and are asked for again (design: working-set)."""

@@ -13,14 +13,16 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
 from kvpool import KvpoolError, MatchPoller, Namespace
+from kvpool.kv_events import EventForm, KVEvent, StoredEvent
 from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.cost_model import StepTimer
+from kvpool_connector.event_feed import EventFeed
 from kvpool_connector.lookups import LATE_REASONS, NO_NAMESPACE, Lookups
 from kvpool_connector.messages import Mismatch, StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo, EngineNames
@@ -140,6 +142,7 @@ class ConnectorScheduler:
         self._described: dict[str, str] = {}
         self._described_at = -math.inf
         poller = MatchPoller(settings.client(), settings.member())
+        self._feed: EventFeed | None = None  # with KV events only
         self._lookups = Lookups(poller, settings.start_wait_s, clock)
         self._wait_left_s = _WAIT_S
         self._preempted: set[str] = set()
@@ -147,6 +150,19 @@ class ConnectorScheduler:
         self._arrivals: dict[str, tuple[float, str]] = {}
         self._late_lookups: Counter[str] = Counter()  # by reason
         self._warned_at = -_WARN_EVERY_S
+
+    def send_events(self, form: EventForm) -> None:
+        """Announce the pool's blocks in the engine's stream of KV events from now on."""
+        self._feed = EventFeed(form, self._thread, self.planner.counters)
+
+    @property
+    def sends_events(self) -> bool:
+        return self._feed is not None
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine must step although it has nothing to compute."""
+        return self.planner.has_pending_work or (self._feed is not None and self._feed.waiting)
 
     # --- a request --------------------------------------------------------------------------
 
@@ -235,6 +251,8 @@ class ConnectorScheduler:
             self._repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
         self._start_prefetches(idle=step.idle)
+        if self._feed is not None:
+            self._feed.step(self.namespaces, now)
         if not self.namespaces:
             self._explain_missing_name(now)
             names = self.names
@@ -262,6 +280,8 @@ class ConnectorScheduler:
         """
         if work.idle and not work.loads and self._lookups.waiting:
             self._take_lookup_results(IDLE_S)
+        elif work.idle and not work.loads and self._feed is not None and self._feed.waiting:
+            self._feed.wait(IDLE_S)
 
     def on_worker_report(self, report: WorkerReport) -> ReportOutcome:
         """Take what the workers report after a step."""
@@ -292,6 +312,15 @@ class ConnectorScheduler:
                 self._log_mismatch(mismatch)
                 outcome = outcome._replace(mismatch=True)
         return outcome
+
+    def announce(self, stored: Iterable[tuple[int, bytes, StoredEvent]]) -> None:
+        """The pool has these blocks now: group, key, and an event that does not say where."""
+        if self._feed is not None:
+            self._feed.add(stored, self._clock())
+
+    def take_events(self) -> list[KVEvent]:
+        """KV events about the pool's blocks, for the engine's stream."""
+        return self._feed.take() if self._feed is not None else []
 
     def take_metrics(self) -> dict[str, float]:
         """What happened since the last call, and the estimates; empty when there is little news."""
@@ -325,6 +354,8 @@ class ConnectorScheduler:
     def reset(self) -> None:
         """The weights may have changed: share blocks under the name of those that there are now."""
         self.planner.on_reset()
+        if self._feed is not None:
+            self._feed.reset()
         self._held_lookups.clear()
         # With parts by heads the fingerprint is of those weights only that no rank divides.
         alone = self.planner.verifier.mismatch is not None or self._settings.kv_head_parts > 0

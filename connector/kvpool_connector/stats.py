@@ -39,6 +39,8 @@ _PLAIN: Final = {
     "verified_blocks": "Blocks that were compared with the engine's own.",
     "prefetches": "Prompts whose blocks were brought into memory while they waited.",
     "arrivals_repeated": "Arrivals repeated for prompts of sessions that wait for long.",
+    "announced_blocks": "Blocks of the pool that were announced to routers in KV events.",
+    "unannounced_blocks": "Announced blocks that KV events took back, because they have gone.",
     "bad_hints": "Requests with hints that are not valid.",
     "hook_s": "Seconds spent in the scheduler's hooks.",
     "hooks": "Calls of the scheduler's hooks.",

@@ -27,7 +27,13 @@ from kvpool_connector.request_params import Asked, Mistakes, parse_request
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.values import ScheduledRequest
-from kvpool_connector.vllm_config import engine_of, events_of, memories_of, rank_of
+from kvpool_connector.vllm_config import (
+    engine_of,
+    events_of,
+    memories_of,
+    rank_of,
+    vllm_event,
+)
 from kvpool_connector.vllm_interface import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -126,14 +132,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = ConnectorScheduler(
                 chosen, thread, engine, _log_info, log_error=_log_error
             )
+            if chosen.kv_events != "off" and _sends_events(vllm_config):
+                self._scheduler.send_events(chosen.kv_events)
             self._requests: dict[str, Any] = {}
             self._mistakes = Mistakes()
             self._finished: OrderedDict[str, Any] = (
                 OrderedDict()
             )  # for KV events of saves that end later
-            self._events: list[Any] = []
             self._pool: Any = None
-            self._sends_events = _sends_events(vllm_config)
+            self._sends_events = self._scheduler.sends_events
             #: Running requests that may have used KV which this engine would not compute.
             self._tainted: set[str] = set()
         else:
@@ -247,11 +254,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._tainted = set(self._requests)
             if self._sends_events:
                 known = {**self._finished, **self._requests}
-                self._events += events_of(outcome.stored, known, self._kv_cache_config)
+                self._of_scheduler().announce(
+                    events_of(outcome.stored, known, self._kv_cache_config)
+                )
         self._count_hook(began)
 
     def has_pending_push_work(self) -> bool:
-        return self._of_scheduler().planner.has_pending_work
+        return self._of_scheduler().has_pending_work
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -272,8 +281,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        events, self._events = self._events, []
-        return events
+        return [vllm_event(event) for event in self._of_scheduler().take_events()]
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:

@@ -5,12 +5,13 @@ Only this file, `vllm.py`, `vllm_model.py`, `stats.py` and `vllm_interface.py` k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from kvpool import ConfigError
+from kvpool.kv_events import KVEvent, RemovedEvent, StoredEvent
 from kvpool_connector import fingerprint, namespace, vllm_interface
 from kvpool_connector.block_memory import BlockMemory, memory_of
 from kvpool_connector.head_split import HeadSplit, head_split, specs_of
@@ -20,15 +21,15 @@ from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.settings import Settings
 from kvpool_connector.values import CacheGroup
 from kvpool_connector.vllm_interface import (
+    BlockRemoved,
     BlockStored,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
     get_pp_group,
     get_tp_group,
     kv_cache_utils,
 )
 from kvpool_connector.worker import Rank
-
-#: The `medium` of KV events for blocks in the pool.
-_MEDIUM: Final = "CPU"
 
 
 def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> EngineInfo:
@@ -106,9 +107,9 @@ def memories_of(
 
 def events_of(
     stored: Iterable[StoredBlock], requests: Mapping[str, Any], kv_cache_config: Any
-) -> list[BlockStored]:
-    """KV events for what the pool has now, in the form of the engine's own."""
-    events = []
+) -> Iterator[tuple[int, bytes, StoredEvent]]:
+    """Group and key of what the pool has now, and an event of it in the form of the engine's own,
+    which does not say where it is."""
     for block in stored:
         request = requests.get(block.request_id)
         if request is None:
@@ -117,25 +118,33 @@ def events_of(
         first, last = block.number * spec.block_size, (block.number + 1) * spec.block_size
         hashed = kv_cache_config.hash_block_size or spec.block_size
         parent = request.block_hashes[first // hashed - 1] if first else None
-        lora = getattr(request.lora_request, "name", None)
-        events.append(
-            BlockStored(
-                block_hashes=[
-                    kv_cache_utils.maybe_convert_block_hash(
-                        request.block_hashes[last // hashed - 1]
-                    )
-                ],
-                parent_block_hash=parent and kv_cache_utils.maybe_convert_block_hash(parent),
+        convert = kv_cache_utils.maybe_convert_block_hash
+        extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, first, last, 0)
+        lora = request.lora_request
+        yield (
+            block.group,
+            block.digest,
+            StoredEvent(
+                block_hashes=[convert(request.block_hashes[last // hashed - 1])],
+                parent_block_hash=convert(parent) if parent is not None else None,
                 token_ids=list(request.all_token_ids[first:last]),
                 block_size=spec.block_size,
-                lora_id=None,
-                medium=_MEDIUM,
-                lora_name=lora,
+                lora_id=lora.adapter_id if lora else None,
+                medium=None,
+                lora_name=lora.name if lora else None,
+                extra_keys=kv_cache_utils.to_event_extra_keys([extra]) if extra else None,
                 group_idx=block.group,
-                locality="REMOTE",
-            )
+                kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+                kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+                session_id=request.session_id,
+            ),
         )
-    return events
+
+
+def vllm_event(event: KVEvent) -> Any:
+    """The same as an object of vLLM's."""
+    kind = {StoredEvent: BlockStored, RemovedEvent: BlockRemoved}[type(event)]
+    return kind(**{name: getattr(event, name) for name in event.__struct_fields__})
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:

@@ -20,7 +20,7 @@ SUPPORTED: Final = "0.32"
 
 try:
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_events import BlockStored
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -44,7 +44,13 @@ try:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, group_kernel_blocks
+    from vllm.v1.kv_cache_interface import (
+        KVCacheConfig,
+        KVCacheSpec,
+        get_kv_cache_spec_kind,
+        get_kv_cache_spec_sliding_window,
+        group_kernel_blocks,
+    )
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -56,6 +62,7 @@ except ImportError as error:
 
 __all__ = [
     "LAYERWISE_INFO",
+    "BlockRemoved",
     "BlockStored",
     "CacheHitSource",
     "KVConnectorBase_V1",
@@ -70,6 +77,8 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "WorkerWrapperBase",
+    "get_kv_cache_spec_kind",
+    "get_kv_cache_spec_sliding_window",
     "get_pp_group",
     "get_tp_group",
     "group_kernel_blocks",
@@ -126,6 +135,8 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (WorkerBase, "device", "taking device memory before vLLM measures what is left"),
     (kv_cache_utils, "get_none_hash_seed", "what all hashes begin with"),
     (kv_cache_utils, "maybe_convert_block_hash", "hashes in KV events"),
+    (kv_cache_utils, "generate_block_hash_extra_keys", "salts and pictures in KV events"),
+    (kv_cache_utils, "to_event_extra_keys", "salts and pictures in KV events"),
     (kv_cache_utils, "make_block_hash_with_group_id", "hashes of cached blocks"),
     (kv_cache_utils, "get_block_hash", "hashes of cached blocks"),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from kvpool.client.masters import Masters
+from kvpool.client.presence import presence
 from kvpool.client.servers import Servers
 from kvpool.errors import BadKey, MasterLost, Unavailable
 from kvpool.types import (
@@ -15,6 +16,7 @@ from kvpool.types import (
     Explanation,
     Match,
     Namespace,
+    Presence,
     ReadResult,
     ReadStatus,
     Replica,
@@ -158,6 +160,30 @@ class Lookup:
                 if position not in found_at:
                     results[position] = ReadResult(_miss(next(misses, 0)))
         return results, self._candidates(runs, part, len(digests))
+
+    async def where(
+        self, namespace: Namespace, digests: Sequence[bytes], deadline: float
+    ) -> list[Presence | None]:
+        """As `Pool.where`."""
+        size = check_digest_size(digests)
+        answers: list[Presence | None] = []
+        for first in range(0, len(digests), _FIND_KEYS):
+            batch = digests[first : first + _FIND_KEYS]
+            packed = b"".join(batch)
+            if len(packed) != size * len(batch):  # cheaper than a check of each key
+                check_digests(digests)
+            request = wire.Find(namespace.name, namespace.parts, size, packed, False, observes=True)
+            found = await self._masters.ask(request, wire.FindReply, deadline)
+            runs = _runs(found, 0, len(batch))
+            near = await self._servers.near(
+                {replica.server for run in runs for replica in run.replicas}, deadline
+            )
+            page: list[Presence | None] = [None] * len(batch)
+            for run in runs:
+                here = presence(run.replicas, namespace.parts, near)
+                page[run.first : run.last + 1] = [here] * (run.last + 1 - run.first)
+            answers += page
+        return answers
 
     async def holders(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float

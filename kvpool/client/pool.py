@@ -67,6 +67,7 @@ from kvpool.types import (
     Member,
     Namespace,
     PrefetchStatus,
+    Presence,
     ReadResult,
     ReadStatus,
     SessionHint,
@@ -245,6 +246,16 @@ class Pool:
                 if status in known
             ],
         )
+
+    async def where(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[Presence | None]:
+        """Where each block is, or None where the pool does not have it, in whatever order.
+
+        For observers: it counts as no demand, and is no use of the blocks. Raises BadKey for
+        digests that differ in length, and MasterLost when no master answers.
+        """
+        return await self._lookup.where(namespace, digests, self._begin(timeout))
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
         """Every server that a master knows, lost ones included. Raises MasterLost."""

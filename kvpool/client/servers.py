@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Final, NamedTuple, TypeVar
 
 from kvpool import logs
@@ -215,6 +215,15 @@ class Servers:
                 ailing = now < record.slow_until or now < record.retry_at
                 keys[server] = (ailing, record.host != self._host.id, record.preference)
         return sorted(keys, key=keys.__getitem__)
+
+    async def near(self, servers: Set[str], deadline: float) -> frozenset[str]:
+        """Those of the `servers` that are on this host. Asks a master about unknown ones."""
+        if not servers <= self._records.keys():
+            await self.refresh(deadline)
+        records = (self._records.get(server) for server in servers)
+        return frozenset(
+            [one.server for one in records if one is not None and one.host == self._host.id]
+        )
 
     async def zero_copy_channel(self, server: str, deadline: float) -> SupportsZeroCopyView:
         """A channel that shows memory in place. Raises Overloaded when no path has one."""

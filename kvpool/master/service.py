@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from kvpool import logs
@@ -288,13 +288,12 @@ class Master:
         if m.session:
             self._add_hint(m.session, ARRIVED)
         runs, reasons = self.directory.find(namespace, digests, prefix=m.prefix)
+        if m.observes:
+            return _found(runs, reasons.values())
         self._demand.asked(namespace, digests, self._now())
         if m.prefix:
             self._count_match(namespace, digests, runs, next(iter(reasons), len(digests)))
-        return wire.FindReply(
-            [(run.first, run.last, _replicas(run.replicas)) for run in runs],
-            bytes(reasons.values()),
-        )
+        return _found(runs, reasons.values())
 
     def _count_match(
         self, namespace: Namespace, digests: Sequence[bytes], runs: list[Run], length: int
@@ -408,6 +407,12 @@ def _checked(change: wire.BlockChanges) -> _Checked:
         return change, namespace, digests, ReadStatus(change.status)
     except ValueError as error:
         raise BadMessage(str(error)) from None
+
+
+def _found(runs: Sequence[Run], reasons: Iterable[ReadStatus]) -> wire.FindReply:
+    return wire.FindReply(
+        [(run.first, run.last, _replicas(run.replicas)) for run in runs], bytes(reasons)
+    )
 
 
 def _replicas(replicas: tuple[Replica, ...]) -> list[tuple[str, str, int]]:

@@ -442,11 +442,13 @@ WireRun = tuple[Count, Count, Annotated[list[WireReplica], Meta(max_length=4096)
 class Find(Keys, frozen=True, omit_defaults=True):
     """Where blocks are. With `prefix` the answer ends at the first miss: a match.
 
-    With a `session`, a prompt of that session has arrived: as `Hint` with a `resume_s` of 0.
+    With a `session`, a prompt of that session has arrived: as `Hint` with a `resume_s` of 0. Who
+    only `observes` does not want the blocks: the question is no demand (design: working-set).
     """
 
     prefix: bool
     session: SessionName = ""
+    observes: bool = False
 
 
 class FindReply(Message, frozen=True):
@@ -645,7 +647,7 @@ M = TypeVar("M", bound=Message)
 #: struct omits defaults. With the next version these lines go (design: protocol-versions).
 NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
     ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes"}),
-    Find: frozenset({"session"}),
+    Find: frozenset({"session", "observes"}),
     HeartbeatReply: frozenset({"others_have_room"}),
     Heartbeat: frozenset({"hint_answers"}),
     Reserve: frozenset({"copies"}),

@@ -19,7 +19,7 @@ FOLDERS = [
 CHECKED = [
     *("README.md", "CONTRIBUTING.md", "connector/README.md", "benchmarks/README.md"),
     *(f"docs/{name}.md" for name in ("tour", "design", "guarantees", "policies", "benchmarks")),
-    *(f"docs/{name}.md" for name in ("deploy-ucx", "wire", "write-a-connector")),
+    *(f"docs/{name}.md" for name in ("deploy-ucx", "wire", "write-a-connector", "fleet")),
 ]
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 

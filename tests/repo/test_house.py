@@ -54,7 +54,7 @@ def files(*folders: str) -> list[Path]:
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
-    ("types", "units", "backoff", "piecewise_dict"),
+    ("types", "units", "backoff", "piecewise_dict", "kv_events"),
     (
         *("protocols", "config", "wire"),
         *("checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
@@ -155,6 +155,7 @@ def test_transports_and_tiers_know_contracts_only() -> None:
 
 def test_connectors_and_examples_use_the_public_api() -> None:
     public = {"sync", "dev", "types", "errors", "protocols", "checksum", "backoff", "testing"}
+    public |= {"kv_events"}
     rooms = {room for layer in LAYERS for room in layer}
     for path in files("connector", "examples"):
         for name in imports(path):

@@ -89,6 +89,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Namespaces(),
     messages.NamespacesReply([("n", 1, 5)], False),
     messages.Find(**KEYS, prefix=True, session="chat"),
+    messages.Find(**KEYS, prefix=False, observes=True),
     messages.Demands(),
     messages.DemandsReply(60.0, [("n", 1, 1 << 40, 5)], 1.5, 0.25),
 ]

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Gauge, Histogram
@@ -27,11 +28,13 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -40,7 +43,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpool import Namespace
+from kvpool import Namespace, kv_events
 from kvpool_connector import vllm as vllm_connector
 from kvpool_connector.adapters import SaltedHashes
 from kvpool_connector.messages import (
@@ -59,6 +62,7 @@ from kvpool_connector.messages import (
 from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.verifier import VerifyOutcome
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
+from kvpool_connector.vllm_config import vllm_event
 from kvpool_connector.vllm_settings import RefusedSettings
 from tests.connector.vllm.helpers import free_port, transfer
 from tests.support.local_pool import LocalPool
@@ -586,8 +590,85 @@ class Recorder:
         pass
 
 
+def published(
+    pool: LocalPool, model: Callable[..., Path], tokens: int = 64, **settings: Any
+) -> list[Any]:
+    """The events of an engine whose prompt was saved, when the pool really has it."""
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    played = Played(model(), transfer(pool.master, **settings), kv_events_config=events)
+    recorder = played.scheduler.kv_event_publisher = Recorder()
+    try:
+        played.step()
+        request = played.request("a", tokens, session_id="chat")
+        played.scheduler.add_request(request)
+        store(pool, played, request, tokens // BLOCK)
+        played.finish()
+        until = time.monotonic() + 5
+        while played.connector.has_pending_push_work() and time.monotonic() < until:
+            played.step()
+            time.sleep(0.002)
+        assert not played.connector.has_pending_push_work()
+    finally:
+        played.close()
+    return recorder.events
+
+
 def test_what_the_pool_has_is_published(pool: LocalPool, model: Callable[..., Path]) -> None:
-    """KV events of the pool's blocks beside the engine's own, with equal hashes."""
+    """One KV event of a chain of the pool's blocks beside the engine's own, with equal hashes."""
+    events = published(pool, model)
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    own = [h for event in stored if event.medium == "GPU" for h in event.block_hashes]
+    (pooled,) = [event for event in stored if event.medium == "CPU"]
+    assert pooled.block_hashes == own[:4]
+    assert pooled.parent_block_hash is None
+    assert pooled.token_ids == list(range(64))
+    assert pooled.block_size == BLOCK
+    # The pool's server is on this host: every engine here reads it as its own memory.
+    assert (pooled.locality, pooled.ownership) == ("LOCAL", None)
+    assert (pooled.session_id, pooled.group_idx) == ("chat", 0)
+    mine = next(event for event in stored if event.medium == "GPU")
+    assert pooled.kv_cache_spec_kind == mine.kv_cache_spec_kind == "full_attention"
+    assert pooled.extra_keys is None
+
+
+def test_what_the_pool_has_lost_is_taken_back(pool: LocalPool, model: Callable[..., Path]) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    played = Played(model(), transfer(pool.master), kv_events_config=events)
+    recorder = played.scheduler.kv_event_publisher = Recorder()
+
+    def seen(kind: type) -> list[int]:
+        pooled = [one for one in recorder.events if isinstance(one, kind) and one.medium == "CPU"]
+        return [hash for one in pooled for hash in one.block_hashes]
+
+    try:
+        played.step()
+        request = played.add("a", 64)
+        store(pool, played, request, 4)
+        played.finish()
+        chain = [bytes(digest) for digest in request.block_hashes[:4]]
+        until = time.monotonic() + 10
+        while len(seen(BlockStored)) < 4 and time.monotonic() < until:
+            played.step()
+        pool.ask(lambda client: client.remove(played.namespace, chain[2:]))
+        while len(seen(BlockRemoved)) < 2 and time.monotonic() < until:
+            played.step()
+            time.sleep(0.02)
+    finally:
+        played.close()
+    assert seen(BlockRemoved) == seen(BlockStored)[2:]
+
+
+def test_nothing_is_published_where_it_is_switched_off(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    events = published(pool, model, kv_events="off")
+    assert {event.medium for event in events if isinstance(event, BlockStored)} == {"GPU"}
+
+
+def test_what_the_pool_does_not_have_is_not_published(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """A save was acknowledged, and the block is evicted before anybody has asked where it is."""
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     played = Played(model(), transfer(pool.master), kv_events_config=events)
     recorder = played.scheduler.kv_event_publisher = Recorder()
@@ -595,16 +676,46 @@ def test_what_the_pool_has_is_published(pool: LocalPool, model: Callable[..., Pa
         played.step()
         played.add("a", 64)
         played.finish()
-        played.step()
+        until = time.monotonic() + 10
+        while played.connector.has_pending_push_work() and time.monotonic() < until:
+            played.step()
+            time.sleep(0.01)
+        assert not played.connector.has_pending_push_work()
     finally:
         played.close()
-    stored = [event for event in recorder.events if getattr(event, "token_ids", None)]
-    own = [h for event in stored if event.medium == "GPU" for h in event.block_hashes]
-    pooled = [event for event in stored if event.medium == "CPU"]
-    assert [h for event in pooled for h in event.block_hashes] == own[:4]
-    assert [event.parent_block_hash for event in pooled] == [None, *own[:3]]
-    assert [event.token_ids[0] for event in pooled] == [0, 16, 32, 48]
-    assert {event.locality for event in pooled} == {"REMOTE"}
+    stored = [event for event in recorder.events if isinstance(event, BlockStored)]
+    assert {event.medium for event in stored} == {"GPU"}
+
+
+def test_events_are_encoded_as_vllms_own() -> None:
+    """`kvpool events` and the tests with real routers use these instead of vLLM's classes."""
+    said: dict[str, Any] = {
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [1] * 32,
+        "block_size": 16,
+        "lora_id": 1,
+        "medium": "CPU",
+        "lora_name": "adapter",
+        "extra_keys": [("adapter", "salt"), None],
+        "group_idx": 1,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": 64,
+        "locality": "REMOTE",
+        "ownership": "kvpool",
+        "session_id": "chat",
+    }
+    assert {field.name for field in msgspec.structs.fields(BlockStored)} == said.keys()
+    removed = {name: said[name] for name in BlockRemoved.__struct_fields__}
+    ours = [kv_events.StoredEvent(**said), kv_events.RemovedEvent(**removed)]
+    theirs = [BlockStored(**said), BlockRemoved(**removed), AllBlocksCleared()]
+    assert [vllm_event(event) for event in ours] == theirs[:2]
+    batch = kv_events.EventBatch(1.5, [*ours, kv_events.ClearedEvent()], 0)
+    encoded = msgspec.msgpack.encode(KVEventBatch(1.5, theirs, 0))
+    assert msgspec.msgpack.decode(kv_events.encode_batch(batch)) == msgspec.msgpack.decode(encoded)
+    assert kv_events.decode_batch(encoded) == batch
+    digest = bytes(range(32))
+    assert kv_cache_utils.maybe_convert_block_hash(digest) == kv_events.short_hash(digest)
 
 
 def test_without_a_pool_requests_are_served(model: Callable[..., Path]) -> None:

@@ -1,0 +1,254 @@
+"""One stream of KV events, as vLLM's engines publish theirs: a PUB socket, and a ROUTER for replay.
+
+A subscriber that reads too slowly loses batches, and nothing here grows for its sake; it sees the
+gap in the numbers, and asks for what it has missed: `[b"", first number, u64 big endian]` to the
+replay socket. The answer is `[b"", topic, number, batch]` for each batch that is kept, in order,
+and `[b"", b"", -1, b""]` at the end. (design: kv-events)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import zmq
+
+from kvpool import logs
+from kvpool.errors import ConfigError
+from kvpool.kv_events import EventBatch, KVEvent, batches, encode_batch
+
+log = logs.get("kvpool.events")
+
+#: Batches that are kept for replay, and their bytes.
+KEPT_MAX: Final = 10_000
+KEPT_BYTES_MAX: Final = 64 << 20
+#: Batches that wait for one subscriber, or for one reader of a replay; beyond it they are lost.
+_QUEUED_MAX: Final = 1000
+_REPLAY_QUEUED_MAX: Final = 64
+#: Readers of a replay at the same time; beyond it the one that asked first is given up.
+_READERS_MAX: Final = 64
+#: Batches that one turn of the loop sends to a reader, and the pause when it takes no more.
+_REPLAY_BURST: Final = 32
+_PAUSE_S: Final = 0.01
+#: A reader of a replay that takes nothing for so long is given up.
+_READER_TIMEOUT_S: Final = 5.0
+#: Bytes of a request; a longer one ends its connection.
+_REQUEST_BYTES_MAX: Final = 256
+#: Messages that one turn of the loop takes from the replay socket.
+_REQUESTS_BURST: Final = 64
+_NUMBER: Final = struct.Struct(">Q")
+_END: Final = struct.pack(">q", -1)
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+
+
+class KeptBatch(NamedTuple):
+    """One batch as it was sent."""
+
+    number: int
+    payload: bytes
+
+
+class ReplayBuffer:
+    """The last batches of a stream, bounded in number and bytes. Pure.
+
+    Numbers begin at `first`, have no gap, and are kept in order.
+    """
+
+    def __init__(
+        self, first: int = 0, kept_max: int = KEPT_MAX, bytes_max: int = KEPT_BYTES_MAX
+    ) -> None:
+        self._kept: deque[KeptBatch] = deque()
+        self._kept_max = kept_max
+        self._bytes_max = bytes_max
+        self.bytes = 0
+        #: Number of the next batch.
+        self.next = first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, payload: bytes) -> int:
+        """Number a batch and keep it; the oldest ones go. The last one is always kept."""
+        number = self.next
+        self.next += 1
+        self._kept.append(KeptBatch(number, payload))
+        self.bytes += len(payload)
+        while len(self._kept) > 1 and (
+            len(self._kept) > self._kept_max or self.bytes > self._bytes_max
+        ):
+            self.bytes -= len(self._kept.popleft().payload)
+        return number
+
+    def since(self, number: int, count: int) -> Iterator[KeptBatch]:
+        """At most `count` kept batches from `number` on; none for a number of the future."""
+        if not self._kept:
+            return
+        oldest = self._kept[0].number
+        start = max(number, oldest) - oldest
+        for index in range(start, min(start + count, len(self._kept))):
+            yield self._kept[index]
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Somebody who reads a replay: the next number, and when it is given up."""
+
+    next: int
+    until: float
+
+
+class EventPublisher:
+    """A stream at `endpoint`, with replay at `replay_endpoint`, if there is one.
+
+    It belongs to the event loop in which it was started. Endpoints are as zmq writes them
+    (`tcp://127.0.0.1:5600`); port 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str = "",
+        *,
+        topic: str = "",
+        rank: int | None = 0,
+        buffer: ReplayBuffer | None = None,
+    ) -> None:
+        self.buffer = buffer or ReplayBuffer()
+        self.endpoint = endpoint
+        self.replay_endpoint = replay_endpoint
+        #: Batches that were sent, and requests for a replay that were answered to their end.
+        self.sent = 0
+        self.replays = 0
+        self._topic = topic.encode()
+        self._rank = rank
+        self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pub: zmq.Socket[bytes] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._descriptor = -1
+        self._pump: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Bind the sockets. Raises ConfigError when an endpoint is taken or is none."""
+        try:
+            self._pub = self._open(zmq.PUB, _QUEUED_MAX)
+            self.endpoint = self._bind(self._pub, self.endpoint)
+            if self.replay_endpoint:
+                self._router = self._open(zmq.ROUTER, _REPLAY_QUEUED_MAX)
+                # Else batches beyond the limit would vanish from the middle of a replay.
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.replay_endpoint = self._bind(self._router, self.replay_endpoint)
+                self._descriptor = int(self._router.getsockopt(zmq.FD))
+                asyncio.get_running_loop().add_reader(self._descriptor, self._take_requests)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, events: list[KVEvent], seconds: float) -> None:
+        """Send these events, which happened at `seconds` since 1970. It never waits."""
+        assert self._pub is not None, "publish before start"
+        for batch in batches(events):
+            payload = encode_batch(EventBatch(seconds, batch, self._rank))
+            number = self.buffer.add(payload)
+            self._pub.send_multipart((self._topic, _NUMBER.pack(number), payload), _NOBLOCK)
+            self.sent += 1
+        if self._router is not None:
+            self._take_requests()  # its descriptor tells of changes only
+
+    def close(self) -> None:
+        """End the stream. Idempotent."""
+        if self._pump is not None:
+            self._pump.cancel()
+            self._pump = None
+        if self._descriptor >= 0:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._descriptor = -1
+        self._readers.clear()
+        self._context.destroy(linger=0)
+
+    def _open(self, kind: int, queued_max: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, queued_max)
+        socket.setsockopt(zmq.RCVHWM, _REQUESTS_BURST)
+        socket.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        return socket
+
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot publish at {endpoint}: {zmq.strerror(error.errno or 0)}; expected an "
+                "address such as tcp://127.0.0.1:5600"
+            ) from None
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _take_requests(self) -> None:
+        router = self._router
+        assert router is not None
+        taken = 0
+        while taken < _REQUESTS_BURST and int(router.get(_EVENTS)) & _POLLIN:
+            taken += 1
+            frames = router.recv_multipart(_NOBLOCK)
+            if len(frames) != 3 or frames[1] or len(frames[2]) != _NUMBER.size:
+                continue  # not a request: nobody waits for an answer to it
+            now = asyncio.get_running_loop().time()
+            (first,) = _NUMBER.unpack(frames[2])
+            self._readers.pop(frames[0], None)
+            self._readers[frames[0]] = _Reader(first, now + _READER_TIMEOUT_S)
+            while len(self._readers) > _READERS_MAX:
+                self._readers.popitem(last=False)
+        if taken == _REQUESTS_BURST:
+            asyncio.get_running_loop().call_soon(self._take_if_open)
+        if self._readers and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.get_running_loop().create_task(self._serve_readers())
+
+    def _take_if_open(self) -> None:
+        if self._descriptor >= 0:
+            self._take_requests()
+
+    async def _serve_readers(self) -> None:
+        """Send to all readers in turn until none is left."""
+        loop = asyncio.get_running_loop()
+        while self._readers:
+            progress = False
+            for name in list(self._readers):
+                reader = self._readers.get(name)
+                if reader is not None and self._send_some(name, reader, loop.time()):
+                    progress = True
+                await asyncio.sleep(0)
+            self._take_if_open()
+            if not progress:
+                await asyncio.sleep(_PAUSE_S)
+
+    def _send_some(self, name: bytes, reader: _Reader, now: float) -> bool:
+        """Send a reader its next batches, and the end; whether it took any."""
+        assert self._router is not None
+        before = reader.next
+        try:
+            for number, payload in self.buffer.since(reader.next, _REPLAY_BURST):
+                self._router.send_multipart(
+                    (name, b"", self._topic, _NUMBER.pack(number), payload), _NOBLOCK
+                )
+                reader.next = number + 1
+            if reader.next >= self.buffer.next or not len(self.buffer):
+                self._router.send_multipart((name, b"", b"", _END, b""), _NOBLOCK)
+                self._readers.pop(name, None)
+                self.replays += 1
+                return True
+        except zmq.Again:
+            if reader.next == before and now >= reader.until:
+                self._readers.pop(name, None)
+                log.warning("a reader of a replay was given up", read_to=reader.next)
+        except zmq.ZMQError:  # it has gone
+            self._readers.pop(name, None)
+        if reader.next != before:
+            reader.until = now + _READER_TIMEOUT_S
+        return reader.next != before

@@ -1,0 +1,311 @@
+"""Real routers in processes of their own, and the engines that they listen to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvpool.kv_events import KVEvent, Residency, StoredEvent
+from kvpool.net.event_publisher import EventPublisher
+
+#: Tokens of a block.
+BLOCK: Final = 16
+GPU: Final = Residency("GPU")
+_START_S: Final = 20.0
+#: A router has taken an event after this time.
+SETTLE_S: Final = 0.25
+_BIN: Final = Path(sys.executable).parent
+
+
+def need(*modules: str) -> None:
+    """Skip the tests of a module where the routers are not installed, and say how to get them."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(
+            f"{', '.join(missing)} is not installed: make test-routers", allow_module_level=True
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Prompt:
+    """Tokens that no other prompt has, and the hashes of their blocks."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, blocks: int) -> None:
+        self.first = next(self._numbers) * 100_000
+        self.tokens = list(range(self.first, self.first + blocks * BLOCK))
+        self.hashes = [self.first * 1000 + number for number in range(blocks)]
+
+    def stored(self, first: int, last: int, where: Residency, **fields: Any) -> StoredEvent:
+        """That blocks `first` to `last` (excluded) are there."""
+        return StoredEvent(
+            block_hashes=list(self.hashes[first:last]),
+            parent_block_hash=self.hashes[first - 1] if first else None,
+            token_ids=self.tokens[first * BLOCK : last * BLOCK],
+            block_size=BLOCK,
+            lora_id=None,
+            lora_name=None,
+            **where._asdict(),
+            **fields,
+        )
+
+
+class Engine:
+    """What a router sees of an engine: its HTTP endpoints, and its stream of events."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        self.publisher.start()
+        self.url = ""
+
+    def send(self, *events: KVEvent) -> None:
+        self.publisher.publish(list(events), time.time())
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        from aiohttp import web
+
+        app = web.Application()
+        app.router.add_post("/v1/completions/render", self._render)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/get_server_info", self._info)
+        app.router.add_get("/kv_event_sources", self._sources)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{port}"
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _render(self, request: Any) -> Any:
+        from aiohttp import web
+
+        prompt = (await request.json())["prompt"]
+        return web.json_response([{"token_ids": prompt, "request_id": "r"}])
+
+    async def _complete(self, request: Any) -> Any:
+        from aiohttp import web
+
+        await request.read()
+        choice = {"index": 0, "text": self.name, "finish_reason": "length", "logprobs": None}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        answer = {"id": "x", "object": "text_completion", "created": 0, "model": "m"}
+        return web.json_response({**answer, "choices": [choice], "usage": usage})
+
+    async def _health(self, request: Any) -> Any:
+        from aiohttp import web
+
+        return web.Response(text="")
+
+    async def _info(self, request: Any) -> Any:
+        from aiohttp import web
+
+        info = {"model_id": "m", "kv_block_size": BLOCK, "instance_id": self.name}
+        return web.json_response(info)
+
+    async def _sources(self, request: Any) -> Any:
+        from aiohttp import web
+
+        source = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "encoding": "msgpack",
+            "schema_version": 1,
+            "endpoint": self.publisher.endpoint,
+            "replay_endpoint": self.publisher.replay_endpoint,
+            "topic": "",
+            "hwm": 1000,
+            "buffer_steps": 100,
+        }
+        return web.json_response({"0": source})
+
+
+class Router:
+    """vllm-router, `kv_aware`, in front of engines `a` and `b`."""
+
+    def __init__(self, mode: str, url: str, session: Any, a: Engine, b: Engine, log: Path) -> None:
+        self.mode = mode
+        self._url = url
+        self._session = session
+        self.a, self.b = a, b
+        self._log = log
+
+    async def ask(self, tokens: Sequence[int]) -> str:
+        """The name of the engine that gets this prompt."""
+        body = {"model": "m", "prompt": list(tokens), "max_tokens": 1}
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+            text: str = (await answer.json())["choices"][0]["text"]
+            return text
+
+    async def credit(self, where: Residency, **fields: Any) -> tuple[float, float]:
+        """What eight blocks that `a` has there are worth, in blocks on its device: bounds of it.
+
+        `b` has so many on its device that the router prefers it when they are worth less.
+        """
+        low, high = 0, 8
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if await self._prefers_a(where, middle, **fields):
+                low = middle
+            else:
+                high = middle
+        if low == 0 and not await self._prefers_a(where, 0.5, **fields):
+            return 0.0, 0.5 / 8
+        return low / 8, high / 8
+
+    async def _prefers_a(self, where: Residency, blocks: float, **fields: Any) -> bool:
+        length = 8 if blocks >= 1 else 16  # 0.5: all 16 of `a` against one of `b`
+        prompt = Prompt(16)
+        for first in range(0, length, 8):
+            self.a.send(prompt.stored(first, first + 8, where, **fields))
+        self.b.send(prompt.stored(0, max(1, int(blocks)), GPU))
+        await asyncio.sleep(SETTLE_S)
+        return await self.ask(prompt.tokens) == "a"
+
+    async def remember(self) -> Prompt:
+        """A prompt of which `a` has four blocks on its device, and `b` two."""
+        prompt = Prompt(5)
+        self.a.send(prompt.stored(0, 4, GPU))
+        self.b.send(prompt.stored(0, 2, GPU))
+        await asyncio.sleep(SETTLE_S)
+        return prompt
+
+    async def knows_a(self, prompt: Prompt) -> bool:
+        """Whether the router still knows what `a` has of such a prompt."""
+        return [await self.ask(prompt.tokens) for _ in range(3)] == ["a"] * 3
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+@asynccontextmanager
+async def vllm_router(mode: str, directory: Path) -> AsyncIterator[Router]:
+    """`static`: its command line names the streams; `discovered`: the engines do."""
+    import aiohttp
+
+    a, b = Engine("a"), Engine("b")
+    log = directory / "vllm-router.log"
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in (a, b):
+            stack.callback(engine.publisher.close)
+            await stack.enter_async_context(engine.serve())
+        port = free_port()
+        command = [str(_BIN / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-port", str(free_port()), "--worker-urls", a.url, b.url]
+        command += ["--policy", "kv_aware", "--worker-startup-check-interval", "1"]
+        if mode == "static":
+            command += ["--kv-event-block-size", str(BLOCK), "--kv-event-model", "m"]
+            for engine in (a, b):
+                stream = engine.publisher
+                command += ["--kv-event-source", f"{engine.url}={stream.endpoint}"]
+                command += ["--kv-event-replay-source", f"{engine.url}={stream.replay_endpoint}"]
+        stack.enter_context(_process(command, log))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        url = f"http://127.0.0.1:{port}"
+        await _until_healthy(session, url, log)
+        await asyncio.sleep(1.5)  # it is healthy before it listens
+        yield Router(mode, url, session, a, b, log)
+
+
+class Indexer:
+    """Dynamo's indexer, which listens to one engine; it says what it believes."""
+
+    def __init__(self, url: str, session: Any, log: Path) -> None:
+        self._url = url
+        self._session = session
+        self._log = log
+
+    async def register(self, number: int, engine: Engine) -> None:
+        body = {
+            "instance_id": number,
+            "endpoint": engine.publisher.endpoint,
+            "replay_endpoint": engine.publisher.replay_endpoint,
+            "model_name": "m",
+            "block_size": BLOCK,
+            "dp_rank": 0,
+        }
+        async with self._session.post(f"{self._url}/register", json=body) as answer:
+            assert answer.status == 201, await answer.text()
+
+    async def unregister(self, number: int) -> None:
+        body = {"instance_id": number, "model_name": "m"}
+        async with self._session.post(f"{self._url}/unregister", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+
+    async def blocks(self, number: int, prompt: Prompt) -> dict[str, int]:
+        """Blocks of a prompt's prefix by where this engine has them: gpu, cpu, disk."""
+        body = {"token_ids": prompt.tokens, "model_name": "m"}
+        async with self._session.post(f"{self._url}/query", json=body) as answer:
+            found = (await answer.json())["instances"].get(str(number), {})
+        return {tier: found.get(tier, 0) // BLOCK for tier in ("gpu", "cpu", "disk")}
+
+
+@asynccontextmanager
+async def dynamo_indexer(directory: Path) -> AsyncIterator[Indexer]:
+    import aiohttp
+
+    port, log = free_port(), directory / "dynamo.log"
+    command = [sys.executable, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(_process(command, log))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        url = f"http://127.0.0.1:{port}"
+        await _until_healthy(session, url, log)
+        yield Indexer(url, session, log)
+
+
+@contextlib.contextmanager
+def _process(command: list[str], log: Path) -> Any:
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "RUST_LOG": "info"},
+        )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def _until_healthy(session: Any, url: str, log: Path) -> None:
+    import aiohttp
+
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with session.get(f"{url}/health") as answer:
+                if answer.status == 200:
+                    return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{url} did not start: see {log}")
