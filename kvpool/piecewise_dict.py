@@ -94,6 +94,11 @@ class PiecewiseDict(Generic[K, V]):
             yield self.table[number]
             number += 1
 
+    def piece(self, number: int) -> dict[K, V] | None:
+        """The piece with this number, for a walk as that of `pieces` that keeps its own place; None
+        behind the last one."""
+        return self.table[number] if 0 <= number < self._pieces else None
+
     def items(self) -> Iterator[tuple[K, V]]:
         """Every key and its value, as `dict.items`; in one step."""
         for piece in self.pieces():

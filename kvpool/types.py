@@ -492,6 +492,49 @@ class Presence(NamedTuple):
     tier: str
 
 
+class PoolEventKind(enum.Enum):
+    """What a `PoolEvent` says."""
+
+    #: Forget everything that earlier events have said: all that is there follows.
+    RESET = "reset"
+    #: That was all of it: what follows has just happened.
+    LIVE = "live"
+    #: A server has these blocks in this tier, and in no other one.
+    STORED = "stored"
+    #: A server has them no more.
+    REMOVED = "removed"
+    #: A server has no block any more.
+    CLEARED = "cleared"
+    #: A server does not answer: what it has cannot be read for now.
+    LOST = "lost"
+    #: A server is there, with what it had before it was lost; or it is new.
+    BACK = "back"
+
+
+class EventPosition(NamedTuple):
+    """Up to where a reader of `Pool.events` has come: a master's stream, and a number in it."""
+
+    stream: int
+    number: int
+
+
+class PoolEvent(NamedTuple):
+    """One change of what the pool has, as a master sees it.
+
+    `position` is that behind this event. `server` and `host` are empty for RESET and LIVE, the rest
+    for all but STORED and REMOVED; `tier` is of STORED, `host` of BACK.
+    """
+
+    kind: PoolEventKind
+    position: EventPosition
+    server: str = ""
+    host: str = ""
+    namespace: Namespace | None = None
+    part: int = 0
+    tier: str = ""
+    digests: tuple[bytes, ...] = ()
+
+
 class WorkingSet(NamedTuple):
     """The live working set of one namespace: `size` bytes, with all parts and copies, of blocks
     that were asked for and are asked for again (design: working-set)."""

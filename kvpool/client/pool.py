@@ -22,6 +22,7 @@ from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.prefetch import PrefetchCalls
+from kvpool.client.pool_events import EventReader
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.shared_copies import SharedCopies
@@ -61,12 +62,14 @@ from kvpool.types import (
     Demand,
     DrainOrder,
     DrainReport,
+    EventPosition,
     Explanation,
     HintStatus,
     Match,
     Member,
     Namespace,
     PrefetchStatus,
+    PoolEvent,
     Presence,
     ReadResult,
     ReadStatus,
@@ -256,6 +259,19 @@ class Pool:
         digests that differ in length, and MasterLost when no master answers.
         """
         return await self._lookup.where(namespace, digests, self._begin(timeout))
+
+    def events(self, from_position: EventPosition | None = None) -> AsyncIterator[PoolEvent]:
+        """What the pool has, and each change of it, as one master sees them, for ever.
+
+        Without a position it begins with RESET, then all servers and blocks in parts, then LIVE,
+        then what happens. With the position of an earlier event it goes on behind that one; where
+        that is not possible (another master's, too long ago, or none that there ever was), with a
+        RESET, so no change is missed unnoticed. Blocks may be STORED again. A reader may be as slow
+        as it likes: masters keep nothing for it. While no master answers it waits. Raises Closed.
+        (design: pool-events)
+        """
+        self._begin(None)
+        return EventReader(self._masters, lambda: self._begin(None), from_position).events()
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
         """Every server that a master knows, lost ones included. Raises MasterLost."""

@@ -8,6 +8,7 @@ inventories. (design: inventory)
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, TypeVar
@@ -15,8 +16,9 @@ from typing import Final, TypeAlias, TypeVar
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Overloaded, Unauthenticated
+from kvpool.master.state.change_log import Change
 from kvpool.master.state.demand import DemandMeter
-from kvpool.master.state.directory import Directory
+from kvpool.master.state.directory import Directory, MapCursor
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
 from kvpool.protocols import Listener, Network
@@ -35,6 +37,10 @@ _REFUSED_MAX: Final = 1024
 #: Of so many matches one is looked at behind its first miss, and so many blocks there.
 _HOLES_EVERY: Final = 8
 _HOLES_MAX: Final = 512
+
+#: Of one answer about what has changed, and of a part of a snapshot: well below a millisecond.
+_CHANGES_BLOCKS: Final = 2048
+_SNAPSHOT_BLOCKS: Final = 1024
 
 M = TypeVar("M", bound=wire.Message)
 S = TypeVar("S", bound=wire.ServerMessage)
@@ -86,6 +92,10 @@ class Master:
         self._handle(wire.ExplainSession, _from_anyone(self._explain_session))
         self._handle(wire.Namespaces, _from_anyone(self._namespaces))
         self._handle(wire.Demands, _from_anyone(self._demands))
+        self._handle(wire.Changes, _from_anyone(self._changes))
+        self._handle(wire.Snapshot, _from_anyone(self._snapshot))
+        #: Names this master's numbers of changes: another one, or the next process, has its own.
+        self._stream = secrets.randbits(62) + 1
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"
@@ -369,6 +379,31 @@ class Master:
             demand.seconds, sets, min(4096.0, demand.chain_servers), demand.beyond_hole
         )
 
+    def _changes(self, m: wire.Changes) -> wire.ChangesReply:
+        log = self.directory.changes
+        found = log.since(m.after, _CHANGES_BLOCKS) if m.stream == self._stream else None
+        if found is None:
+            return wire.ChangesReply(self._stream, log.last, [], False, True)
+        changes, last = found
+        return wire.ChangesReply(
+            self._stream, last, [_map_change(one) for one in changes], last < log.last, False
+        )
+
+    def _snapshot(self, m: wire.Snapshot) -> wire.SnapshotReply:
+        begins = not m.namespace
+        changes = self.directory.servers() if begins else []
+        part, at = self.directory.snapshot(
+            MapCursor(m.namespace, m.parts, m.piece), _SNAPSHOT_BLOCKS
+        )
+        changes += part
+        return wire.SnapshotReply(
+            self._stream,
+            self.directory.changes.last,
+            [_map_change(one) for one in changes],
+            *(at or MapCursor()),
+            at is not None,
+        )
+
     def _explain(self, m: wire.Explain) -> wire.Explained:
         namespace, digests = wire.unpack_keys(m)
         return wire.Explained(
@@ -407,6 +442,21 @@ def _checked(change: wire.BlockChanges) -> _Checked:
         return change, namespace, digests, ReadStatus(change.status)
     except ValueError as error:
         raise BadMessage(str(error)) from None
+
+
+def _map_change(change: Change) -> wire.MapChange:
+    namespace = change.namespace
+    return wire.MapChange(
+        change.kind,
+        change.server,
+        namespace.name if namespace is not None else "",
+        namespace.parts if namespace is not None else 0,
+        change.part,
+        change.tier,
+        change.digest_size,
+        change.digests,
+        change.host,
+    )
 
 
 def _found(runs: Sequence[Run], reasons: Iterable[ReadStatus]) -> wire.FindReply:

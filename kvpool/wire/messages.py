@@ -580,6 +580,61 @@ class DemandsReply(Message, frozen=True):
     beyond_hole: Annotated[float, Meta(ge=0, le=1)]
 
 
+class MapChange(Message, frozen=True, omit_defaults=True):
+    """One change at one server: `kind` is a `ChangeKind`. Digests are packed, as in `Keys`."""
+
+    kind: Small
+    server: Name
+    namespace: NamespaceName = ""
+    parts: Annotated[int, Meta(ge=0, le=256)] = 0
+    part: Small = 0
+    tier: Name = ""
+    digest_size: Annotated[int, Meta(ge=0, le=DIGEST_SIZE_MAX)] = 0
+    digests: Packed = b""
+    host: Name = ""
+
+
+class Changes(Message, frozen=True):
+    """What has changed in the map after number `after` of this `stream`."""
+
+    stream: Id
+    after: SequenceNumber
+
+
+class ChangesReply(Message, frozen=True):
+    """Changes in order, of which the last one has the number `last`; with `more`, ask again.
+
+    With `gap` there are none: it is not that stream, or it does not have what follows any more.
+    """
+
+    stream: Id
+    last: SequenceNumber
+    changes: Annotated[list[MapChange], Meta(max_length=ANNOUNCED_BLOCKS_MAX * 4)]
+    more: bool
+    gap: bool
+
+
+class Snapshot(Message, frozen=True):
+    """A part of the map: what follows this piece of this namespace; both empty: the beginning."""
+
+    namespace: NamespaceName = ""
+    parts: Annotated[int, Meta(ge=0, le=256)] = 0
+    piece: Count = 0
+
+
+class SnapshotReply(Message, frozen=True):
+    """That part as it is after change `last` of the stream, and where to go on while there is
+    `more`. The first one begins with every server."""
+
+    stream: Id
+    last: SequenceNumber
+    changes: Annotated[list[MapChange], Meta(max_length=1 << 16)]
+    namespace: NamespaceName
+    parts: Annotated[int, Meta(ge=0, le=256)]
+    piece: Count
+    more: bool
+
+
 #: The type byte in the frame header. Numbers are for ever; new messages get new ones.
 TYPES: Final[dict[type[Message], int]] = {
     Error: 1,
@@ -632,6 +687,10 @@ TYPES: Final[dict[type[Message], int]] = {
     DemandsReply: 53,
     ExplainSession: 54,
     SessionExplained: 55,
+    Changes: 56,
+    ChangesReply: 57,
+    Snapshot: 58,
+    SnapshotReply: 59,
 }
 PAYLOAD: Final = 6
 
@@ -667,6 +726,10 @@ NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
         DemandsReply,
         ExplainSession,
         SessionExplained,
+        Changes,
+        ChangesReply,
+        Snapshot,
+        SnapshotReply,
     }
 )
 

@@ -90,6 +90,14 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.NamespacesReply([("n", 1, 5)], False),
     messages.Find(**KEYS, prefix=True, session="chat"),
     messages.Find(**KEYS, prefix=False, observes=True),
+    messages.Changes(7, 3),
+    messages.ChangesReply(
+        7, 4, [messages.MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False
+    ),
+    messages.Snapshot("n", 1, 2),
+    messages.SnapshotReply(
+        7, 4, [messages.MapChange(4, "s", host="here"), messages.MapChange(3, "s")], "n", 1, 3, True
+    ),
     messages.Demands(),
     messages.DemandsReply(60.0, [("n", 1, 1 << 40, 5)], 1.5, 0.25),
 ]

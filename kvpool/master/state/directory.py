@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, entry_hash, location_seed
+from kvpool.master.state.change_log import Change, ChangeKind, ChangeLog
 from kvpool.master.state.locations import (
     BlockLocations,
     Location,
@@ -44,6 +45,14 @@ _BLOCK_SIZE: Final = 4096
 Blocks: TypeAlias = PiecewiseDict[bytes, int]
 
 
+class MapCursor(NamedTuple):
+    """How far a snapshot has come: a namespace, and the number of its next piece."""
+
+    name: str = ""
+    parts: int = 0
+    piece: int = 0
+
+
 class Directory:
     """The directory of one master.
 
@@ -67,6 +76,8 @@ class Directory:
         self.servers_per_host_max = servers_per_host_max
         self.blocks_max = blocks_max
         self.tombstones = Tombstones(tombstones_max)
+        #: What has changed, for those who follow the map.
+        self.changes = ChangeLog()
         self._servers: dict[str, ServerRecord] = {}
         self._placer = Placer()  # knows the living ones that will stay
         self._blocks: PiecewiseDict[Namespace, Blocks] = PiecewiseDict()
@@ -151,6 +162,7 @@ class Directory:
             # Not its own, which comes back after a process that had the id in the meantime.
             added.former_epochs.extend(one for one in former if one != epoch)
         self._servers[server] = added
+        self.changes.add(Change(ChangeKind.BACK, server, host=host))
         self._placer.add(added)
         self._version += 1
         return None
@@ -379,6 +391,9 @@ class Directory:
         inventory.listed.total += total
         self._count += new
         blocks.changed(new)
+        if new or moved:
+            name = self._tier_name(server, tier)
+            self.changes.add_blocks(ChangeKind.STORED, server, namespace, part, digests, name)
         if self.tombstones:
             for digest in digests:
                 self.tombstones.came_back(namespace, digest)
@@ -396,6 +411,7 @@ class Directory:
         Inside an inventory it gives the `reason` for blocks that an earlier inventory had, or that
         this master never knew.
         """
+        gone: list[bytes] = []
         for digest in digests:
             blocks = self._blocks.get(namespace)
             held = self._held(blocks, digest)
@@ -404,6 +420,7 @@ class Directory:
                 _uncount(namespace, digest, step.left)
                 self._put(blocks, namespace, digest, step.after)
                 held = step.after
+                gone.append(digest)
             # Further parts of this server are no reason to keep quiet: an inventory names a block
             # that has left once, not once for each part.
             if reason is not ReadStatus.NEVER_WRITTEN and (
@@ -414,6 +431,7 @@ class Directory:
                 )
             ):
                 self.tombstones.left(namespace, digest, reason)
+        self.changes.add_blocks(ChangeKind.REMOVED, server, namespace, part, gone)
 
     # --- questions -------------------------------------------------------------------
 
@@ -516,6 +534,45 @@ class Directory:
             answers.append(Explanation(BlockKey(namespace, digest), status, replicas, text))
         return answers
 
+    def servers(self) -> list[Change]:
+        """Every server that has a record, as changes: BACK, and LOST if it is lost."""
+        found = []
+        for record in self._servers.values():
+            found.append(Change(ChangeKind.BACK, record.server, host=record.host))
+            if not record.alive:
+                found.append(Change(ChangeKind.LOST, record.server))
+        return found
+
+    def snapshot(self, after: MapCursor, blocks: int) -> tuple[list[Change], MapCursor | None]:
+        """What the map has behind `after`, as changes, and where to go on; None: that was all.
+
+        A piece of the map at least, and about so many blocks. A block that is here during the whole
+        walk is met, perhaps twice (`PiecewiseDict.pieces`).
+        """
+        found: dict[tuple[Namespace, Location, int], list[bytes]] = {}
+        at: MapCursor | None = after
+        while blocks > 0 and at is not None:
+            namespace = Namespace(at.name, at.parts) if at.name else None
+            held = self._blocks.get(namespace) if namespace is not None else None
+            piece = held.piece(at.piece) if held is not None else None
+            if namespace is None or piece is None:
+                later = self.namespaces((at.name, at.parts), 1)
+                at = MapCursor(later[0][0].name, later[0][0].parts) if later else None
+                continue
+            at = at._replace(piece=at.piece + 1)
+            blocks -= 1 + len(piece)
+            for digest, id in piece.items():
+                for one in self._locations.by_id[id].locations:
+                    if not one.inventory.retired:
+                        found.setdefault((namespace, one, len(digest)), []).append(digest)
+        return [
+            Change(
+                *(ChangeKind.STORED, one.inventory.server, namespace, one.part),
+                *(self._tier_name(one.inventory.server, one.tier), size, b"".join(digests)),
+            )
+            for (namespace, one, size), digests in found.items()
+        ], at
+
     def check(self) -> None:
         """Check every invariant. Raises InvariantViolated; O(blocks)."""
         listed: dict[ServerInventory, MapFingerprint] = {}
@@ -593,6 +650,8 @@ class Directory:
         if record.alive is not alive:
             record.alive = alive
             self._version += 1
+            kind = ChangeKind.BACK if alive else ChangeKind.LOST
+            self.changes.add(Change(kind, record.server, host=record.host if alive else ""))
             if alive and not record.draining:
                 self._placer.add(record)
             else:
@@ -694,9 +753,14 @@ class Directory:
 
     def _retire_all(self, record: ServerRecord) -> None:
         """The process that had these blocks is lost, or a later one has taken its place."""
+        self.changes.add(Change(ChangeKind.CLEARED, record.server))
         for inventory in (record.inventory, *record.earlier):
             inventory.lost = True
             self._retire(inventory)
+
+    def _tier_name(self, server: str, tier: int) -> str:
+        record = self._servers.get(server)
+        return record.tiers[tier] if record is not None and tier < len(record.tiers) else "?"
 
     def _held(self, blocks: Blocks | None, digest: bytes) -> BlockLocations | None:
         id = blocks.get(digest) if blocks is not None else None
@@ -727,6 +791,8 @@ class Directory:
         by_id = self._locations.by_id
         after: dict[int, BlockLocations] = {}  # once for each set of locations, not for each block
         before = len(piece)
+        # Those of lost inventories have left with the change CLEARED.
+        gone: dict[Location, list[bytes]] = {}
         for digest, id in list(piece.items()):
             kept = after.get(id)
             if kept is None:
@@ -736,9 +802,15 @@ class Directory:
                 for one in held.locations:
                     if one not in kept.locations:
                         _uncount(namespace, digest, one)
+                        if not one.inventory.lost:
+                            gone.setdefault(one, []).append(digest)
                 if not kept.locations:
                     self.tombstones.left(namespace, digest, self._reason(namespace, digest, held))
                 self._put(blocks, namespace, digest, kept)
+        for one, digests in gone.items():
+            self.changes.add_blocks(
+                ChangeKind.REMOVED, one.inventory.server, namespace, one.part, digests
+            )
         if len(piece) < before // 2:
             compact(piece)
 

@@ -1,0 +1,127 @@
+"""What changes in the pool, as events: first all that is there, then what happens.
+
+A master keeps its last changes; a reader asks for those after the number that it has reached. One
+that comes too late, or meets another master, starts anew with a snapshot, and says so: RESET. A
+part of a snapshot is the map as it was after a certain change, so the changes up to that one come
+before it, and the reader is right at each moment about what it has read of. (design: pool-events)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Final
+
+from kvpool.backoff import Backoff
+from kvpool.client.lookup import Asks
+from kvpool.errors import BadKey, BadMessage, MasterLost
+from kvpool.types import EventPosition, Namespace, PoolEvent, PoolEventKind
+from kvpool.wire import messages as wire
+
+#: A reader that has read everything asks again after this time.
+_POLL_S: Final = 0.05
+#: Pauses while no master answers.
+_RETRY_S: Final = 0.2
+_RETRY_S_MAX: Final = 5.0
+#: What the numbers of `wire.MapChange.kind` mean.
+_KINDS: Final = (
+    PoolEventKind.STORED,
+    PoolEventKind.REMOVED,
+    PoolEventKind.CLEARED,
+    PoolEventKind.LOST,
+    PoolEventKind.BACK,
+)
+
+
+class EventReader:
+    """Reads one master's changes. `deadline()` is that of a question that is asked now."""
+
+    def __init__(
+        self, masters: Asks, deadline: Callable[[], float], at: EventPosition | None = None
+    ) -> None:
+        self._masters = masters
+        self._deadline = deadline
+        self._at = at  # None: only a snapshot helps
+
+    async def events(self) -> AsyncIterator[PoolEvent]:
+        """Events for ever. While no master answers it waits, and goes on when one does."""
+        backoff = Backoff(_RETRY_S, _RETRY_S_MAX)
+        while True:
+            try:
+                async for event in self._whole() if self._at is None else self._news(self._at):
+                    yield event
+            except (MasterLost, BadMessage):
+                await asyncio.sleep(backoff.next_delay())
+                continue
+            if self._at is None:  # a gap: the snapshot is always behind, or a master is new
+                await asyncio.sleep(backoff.next_delay())
+            else:
+                backoff.reset()
+                await asyncio.sleep(_POLL_S)
+
+    async def _news(self, at: EventPosition) -> AsyncIterator[PoolEvent]:
+        """What has happened since; after a gap `_at` is None."""
+        more = True
+        while more:
+            page = await self._changes(at)
+            if page is None:
+                self._at = None
+                return
+            more = page.more
+            for event in _events(page.changes, at, step=1):
+                self._at = at = event.position
+                yield event
+
+    async def _whole(self) -> AsyncIterator[PoolEvent]:
+        """A snapshot, with the changes that happen meanwhile; after a gap it is not complete."""
+        at: EventPosition | None = None
+        cursor = wire.Snapshot()
+        while True:
+            page = await self._masters.ask(cursor, wire.SnapshotReply, self._deadline())
+            reached = EventPosition(page.stream, page.last)
+            if at is None:
+                at = reached
+                yield PoolEvent(PoolEventKind.RESET, at)
+            while at != reached:
+                news = await self._changes(at)
+                if news is None or not news.changes or at.number > reached.number:
+                    return
+                # What happened later comes after this part: the part does not know of it.
+                changes = news.changes[: reached.number - at.number]
+                for event in _events(changes, at, step=1):
+                    at = event.position
+                    yield event
+            for event in _events(page.changes, at, step=0):
+                yield event
+            if not page.more:
+                self._at = at
+                yield PoolEvent(PoolEventKind.LIVE, at)
+                return
+            cursor = wire.Snapshot(page.namespace, page.parts, page.piece)
+
+    async def _changes(self, at: EventPosition) -> wire.ChangesReply | None:
+        """Changes after this position; None: some are missing, or it is of another master."""
+        question = wire.Changes(at.stream, at.number)
+        page = await self._masters.ask(question, wire.ChangesReply, self._deadline())
+        complete = page.last == at.number + len(page.changes) and (page.changes or not page.more)
+        return page if complete and page.stream == at.stream and not page.gap else None
+
+
+def _events(changes: Sequence[wire.MapChange], at: EventPosition, step: int) -> Iterator[PoolEvent]:
+    """Raises BadMessage for what no master of this version sends."""
+    for change in changes:
+        at = at._replace(number=at.number + step)
+        if change.kind >= len(_KINDS):
+            raise BadMessage(f"change {change.kind} of a map")
+        namespace: Namespace | None = None
+        digests: tuple[bytes, ...] = ()
+        if change.digests:
+            try:
+                namespace = Namespace(change.namespace, change.parts)
+            except BadKey as error:
+                raise BadMessage(str(error)) from None
+            digests = wire.unpack_digests(change.digests, max(1, change.digest_size))
+        yield PoolEvent(
+            *(_KINDS[change.kind], at, change.server, change.host),
+            *(namespace, change.part, change.tier, digests),
+        )

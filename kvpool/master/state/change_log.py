@@ -1,0 +1,114 @@
+"""What has changed in a master's map, numbered: for those who follow it. Pure.
+
+A ring of the last changes. Its memory is bounded and does not depend on who reads it: a reader that
+comes too late sees that numbers are missing, and reads the map anew. (design: pool-events)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvpool.types import Namespace
+
+#: Changes that are kept, and the blocks in them: some 40 bytes for each block.
+CHANGES_MAX: Final = 65_536
+BLOCKS_MAX: Final = 1 << 18
+
+
+class ChangeKind(enum.IntEnum):
+    """What has changed."""
+
+    #: A server has these blocks; one that it had in another tier has moved.
+    STORED = 0
+    #: A server has them no more.
+    REMOVED = 1
+    #: A server has no block any more: it was restarted or forgotten.
+    CLEARED = 2
+    #: A server does not answer: its blocks cannot be read for now.
+    LOST = 3
+    #: A server is there, with the blocks that it had.
+    BACK = 4
+
+
+class Change(NamedTuple):
+    """One change at one server. `namespace`, `part` and `digests` (of equal length, one after the
+    other) are those of STORED and REMOVED, `tier` of STORED, and `host` of BACK."""
+
+    kind: ChangeKind
+    server: str
+    namespace: Namespace | None = None
+    part: int = 0
+    tier: str = ""
+    digest_size: int = 0
+    digests: bytes = b""
+    host: str = ""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.digests) // self.digest_size if self.digest_size else 0
+
+
+class ChangeLog:
+    """The last changes, numbered from 1 without a gap."""
+
+    def __init__(self, changes_max: int = CHANGES_MAX, blocks_max: int = BLOCKS_MAX) -> None:
+        #: The number of the last change.
+        self.last = 0
+        self._kept: deque[Change] = deque()
+        self._changes_max = changes_max
+        self._blocks_max = blocks_max
+        self._blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the kept changes."""
+        return self._blocks
+
+    def add(self, change: Change) -> None:
+        """Number a change; the oldest ones go."""
+        self.last += 1
+        self._kept.append(change)
+        self._blocks += change.blocks
+        while len(self._kept) > self._changes_max or self._blocks > self._blocks_max:
+            self._blocks -= self._kept.popleft().blocks
+
+    def add_blocks(
+        self,
+        kind: ChangeKind,
+        server: str,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        tier: str = "",
+    ) -> None:
+        """The same for blocks whose digests may have several lengths."""
+        if not digests:
+            return
+        sizes = set(map(len, digests))
+        for size in sizes:
+            alike = digests if len(sizes) == 1 else [one for one in digests if len(one) == size]
+            packed = b"".join(alike)
+            self.add(Change(kind, server, namespace, part, tier, size, packed))
+
+    def since(self, number: int, blocks: int) -> tuple[list[Change], int] | None:
+        """Changes after `number`, oldest first, and the number of the last of them.
+
+        About so many blocks, and at least one change if there is one. None: some are missing, or
+        this log has not reached that number.
+        """
+        first = number + 1 - (self.last - len(self._kept) + 1)
+        if first < 0 or number > self.last:
+            return None
+        found: list[Change] = []
+        while first < len(self._kept) and blocks > 0 and len(found) < blocks:
+            change = self._kept[first]
+            found.append(change)
+            blocks -= change.blocks
+            first += 1
+        return found, number + len(found)

@@ -1,0 +1,85 @@
+"""What a client sees of the whole pool: where blocks are, and what changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvpool import BadKey, ClientConfig, Namespace, Pool, PoolEvent, PoolEventKind, Replica, dev
+from kvpool.runtime import this_host
+from tests.conftest import NAMESPACE, keys, values
+
+
+async def until(events: AsyncIterator[PoolEvent], kind: PoolEventKind) -> PoolEvent:
+    async with asyncio.timeout(10):
+        async for event in events:
+            if event.kind is kind:
+                return event
+    raise AssertionError(kind)
+
+
+async def test_events_begin_with_all_that_is_there_and_go_on(pool_dev: dev.Dev) -> None:
+    chain = keys("chain", 4)
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain[:2], values(chain[:2]))
+        events = pool.events()
+        assert (await anext(events)).kind is PoolEventKind.RESET
+        server = await anext(events)
+        assert (server.kind, server.host) == (PoolEventKind.BACK, this_host().id)
+        stored = await until(events, PoolEventKind.STORED)
+        assert set(stored.digests) == set(chain[:2])
+        assert (stored.namespace, stored.tier, stored.part) == (NAMESPACE, "dram", 0)
+        await until(events, PoolEventKind.LIVE)
+        await pool.write(NAMESPACE, chain[2:], values(chain[2:]), parent=chain[1])
+        assert (await until(events, PoolEventKind.STORED)).digests == tuple(chain[2:])
+        await pool.remove(NAMESPACE, chain[:1])
+        gone = await until(events, PoolEventKind.REMOVED)
+        assert (gone.digests, gone.server) == ((chain[0],), server.server)
+        await pool_dev.servers[0].close()
+        lost = await until(events, PoolEventKind.LOST)
+        assert lost.server == server.server
+
+
+async def test_events_go_on_behind_a_position(pool_dev: dev.Dev) -> None:
+    chain = keys("chain", 2)
+    async with pool_dev.pool() as pool:
+        live = await until(pool.events(), PoolEventKind.LIVE)
+        await pool.write(NAMESPACE, chain, values(chain))
+        again = pool.events(live.position)
+        async with asyncio.timeout(10):
+            stored = await anext(again)
+        assert (stored.kind, stored.digests) == (PoolEventKind.STORED, tuple(chain))
+        assert stored.position.number > live.position.number
+
+
+async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev.Dev) -> None:
+    chain = keys("chain", 3)
+    (server,) = pool_dev.servers
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        await pool.remove(NAMESPACE, [chain[0]])
+        first, second, third = await pool.where(NAMESPACE, [chain[2], chain[0], chain[1]])
+        assert second is None
+        assert first == third
+        assert first is not None
+        assert (first.near, first.tier) == (True, "dram")
+        assert first.replicas == (Replica(server.id, "dram"),)
+        assert await pool.where(Namespace("nothing"), chain) == [None] * 3
+        with pytest.raises(BadKey):
+            await pool.where(NAMESPACE, [chain[0], chain[1][:16]])
+
+
+async def test_who_observes_asks_for_nothing(pool_dev: dev.Dev) -> None:
+    """Otherwise blocks that routers are told about would count as the working set."""
+    chain = keys("chain", 3)
+    async with pool_dev.pool(ClientConfig(masters=[pool_dev.address])) as pool:
+        await write_and_observe(pool, chain)
+        sets = (await pool.demand()).working_sets
+        assert sum(one.blocks for one in sets) == 0
+
+
+async def write_and_observe(pool: Pool, chain: list[bytes]) -> None:
+    for _ in range(3):
+        await pool.where(NAMESPACE, chain)
