@@ -16,7 +16,7 @@ from typing import Final, TypeAlias, TypeVar
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Overloaded, Unauthenticated
-from kvpool.master.state.change_log import Change
+from kvpool.master.state.change_ring import LoggedChange
 from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import Directory, MapCursor
 from kvpool.master.state.hint_log import HintLog
@@ -444,7 +444,7 @@ def _checked(change: wire.BlockChanges) -> _Checked:
         raise BadMessage(str(error)) from None
 
 
-def _map_change(change: Change) -> wire.MapChange:
+def _map_change(change: LoggedChange) -> wire.MapChange:
     namespace = change.namespace
     return wire.MapChange(
         change.kind,

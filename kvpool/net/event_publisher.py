@@ -3,7 +3,11 @@
 A subscriber that reads too slowly loses batches, and nothing here grows for its sake; it sees the
 gap in the numbers, and asks for what it has missed: `[b"", first number, u64 big endian]` to the
 replay socket. The answer is `[b"", topic, number, batch]` for each batch that is kept, in order,
-and `[b"", b"", -1, b""]` at the end. (design: kv-events)
+and `[b"", b"", -1, b""]` at the end.
+
+A stream that can tell all that is there answers `[b"", b"snapshot"]`, too: the same frames, where
+the number of each batch is that of the last one that was sent before it was made. A subscriber
+first applies the stream up to that number, then the batch. (design: pool-events)
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -34,12 +38,16 @@ _READERS_MAX: Final = 64
 #: Batches that one turn of the loop sends to a reader, and the pause when it takes no more.
 _REPLAY_BURST: Final = 32
 _PAUSE_S: Final = 0.01
+#: Parts of a snapshot that one turn of the loop makes: each takes up to a millisecond.
+_SNAPSHOT_BURST: Final = 2
 #: A reader of a replay that takes nothing for so long is given up.
 _READER_TIMEOUT_S: Final = 5.0
 #: Bytes of a request; a longer one ends its connection.
 _REQUEST_BYTES_MAX: Final = 256
 #: Messages that one turn of the loop takes from the replay socket.
 _REQUESTS_BURST: Final = 64
+#: The request for all that is there.
+SNAPSHOT: Final = b"snapshot"
 _NUMBER: Final = struct.Struct(">Q")
 _END: Final = struct.pack(">q", -1)
 _EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
@@ -95,10 +103,13 @@ class ReplayBuffer:
 
 @dataclass(slots=True)
 class _Reader:
-    """Somebody who reads a replay: the next number, and when it is given up."""
+    """Somebody who reads a replay, or a snapshot: the next number, or the parts that are left and
+    one that could not be sent yet. It is given up at `until`."""
 
     next: int
     until: float
+    parts: Iterator[list[KVEvent]] | None = None
+    held: tuple[bytes, bytes] | None = None
 
 
 class EventPublisher:
@@ -116,6 +127,7 @@ class EventPublisher:
         topic: str = "",
         rank: int | None = 0,
         buffer: ReplayBuffer | None = None,
+        snapshot: Callable[[], Iterator[list[KVEvent]]] | None = None,
     ) -> None:
         self.buffer = buffer or ReplayBuffer()
         self.endpoint = endpoint
@@ -125,6 +137,7 @@ class EventPublisher:
         self.replays = 0
         self._topic = topic.encode()
         self._rank = rank
+        self._snapshot = snapshot
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
@@ -197,18 +210,27 @@ class EventPublisher:
         while taken < _REQUESTS_BURST and int(router.get(_EVENTS)) & _POLLIN:
             taken += 1
             frames = router.recv_multipart(_NOBLOCK)
-            if len(frames) != 3 or frames[1] or len(frames[2]) != _NUMBER.size:
+            reader = self._reader(frames)
+            if reader is None:
                 continue  # not a request: nobody waits for an answer to it
-            now = asyncio.get_running_loop().time()
-            (first,) = _NUMBER.unpack(frames[2])
             self._readers.pop(frames[0], None)
-            self._readers[frames[0]] = _Reader(first, now + _READER_TIMEOUT_S)
+            self._readers[frames[0]] = reader
             while len(self._readers) > _READERS_MAX:
                 self._readers.popitem(last=False)
         if taken == _REQUESTS_BURST:
             asyncio.get_running_loop().call_soon(self._take_if_open)
         if self._readers and (self._pump is None or self._pump.done()):
             self._pump = asyncio.get_running_loop().create_task(self._serve_readers())
+
+    def _reader(self, frames: list[bytes]) -> _Reader | None:
+        until = asyncio.get_running_loop().time() + _READER_TIMEOUT_S
+        if len(frames) != 3 or frames[1]:
+            return None
+        if frames[2] == SNAPSHOT and self._snapshot is not None:
+            return _Reader(0, until, self._snapshot())
+        if len(frames[2]) != _NUMBER.size:
+            return None
+        return _Reader(_NUMBER.unpack(frames[2])[0], until)
 
     def _take_if_open(self) -> None:
         if self._descriptor >= 0:
@@ -230,25 +252,46 @@ class EventPublisher:
 
     def _send_some(self, name: bytes, reader: _Reader, now: float) -> bool:
         """Send a reader its next batches, and the end; whether it took any."""
-        assert self._router is not None
-        before = reader.next
+        sent = 0
         try:
-            for number, payload in self.buffer.since(reader.next, _REPLAY_BURST):
-                self._router.send_multipart(
-                    (name, b"", self._topic, _NUMBER.pack(number), payload), _NOBLOCK
-                )
-                reader.next = number + 1
-            if reader.next >= self.buffer.next or not len(self.buffer):
-                self._router.send_multipart((name, b"", b"", _END, b""), _NOBLOCK)
-                self._readers.pop(name, None)
+            for number, payload in self._next_of(reader):
+                self._send(name, (self._topic, number, payload))
+                reader.held = None
+                sent += 1
+                if reader.parts is None:
+                    (last,) = _NUMBER.unpack(number)
+                    reader.next = last + 1
+                if sent == (_REPLAY_BURST if reader.parts is None else _SNAPSHOT_BURST):
+                    break
+            else:
+                self._send(name, (b"", _END, b""))
+                del self._readers[name]
                 self.replays += 1
                 return True
         except zmq.Again:
-            if reader.next == before and now >= reader.until:
+            if not sent and now >= reader.until:
                 self._readers.pop(name, None)
                 log.warning("a reader of a replay was given up", read_to=reader.next)
         except zmq.ZMQError:  # it has gone
             self._readers.pop(name, None)
-        if reader.next != before:
+        if sent:
             reader.until = now + _READER_TIMEOUT_S
-        return reader.next != before
+        return bool(sent)
+
+    def _next_of(self, reader: _Reader) -> Iterator[tuple[bytes, bytes]]:
+        """Numbers and batches that a reader has not got yet."""
+        if reader.parts is None:
+            for number, payload in self.buffer.since(reader.next, _REPLAY_BURST + 1):
+                yield _NUMBER.pack(number), payload
+            return
+        if reader.held is not None:
+            yield reader.held
+        for part in reader.parts:
+            # As of now: what is published meanwhile comes after it.
+            batch = EventBatch(0.0, part, self._rank)
+            reader.held = (_NUMBER.pack(self.buffer.next - 1), encode_batch(batch))
+            yield reader.held
+
+    def _send(self, name: bytes, frames: tuple[bytes, bytes, bytes]) -> None:
+        assert self._router is not None
+        self._router.send_multipart((name, b"", *frames), _NOBLOCK)

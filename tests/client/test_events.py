@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpool import BadKey, ClientConfig, Namespace, Pool, PoolEvent, PoolEventKind, Replica, dev
+from kvpool import BadKey, Namespace, PoolEvent, PoolEventKind, Replica, dev
 from kvpool.runtime import this_host
 from tests.conftest import NAMESPACE, keys, values
 
@@ -56,8 +56,8 @@ async def test_events_go_on_behind_a_position(pool_dev: dev.Dev) -> None:
 
 async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev.Dev) -> None:
     chain = keys("chain", 3)
-    (server,) = pool_dev.servers
     async with pool_dev.pool() as pool:
+        ((server, *_),) = await pool.members()
         await pool.write(NAMESPACE, chain, values(chain))
         await pool.remove(NAMESPACE, [chain[0]])
         first, second, third = await pool.where(NAMESPACE, [chain[2], chain[0], chain[1]])
@@ -65,21 +65,21 @@ async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev
         assert first == third
         assert first is not None
         assert (first.near, first.tier) == (True, "dram")
-        assert first.replicas == (Replica(server.id, "dram"),)
+        assert first.replicas == (Replica(server, "dram"),)
         assert await pool.where(Namespace("nothing"), chain) == [None] * 3
         with pytest.raises(BadKey):
             await pool.where(NAMESPACE, [chain[0], chain[1][:16]])
 
 
 async def test_who_observes_asks_for_nothing(pool_dev: dev.Dev) -> None:
-    """Otherwise blocks that routers are told about would count as the working set."""
+    """Otherwise blocks that routers are told of would count as the working set."""
     chain = keys("chain", 3)
-    async with pool_dev.pool(ClientConfig(masters=[pool_dev.address])) as pool:
-        await write_and_observe(pool, chain)
-        sets = (await pool.demand()).working_sets
-        assert sum(one.blocks for one in sets) == 0
-
-
-async def write_and_observe(pool: Pool, chain: list[bytes]) -> None:
-    for _ in range(3):
+    asked: list[int] = []
+    meter = pool_dev.master._demand
+    before, meter.asked = meter.asked, lambda *of: asked.append(len(of[1]))  # type: ignore[method-assign]
+    async with pool_dev.pool() as pool:
         await pool.where(NAMESPACE, chain)
+        assert not asked
+        await pool.match(NAMESPACE, chain)
+        assert asked == [3]
+    meter.asked = before  # type: ignore[method-assign]

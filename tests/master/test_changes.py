@@ -14,7 +14,7 @@ from kvpool.client.pool_events import EventReader
 from kvpool.config import MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
-from kvpool.master.state.change_log import Change, ChangeKind, ChangeLog
+from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
 from kvpool.master.state.directory import Directory, MapCursor
 from kvpool.types import EventPosition, Namespace, PoolEvent, PoolEventKind, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
@@ -253,7 +253,7 @@ async def test_a_snapshot_that_is_overtaken_begins_anew(monkeypatch: pytest.Monk
     fleet = Fleet(3)
     for _ in range(50):
         fleet.act()
-    fleet.directory.changes = ChangeLog(changes_max=2)
+    fleet.directory.changes = ChangeRing(changes_max=2)
     busy = 40
 
     def act() -> None:
@@ -289,7 +289,7 @@ async def test_a_reader_waits_while_no_master_answers() -> None:
 
 
 def test_the_log_is_bounded_in_changes_and_blocks() -> None:
-    log = ChangeLog(changes_max=10, blocks_max=100)
+    log = ChangeRing(changes_max=10, blocks_max=100)
     for number in range(50):
         log.add_blocks(ChangeKind.STORED, "s", NAMESPACES[0], 0, [digest(number)] * 3)
     assert (len(log), log.blocks, log.last) == (10, 30, 50)
@@ -303,9 +303,9 @@ def test_the_log_is_bounded_in_changes_and_blocks() -> None:
 
 
 def test_the_log_gives_its_changes_in_order_and_in_parts() -> None:
-    log = ChangeLog(changes_max=4)
+    log = ChangeRing(changes_max=4)
     for number in range(6):
-        log.add(Change(ChangeKind.BACK, f"s{number + 1}"))
+        log.add(LoggedChange(ChangeKind.BACK, f"s{number + 1}"))
     assert log.since(1, 10) is None
     changes, last = log.since(2, 10) or ([], 0)
     assert ([one.server for one in changes], last) == (["s3", "s4", "s5", "s6"], 6)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, entry_hash, location_seed
-from kvpool.master.state.change_log import Change, ChangeKind, ChangeLog
+from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
 from kvpool.master.state.locations import (
     BlockLocations,
     Location,
@@ -77,7 +77,7 @@ class Directory:
         self.blocks_max = blocks_max
         self.tombstones = Tombstones(tombstones_max)
         #: What has changed, for those who follow the map.
-        self.changes = ChangeLog()
+        self.changes = ChangeRing()
         self._servers: dict[str, ServerRecord] = {}
         self._placer = Placer()  # knows the living ones that will stay
         self._blocks: PiecewiseDict[Namespace, Blocks] = PiecewiseDict()
@@ -162,7 +162,7 @@ class Directory:
             # Not its own, which comes back after a process that had the id in the meantime.
             added.former_epochs.extend(one for one in former if one != epoch)
         self._servers[server] = added
-        self.changes.add(Change(ChangeKind.BACK, server, host=host))
+        self.changes.add(LoggedChange(ChangeKind.BACK, server, host=host))
         self._placer.add(added)
         self._version += 1
         return None
@@ -534,16 +534,18 @@ class Directory:
             answers.append(Explanation(BlockKey(namespace, digest), status, replicas, text))
         return answers
 
-    def servers(self) -> list[Change]:
+    def servers(self) -> list[LoggedChange]:
         """Every server that has a record, as changes: BACK, and LOST if it is lost."""
         found = []
         for record in self._servers.values():
-            found.append(Change(ChangeKind.BACK, record.server, host=record.host))
+            found.append(LoggedChange(ChangeKind.BACK, record.server, host=record.host))
             if not record.alive:
-                found.append(Change(ChangeKind.LOST, record.server))
+                found.append(LoggedChange(ChangeKind.LOST, record.server))
         return found
 
-    def snapshot(self, after: MapCursor, blocks: int) -> tuple[list[Change], MapCursor | None]:
+    def snapshot(
+        self, after: MapCursor, blocks: int
+    ) -> tuple[list[LoggedChange], MapCursor | None]:
         """What the map has behind `after`, as changes, and where to go on; None: that was all.
 
         A piece of the map at least, and about so many blocks. A block that is here during the whole
@@ -566,7 +568,7 @@ class Directory:
                     if not one.inventory.retired:
                         found.setdefault((namespace, one, len(digest)), []).append(digest)
         return [
-            Change(
+            LoggedChange(
                 *(ChangeKind.STORED, one.inventory.server, namespace, one.part),
                 *(self._tier_name(one.inventory.server, one.tier), size, b"".join(digests)),
             )
@@ -651,7 +653,7 @@ class Directory:
             record.alive = alive
             self._version += 1
             kind = ChangeKind.BACK if alive else ChangeKind.LOST
-            self.changes.add(Change(kind, record.server, host=record.host if alive else ""))
+            self.changes.add(LoggedChange(kind, record.server, host=record.host if alive else ""))
             if alive and not record.draining:
                 self._placer.add(record)
             else:
@@ -753,7 +755,7 @@ class Directory:
 
     def _retire_all(self, record: ServerRecord) -> None:
         """The process that had these blocks is lost, or a later one has taken its place."""
-        self.changes.add(Change(ChangeKind.CLEARED, record.server))
+        self.changes.add(LoggedChange(ChangeKind.CLEARED, record.server))
         for inventory in (record.inventory, *record.earlier):
             inventory.lost = True
             self._retire(inventory)

@@ -33,7 +33,7 @@ class ChangeKind(enum.IntEnum):
     BACK = 4
 
 
-class Change(NamedTuple):
+class LoggedChange(NamedTuple):
     """One change at one server. `namespace`, `part` and `digests` (of equal length, one after the
     other) are those of STORED and REMOVED, `tier` of STORED, and `host` of BACK."""
 
@@ -51,13 +51,13 @@ class Change(NamedTuple):
         return len(self.digests) // self.digest_size if self.digest_size else 0
 
 
-class ChangeLog:
+class ChangeRing:
     """The last changes, numbered from 1 without a gap."""
 
     def __init__(self, changes_max: int = CHANGES_MAX, blocks_max: int = BLOCKS_MAX) -> None:
         #: The number of the last change.
         self.last = 0
-        self._kept: deque[Change] = deque()
+        self._kept: deque[LoggedChange] = deque()
         self._changes_max = changes_max
         self._blocks_max = blocks_max
         self._blocks = 0
@@ -70,7 +70,7 @@ class ChangeLog:
         """Blocks in the kept changes."""
         return self._blocks
 
-    def add(self, change: Change) -> None:
+    def add(self, change: LoggedChange) -> None:
         """Number a change; the oldest ones go."""
         self.last += 1
         self._kept.append(change)
@@ -94,9 +94,9 @@ class ChangeLog:
         for size in sizes:
             alike = digests if len(sizes) == 1 else [one for one in digests if len(one) == size]
             packed = b"".join(alike)
-            self.add(Change(kind, server, namespace, part, tier, size, packed))
+            self.add(LoggedChange(kind, server, namespace, part, tier, size, packed))
 
-    def since(self, number: int, blocks: int) -> tuple[list[Change], int] | None:
+    def since(self, number: int, blocks: int) -> tuple[list[LoggedChange], int] | None:
         """Changes after `number`, oldest first, and the number of the last of them.
 
         About so many blocks, and at least one change if there is one. None: some are missing, or
@@ -105,7 +105,7 @@ class ChangeLog:
         first = number + 1 - (self.last - len(self._kept) + 1)
         if first < 0 or number > self.last:
             return None
-        found: list[Change] = []
+        found: list[LoggedChange] = []
         while first < len(self._kept) and blocks > 0 and len(found) < blocks:
             change = self._kept[first]
             found.append(change)
