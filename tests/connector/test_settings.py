@@ -34,6 +34,7 @@ DEFAULTS = {
     "save_share_max": 0.25,
     "save_gather_s": 0.1,
     "save_retries": 3,
+    "kv_events": "shared",
     "copies": 1,
     "prefetch": True,
     "probe_every_s": 5.0,
