@@ -21,8 +21,8 @@ from kvpool.client.buffers import BufferLike, as_views, normalize_buffers
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
-from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.pool_events import EventReader
+from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.shared_copies import SharedCopies
@@ -68,8 +68,8 @@ from kvpool.types import (
     Match,
     Member,
     Namespace,
-    PrefetchStatus,
     PoolEvent,
+    PrefetchStatus,
     Presence,
     ReadResult,
     ReadStatus,

@@ -198,10 +198,14 @@ def test_after_a_reset_nothing_is_announced_and_late_answers_are_ignored(
     late = only(blocks.questions(0.0))
     blocks.take(10)
     blocks.reset()
+    add(blocks, 2)  # under the new name, of which the late answer knows nothing
+    again = only(blocks.questions(0.1))
     blocks.answer(late.serial, [NEAR], 0.1)
     (removed,) = blocks.take(10)
     assert isinstance(removed, RemovedEvent)
     assert removed.block_hashes == [1]
+    blocks.answer(again.serial, [NEAR], 0.2)
+    assert [one[0] for one in stored(blocks)] == [[2]]
     assert not blocks.waiting
 
 

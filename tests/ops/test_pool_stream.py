@@ -164,6 +164,17 @@ def test_nothing_is_large_or_long_however_much_a_server_has() -> None:
     assert not len(stream)
 
 
+def test_a_snapshot_that_a_reset_overtakes_has_nothing_of_before() -> None:
+    stream = PoolStream(ONE)
+    taken(stream, stored("a", ONE, *range(3000)))
+    snapshot = stream.snapshot()
+    assert next(snapshot)
+    batches = stream.apply(PoolEvent(PoolEventKind.RESET, AT))
+    assert next(batches) == [ClearedEvent()]
+    assert not list(snapshot), "it would come behind the AllBlocksCleared"
+    assert not [event for batch in batches for event in batch]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_snapshot_taken_while_everything_changes_is_right_behind_its_numbers(seed: int) -> None:
     """As a subscriber is told: apply the stream up to a part's number, then the part."""
@@ -359,7 +370,8 @@ async def test_a_router_that_starts_late_has_the_whole_pool(pool_dev: dev.Dev) -
         await eventually(lambda: len(stream) == 20)
         router, client = Subscriber(), Client(publisher)
         await asyncio.sleep(0.3)
-        for _, events in await client.ask(SNAPSHOT):
+        for number, events in await client.ask(SNAPSHOT):
+            assert number == publisher.buffer.next - 1, "that of the last batch before it"
             router.take(events)
         assert set(router.known) == set(map(short_hash, chain[:20]))
         await pool.write(NAMESPACE, chain[20:], values(chain[20:]), parent=chain[19])
