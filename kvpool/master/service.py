@@ -8,7 +8,7 @@ inventories. (design: inventory)
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, TypeVar
@@ -52,7 +52,12 @@ class Master:
     """One master. `start`, then `close`; several side by side share nothing."""
 
     def __init__(
-        self, config: MasterConfig, network: Network, *, directory: Directory | None = None
+        self,
+        config: MasterConfig,
+        network: Network,
+        *,
+        directory: Directory | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._config = config
         self._network = network
@@ -95,7 +100,7 @@ class Master:
         self._handle(wire.Changes, _from_anyone(self._changes))
         self._handle(wire.Snapshot, _from_anyone(self._snapshot))
         #: Names this master's numbers of changes: another one, or the next process, has its own.
-        self._stream = secrets.randbits(62) + 1
+        self._stream = (rng or random.SystemRandom()).getrandbits(62) + 1
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"

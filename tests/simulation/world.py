@@ -225,6 +225,7 @@ class World:
                 MasterConfig(bind=node.address, timeout_s=SILENT_AFTER_S),
                 SimNetwork(self.net),
                 directory=directory,
+                rng=self.rng[f"master/{node.name}/{self._lives}"],
             )
             await node.master.start()
 
