@@ -132,7 +132,7 @@ class ServerConfig(_Section, frozen=True):
     #: Copies of a block that servers make by themselves: up to so many of what is often read from
     #: other hosts. With 1 only those that were lost and are still read; with 0 none
     #: (design: lost-copies).
-    copies_max: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 3
+    copies_max: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 1
     #: Time that a server which gets SIGTERM takes to hand over its blocks to the others before it
     #: ends. 0: it ends at once. Give the service manager more (design: drain).
     drain_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0

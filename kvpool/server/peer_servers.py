@@ -28,10 +28,14 @@ _MASTER_S: Final = 1.0
 #: The list of members is asked for so often at most.
 REFRESH_S: Final = 0.5
 _MEMBERS_MAX: Final = 4096
+#: What was not used for so long is closed: a connection costs the other side memory and a place.
+#: Longer than any call takes.
+_IDLE_S: Final = 20.0
 
 
 class PeerServers:
-    """Channels to other servers, and questions to masters. Nothing is opened before it is used."""
+    """Channels to other servers, and questions to masters. Nothing is opened before it is used, and
+    what is used no more is closed."""
 
     def __init__(
         self,
@@ -53,6 +57,9 @@ class PeerServers:
         self._members: dict[str, wire.MemberInfo] = {}
         self._refreshed_at = float("-inf")
         self._channels: dict[str, tuple[int, Channel]] = {}  # with the epoch of the server
+        self._used_at: dict[str, float] = {}  # each of these channels
+        self._asked_at = float("-inf")  # a master
+        self._rest: asyncio.TimerHandle | None = None
         self._connecting = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -61,6 +68,8 @@ class PeerServers:
         """The first good answer of a master. Raises MasterLost."""
         if not self._links and not self._closed:
             self._links = [self._network.connect(address) for address in self._masters]
+        self._asked_at = _now()
+        self._watch()
         problem = "this server is closed"
         for link in list(self._links):
             until = min(deadline, _now() + _MASTER_S)
@@ -114,6 +123,8 @@ class PeerServers:
 
     async def channel(self, server: str, deadline: float) -> Channel:
         """A channel to this server. Raises ServerLost when no path to it works, MasterLost."""
+        self._used_at[server] = _now()
+        self._watch()
         kept = self._channels.get(server)
         if kept is not None and kept[0] == self._epoch(server):
             return kept[1]
@@ -130,17 +141,14 @@ class PeerServers:
 
     def failed(self, server: str) -> None:
         """A call to it has failed: connect anew the next time, to what a master knows then."""
-        kept = self._channels.pop(server, None)
         self._refreshed_at = float("-inf")
-        if kept is not None:
-            kept[1].abort()
-            closing = asyncio.get_running_loop().create_task(kept[1].close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        self._close(server)
 
     async def close(self) -> None:
         """End every call and connection. Idempotent."""
         self._closed = True
+        if self._rest is not None:
+            self._rest.cancel()
         for server in list(self._channels):
             self.failed(server)
         links, self._links = self._links, []
@@ -148,6 +156,31 @@ class PeerServers:
             link.close()
         if self._closing:
             await asyncio.wait(self._closing)
+
+    def _close(self, server: str) -> None:
+        kept = self._channels.pop(server, None)
+        if kept is not None:
+            kept[1].abort()
+            closing = asyncio.get_running_loop().create_task(kept[1].close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _watch(self) -> None:
+        if self._rest is None and not self._closed:
+            self._rest = asyncio.get_running_loop().call_later(_IDLE_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        self._rest = None
+        before = _now() - _IDLE_S
+        for server in [one for one, used_at in self._used_at.items() if used_at <= before]:
+            del self._used_at[server]
+            self._close(server)
+        if self._asked_at <= before:
+            links, self._links = self._links, []
+            for link in links:
+                link.close()
+        if self._used_at or self._links:
+            self._watch()
 
     def _epoch(self, server: str) -> int:
         info = self._members.get(server)

@@ -135,7 +135,7 @@ class Reserve(Keys, frozen=True, omit_defaults=True):
     """Room for blocks. `parents` are packed like the digests, zeros standing for ROOT.
 
     With a `session`, these blocks are part of its chain; `resume_s` says when it resumes. Each
-    block is written to `copies` servers.
+    block is written to `copies` servers; 0: to this one.
     """
 
     part: Small
@@ -144,7 +144,7 @@ class Reserve(Keys, frozen=True, omit_defaults=True):
     wait_s: Seconds
     session: SessionName = ""
     resume_s: Seconds | None = None
-    copies: Annotated[int, Meta(ge=1, le=COPIES_MAX)] = 1
+    copies: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 0
 
 
 class Reserved(Message, frozen=True):

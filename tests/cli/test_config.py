@@ -85,6 +85,8 @@ DEFAULTS = {
         "promote_after": 1,
         "fetch_rate": 0,
         "fetches_max": 2,
+        "prefetch_rate": 0,
+        "copies_max": 1,
         "drain_s": 0.0,
         "back_in_s": 0.0,
         "prefault": True,

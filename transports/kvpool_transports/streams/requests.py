@@ -181,7 +181,7 @@ async def reserve(
             wait_s=max(0.0, deadline - loop.time()),
             session=session_hint.session,
             resume_s=session_hint.resume_in,
-            copies=options.copies,
+            copies=options.copies if options.copies > 1 else 0,
         ),
         deadline=deadline,
     )
