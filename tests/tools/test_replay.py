@@ -49,7 +49,7 @@ def test_a_replay_with_four_servers_is_what_the_dry_one_is() -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["wrong_bytes"] == 0
-    assert 0.3 < report["hit_rate"] < report["offline_ideal"] - 0.05
+    assert 0.3 < report["hit_rate"] < report["offline_ideal"]
     # Full servers hand chains over to others in their own time, which the dry replay does not play.
     assert report["hit_rate"] == pytest.approx(report["offline_policy"], abs=0.03)
 
