@@ -73,20 +73,20 @@ class Spreader:
     ) -> None:
         """Make the calls of the tree until it is over, or until the deadline."""
         loop = asyncio.get_running_loop()
-        running: set[asyncio.Task[None]] = set()
+        running: list[asyncio.Task[None]] = []  # in the order in which they began
         try:
             while loop.time() < deadline:
                 for call in tree.ready():
                     step = self._call(tree, call, namespace, chain, deadline)
-                    running.add(loop.create_task(step))
+                    running.append(loop.create_task(step))
                 if not running:
                     return
                 timeout = max(0.0, deadline - loop.time())
-                done, running = await asyncio.wait(
-                    running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    task.result()
+                await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                for task in running:
+                    if task.done():
+                        task.result()
+                running = [task for task in running if not task.done()]
         finally:
             for task in running:
                 task.cancel()

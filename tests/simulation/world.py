@@ -74,6 +74,10 @@ class HistoryReport:
     probes: set[str] = field(default_factory=set)
 
 
+#: Fetches between servers that begin before the end take so long at most, in seconds.
+_FETCHED_S: Final = 10
+
+
 class World:
     """A cluster in one thread."""
 
@@ -463,6 +467,9 @@ class World:
         for client in self.clients:
             await client.close()
         await asyncio.sleep(1)
+        for _ in range(_FETCHED_S):  # a copy that a server makes of what was read last
+            if any(node.store.pins or node.store.reservations for node in self.servers):
+                await asyncio.sleep(1)
         for node in self.servers:
             assert node.server is not None
             store = node.store
