@@ -849,6 +849,8 @@ class TieredStore:
         taken = 0
         useless: list[Entry] = []
         for _ in range(len(self._writeback_queue) + len(self._unwritten)):
+            if not self._writeback_queue and not self._unwritten:
+                break  # room on the disk for one block may have taken others out of the queue
             if taken >= size_max or len(copies) >= count_max:
                 break
             entry = self._next_in_queue()
