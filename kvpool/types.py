@@ -150,9 +150,10 @@ class WriteStatus(enum.IntEnum):
     NO_SPACE = 3
     #: Space is reserved; the bytes have not arrived. Never a final answer.
     RESERVED = 4
-    #: The deadline passed before the block was sealed; the block is not stored.
+    #: The deadline passed before the server had sealed the block. It is stored all the same if its
+    #: last bytes were on their way.
     DEADLINE = 5
-    #: The connection to the server broke during the write; the block is not stored.
+    #: The connection to the server broke during the write, with the same uncertainty.
     SERVER_LOST = 6
     #: No master answered, so no server could be chosen for the block.
     NO_MASTER = 7

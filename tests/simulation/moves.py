@@ -18,7 +18,7 @@ from kvpool.errors import Unavailable
 from kvpool.protocols import Channel, SupportsFetch
 from kvpool.server import fetcher
 from kvpool.server.state.fetches import FetchBudget
-from kvpool.types import DrainState, FetchStatus, Namespace, ReadStatus
+from kvpool.types import DrainState, FetchStatus, Namespace, ReadStatus, WriteStatus
 from tests.simulation.blocks import ONE
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _HEAD_IS_MISSING: Final = (FetchStatus.NOT_YET, FetchStatus.NO_ROOM)
 #: A drain has so long.
 _DRAIN_S: Final = (1.0, 4.0, 8.0)
+#: The last bytes of a write that had no answer arrive so late at most.
+_ON_ITS_WAY_S: Final = 5.0
 
 
 class WatchedBudget(FetchBudget):
@@ -199,9 +201,14 @@ class Moves:
         self._writing.update(chain)
         self._gone.difference_update([(namespace, digest) for digest in chain])
 
-    def write_ended(self, chain: Sequence[bytes]) -> None:
+    def write_ended(self, chain: Sequence[bytes], statuses: Sequence[WriteStatus] = ()) -> None:
+        """`statuses` of the blocks, if the call returned. What had no answer is sealed later if its
+        bytes were on their way (seed 1033)."""
+        now = self._world.loop.now
         self._writing.subtract(chain)
-        self._written_at.update(dict.fromkeys(chain, self._world.loop.now))
+        for digest, status in itertools.zip_longest(chain, statuses):
+            answered = status not in (None, WriteStatus.DEADLINE, WriteStatus.SERVER_LOST)
+            self._written_at[digest] = now if answered else now + _ON_ITS_WAY_S
 
     def removed(self, namespace: Namespace, chain: Sequence[bytes], began: float) -> None:
         """A removal that began at `began` has returned: no server may have these blocks.

@@ -364,6 +364,7 @@ class SimClient:
         buffers = [value(namespace, digest, part) for digest in chain]
         began, missing = world.loop.now, self.pool.counters["copies_missing"]
         world.moves.write_begins(namespace, chain)
+        statuses: list[WriteStatus] = []
         try:
             statuses = await self._timed(
                 self.pool.write(
@@ -380,7 +381,7 @@ class SimClient:
                 "write",
             )
         finally:
-            world.moves.write_ended(chain)
+            world.moves.write_ended(chain, statuses)
         world.note(f"{self.name} write {[int(status) for status in statuses]}")
         missing = self.pool.counters["copies_missing"] - missing
         judge = Judge(world, began, self._timeout_s)
