@@ -129,6 +129,10 @@ class ServerConfig(_Section, frozen=True):
     #: Bytes per second that come up from a slower tier before a reader asks, for sessions that
     #: return and on request. 0: a quarter of the speed at which they come (design: prefetch).
     prefetch_rate: Size = 0
+    #: While this server is full and another one has room, hand over the chains that belong there.
+    #: If false, they stay until they are evicted, and a server that joins gets new chains only
+    #: (design: join).
+    balance: bool = True
     #: Copies of a block that servers make by themselves: up to so many of what is often read from
     #: other hosts. With 1 only those that were lost and are still read; with 0 none
     #: (design: lost-copies).

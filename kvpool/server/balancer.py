@@ -48,9 +48,11 @@ class Balancer:
     |         |                                                  | or no chain belongs elsewhere  |
 
     So as much is moved as clients write here, and not faster than the receivers' budgets allow.
+    Without `enabled` it stays idle.
     """
 
-    def __init__(self, context: ServerContext, peers: PeerServers) -> None:
+    def __init__(self, context: ServerContext, peers: PeerServers, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._context = context
         self._store = context.store
         self._peers = peers
@@ -63,8 +65,9 @@ class Balancer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the task that hands over."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="balance")
+        """Start the task that hands over, if it is enabled."""
+        if self._enabled:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="balance")
 
     async def close(self) -> None:
         """End the task. Idempotent."""

@@ -119,7 +119,7 @@ class BlockServer:
         )
         durable = len(tiers) > 1 and isinstance(tiers[-1], PersistentTier)
         self._drainer = Drainer(self._context, self._peers, durable=durable)
-        self._balancer = Balancer(self._context, self._peers)
+        self._balancer = Balancer(self._context, self._peers, enabled=config.balance)
         self._keeper = CopyKeeper(
             self._context,
             self._peers,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -13,7 +15,7 @@ from kvpool.runtime import task_group
 from kvpool.server.context import ServerContext
 from kvpool.server.peer_servers import REFRESH_S, PeerServers
 from kvpool.server.state.drain_plan import BlockName, DrainPlan, HandedOver, name_of
-from kvpool.server.state.entry import Entry
+from kvpool.server.state.entry import Entry, Stretch
 from kvpool.types import DrainReport, DrainState, FetchStatus, Left, ReadStatus
 from kvpool.wire import messages as wire
 
@@ -69,6 +71,7 @@ class Drainer:
         self._keeps_file = False
         self._waiting: set[BlockName] = set()
         self._waiting_bytes = 0
+        self._living_seen: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.Timeout | None = None
 
@@ -79,7 +82,7 @@ class Drainer:
         """
         self._deadline = _now() + within_s
         if self._state is DrainState.RUNNING:
-            if self._limit is not None:
+            if self._limit is not None and not self._limit.expired():
                 self._limit.reschedule(self._deadline)
             return
         self._keeps_file = back_in_s > 0 and self._durable
@@ -131,27 +134,18 @@ class Drainer:
 
     async def _run(self) -> None:
         complete = False
-        try:
-            # First: of two servers that leave at the same time, each must see the other one leave
-            # before it counts the other's copy as safe.
-            await self._context.masters_know(min(self._deadline, _now() + _MASTERS_S))
-            async with asyncio.timeout_at(self._deadline) as self._limit:
-                while not complete:
-                    complete = await self._pass()
-                    await asyncio.sleep(0 if complete else _PASS_GAP_S)
-        except TimeoutError:
-            pass
-        except Exception:
-            log.exception("drain failed")
-        self._limit = None
-        for number, name in enumerate(self._waiting):  # not looked at, because the time was over
-            entry = self._store.peek(*name)
-            if entry is not None:
-                self._handed.left(name, "no time was left", entry.size)
-            if number % _STEP == _STEP - 1:
-                await asyncio.sleep(0)
-        self._waiting = set()
-        self._waiting_bytes = 0
+        while True:
+            deadline = self._deadline
+            try:
+                complete = await self._until_deadline()
+            except Exception:
+                log.exception("drain failed")
+                deadline = math.inf  # it would fail again
+            self._limit = None
+            if not complete:
+                await self._count_left()
+            if complete or self._deadline <= max(deadline, _now()):
+                break  # no new deadline was set meanwhile
         self._state = DrainState.DONE if complete else DrainState.INCOMPLETE
         left = self.report()
         (log.warning if complete else log.error)(
@@ -161,6 +155,34 @@ class Drainer:
             left_blocks=left.left_blocks,
             left_bytes=left.left_bytes,
         )
+
+    async def _until_deadline(self) -> bool:
+        """Hand over until nothing is left (True), or until the time is over."""
+        # First: of two servers that leave at the same time, each must see the other one leave
+        # before it counts the other's copy as safe.
+        await self._context.masters_know(min(self._deadline, _now() + _MASTERS_S))
+        complete = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._deadline) as self._limit:
+                while not complete:
+                    complete = await self._pass()
+                    await asyncio.sleep(0 if complete else _PASS_GAP_S)
+        return complete
+
+    async def _count_left(self) -> None:
+        """Every block of the index that is not safe is left, also what no pass has looked at."""
+        for step in self._store.inventory_steps():
+            for entry in self._sealed(step):
+                name = name_of(entry)
+                if not self._handed.is_known(name, self._living_seen):
+                    planned = name in self._waiting
+                    why = "no time was left" if planned else "not looked at"
+                    self._handed.left(name, self._handed.reason_before(name) or why, entry.size)
+            await asyncio.sleep(0)
+        left = sum(blocks for _, _, blocks, _ in self._handed.problems())
+        self._total = max(self._total, self._handed.moved_blocks + left)
+        self._waiting = set()
+        self._waiting_bytes = 0
 
     async def _pass(self) -> bool:
         """Hand over every block that is not safe; True when there was none, and none is written."""
@@ -201,16 +223,12 @@ class Drainer:
         self._waiting = set()
         self._waiting_bytes = 0
         for step in self._store.inventory_steps():
-            entries = [
+            new = [
                 entry
-                for stretch in step
-                if stretch.status is ReadStatus.HIT
-                for digest in stretch.digests
-                if (entry := self._store.peek(stretch.namespace, stretch.part, digest)) is not None
-                and not self._handed.is_safe(name_of(entry), living)
-                and not self._stays_in_file(entry)
+                for entry in self._sealed(step)
+                if not self._handed.is_safe(name_of(entry), living)
+                and name_of(entry) not in self._waiting
             ]
-            new = [entry for entry in entries if name_of(entry) not in self._waiting]
             if new:
                 plan.add(new)
                 self._waiting.update(map(name_of, new))
@@ -219,6 +237,15 @@ class Drainer:
         self._total = max(self._total, self._handed.moved_blocks + plan.blocks)
         return plan
 
+    def _sealed(self, step: Sequence[Stretch]) -> Iterator[Entry]:
+        """The blocks of one step through the index that are to be handed over."""
+        for stretch in step:
+            if stretch.status is ReadStatus.HIT:
+                for digest in stretch.digests:
+                    entry = self._store.peek(stretch.namespace, stretch.part, digest)
+                    if entry is not None and not self._stays_in_file(entry):
+                        yield entry
+
     def _stays_in_file(self, entry: Entry) -> bool:
         name = name_of(entry)
         return self._keeps_file and self._store.backing.peek(*name) is not None
@@ -226,11 +253,12 @@ class Drainer:
     async def _living(self, members: Mapping[str, wire.MemberInfo] | None = None) -> set[str]:
         """The servers whose copies count: they live, and do not leave themselves."""
         members = members or await self._members()
-        return {
+        self._living_seen = {
             info.server
             for info in members.values()
             if info.alive and not info.stats.draining and info.server != self._peers.server
         }
+        return self._living_seen
 
     async def _members(self) -> Mapping[str, wire.MemberInfo]:
         while True:

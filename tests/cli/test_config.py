@@ -86,6 +86,7 @@ DEFAULTS = {
         "fetch_rate": 0,
         "fetches_max": 2,
         "prefetch_rate": 0,
+        "balance": True,
         "copies_max": 1,
         "drain_s": 0.0,
         "back_in_s": 0.0,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpool import Pool, dev
+from kvpool.config import ServerConfig
 from kvpool.protocols import WriteOptions
 from kvpool.server.block_server import BlockServer
 from kvpool.server.state.fetches import FetchBudget
@@ -119,6 +121,19 @@ async def test_full_servers_hand_over_chains_until_they_have_room() -> None:
             results = await pool.read(NAMESPACE, chain, into, match=match)
             assert all(result.status.hit for result in results)
             assert list(map(bytes, into)) == values(chain)
+
+
+async def test_the_setting_keeps_chains_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "ServerConfig", partial(ServerConfig, balance=False))
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        chains = await fill(pool, first)
+        await join(running)
+        first._balancer.others_have_room()  # as a master says
+        await asyncio.sleep(1.2)
+        assert handed_over(first) == newcomer.store.stored == 0
+        for chain in chains:
+            await assert_readable(pool, chain)
 
 
 async def test_as_much_moves_as_is_written_and_then_they_are_alike() -> None:

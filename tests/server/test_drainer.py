@@ -141,6 +141,52 @@ async def test_without_another_server_everything_is_left() -> None:
         assert report.left == (Left(NAMESPACE.name, "no other server", 5, 5 * SIZE),)
 
 
+async def test_blocks_that_the_drain_had_no_time_to_look_at_are_left() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        await put(pool, running.servers[0], keys("block", 600))
+        report = await running.servers[0].drain(1e-6)
+        assert report.state is DrainState.INCOMPLETE
+        assert report.left == (Left(NAMESPACE.name, "not looked at", 600, 600 * SIZE),)
+        assert (report.total_blocks, report.left_blocks) == (600, 600)
+
+
+async def test_a_reason_stays_when_the_time_ends_in_the_next_look() -> None:
+    async with trio(servers=1) as running, running.pool() as pool:
+        (server,) = running.servers
+        await put(pool, server, keys("block", 5))
+        drainer, looked = server._drainer, asyncio.Event()
+        look = drainer._pass
+
+        async def look_once() -> bool:
+            await look()
+            looked.set()
+            drainer._handed.begin_pass()
+            await asyncio.Event().wait()  # as if the plan took long
+            return False
+
+        drainer._pass = look_once  # type: ignore[method-assign]
+        report = await server.drain(0.6)
+        assert looked.is_set()
+        assert report.left == (Left(NAMESPACE.name, "no other server", 5, 5 * SIZE),)
+
+
+async def test_a_new_deadline_while_the_rest_is_counted_is_kept() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks = keys("block", 20)
+        await put(pool, leaving, blocks)
+        count = leaving._drainer._count_left
+
+        async def more_time() -> None:
+            await count()
+            leaving._drainer.begin(30.0)
+
+        leaving._drainer._count_left = more_time  # type: ignore[method-assign]
+        report = await leaving.drain(1e-6)
+        assert (report.state, report.left) == (DrainState.DONE, ())
+        assert other.store.stored == 20
+
+
 async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
     async with trio() as running, running.pool() as pool:
         first, second, stays = running.servers

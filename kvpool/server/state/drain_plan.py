@@ -48,10 +48,15 @@ class HandedOver:
         self.moved_blocks = 0
         self.moved_bytes = 0
         self._problems: dict[BlockName, tuple[str, int]] = {}  # reason, bytes
+        self._problems_before: dict[BlockName, tuple[str, int]] = {}
         self._left: dict[tuple[str, str], list[int]] = {}  # namespace and reason: blocks, bytes
 
     def is_safe(self, name: BlockName, living: set[str]) -> bool:
         return self.holders.get(name) in living
+
+    def is_known(self, name: BlockName, living: set[str]) -> bool:
+        """It is safe, or left for a reason."""
+        return name in self._problems or self.is_safe(name, living)
 
     def safe(self, name: BlockName, holder: str, size: int, *, moved: bool) -> None:
         """`holder` has the block; `moved`: because it has just fetched it."""
@@ -75,8 +80,12 @@ class HandedOver:
 
     def begin_pass(self) -> None:
         """Every block that is not safe will be looked at again."""
-        self._problems = {}
+        self._problems_before, self._problems = self._problems, {}
         self._left = {}
+
+    def reason_before(self, name: BlockName) -> str:
+        """Why the block was left in the pass before this one; empty if it was not."""
+        return self._problems_before.get(name, ("", 0))[0]
 
     def problems(self) -> list[tuple[str, str, int, int]]:
         """What is left: namespace, reason, blocks, bytes; the most bytes first."""
