@@ -187,6 +187,25 @@ async def test_a_new_deadline_while_the_rest_is_counted_is_kept() -> None:
         assert other.store.stored == 20
 
 
+async def test_a_new_deadline_while_the_old_one_ends_is_kept() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        await put(pool, leaving, keys("block", 20))
+        drainer = leaving._drainer
+        real_pass, deadlines = drainer._pass, [30.0]
+
+        async def slow_pass() -> bool:
+            try:
+                return await real_pass() if not deadlines else await asyncio.Event().wait()
+            finally:
+                while deadlines:
+                    drainer.begin(deadlines.pop())
+
+        drainer._pass = slow_pass  # type: ignore[method-assign]
+        report = await leaving.drain(0.2)
+        assert (report.state, other.store.stored) == (DrainState.DONE, 20)
+
+
 async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
     async with trio() as running, running.pool() as pool:
         first, second, stays = running.servers

@@ -100,7 +100,10 @@ class Moves:
         try:
             while state is DrainState.RUNNING and world.loop.now < began + 9.0:
                 await asyncio.sleep(0.2)
-                state = (await pool.drain_report(node.name)).state
+                report = await pool.drain_report(node.name)
+                state = report.state
+            if state is DrainState.INCOMPLETE and world.settled_since(began):
+                self._check_left(node.name, life, report.left_blocks, began)
             if state is DrainState.DONE and world.settled_since(began):
                 world.truth.probes.add("a server handed over all of its blocks")
                 self._check_handed_over(life, began)
@@ -275,6 +278,20 @@ class Moves:
             }
             if not history.holders - lives and not lost_since and not history.corrupted:
                 world.loop.fail(f"G15: the drain is done, but only {life} has {key[1].hex()[:12]}")
+
+    def _check_left(self, server: str, life: str, left: int, began: float) -> None:
+        """A drain that is not complete counts what only this server has, looked at or not."""
+        histories = self._world.truth.histories
+        alone = [
+            key
+            for key in self._world.truth.held_by(life)
+            if histories[key].holders == {life}
+            and histories[key].sealed[server] < began
+            and histories[key].lost_at < began  # else another one had it, and evicted it since
+        ]
+        if left < len(alone):
+            self._world.loop.fail(f"G15: {left} blocks are left, but only {life} has {len(alone)}")
+        self._world.truth.probes.add("a server had no time to hand over all of its blocks")
 
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""

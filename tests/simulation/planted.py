@@ -46,6 +46,7 @@ _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
 _SESSION_HINTS = "kvpool.server.eviction.session_hints"
+_DRAINER = "kvpool.server.drainer"
 _BALANCER = "kvpool.server.balancer"
 _FETCHER = "kvpool.server.fetcher"
 _COPY_KEEPER = "kvpool.server.copy_keeper"
@@ -291,6 +292,13 @@ BUGS: Sequence[Bug] = (
         _DIRECTORY,
         "            if draining:\n                self._placer.remove(record)\n            elif",
         "            if draining:\n                pass\n            elif",
+    ),
+    Bug(
+        "no-time-is-nothing-left",
+        "G15",
+        _DRAINER,
+        "                await self._count_left()\n",
+        "                self._waiting = set()\n",
     ),
     # --- full servers that hand over chains
     Bug(

@@ -21,6 +21,7 @@ PROBES: Final = (
     "a server fetched blocks from another one",
     "a full server handed over chains",
     "a server handed over all of its blocks",
+    "a server had no time to hand over all of its blocks",
     "a chain was spread",
     "a lost copy came back",
     "a block that is read often has got a copy",
