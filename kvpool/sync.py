@@ -28,6 +28,7 @@ from kvpool.types import (
     Demand,
     Explanation,
     HintStatus,
+    HostScore,
     Match,
     Member,
     Namespace,
@@ -250,6 +251,24 @@ class Pool:
     ) -> list[Presence | None]:
         """Where each block is, or None. Raises BadKey or MasterLost. See `kvpool.Pool.where`."""
         return self._run(self._pool.where(namespace, digests, timeout=timeout), timeout)
+
+    def score(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        hosts: Sequence[str],
+        *,
+        block_bytes: int | None = None,
+        timeout: float | None = None,
+    ) -> list[HostScore]:
+        """What an engine on each of these hosts would load of a chain, in bytes and seconds.
+
+        Raises BadKey, UsageError or MasterLost. See `kvpool.Pool.score`.
+        """
+        scoring = self._pool.score(
+            namespace, chain, hosts, block_bytes=block_bytes, timeout=timeout
+        )
+        return self._run(scoring, timeout)
 
     def demand(self, *, timeout: float | None = None) -> Demand:
         """What clients ask for: live working sets. Raises MasterLost. See `kvpool.Pool.demand`."""

@@ -43,6 +43,8 @@ BATCH_BLOCKS_MAX: Final = 1024
 MEMORY_TIER: Final = "dram"
 #: Servers that one block may be written to by one call.
 COPIES_MAX: Final = 16
+#: Hosts that one call of `Pool.score` compares.
+SCORED_HOSTS_MAX: Final = 1024
 #: Characters of a session's name.
 SESSION_NAME_MAX: Final = 128
 #: A server with so much of its memory in use is full: what is left is for what clients write until
@@ -491,6 +493,25 @@ class Presence(NamedTuple):
     replicas: tuple[Replica, ...]
     near: bool
     tier: str
+
+
+class HostScore(NamedTuple):
+    """What a reader on `host` would load of a chain (design: score).
+
+    Of the blocks that the pool has from the head of the chain on, `near` lie on that host with all
+    parts and `far` on others; `near_tiers` and `far_tiers` count the same blocks by tier, as in
+    `Presence`. `size` is bytes and an estimate, `seconds` the time to load them. `measured`: every
+    rate behind `seconds` was measured, none assumed.
+    """
+
+    host: str
+    near: int
+    far: int
+    near_tiers: dict[str, int]
+    far_tiers: dict[str, int]
+    size: int
+    seconds: float
+    measured: bool
 
 
 class PoolEventKind(enum.Enum):

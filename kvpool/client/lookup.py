@@ -46,8 +46,11 @@ async def match(
     chain: Sequence[bytes],
     deadline: float,
     session: str = "",
+    *,
+    observes: bool = False,
 ) -> Match:
-    """As `Pool.match`. It awaits nothing but `masters.ask`."""
+    """As `Pool.match`; it is no demand if it only `observes`. It awaits nothing but
+    `masters.ask`."""
     size = check_digest_size(chain)
     runs: list[Run] = []
     for first in range(0, len(chain), _FIND_KEYS):
@@ -56,7 +59,7 @@ async def match(
         if len(packed) != size * len(digests):  # cheaper than a check of each key
             check_digests(chain)
         arrived = "" if first else session  # once for a chain
-        request = wire.Find(namespace.name, namespace.parts, size, packed, True, arrived)
+        request = wire.Find(namespace.name, namespace.parts, size, packed, True, arrived, observes)
         try:
             found = await masters.ask(request, wire.FindReply, deadline)
             runs += _runs(found, first, len(digests))
@@ -76,10 +79,16 @@ class Lookup:
         self._servers = servers
 
     async def match(
-        self, namespace: Namespace, chain: Sequence[bytes], deadline: float, session: str = ""
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        deadline: float,
+        session: str = "",
+        *,
+        observes: bool = False,
     ) -> Match:
-        """As `Pool.match`."""
-        return await match(self._masters, namespace, chain, deadline, session)
+        """As `Pool.match`; it is no demand if it only `observes`."""
+        return await match(self._masters, namespace, chain, deadline, session, observes=observes)
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool import registry
 from kvpool.client.buffers import BufferLike, as_views, normalize_buffers
+from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.pool_events import EventReader
 from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
+from kvpool.client.score import Scorer
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.spread import Spreader
@@ -55,8 +57,10 @@ from kvpool.runtime import Host, this_host
 from kvpool.types import (
     ARRIVED,
     BATCH_BLOCKS_MAX,
+    BLOCK_SIZE_MAX,
     COPIES_MAX,
     ROOT,
+    SCORED_HOSTS_MAX,
     Buffer,
     Cluster,
     Demand,
@@ -65,6 +69,7 @@ from kvpool.types import (
     EventPosition,
     Explanation,
     HintStatus,
+    HostScore,
     Match,
     Member,
     Namespace,
@@ -176,7 +181,11 @@ class Pool:
         self._device_staging: Staging | None = None
         locations = LocationCache()
         self._lookup = lookup = Lookup(self._masters, servers)
-        self._reader = reader = Reader(config, lookup, servers, locations, self._staging, counters)
+        rates = ReadRates()
+        self._scorer = Scorer(lookup, servers, rates)
+        self._reader = reader = Reader(
+            config, lookup, servers, locations, self._staging, rates, counters
+        )
         versions = Versions(lookup, reader, servers, counters)
         self._spreader = Spreader(lookup, servers, counters)
         self._prefetches = PrefetchCalls(lookup, servers, self._spreader, counters)
@@ -259,6 +268,45 @@ class Pool:
         digests that differ in length, and MasterLost when no master answers.
         """
         return await self._lookup.where(namespace, digests, self._begin(timeout))
+
+    async def score(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        hosts: Sequence[str],
+        *,
+        block_bytes: int | None = None,
+        timeout: float | None = None,
+    ) -> list[HostScore]:
+        """What an engine on each of these hosts would load of `chain`, and for how long.
+
+        For routers, to add to the time that a prompt waits for an engine. One score per host, in
+        their order, of the longest prefix that the pool has; a host (`Member.host`) without a
+        server, or that no master knows, reads everything from others. A master is asked once for
+        all hosts, and every 2 seconds for the figures of servers. It counts as no demand and is no
+        use of the blocks.
+
+        `seconds` is the size divided by rates. Memory: what this client's own reads of 1 MiB and
+        more have reached, from its host for near blocks, from others for far ones; before the
+        first such read 4 and 1 GB/s are assumed. Slower tiers in addition: what their servers'
+        heartbeats report, or 1 GB/s. An engine's copy to its device is not in it. The size is
+        `block_bytes` for each block, or the mean of what the servers hold.
+
+        Raises BadKey for an empty `chain` or wrong digests; UsageError for wrong `hosts` (1 to
+        1,024 names) or `block_bytes`; MasterLost when no master answers (design: score).
+        """
+        deadline = self._begin(timeout)
+        if (
+            isinstance(hosts, str)
+            or not 1 <= len(hosts) <= SCORED_HOSTS_MAX
+            or not all(isinstance(host, str) and host for host in hosts)
+        ):
+            raise UsageError(
+                f"hosts is {str(hosts)[:80]}, expected 1 to {SCORED_HOSTS_MAX} ids of hosts"
+            )
+        if block_bytes is not None and not 1 <= block_bytes <= BLOCK_SIZE_MAX:
+            raise UsageError(f"block_bytes is {block_bytes}, expected 1 to {BLOCK_SIZE_MAX}")
+        return await self._scorer.score(namespace, chain, hosts, block_bytes, deadline)
 
     def events(self, from_position: EventPosition | None = None) -> AsyncIterator[PoolEvent]:
         """What the pool has, and each change of it, as one master sees them, for ever.

@@ -11,7 +11,7 @@ import asyncio
 import enum
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ from kvpool import logs
 from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers, DeviceBlock, HostRows
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
+from kvpool.client.load_estimate import MEASURED_BYTES_MIN, ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.servers import Servers, gather_errors
@@ -90,6 +91,7 @@ class ReadState:
     candidates: list[list[str]]  # servers to ask, best last
     deadline: float
     source: LocationSource
+    promoted: bool = False  # a server had to bring some of it up from a slow tier
     more_replicas: bool = False  # other servers may have them, too, but it is not known which
     unresponsive: set[str] = field(default_factory=set)  # each is given `attempt_s` from now on
     given_up: set[str] = field(default_factory=set)  # not asked again in this read
@@ -141,10 +143,12 @@ class Reader:
         servers: Servers,
         locations: LocationCache,
         staging: Callable[[], Staging],
+        rates: ReadRates,
         counters: Counter[str],
     ) -> None:
         self._config = config
         self._lookup = lookup
+        self._rates = rates
         self._servers = servers
         self._locations = locations
         self._staging = staging
@@ -177,7 +181,10 @@ class Reader:
         state = ReadState(options, digests, *buffers, results, candidates, deadline, source)
         if cached:
             state.more_replicas = not all(location.sole_replica for location in cached)
+        servers = {one[-1] for one in candidates if one}
+        began = self._loop.time()
         await self._fetch_all(state, range(len(digests)))
+        self._measure(state, servers, self._loop.time() - began)
         if cached or (match is not None and any(one.status is _EVICTED for one in results)):
             await self._refetch_from_masters(state)
         if state.corrupt:
@@ -320,6 +327,8 @@ class Reader:
             now = self._loop.time()
             if len(still) < len(waiting):  # the timer of a message sees only its own silence
                 progress_at = now
+            elif still:
+                state.promoted = True
             waiting = still
             if waiting and hedged and now - progress_at >= self._config.hedge_s:
                 state.defer(server, waiting)
@@ -357,6 +366,16 @@ class Reader:
                     state.unresponsive.add(server)
                     state.given_up.add(server)
             return [ReadResult(miss_reason(error))] * len(positions)
+
+    def _measure(self, state: ReadState, servers: Collection[str], seconds: float) -> None:
+        """Keep the rate of a read that was whole, from memory, and from one side: from servers
+        of this host, or from others."""
+        size = sum(result.size for result in state.results if result.status is _HIT)
+        if size < MEASURED_BYTES_MIN or state.promoted or state.unresponsive or state.device:
+            return
+        near = self._servers.on_this_host(servers)
+        if near is not None:
+            self._rates.record(near, size, seconds)
 
     async def _refetch_from_masters(self, state: ReadState) -> None:
         """Blocks that are not where the cache or the match says: ask a master, once. They may have

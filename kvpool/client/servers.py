@@ -216,6 +216,15 @@ class Servers:
                 keys[server] = (ailing, record.host != self._host.id, record.preference)
         return sorted(keys, key=keys.__getitem__)
 
+    def on_this_host(self, servers: Iterable[str]) -> bool | None:
+        """Whether all of these are on this host, or all on others; None where it differs."""
+        here = {
+            record.host == self._host.id
+            for server in servers
+            if (record := self._records.get(server)) is not None
+        }
+        return here.pop() if len(here) == 1 else None
+
     async def near(self, servers: Set[str], deadline: float) -> frozenset[str]:
         """Those of the `servers` that are on this host. Asks a master about unknown ones."""
         if not servers <= self._records.keys():

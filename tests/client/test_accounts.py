@@ -17,6 +17,7 @@ from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus, dev
 from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers
 from kvpool.client.device_staging import Staging
+from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
@@ -155,6 +156,7 @@ def reader(servers: ScriptedServers, lookup: ScriptedLookup, **settings: float) 
         cast(Servers, servers),
         LocationCache(),
         cast(Callable[[], Staging], None),
+        ReadRates(),
         Counter(),
     )
 
