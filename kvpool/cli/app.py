@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli import events, inspect, leave, measure, model, run
+from kvpool.cli import events, inspect, leave, measure, model, run, spread
 
 app = typer.Typer(
     name="kvpool",
@@ -32,6 +32,7 @@ for command in (
     inspect.explain,
     inspect.doctor,
     leave.drain,
+    spread.spread,
     events.events,
     measure.replay,
     measure.bench,

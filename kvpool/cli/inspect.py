@@ -21,6 +21,7 @@ from kvpool.cli.shared import (
     SecretFile,
     TransportNames,
     console,
+    digests_of,
     fail,
     open_pool,
     query_settings,
@@ -28,7 +29,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.types import Demand, Explanation, Member, Namespace, SessionReport, check_digests
+from kvpool.types import Demand, Explanation, Member, Namespace, SessionReport
 from kvpool.units import parse_duration
 
 if TYPE_CHECKING:
@@ -156,11 +157,7 @@ def explain(
     async def main() -> list[Explanation]:
         if not keys or not namespace:
             raise ConfigError("expected keys and their --namespace, or a --session")
-        try:
-            digests = [bytes.fromhex(key) for key in keys]
-        except ValueError:
-            raise ConfigError(f"keys {keys}: expected hex digits") from None
-        check_digests(digests)
+        digests = digests_of(keys)
         wanted = Namespace(namespace, parts)
         async with await open_pool(settings) as pool:
             return await pool.explain(wanted, digests, timeout=QUERY_S)

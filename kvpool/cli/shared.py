@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -15,6 +15,7 @@ from rich.markup import escape
 from kvpool import logs, runtime
 from kvpool.config import ClientConfig, Config, cluster_of, load
 from kvpool.errors import ConfigError, KvpoolError, UsageError
+from kvpool.types import check_digests
 
 if TYPE_CHECKING:
     from kvpool.client.pool import Pool
@@ -96,6 +97,16 @@ def query_settings(
         "local_only": local_only or None,
     }
     return settings_of(config, flags)
+
+
+def digests_of(keys: Sequence[str]) -> list[bytes]:
+    """Keys as they are typed. Raises ConfigError and BadKey."""
+    try:
+        digests = [bytes.fromhex(key) for key in keys]
+    except ValueError:
+        raise ConfigError(f"keys {', '.join(keys)[:200]}: expected hex digits") from None
+    check_digests(digests)
+    return digests
 
 
 async def open_pool(settings: Config) -> Pool:

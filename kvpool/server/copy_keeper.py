@@ -175,7 +175,8 @@ class CopyKeeper:
         until = _now() + _FETCH_S
         try:
             channel = await self._peers.channel(target, until)
-            assert isinstance(channel, SupportsFetch)
+            if not isinstance(channel, SupportsFetch):
+                return False
             statuses = await channel.fetch(
                 namespace,
                 part,

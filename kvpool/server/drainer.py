@@ -333,7 +333,9 @@ class Drainer:
             try:
                 until = _now() + _FETCH_S
                 channel = await self._peers.channel(target, until)
-                assert isinstance(channel, SupportsFetch)
+                if not isinstance(channel, SupportsFetch):
+                    reasons.update(dict.fromkeys(wanted, "it cannot fetch"))
+                    return
                 digests = [name.digest for name in wanted]
                 statuses = await channel.fetch(
                     namespace, part, digests, self._peers.server, deadline=until

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import lifecycle_checks as ending_checks
-from kvpool.testing import policy_checks, tier_checks, transport_checks
+from kvpool.testing import move_checks, policy_checks, tier_checks, transport_checks
 from kvpool.testing.harness import ConformanceError, NotDeclared, TransportCheck
 from kvpool.testing.policy_checks import PolicyCheck
 from kvpool.testing.tier_checks import TierCheck
@@ -49,13 +49,14 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
 
 
 #: Every check, by name. One about a capability that is not declared raises NotDeclared.
-TRANSPORT_CHECKS: Final = _defined(TransportCheck, transport_checks, ending_checks)
+TRANSPORT_CHECKS: Final = _defined(TransportCheck, transport_checks, ending_checks, move_checks)
 TIER_CHECKS: Final = _defined(TierCheck, tier_checks)
 POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks)
 
 
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
-    """Everything that `Transport`, `Listener`, `Channel` and `SupportsZeroCopyView` promise.
+    """Everything that `Transport`, `Listener`, `Channel` and the capabilities that a channel
+    declares (`SupportsZeroCopyView`, `SupportsFetch`, `SupportsPrefetch`, `SupportsDrain`) promise.
 
     `make` is called once for the server's side of each check and once for the client's, which in
     production are two processes; a transport that lives inside one process returns the same

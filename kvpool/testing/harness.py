@@ -188,6 +188,13 @@ class Recorder:
         self.refuse_clients: KvpoolError | None = None
         #: Raised by `reserve`.
         self.refuse_writes: KvpoolError | None = None
+        #: Each request about blocks that move: its name, and then its arguments.
+        self.moves: list[tuple[Any, ...]] = []
+        #: What is answered to these instead of what the real server would do, by their names; an
+        #: exception is raised.
+        self.laid_down: dict[str, Any] = {}
+        #: Fetches on which the server works now.
+        self.fetches = 0
         #: Remove each block, and write garbage over it, as soon as its last pin is released.
         self.burn_after_reading = False
         #: Whether clients may write into memory that they have mapped.
@@ -211,6 +218,14 @@ class Recorder:
 
     def count(self, event: str) -> None:
         self._server.count(event)
+
+    def answer(self, name: str, *arguments: Any) -> Any:
+        """Record a request about moves. What is laid down for it; None if nothing is."""
+        self.moves.append((name, *arguments))
+        answer = self.laid_down.get(name)
+        if isinstance(answer, KvpoolError):
+            raise answer
+        return answer
 
     def memory(self, extent: Extent) -> memoryview:
         """The pool's memory of an extent, also of a free one."""
@@ -328,7 +343,8 @@ class _Watched:
     def offer(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
     ) -> list[Offer]:
-        return self._inner.offer(namespace, part, digests, receiver)
+        offers = self._recorder.answer("offer", namespace, part, list(digests), receiver)
+        return offers or self._inner.offer(namespace, part, digests, receiver)
 
     async def fetch(
         self,
@@ -340,19 +356,29 @@ class _Watched:
         extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
-        statuses = await self._inner.fetch(
-            namespace, part, digests, source, extra=extra, deadline=deadline
-        )
-        await self._recorder.answering.wait()
+        recorder, left_s = self._recorder, deadline - asyncio.get_running_loop().time()
+        asked = namespace, part, list(digests), source, extra
+        statuses: list[FetchStatus] | None = recorder.answer("fetch", *asked, left_s)
+        recorder.fetches += 1
+        try:
+            if statuses is None:
+                statuses = await self._inner.fetch(
+                    namespace, part, digests, source, extra=extra, deadline=deadline
+                )
+            await recorder.answering.wait()
+        finally:
+            recorder.fetches -= 1
         return statuses
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[PrefetchStatus]:
-        return self._inner.prefetch(namespace, part, digests)
+        statuses = self._recorder.answer("prefetch", namespace, part, list(digests))
+        return statuses or self._inner.prefetch(namespace, part, digests)
 
     async def drain(self, order: DrainOrder) -> DrainReport:
-        return await self._inner.drain(order)
+        report: DrainReport | None = self._recorder.answer("drain", order)
+        return report if report is not None else await self._inner.drain(order)
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         held = {extent for extent, _ in self._unsealed.values()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import Sequence
 
 from kvpool import Pool
@@ -105,3 +107,42 @@ async def holders(pool: Pool, chain: Sequence[bytes]) -> set[str]:
     living = {one.server for one in await pool.members() if one.alive}
     found = [{one.server for one in each.replicas} for each in await pool.explain(NAMESPACE, chain)]
     return set.intersection(living, *found)
+
+
+async def spread(cluster: ProcessCluster, *arguments: str, stdin: str = "") -> tuple[int, str]:
+    """Run `kvpool spread`; its exit code and output."""
+    masters = ",".join(cluster.masters_of("clients"))
+    common = ("--namespace", NAMESPACE.name, "--masters", masters, "--transport", "tcp")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvpool", "spread", *arguments, *common),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(stdin.encode()), 120)
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+async def test_the_command_spreads_a_chain_and_says_what_each_server_has() -> None:
+    async with ProcessCluster(servers=4) as cluster, cluster.client("tcp") as pool:
+        chain = CHAIN[:32]
+        await put(pool, "server-0", chain)
+        keys_ = [digest.hex() for digest in chain]
+        code, output = await spread(cluster, *keys_, "--to", "server-1,server-2")
+        assert code == 0, output
+        rows = [line.split() for line in output.splitlines()]
+        assert sorted(rows[1:]) == [["server-1", "32", "32"], ["server-2", "32", "32"]]
+        assert await holders(pool, chain) == {"server-0", "server-1", "server-2"}
+        code, output = await spread(cluster, "-", "--to", "4", "--json", stdin="\n".join(keys_))
+        report = json.loads(output)
+        assert (code, report["complete"], report["length"]) == (0, True, 32), output
+        assert {one["server"]: one["fetched"] for one in report["servers"]}["server-3"] == 32
+        # What the pool does not have, and a server that nobody knows, are no success.
+        code, output = await spread(cluster, *keys_, keys("none", 1)[0].hex(), "--to", "1")
+        assert (code, "32 of 33 blocks: never written" in output) == (1, True), output
+        code, output = await spread(cluster, *keys_, "--to", "nobody")
+        assert (code, "server lost" in output) == (1, True), output
+        for wrong in (("not-hex", "--to", "1"), (*keys_, "--to", "0"), (*keys_, "--to", ",")):
+            code, output = await spread(cluster, *wrong)
+            assert (code, "Traceback" in output) == (2, False), output

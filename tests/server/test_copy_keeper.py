@@ -93,6 +93,26 @@ async def test_what_is_read_gets_its_copies_back_and_nothing_else() -> None:
         assert count(running, CHAIN) == {2}
 
 
+async def test_over_a_transport_that_fetches_nothing_no_copy_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster(copies_max=1) as (running, pool):
+        await pool.write(NAMESPACE, CHAIN, values(CHAIN), copies=2)
+        await lose(running, holders(running, CHAIN[0])[0])
+        (left,) = holders(running, CHAIN[0])
+        asked = []
+
+        async def channel(server: str, deadline: float) -> object:
+            asked.append(server)
+            return object()  # of another package: without `fetch`
+
+        monkeypatch.setattr(left._peers, "channel", channel)
+        await read_for(pool, CHAIN, 0.5)
+        assert asked
+        assert count(running, CHAIN) == {1}
+        assert left._keeper._task is None or not left._keeper._task.done(), "it goes on"
+
+
 async def test_blocks_with_one_copy_are_left_alone() -> None:
     async with cluster(copies_max=1) as (running, pool):
         await pool.write(NAMESPACE, CHAIN, values(CHAIN))

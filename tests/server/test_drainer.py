@@ -242,6 +242,21 @@ async def test_a_copy_on_a_server_that_is_lost_meanwhile_is_made_again() -> None
         await assert_readable(pool, blocks)
 
 
+async def test_over_a_transport_that_fetches_nothing_everything_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving = running.servers[0]
+        await put(pool, leaving, keys("block", 5))
+
+        async def channel(server: str, deadline: float) -> object:
+            return object()  # of another package: without `fetch`
+
+        monkeypatch.setattr(leaving._peers, "channel", channel)
+        report = await leaving.drain(0.5)
+        assert report.left == (Left(NAMESPACE.name, "it cannot fetch", 5, 5 * SIZE),)
+
+
 async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
     async with trio(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers

@@ -21,6 +21,9 @@ from kvpool.protocols import (
     Listener,
     Peer,
     ReadOptions,
+    SupportsDrain,
+    SupportsFetch,
+    SupportsPrefetch,
     SupportsZeroCopyView,
     Tier,
     Transport,
@@ -36,10 +39,16 @@ from kvpool.testing import (
     check_transport,
 )
 from kvpool.types import (
+    BATCH_BLOCKS_MAX,
     ROOT,
     Cluster,
+    DrainOrder,
+    DrainReport,
+    FetchStatus,
     Namespace,
+    Offer,
     Pin,
+    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -185,6 +194,22 @@ class Through:
         assert isinstance(self.inner, SupportsZeroCopyView)
         async with self.inner.read_view(reading, digests, deadline=deadline) as views:
             yield views
+
+    async def offer(self, *asked: Any, deadline: float) -> list[Offer]:
+        assert isinstance(self.inner, SupportsFetch)
+        return await self.inner.offer(*asked, deadline=deadline)
+
+    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
+        assert isinstance(self.inner, SupportsFetch)
+        return await self.inner.fetch(*asked, extra=extra, deadline=deadline)
+
+    async def prefetch(self, *asked: Any, deadline: float) -> list[PrefetchStatus]:
+        assert isinstance(self.inner, SupportsPrefetch)
+        return await self.inner.prefetch(*asked, deadline=deadline)
+
+    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
+        assert isinstance(self.inner, SupportsDrain)
+        return await self.inner.drain(order, deadline=deadline)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -386,6 +411,62 @@ class Superficial(Through):
         return await self.inner.read(options, blocks, deadline=deadline)
 
 
+class Forgetting(Through):
+    """Loses with how many copies a block was written."""
+
+    async def offer(self, *asked: Any, deadline: float) -> list[Offer]:
+        offers = await super().offer(*asked, deadline=deadline)
+        return [offer._replace(copies=1) for offer in offers]
+
+
+class Ordinary(Through):
+    """Does not say that a copy is an extra one."""
+
+    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
+        return await super().fetch(*asked, deadline=deadline)
+
+
+class Piecemeal(Through):
+    """Asks for half of a batch."""
+
+    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
+        statuses = await super().fetch(*asked, extra=extra, deadline=deadline)
+        return statuses[: BATCH_BLOCKS_MAX // 2]
+
+
+class Running(Through):
+    """Lets a fetch go on when its caller has left."""
+
+    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
+        fetching = super().fetch(*asked, extra=extra, deadline=deadline)
+        return await asyncio.shield(asyncio.ensure_future(fetching))
+
+
+class Insisting(Through):
+    """Fetches until it is allowed to."""
+
+    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
+        with suppress(Overloaded):
+            return await super().fetch(*asked, extra=extra, deadline=deadline)
+        return await super().fetch(*asked, extra=extra, deadline=deadline)
+
+
+class Whole(Through):
+    """Brings up part 0, whichever was asked for."""
+
+    async def prefetch(self, *asked: Any, deadline: float) -> list[PrefetchStatus]:
+        namespace, _, keys = asked
+        return await super().prefetch(namespace, 0, keys, deadline=deadline)
+
+
+class Terse(Through):
+    """Reports the first line of what is left."""
+
+    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
+        report = await super().drain(order, deadline=deadline)
+        return report._replace(left=report.left[:1])
+
+
 class Raw(ThroughTransport):
     """Lets through what the operating system says."""
 
@@ -468,6 +549,14 @@ BROKEN: dict[str, Callable[[], ThroughTransport]] = {
     "abort_ends_calls_that_wait": lambda: ThroughTransport(Deaf),
     "closing_twice_is_closing_once": lambda: ThroughTransport(Undead),
     "a_view_is_pinned_and_read_only": lambda: ThroughTransport(Scribbled),
+    "an_offer_arrives_as_it_was_made": lambda: ThroughTransport(Forgetting),
+    "a_fetch_arrives_as_it_was_asked": lambda: ThroughTransport(Ordinary),
+    "a_full_batch_is_offered_and_fetched": lambda: ThroughTransport(Piecemeal),
+    "a_fetch_ends_with_its_caller": lambda: ThroughTransport(Running),
+    "a_refused_fetch_is_not_repeated": lambda: ThroughTransport(Insisting),
+    "a_prefetch_arrives_as_it_was_asked": lambda: ThroughTransport(Whole),
+    "a_drain_arrives_as_it_was_ordered": lambda: ThroughTransport(Terse),
+    "a_closed_channel_moves_nothing": lambda: ThroughTransport(Undead),
     "nobody_there_is_unavailable": Raw,
     "nothing_stays_when_both_sides_close": Leaking,
     "bytes_are_taken_while_they_are_pinned": lambda: ThroughTransport(

@@ -1,0 +1,101 @@
+"""The command that has a chain copied to where it will be read: spread."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from kvpool.cli.shared import (
+    ClusterName,
+    ConfigFile,
+    Json,
+    LocalOnly,
+    Masters,
+    SecretFile,
+    TransportNames,
+    console,
+    digests_of,
+    fail,
+    open_pool,
+    query_settings,
+    run,
+)
+from kvpool.errors import ConfigError, UsageError
+from kvpool.types import Namespace, SpreadReport
+from kvpool.units import parse_duration
+
+
+def spread(
+    keys: Annotated[
+        list[str],
+        typer.Argument(help="Keys of the chain's blocks in hex, the first one first; - for stdin."),
+    ],
+    namespace: Annotated[str, typer.Option(help="Namespace of the blocks, e.g. llama-3.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="How many servers are to have it, or which: ids of servers or of hosts, "
+            "comma-separated, e.g. 8 or gpu-1,gpu-2."
+        ),
+    ],
+    parts: Annotated[
+        int, typer.Option(min=1, max=256, help="Number of parts of a block in the namespace.")
+    ] = 1,
+    deadline: Annotated[str, typer.Option(help="Time for it, e.g. 2m.")] = "2m",
+    config: ConfigFile = None,
+    masters: Masters = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+    local_only: LocalOnly = False,
+    transports: TransportNames = None,
+    as_json: Json = False,
+) -> None:
+    """Have servers fetch a chain, as a tree, before its readers come.
+
+    Exit code 0 only if the pool has the whole chain, and each of the servers has it, too.
+    """
+    settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
+    try:
+        chain = digests_of(sys.stdin.read().split() if keys == ["-"] else keys)
+        within_s = parse_duration(deadline)
+        wanted = Namespace(namespace, parts)
+    except UsageError as error:
+        fail(error)
+    receivers: int | list[str] = int(to) if to.isdecimal() else [n for n in to.split(",") if n]
+
+    async def main() -> SpreadReport:
+        async with await open_pool(settings) as pool:
+            try:
+                return await pool.spread(wanted, chain, to=receivers, timeout=within_s)
+            except UsageError as error:
+                raise ConfigError(f"--to {to}: {error}") from None
+
+    report = run(main())
+    whole = report.complete and report.length == len(chain)
+    if as_json:
+        servers = [one._asdict() for one in report.servers]
+        found = {"length": report.length, "stopped": report.stopped.label, "servers": servers}
+        print(json.dumps({"complete": whole, "blocks": len(chain), **found}))
+    else:
+        _print(report, len(chain))
+    raise typer.Exit(0 if whole else 1)
+
+
+def _print(report: SpreadReport, blocks: int) -> None:
+    from rich.table import Table
+
+    if report.length < blocks:
+        line = f"the pool has {report.length:,} of {blocks:,} blocks: {report.stopped.label}"
+        console.print(line, markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("server")
+    for name in ("blocks", "fetched"):
+        table.add_column(name, justify="right")
+    table.add_column("problem")
+    for one in report.servers:
+        table.add_row(escape(one.server), f"{one.blocks:,}", f"{one.fetched:,}", one.problem)
+    console.print(table)
