@@ -32,6 +32,7 @@ async def cluster(
     async with dev.serve(capacity, servers=servers, listen=LISTEN) as running:
         for server in running.servers:
             server._keeper._copies_max = copies_max
+            await server._balancer.close()  # which would make room on a full server
         config = ClientConfig(masters=[running.address], transports=["tcp"], copies_max=1)
         async with running.pool(config) as pool:
             yield running, pool
