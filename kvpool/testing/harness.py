@@ -199,6 +199,10 @@ class Recorder:
         self.burn_after_reading = False
         #: Whether clients may write into memory that they have mapped.
         self.lends = True
+        # Also what the server allocates for itself: it moves blocks to make room.
+        allocator = server.store.allocator
+        for name in ("allocate", "take_fenced"):
+            setattr(allocator, name, functools.partial(self._allocated, getattr(allocator, name)))
 
     @property
     def server(self) -> str:
@@ -236,14 +240,16 @@ class Recorder:
         """Write garbage over an extent that no client may read any more."""
         self.memory(extent)[:] = bytes([_GARBAGE]) * extent.size
 
-    def was_given(self, extent: Extent) -> None:
-        """The extent is reserved again: from now on its writer may write to it."""
-        end = extent.offset + extent.size
-        reused = {e for e in self.freed if e.offset < end and extent.offset < e.offset + e.size}
-        self.freed -= reused
-        if any(map(self._is_written, reused)):
-            self.faults.append("memory was written into after it had been given back")
-        self.spoil(extent)
+    def _allocated(self, allocate: Callable[[int], int | None], size: int) -> int | None:
+        """Memory is in use again: from now on its writer, or the server, may write to it."""
+        offset = allocate(size)
+        if offset is not None:
+            end = offset + size
+            reused = {e for e in self.freed if e.offset < end and offset < e.offset + e.size}
+            self.freed -= reused
+            if any(map(self._is_written, reused)):
+                self.faults.append("memory was written into after it had been given back")
+        return offset
 
     def was_freed(self, extents: Iterable[Extent]) -> None:
         """No client may write to these extents any more, until they are reserved again."""
@@ -285,7 +291,7 @@ class _Watched:
         half = namespace_seed(request.namespace, request.part)
         for key, answer in zip(request.digests, answers, strict=True):
             if answer.extent is not None:
-                self._recorder.was_given(answer.extent)
+                self._recorder.spoil(answer.extent)
                 self._unsealed[answer.id] = (answer.extent, block_seed(half, key))
         await self._recorder.answering.wait()
         return answers

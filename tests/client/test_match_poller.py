@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,12 +190,17 @@ def test_a_lookup_ends_when_no_master_answers(
     assert poller.poll() == []
 
 
-def test_a_lookup_is_sent_when_the_master_comes(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
-) -> None:
-    (gone,) = fakes(1)
-    gone.socket.close(0)
-    poller = open_poller(gone.address, attempt_s=60.0, hedge_s=60.0)
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """An address where nobody listens, and which no other process takes."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_lookup_is_sent_when_the_master_comes(refusing: str, open_poller: Open) -> None:
+    poller = open_poller(refusing, attempt_s=60.0, hedge_s=60.0)
     poller.start("a", [(SPACE, keys("x", 2))])
     for _ in range(5):
         assert poller.poll(0.005) == []
@@ -204,7 +210,7 @@ def test_a_lookup_is_sent_when_the_master_comes(
     try:
         master = FakeMaster.__new__(FakeMaster)
         master.socket = context.socket(zmq.ROUTER)
-        master.socket.bind(f"tcp://{gone.address}")
+        master.socket.bind(f"tcp://{refusing}")
         until_s = time.monotonic() + 10  # zmq connects within a second
         while not poller.is_sent("a"):
             poller.poll(0.005)

@@ -298,8 +298,8 @@ async def test_no_space_is_told_although_another_member_is_dead(
             assert all(view.status.hit for view in views)
             for listener in two_servers.servers[lost]._listeners:
                 await listener.close()
-            for digest in keys("new", 4):
-                statuses = await pool.write(NAMESPACE, [digest], [b"y" * (1 << 20)], timeout=0.5)
+            for digest in keys("new", 2):
+                statuses = await pool.write(NAMESPACE, [digest], [b"y" * (1 << 20)], timeout=2.0)
                 assert statuses == [WriteStatus.NO_SPACE]
 
 
