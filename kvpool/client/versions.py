@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvpool import logs
-from kvpool.checksum import hasher
+from kvpool.checksum import block_seeds, hasher
 from kvpool.client.buffers import Buffers
 from kvpool.client.lookup import Lookup
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.protocols import Channel, WriteOptions
-from kvpool.types import Namespace, ReadStatus, WriteBlock
+from kvpool.types import ReadStatus, WriteBlock
 
 log = logs.get("kvpool.client")
 
@@ -38,6 +38,10 @@ _LEFT: Final = frozenset(
         ReadStatus.TIER_LOST,
     }
 )
+
+
+#: The version of a block that is longer than ours, so that it was not read; checksums count from 0.
+_UNREAD: Final = -1
 
 
 class WrittenBlock(NamedTuple):
@@ -114,37 +118,38 @@ class Versions:
 
         To be called when masters know of the blocks. The version on the first of the servers, in
         the order of their names, stays, so that all writers who see both decide alike; the other
-        is removed (design: versions). A server that cannot be read decides nothing.
+        is removed (design: versions). A server that cannot be read decides nothing. `servers` and
+        `others` of each block are then those that still have our version, or another copy.
         """
         suspects = await self._suspects(options, written, deadline)
-        if not suspects:
+        contested = await self._compare(options, written, suspects, deadline)
+        if not contested:
             return set()
+        # Another writer may have removed a copy of ours and stored its own in that place. Where our
+        # version has lost all the same, this changes nothing.
+        wins = {
+            position: written[position].servers
+            for position, theirs in contested.items()
+            if min(written[position].servers) < min(theirs)
+        }
+        own = _by_server(wins)
+        for position, found in (await self._compare(options, written, own, deadline)).items():
+            contested[position].update(found)
         lost: set[int] = set()
-        beaten: dict[str, list[int]] = {}
-        for server, positions in suspects.items():
-            for group in rounds(positions, [written[i].block.size for i in positions]):
-                blocks = [written[i].block for i in group]
-                found = await self.stored(server, options, blocks, deadline)
-                for position, stored in zip(group, found, strict=True):
-                    block, servers, _ = written[position]
-                    if not await differs(block, stored):
-                        continue
-                    if server < min(servers):
-                        lost.add(position)
-                    else:
-                        beaten.setdefault(server, []).append(position)
-        for position in lost:
-            for server in written[position].servers:
-                beaten.setdefault(server, []).append(position)
-        for server, positions in beaten.items():
-            # Of a version that has lost itself only its own copies go: it may not judge others.
-            drop = [i for i in positions if i not in lost or server in written[i].servers]
-            if drop:
-                await self._remove(
-                    server, options, [written[i].block.digest for i in drop], deadline
-                )
-                for position in drop:
-                    written[position].others.discard(server)
+        beaten: dict[str, list[tuple[bytes, int]]] = {}
+        for position, theirs in contested.items():
+            block, servers, others = written[position]
+            others.update(theirs)
+            if not servers or min(theirs) < min(servers):
+                lost.add(position)
+                # Of a version that has lost only its own copies go: it may not judge others.
+                ours = await version_of(options, block)
+                theirs = dict.fromkeys(servers, ours)
+            for server, version in theirs.items():
+                beaten.setdefault(server, []).append((block.digest, version))
+                others.discard(server)
+        for server, versions in sorted(beaten.items()):
+            await self._remove(server, options, versions, deadline)
         return lost
 
     # --- inside --------------------------------------------------------------------------
@@ -158,23 +163,61 @@ class Versions:
             holders = await self.holders(options, digests, deadline)
             for one, servers in zip(written.values(), holders, strict=True):
                 one.others.update(server for server in servers if server not in one.servers)
-        suspects: dict[str, list[int]] = {}
-        for position, one in written.items():
-            for server in sorted(one.others):
-                suspects.setdefault(server, []).append(position)
-        return suspects
+        return _by_server({position: one.others for position, one in written.items()})
+
+    async def _compare(
+        self,
+        options: WriteOptions,
+        written: Mapping[int, WrittenBlock],
+        where: Mapping[str, Sequence[int]],
+        deadline: float,
+    ) -> dict[int, dict[str, int]]:
+        """Read blocks from servers: where they differ from ours, and which version is there.
+
+        A server that has another version, or none any more, leaves the `servers` of that block.
+        """
+        differ: dict[int, dict[str, int]] = {}
+        for server, positions in where.items():
+            for group in rounds(positions, [written[i].block.size for i in positions]):
+                blocks = [written[i].block for i in group]
+                found = await self.stored(server, options, blocks, deadline)
+                for position, stored in zip(group, found, strict=True):
+                    block, servers, _ = written[position]
+                    version = await differing(options, block, stored)
+                    if version is not None:
+                        differ.setdefault(position, {})[server] = version
+                    if version is not None or stored.has_left:
+                        servers.discard(server)
+        return differ
 
     async def _remove(
-        self, server: str, options: WriteOptions, digests: Sequence[bytes], deadline: float
+        self,
+        server: str,
+        options: WriteOptions,
+        versions: Sequence[tuple[bytes, int]],
+        deadline: float,
     ) -> None:
+        """Remove these versions of blocks: by now the server may have another one in their place.
+
+        Where the version is not known (`_UNREAD`), whatever is there is removed.
+        """
         log.warning(
-            "two versions", server=server, namespace=options.namespace.name, removed=len(digests)
+            "two versions", server=server, namespace=options.namespace.name, removed=len(versions)
         )
-        self._counters["versions_removed"] += len(digests)
-        remove = functools.partial(_remove_part, options.namespace, options.part, digests, deadline)
-        (answer,) = await gather_errors([self._servers.call(server, remove, deadline)])
-        if isinstance(answer, KvpoolError):
-            log.error("a second version stays", server=server, why=str(answer))
+        self._counters["versions_removed"] += len(versions)
+        known = [one for one in versions if one[1] != _UNREAD]
+        unread = [digest for digest, version in versions if version == _UNREAD]
+        removals = []
+        if known:
+            digests, checksums = zip(*known, strict=True)
+            remove = functools.partial(_remove_part, options, digests, checksums, deadline)
+            removals.append(self._servers.call(server, remove, deadline))
+        if unread:
+            remove = functools.partial(_remove_part, options, unread, (), deadline)
+            removals.append(self._servers.call(server, remove, deadline))
+        for answer in await gather_errors(removals):
+            if isinstance(answer, KvpoolError):
+                log.error("a second version stays", server=server, why=str(answer))
 
 
 def rounds(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -190,25 +233,47 @@ def rounds(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-async def differs(ours: WriteBlock, theirs: StoredVersion) -> bool:
-    """Whether a server has other bytes than ours. What could not be read counts as equal."""
+async def differing(options: WriteOptions, ours: WriteBlock, theirs: StoredVersion) -> int | None:
+    """The version that a server has, if its bytes are others than ours; None if they are equal.
+
+    What could not be read counts as equal; of a block that is longer than ours it is `_UNREAD`.
+    """
     if theirs.block is None:
-        return theirs.status is ReadStatus.BUFFER_TOO_SMALL
-    if theirs.block.size != ours.size:
-        return True
-    return await _hash(ours.pieces) != await _hash(theirs.block.pieces)
+        return _UNREAD if theirs.status is ReadStatus.BUFFER_TOO_SMALL else None
+    version = await version_of(options, theirs.block)
+    if theirs.block.size == ours.size and version == await version_of(options, ours):
+        return None
+    return version
 
 
-async def _hash(pieces: Iterable[memoryview]) -> int:
-    digest = hasher(0)
-    for piece in pieces:
+async def version_of(options: WriteOptions, block: WriteBlock) -> int:
+    """What tells one version of a block from another one: the checksum of its bytes, as every
+    server that has them keeps it."""
+    (seed,) = block_seeds(options.namespace, options.part, [block.digest])
+    digest = hasher(seed)
+    for piece in block.pieces:
         for start in range(0, len(piece), _HASH_STEP):
             digest.update(piece[start : start + _HASH_STEP])
             await asyncio.sleep(0)
     return digest.intdigest()
 
 
+def _by_server(servers_of: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
+    """For each server the positions of its blocks."""
+    positions: dict[str, list[int]] = {}
+    for position, servers in servers_of.items():
+        for server in sorted(servers):
+            positions.setdefault(server, []).append(position)
+    return positions
+
+
 async def _remove_part(
-    namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float, channel: Channel
+    options: WriteOptions,
+    digests: Sequence[bytes],
+    checksums: Sequence[int],
+    deadline: float,
+    channel: Channel,
 ) -> list[bool]:
-    return await channel.remove(namespace, digests, part=part, deadline=deadline)
+    return await channel.remove(
+        options.namespace, digests, part=options.part, checksums=checksums, deadline=deadline
+    )

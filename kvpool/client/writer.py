@@ -15,7 +15,7 @@ from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
 from kvpool.client.shared_copies import SharedCopies
-from kvpool.client.versions import Versions, WrittenBlock, differs, rounds
+from kvpool.client.versions import Versions, WrittenBlock, differing, rounds
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import WriteOptions
 from kvpool.runtime import task_group
@@ -192,7 +192,7 @@ class Writer:
                 continue
             (stored,) = await self._versions.stored(holder, options, [block], deadline)
             if stored.block is not None:
-                ours = not await differs(block, stored)
+                ours = await differing(options, block, stored) is None
                 source = stored.block
                 break
             if not stored.has_left:
@@ -325,7 +325,7 @@ class Writer:
         """Keep one version of the blocks that this call has stored (`Versions.settle`)."""
         written = {
             i: WrittenBlock(
-                sources.get(i, batch.blocks[i]), servers, batch.holders[i].difference(servers)
+                sources.get(i, batch.blocks[i]), set(servers), batch.holders[i] - servers
             )
             for i, servers in enumerate(batch.stored_on)
             if servers and (i in sources or not sources)
@@ -338,9 +338,12 @@ class Writer:
             if position in lost:
                 batch.statuses[position] = WriteStatus.ALREADY_STORED
                 batch.holders[position] = others
+                # They may get a copy of the other version.
+                batch.tried[position] -= batch.stored_on[position]
                 batch.stored_on[position] = set()
-                batch.tried[position] -= servers  # they may get a copy of the other version
                 self._locations.discard([block.digest])
+            else:
+                batch.stored_on[position] = servers
 
     async def _copy_stored(self, batch: BatchState, short: Sequence[int]) -> None:
         """Make further copies of blocks that the pool has, of the bytes that it has."""

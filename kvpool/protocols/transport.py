@@ -137,10 +137,17 @@ class Connection(Protocol):
         """Release the hits among `pins`."""
 
     async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], part: int | None = None
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        part: int | None = None,
+        checksums: Sequence[int] = (),
     ) -> list[bool]:
         """Remove blocks, every part or only `part`; True where the server had one. Waits a moment
-        until the masters have received the removal."""
+        until the masters have received the removal.
+
+        With `checksums`, one per block, and `part`: only blocks whose bytes have that checksum.
+        """
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
@@ -310,9 +317,14 @@ class Channel(Protocol):
         digests: Sequence[bytes],
         *,
         part: int | None = None,
+        checksums: Sequence[int] = (),
         deadline: float,
     ) -> list[bool]:
-        """Remove blocks, every part or only `part`; True where the server had one."""
+        """Remove blocks, every part or only `part`; True where the server had one.
+
+        With `checksums`, one per block, and `part`: only blocks whose bytes have that checksum, so
+        that a writer removes the version that it means (design: versions).
+        """
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

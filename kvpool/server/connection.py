@@ -206,13 +206,17 @@ class ServerConnection:
             self._context.space_changed()
 
     async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], part: int | None = None
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        part: int | None = None,
+        checksums: Sequence[int] = (),
     ) -> list[bool]:
-        removed = self._store.remove(namespace, digests, part=part)
+        removed = self._store.remove(namespace, digests, part=part, checksums=checksums)
         self._fetcher.revoke(namespace, digests, part)
         self._context.on_change()
         await self._context.mover.erase()  # it must not be back after a restart
-        await self._fetcher.pass_on(namespace, digests, part)
+        await self._fetcher.pass_on(namespace, digests, part, checksums)
         await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
 

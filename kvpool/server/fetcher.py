@@ -407,22 +407,36 @@ class Fetcher:
         self.fetches.revoke(namespace, digests, part)
 
     async def pass_on(
-        self, namespace: Namespace, digests: Sequence[bytes], part: int | None
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        part: int | None,
+        checksums: Sequence[int] = (),
     ) -> None:
         """Blocks were removed here: remove them from the servers that have fetched them.
 
-        Waits a moment for each of them, as for the masters.
+        Waits a moment for each of them, as for the masters. After a removal of one version, given
+        by `checksums`, that of another version is still to be passed on.
         """
-        receivers = self.receivers.take(namespace, digests, part)
+        known = self.receivers
+        receivers = (known.of if checksums else known.take)(namespace, digests, part)
         if receivers:
+            sums = dict(zip(digests, checksums, strict=True)) if checksums else {}
             removals = (
-                self._remove_from(server, namespace, blocks, part)
+                self._remove_from(server, namespace, blocks, part, [sums[one] for one in blocks])
+                if sums
+                else self._remove_from(server, namespace, blocks, part)
                 for server, blocks in receivers.items()
             )
             await asyncio.gather(*removals)
 
     async def _remove_from(
-        self, server: str, namespace: Namespace, digests: Sequence[bytes], part: int | None
+        self,
+        server: str,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        part: int | None,
+        checksums: Sequence[int] = (),
     ) -> None:
         deadline = _now() + _PASS_ON_S
         self._context.counters["passed_on_removals"] += len(digests)
@@ -430,7 +444,9 @@ class Fetcher:
         for _ in range(2):  # the first connection may be to the process before a restart
             try:
                 channel = await self._peers.channel(server, deadline)
-                await channel.remove(namespace, digests, part=part, deadline=deadline)
+                await channel.remove(
+                    namespace, digests, part=part, checksums=checksums, deadline=deadline
+                )
                 return
             except _FAILURES as error:
                 self._peers.failed(server)

@@ -333,9 +333,13 @@ class _Watched:
         self._let_go([pin.id for pin in pins if pin.status is ReadStatus.HIT])
 
     async def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], part: int | None = None
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        part: int | None = None,
+        checksums: Sequence[int] = (),
     ) -> list[bool]:
-        removed = await self._inner.remove(namespace, digests, part)
+        removed = await self._inner.remove(namespace, digests, part, checksums)
         await self._recorder.answering.wait()
         return removed
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvpool.checksum import block_seeds, checksum
 from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, ReserveRequest, WriteOptions
 from kvpool.testing.harness import (
@@ -433,6 +434,27 @@ async def reported_corruption_is_verified(stage: Stage) -> None:
 
 
 # --- remove; what a channel does not do ------------------------------------------------------
+
+
+@TransportCheck
+async def a_removal_may_mean_one_version(stage: Stage) -> None:
+    """With checksums, only the blocks whose bytes have them are removed."""
+    channel = await stage.connect()
+    namespace = Namespace("conformance/versions", parts=2)
+    meant, other = digest("meant"), digest("other")
+    data = {meant: b"m" * 100, other: b"o" * 100}
+    await stage.stored(channel, data, namespace=namespace, part=1)
+    seeds = block_seeds(namespace, 1, [meant, other])
+    checksums = [checksum(b"m" * 100, seeds[0]), checksum(b"m" * 100, seeds[1])]
+    removed = await channel.remove(
+        namespace, [meant, other], part=1, checksums=checksums, deadline=stage.within()
+    )
+    stage.expect(removed == [True, False], "[True, False]", describe(removed))
+    memory = [blank(100), blank(100)]
+    results = await stage.read(channel, [meant, other], memory, namespace=namespace, part=1)
+    statuses = [result.status for result in results]
+    wanted = [ReadStatus.REMOVED, ReadStatus.HIT]
+    stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
 
 
 @TransportCheck

@@ -212,9 +212,13 @@ class Unpinned(Message, frozen=True):
 
 
 class Remove(Keys, frozen=True, omit_defaults=True):
-    """Forget these blocks, every part, or only that `part`."""
+    """Forget these blocks, every part, or only that `part`.
+
+    With `checksums`, one per block, of that `part` only what has this checksum (design: versions).
+    """
 
     part: Small | None = None
+    checksums: Hashes = []
 
 
 class ReportCorruption(Keys, frozen=True):
@@ -710,6 +714,7 @@ NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
     HeartbeatReply: frozenset({"others_have_room"}),
     Heartbeat: frozenset({"hint_answers"}),
     Reserve: frozenset({"copies"}),
+    Remove: frozenset({"checksums"}),
 }
 #: Messages that a peer of protocol 3 does not know.
 NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
 from kvpool.client import versions
+from kvpool.client.versions import WrittenBlock
 from kvpool.client.writer import best_status
-from kvpool.errors import Overloaded
+from kvpool.errors import Overloaded, PeerError
 from kvpool.master.state.placement import Placement
 from kvpool.net.zmq_rpc import ZmqNetwork
-from kvpool.protocols import Addressable
+from kvpool.protocols import Addressable, Channel, WriteOptions
 from kvpool.registry import transports
 from kvpool.runtime import Host
 from kvpool.server.connection import ServerConnection
 from kvpool.server.state.budget import Limits
-from kvpool.types import Cluster
+from kvpool.types import ROOT, Cluster, WriteBlock
 from tests.conftest import NAMESPACE, buffers, keys
 
 HALVES = Namespace("test/halves", parts=2)
@@ -266,6 +268,96 @@ async def test_the_loser_reads_the_version_that_stays(far_apart: dev.Dev) -> Non
     assert result.status.hit
     assert got == b"a" * 5000
     assert statuses[0] is ALREADY_STORED
+
+
+async def settled(
+    running: dev.Dev, pool: Pool, digest: bytes, ours: bytes, servers: set[str]
+) -> tuple[set[int], WrittenBlock]:
+    """The last look of a writer that has stored `ours` on `servers`."""
+    block = WriteBlock(digest, ROOT, (memoryview(ours),), len(ours))
+    written = WrittenBlock(block, servers, set())
+    deadline = asyncio.get_running_loop().time() + 5
+    lost = await pool._writer._versions.settle(
+        WriteOptions(NAMESPACE, 0, visible=True), {0: written}, deadline
+    )
+    return lost, written
+
+
+@pytest.mark.parametrize(
+    ("held", "left", "servers"),
+    [
+        ("abb", "a", {"dev-0"}),  # the copy on dev-2 is the other writer's by now
+        ("bba", "bb", set()),  # the one on dev-0 is, so the other version stays
+        ("-ba", "b", set()),  # the one on dev-0 has left: the other version is on the first server
+        ("aba", "aa", {"dev-0", "dev-2"}),
+        ("bbb", "bbb", set()),
+        ("-b-", "b", set()),
+    ],
+)
+async def test_a_writer_looks_at_its_own_copies_again(
+    held: str, left: str, servers: set[str]
+) -> None:
+    """It stored `a` on dev-0 and dev-2. Then another writer may have replaced its copies by `b`."""
+    (digest,) = keys("again", 1)
+    async with dev.serve("16MiB", servers=3) as running, running.pool() as pool:
+        for number, version in enumerate(held):
+            if version != "-":
+                options = WriteOptions(NAMESPACE, 0, visible=True)
+                block = WriteBlock(digest, ROOT, (memoryview(version.encode() * 5000),), 5000)
+                deadline = asyncio.get_running_loop().time() + 5
+                await pool._writer._write_on(f"dev-{number}", options, [block], deadline)
+        lost, written = await settled(running, pool, digest, b"a" * 5000, {"dev-0", "dev-2"})
+        assert "".join(map(chr, stored(running, digest))) == left
+    assert lost == (set() if servers else {0})
+    if servers:
+        assert written.servers == servers
+        assert not written.others
+
+
+async def test_a_writer_removes_the_version_that_it_has_read(
+    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look and its removal another writer has stored the version that stays."""
+    (digest,) = keys("meant", 1)
+    async with two_servers.pool() as pool:
+        await pool.write_to("dev-0", NAMESPACE, digest, b"a" * 5000)
+        (server,) = two_servers.servers[1:]
+        block = WriteBlock(digest, ROOT, (memoryview(b"b" * 5000),), 5000)
+        deadline = asyncio.get_running_loop().time() + 5
+        options = WriteOptions(NAMESPACE, 0, visible=True)
+        await pool._writer._write_on("dev-1", options, [block], deadline)
+        remove = versions.Versions._remove
+
+        async def late(*arguments: Any) -> None:
+            server.store.remove(NAMESPACE, [digest])
+            same = block._replace(pieces=(memoryview(b"a" * 5000),))
+            await pool._writer._write_on("dev-1", options, [same], deadline)
+            await remove(*arguments)
+
+        monkeypatch.setattr(versions.Versions, "_remove", late)
+        lost, _ = await settled(two_servers, pool, digest, b"a" * 5000, {"dev-0"})
+    assert not lost
+    assert stored(two_servers, digest) == [ord("a"), ord("a")]
+
+
+@pytest.mark.parametrize(("part", "count"), [(None, 2), (0, 1), (0, 3)])
+async def test_a_removal_names_one_version_for_each_block(
+    two_servers: dev.Dev, part: int | None, count: int
+) -> None:
+    chain = keys("named", 2)
+    async with client_on(two_servers, "far") as pool:
+        await pool.write_to("dev-0", NAMESPACE, chain[0], b"a" * 5000)
+        deadline = asyncio.get_running_loop().time() + 5
+        channel = await pool._servers.call("dev-0", _itself, deadline)
+        with pytest.raises(PeerError, match="one checksum per block"):
+            await channel.remove(
+                NAMESPACE, chain, part=part, checksums=[7] * count, deadline=deadline
+            )
+    assert stored(two_servers, chain[0]) == [ord("a")]
+
+
+async def _itself(channel: Channel) -> Channel:
+    return channel
 
 
 async def test_the_more_telling_answer_of_two_servers_counts() -> None:

@@ -340,6 +340,28 @@ async def test_a_removal_is_passed_on_over_a_fresh_connection() -> None:
         assert both.has(both.target, chain) == [False, False]
 
 
+async def test_a_removal_of_one_version_is_passed_on_as_such() -> None:
+    """And it is not the removal of every version that may still come."""
+    async with pair() as both:
+        chain = keys("chain", 2)
+        await both.put(chain)
+        await both.fetch(chain)
+        entries = [both.source.store.peek(NAMESPACE, 0, digest) for digest in chain]
+        checksums = [entry.checksum for entry in entries if entry is not None]
+        checksums[1] ^= 1
+
+        async def remove(channel: Channel) -> list[bool]:
+            return await channel.remove(
+                NAMESPACE, chain, part=0, checksums=checksums, deadline=now() + 5
+            )
+
+        assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [True, False]
+        assert both.has(both.target, chain) == [False, True]
+        checksums[1] ^= 1
+        assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [False, True]
+        assert both.has(both.target, chain) == [False, False]
+
+
 async def test_fetched_blocks_keep_their_session_and_when_it_resumes() -> None:
     async with pair() as both:
         chain, ended = keys("chain", 100), keys("ended", 3)

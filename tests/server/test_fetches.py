@@ -80,6 +80,7 @@ def test_a_removal_follows_a_block_once_to_each_receiver() -> None:
     for part, digest, server in ((0, a, "x"), (1, a, "x"), (1, a, "y"), (0, b, "y")):
         receivers.add(TWO, part, digest, server)
     assert receivers.take(ONE, [a, b], None) == {}
+    assert receivers.of(TWO, [a], 0) == {"x": [a]}  # a removal that comes later follows it, too
     assert receivers.take(TWO, [a], 0) == {"x": [a]}
     found = receivers.take(TWO, [a, b], None)
     assert {server: set(blocks) for server, blocks in found.items()} == {"x": {a}, "y": {a, b}}

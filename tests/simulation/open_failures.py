@@ -18,7 +18,6 @@ OPEN_FAILURES: Final[Mapping[int, str]] = {
     1479: "join: a chain that belongs to server-4 goes to server-5",
     1518: "copies: <Entry a729570bfca7",
     1902: "arrivals: a write is refused, but no prompt waits",
-    1956: "G2: 11016dfc7b4a has two versions on servers",
     202362: "arrivals: <Entry ecf0c55fcbd9",
     202739: "arrivals: a write is refused, but no prompt waits",
 }

@@ -432,8 +432,9 @@ class WatchedStore(Store):
         digests: Sequence[bytes],
         reason: ReadStatus = ReadStatus.REMOVED,
         part: int | None = None,
+        checksums: Sequence[int] = (),
     ) -> list[bool]:
-        removed = super().remove(namespace, digests, reason, part)
+        removed = super().remove(namespace, digests, reason, part, checksums)
         self.inspect_now_and_then()
         return removed
 

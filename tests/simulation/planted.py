@@ -248,7 +248,7 @@ BUGS: Sequence[Bug] = (
         "removal-stays-at-the-source",
         "G5",
         _CONNECTION,
-        "        await self._fetcher.pass_on(namespace, digests, part)\n",
+        "        await self._fetcher.pass_on(namespace, digests, part, checksums)\n",
         "",
     ),
     Bug(
@@ -514,8 +514,8 @@ BUGS: Sequence[Bug] = (
         "the-loser-keeps-its-version",
         "G2",
         _VERSIONS,
-        "        for position in lost:\n",
-        "        for position in ():\n",
+        "                theirs = dict.fromkeys(servers, ours)\n",
+        "                theirs = {}\n",
     ),
     Bug(
         "no-look-after-a-write",
@@ -528,8 +528,8 @@ BUGS: Sequence[Bug] = (
         "each-writer-keeps-its-own-version",
         "G2",
         _VERSIONS,
-        "                    if server < min(servers):\n",
-        "                    if server < server:\n",
+        "            if not servers or min(theirs) < min(servers):\n",
+        "            if not servers:\n",
     ),
     Bug(
         "no-hedge",
@@ -769,8 +769,8 @@ BUGS: Sequence[Bug] = (
         "removed-from-one-tier",
         "G5",
         _STACK,
-        "        for store in self._online():\n            for position, was_here",
-        "        for store in [self.front]:\n            for position, was_here",
+        "        for store in self._online():\n            of_tier = store.remove(",
+        "        for store in [self.front]:\n            of_tier = store.remove(",
     ),
     Bug(
         "dropped-before-it-is-down",

@@ -254,11 +254,12 @@ class WatchedDiskStore(WatchedStore):
         digests: Sequence[bytes],
         reason: ReadStatus = ReadStatus.REMOVED,
         part: int | None = None,
+        checksums: Sequence[int] = (),
     ) -> list[bool]:
         if part is not None and reason in (ReadStatus.CORRUPT, ReadStatus.TIER_LOST):
             for digest in digests:
                 self._check_damaged(self.peek(namespace, part, digest), reason)
-        return super().remove(namespace, digests, reason, part)
+        return super().remove(namespace, digests, reason, part, checksums)
 
     def _check_damaged(self, entry: Entry | None, reason: ReadStatus) -> None:
         """A block that is dropped because of the disk must have been damaged by the disk."""

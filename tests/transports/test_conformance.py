@@ -178,9 +178,12 @@ class Through:
         digests: Sequence[bytes],
         *,
         part: int | None = None,
+        checksums: Sequence[int] = (),
         deadline: float,
     ) -> list[bool]:
-        return await self.inner.remove(namespace, digests, part=part, deadline=deadline)
+        return await self.inner.remove(
+            namespace, digests, part=part, checksums=checksums, deadline=deadline
+        )
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

@@ -41,6 +41,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Unpin(confirm=True),
     messages.Unpinned(),
     messages.Remove(**KEYS),
+    messages.Remove(**KEYS, part=0, checksums=[1, 2**64 - 1]),
     messages.ReportCorruption(**KEYS, part=0),
     messages.Removed(b"\x01"),
     messages.Propose(**KEYS, part=0, receiver="s"),

@@ -253,10 +253,11 @@ class _InprocChannel:
         digests: Sequence[bytes],
         *,
         part: int | None = None,
+        checksums: Sequence[int] = (),
         deadline: float,
     ) -> list[bool]:
         async with self._connection() as connection, self._until(deadline):
-            return await connection.remove(namespace, digests, part)
+            return await connection.remove(namespace, digests, part, checksums)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

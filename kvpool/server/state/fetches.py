@@ -147,14 +147,25 @@ class Receivers:
         if len(self._servers) > self._limit:
             self._servers.popitem(last=False)
 
-    def take(
+    def of(
         self, namespace: Namespace, digests: Sequence[bytes], part: int | None
     ) -> dict[str, list[bytes]]:
-        """Blocks are removed: which of them to remove from which servers, each pair once."""
+        """Which of the blocks each server has fetched, or is about to."""
         found: dict[str, dict[bytes, None]] = {}
         if self._servers:
             for one in range(namespace.parts) if part is None else (part,):
                 for digest in digests:
-                    for server in self._servers.pop((namespace, one, digest), ()):
+                    for server in self._servers.get((namespace, one, digest), ()):
                         found.setdefault(server, {})[digest] = None
         return {server: list(blocks) for server, blocks in found.items()}
+
+    def take(
+        self, namespace: Namespace, digests: Sequence[bytes], part: int | None
+    ) -> dict[str, list[bytes]]:
+        """Blocks are removed: which of them to remove from which servers, each pair once."""
+        found = self.of(namespace, digests, part)
+        for one in range(namespace.parts) if found else ():
+            if part is None or one == part:
+                for digest in digests:
+                    self._servers.pop((namespace, one, digest), None)
+        return found

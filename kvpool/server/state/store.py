@@ -379,10 +379,12 @@ class Store:
         digests: Sequence[bytes],
         reason: ReadStatus = ReadStatus.REMOVED,
         part: int | None = None,
+        checksums: Sequence[int] = (),
     ) -> list[bool]:
         """Remove sealed blocks, every part on this server (or only `part`); True where one was.
 
-        A pinned block becomes invisible at once; its extent is freed with the last unpin.
+        With `checksums`, one per block, only those whose bytes have that checksum. A pinned block
+        becomes invisible at once; its extent is freed with the last unpin.
         """
         removed = [False] * len(digests)
         for which in range(namespace.parts) if part is None else (part,):
@@ -390,6 +392,8 @@ class Store:
             for position, digest in enumerate(digests if index is not None else ()):
                 entry = index.blocks.get(digest) if index is not None else None
                 if entry is not None and entry.state is State.STORED:
+                    if checksums and entry.checksum != checksums[position]:
+                        continue
                     removed[position] = True
                     event = Event.REMOVE_PINNED if entry.pins else Event.REMOVE
                     self._remove_entry(entry, event, reason)

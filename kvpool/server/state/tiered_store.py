@@ -258,11 +258,13 @@ class TieredStore:
         digests: Sequence[bytes],
         reason: ReadStatus = ReadStatus.REMOVED,
         part: int | None = None,
+        checksums: Sequence[int] = (),
     ) -> list[bool]:
         """As `Store.remove`, in every tier."""
         removed = [False] * len(digests)
         for store in self._online():
-            for position, was_here in enumerate(store.remove(namespace, digests, reason, part)):
+            of_tier = store.remove(namespace, digests, reason, part, checksums)
+            for position, was_here in enumerate(of_tier):
                 removed[position] |= was_here
         return removed
 

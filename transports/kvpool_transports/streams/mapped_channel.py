@@ -182,10 +182,11 @@ class MappedChannel:
         digests: Sequence[bytes],
         *,
         part: int | None = None,
+        checksums: Sequence[int] = (),
         deadline: float,
     ) -> list[bool]:
         """Remove every part of the blocks, or one `part`; True where the server had one."""
-        return await requests.remove(self._streams, namespace, digests, part, deadline)
+        return await requests.remove(self._streams, namespace, digests, part, checksums, deadline)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float

@@ -227,11 +227,12 @@ async def remove(
     namespace: Namespace,
     digests: Sequence[bytes],
     part: int | None,
+    checksums: Sequence[int],
     deadline: float,
 ) -> list[bool]:
     """Remove every part of the blocks, or one `part`; True where the server had one."""
-    size = len(digests[0])
-    request = Remove(namespace.name, namespace.parts, size, b"".join(digests), part)
+    size, joined = len(digests[0]), b"".join(digests)
+    request = Remove(namespace.name, namespace.parts, size, joined, part, list(checksums))
     async with streams.stream(deadline) as stream:
         await stream.send(request, deadline=deadline)
         return _flags(await stream.expect(Removed, deadline=deadline), len(digests))

@@ -291,7 +291,9 @@ class StreamSession:
             namespace, digests = unpack_batch(remove)
             if remove.part is not None:
                 _check_part(namespace, remove.part)
-            flags = await connection.remove(namespace, digests, remove.part)
+            if remove.checksums and (remove.part is None or len(remove.checksums) != len(digests)):
+                raise BadMessage("Remove: one checksum per block, of one part")
+            flags = await connection.remove(namespace, digests, remove.part, remove.checksums)
             await self._send(Removed(bytes(flags)))
         elif kind is ReportCorruption:
             report_corruption = decode(ReportCorruption, frame.type, frame.body)
