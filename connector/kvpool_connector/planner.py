@@ -17,12 +17,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from kvpool.types import ROOT, Match
+from kvpool.types import ROOT, Match, ReadStatus
 from kvpool_connector.cost_model import PrefillCost, TransferCost
 from kvpool_connector.load_or_recompute import LoadDecision, LoadOrRecompute, Wanted
 from kvpool_connector.messages import GroupBlocks, LoadRequest, LoadResult, ProbeResult, SaveResult
 from kvpool_connector.prefetching import Prefetches, PrefetchRequest
 from kvpool_connector.probing import Prober
+from kvpool_connector.promises import GivenPromise, PromisedBlocks, PromiseState, WaitLimits
 from kvpool_connector.running_loads import RunningLoad, RunningLoads, SharedLoad
 from kvpool_connector.save_queue import SaveItem, SaveQueue, StoredBlock
 from kvpool_connector.tracked_request import RequestState, TrackedRequest, digest_of
@@ -63,6 +64,8 @@ class Planner:
         self.quiet_until: dict[str, int] = {}
         #: Bytes of a block of each group, of one rank; 0 until the ranks have reported them.
         self.block_bytes: tuple[int, ...] = (0,) * len(groups)
+        #: What promises call the names that this engine shares under; empty until there are any.
+        self.promise_name = ""
         self._groups = tuple(groups)
         #: Tokens: only whole multiples are loaded, so that no group's block is loaded in part.
         self._unit = math.lcm(*(group.block_size for group in groups))
@@ -76,7 +79,8 @@ class Planner:
         self._loads: list[LoadRequest] = []  # for the next step
         self._prefetches = Prefetches(self._groups)
         first = self._groups[0]
-        self._running = RunningLoads(first.block_size // first.hashes_per_block, self._unit)
+        self._tokens_per_hash = first.block_size // first.hashes_per_block
+        self._running = RunningLoads(self._tokens_per_hash, self._unit)
         self.verifier = Verifier(
             self.counters,
             self._groups,
@@ -132,6 +136,8 @@ class Planner:
         request = TrackedRequest(
             hashes, tokens, hints, self._serial, now, blocks_saved=[0] * len(self._groups)
         )
+        if hints.promise is not None and self._limits.promise_wait_s:
+            request.promise = GivenPromise(hints.promise, self.counters)
         self._requests[request_id] = request
         self.quiet_until[request_id] = 0
         return self._lookup(request_id, request, tokens)
@@ -148,6 +154,7 @@ class Planner:
         request.blocks_saved = [0] * len(self._groups)
         self.quiet_until[request_id] = 0
         self._end_load(request)
+        _give_up_promise(request)
         request.move_to(RequestState.LOOKING_UP)
         return self._lookup(request_id, request, tokens)
 
@@ -245,8 +252,10 @@ class Planner:
         request.decision = None
         if not request.matches or self.verifier.mismatch is not None:
             return 0
+        there = self._windows.available(request.matches)
         last = min(
-            self._windows.available(request.matches), (tokens - 1) // self._unit * self._unit
+            max(there, self._promised(request, max(there, computed))),
+            (tokens - 1) // self._unit * self._unit,
         )
         if (most := request.hints.max_load_tokens) is not None:
             last = min(last, (computed + most) // self._unit * self._unit)
@@ -262,7 +271,7 @@ class Planner:
                 self._probe_prefix(request, computed, last, now)
             return 0
         request.offered = (computed, last)
-        if self.verifier.due:
+        if self.verifier.due and last <= there:
             request.decision = LoadDecision.VERIFY
             return 0
         request.move_to(RequestState.OFFERED)
@@ -282,10 +291,11 @@ class Planner:
         if request.decision is LoadDecision.VERIFY and self.verifier.due:
             self.verifier.choose(request_id, *request.offered, request.matches)
         self._count_decision(request, tokens)
-        if request.state is not RequestState.OFFERED:
-            return
-        if tokens <= 0:
-            request.move_to(RequestState.ANSWERED)
+        if request.state is not RequestState.OFFERED or tokens <= 0:
+            if request.state is RequestState.OFFERED:
+                request.move_to(RequestState.ANSWERED)
+            if request.promise is not None and request.promise.state is PromiseState.GIVEN:
+                _give_up_promise(request)
             return
         first, last = request.offered[0], request.offered[0] + tokens
         load = self._load(request_id, request, first, last, block_ids)
@@ -302,6 +312,7 @@ class Planner:
             timeout_s=load.timeout_s,
             ranks_left=self._ranks,
             size_beside=self._running.bytes_beside(size),
+            awaits=load.wait_limits is not None,
         )
         self._running.start(request.load)
         self.verifier.on_load()
@@ -318,9 +329,11 @@ class Planner:
         load.complete &= result.complete
         load.size_loaded = max(load.size_loaded, result.size)
         load.seconds = max(load.seconds, result.seconds)
+        load.waited_s = max(load.waited_s, result.waited_s)
         if load.ranks_left:
             return
         self._end_load(request)
+        self._end_promise(request, load)
         request.move_to(RequestState.ANSWERED)
         self._prober.on_load(load, now)
         if self._prober.measuring:
@@ -419,6 +432,68 @@ class Planner:
         """Block ids to unpin, which a plan had pinned for a save and nothing saves any more."""
         return self._saves.take_dropped()
 
+    # --- promises -------------------------------------------------------------------------
+
+    def make_promise(self, request_id: str, computed: int) -> PromisedBlocks | None:
+        """What the engine that decodes may wait for, of a prompt of which `computed` tokens are.
+
+        None: this engine saves nothing of it, or not a whole block.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not self.promise_name or not self._limits.promise_wait_s:
+            return None
+        saves = self._limits.save and self.verifier.mismatch is None
+        tokens = min(request.prompt, computed) // self._unit * self._unit
+        if not saves or request.hints.skip_save or request.stale or not tokens:
+            return None
+        self.counters["promise made"] += 1
+        return PromisedBlocks(
+            tokens,
+            bytes(request.hashes[tokens // self._tokens_per_hash - 1]),
+            self.promise_name,
+            self.prefill_cost.seconds(0, tokens),
+        )
+
+    def _promised(self, request: TrackedRequest, there: int) -> int:
+        """Tokens that a load of this request may wait for; 0: none beyond those that are there."""
+        promise = request.promise
+        if promise is None:
+            return 0
+        if any(match.stopped is ReadStatus.NO_MASTER for match in request.matches):
+            return 0  # nothing comes out of a pool that is not there
+        tokens = promise.tokens(self.promise_name, request.hashes, self._tokens_per_hash)
+        tokens = min(tokens, request.prompt - 1) // self._unit * self._unit
+        if tokens and tokens <= there:
+            promise.move_to(PromiseState.FOUND)
+        elif tokens and self._running.awaiting >= max(1, self._limits.loads_max // 2):
+            # Clients can make promises up. Those must not keep others from loading.
+            promise.move_to(PromiseState.TOO_MANY)
+        return tokens if promise.state is PromiseState.GIVEN else 0
+
+    def _wait_limits(self, request: TrackedRequest, first: int, last: int) -> WaitLimits | None:
+        """For a load of tokens that were promised; None: all of them are there."""
+        promise = request.promise
+        if promise is None or last <= self._windows.available(request.matches):
+            return None
+        promise.move_to(PromiseState.AWAITED)
+        always = self._limits.load == "always"
+        prefill_s = math.inf if always else request.estimates.prefill_s
+        return promise.wait_limits(first, last, prefill_s, self._limits.promise_wait_s)
+
+    def _end_promise(self, request: TrackedRequest, load: RunningLoad) -> None:
+        """A load has ended. What it has waited for is in the pool, or is computed."""
+        if not load.awaits or request.promise is None:
+            return
+        self.counters["promise_wait_s"] += load.waited_s
+        request.promise.move_to(PromiseState.KEPT if load.complete else PromiseState.BROKEN)
+        if load.complete:
+            there = max(load.first, self._windows.available(request.matches))
+            self.counters["promised_tokens"] += load.last - there
+            request.blocks_saved = [
+                max(blocks, load.last // group.block_size)
+                for blocks, group in zip(request.blocks_saved, self._groups, strict=True)
+            ]
+
     # --- the end --------------------------------------------------------------------------
 
     def on_preempted(self, request_id: str) -> None:
@@ -442,6 +517,7 @@ class Planner:
         if request is None:
             return None
         del self.quiet_until[request_id]
+        _give_up_promise(request)
         self._prefetches.drop(request_id)
         self.verifier.release(request_id)
         self._end_load(request)
@@ -495,6 +571,7 @@ class Planner:
     def _forget_matches(self, request_id: str, request: TrackedRequest, tokens: int) -> None:
         """What the pool has lost behind so many tokens is computed, and can be saved again."""
         request.matches = ()
+        _give_up_promise(request)
         self.quiet_until[request_id] = 0
         request.blocks_saved = [
             min(blocks, tokens // group.block_size)
@@ -517,8 +594,10 @@ class Planner:
             wanted = [index for index in covered if ids[index]]
             if not wanted:
                 continue
+            found = request.matches[number]
             contiguous = wanted[-1] + 1 - wanted[0] == len(wanted)
-            match = request.matches[number].of(wanted[0], wanted[-1] + 1) if contiguous else None
+            known = contiguous and wanted[-1] < found.length
+            match = found.of(wanted[0], wanted[-1] + 1) if known else None
             blocks.append(
                 GroupBlocks(
                     number,
@@ -527,7 +606,12 @@ class Planner:
                     match=match,
                 )
             )
-        return LoadRequest(request_id, tuple(blocks), self._choice.timeout_s(request.estimates))
+        return LoadRequest(
+            request_id,
+            tuple(blocks),
+            self._choice.timeout_s(request.estimates),
+            self._wait_limits(request, first, last),
+        )
 
     def _count_decision(self, request: TrackedRequest, tokens: int) -> None:
         decision, request.decision = request.decision, None
@@ -600,3 +684,9 @@ class Planner:
                 parent = digest
             request.blocks_saved[number] = first + len(block_ids)
         return items
+
+
+def _give_up_promise(request: TrackedRequest) -> None:
+    """Nobody waits for it any more. One that has ended stays what it is."""
+    if request.promise is not None:
+        request.promise.move_to(PromiseState.NOT_USED)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvpool_connector.kv_hints import read_envelope
+from kvpool_connector.promises import PROMISE, PromisedBlocks, parse_promise
 from kvpool_connector.session_names import GIVEN_MAX, session_name
 from kvpool_connector.settings import nearest
 from kvpool_connector.values import RequestHints
@@ -45,6 +46,7 @@ OTHERS: Final = frozenset(
         "remote_tp_size",
         "tp_size",
         "transfer_id",
+        "transfer_mode",
     }
 )
 #: An engine logs so many different mistakes: clients choose the keys.
@@ -130,7 +132,7 @@ def parse_request(asked: Asked) -> Parsed:
             _take(str(key), value, found, mistakes)
     if isinstance(own, Mapping):
         for key, value in own.items():
-            if key != "kv_hints":
+            if key not in ("kv_hints", PROMISE):
                 _take(str(key), value, found, mistakes)
     elif own is not None:
         mistakes.append(f"{OWN} is {_shown(own)}, expected an object")
@@ -152,6 +154,7 @@ def parse_request(asked: Asked) -> Parsed:
         ),
         "",
     )
+    promise = _promise(own.get(PROMISE), mistakes) if isinstance(own, Mapping) else None
     nested = own.get("kv_hints") if isinstance(own, Mapping) else None
     envelope = read_envelope(
         nested if asked.kv_hints is None else asked.kv_hints,
@@ -172,6 +175,7 @@ def parse_request(asked: Asked) -> Parsed:
         skip_load=found.get("skip_load", False),
         skip_prefetch=found.get("skip_prefetch", False),
         max_load_tokens=found.get("max_load_tokens"),
+        promise=promise,
     )
     return Parsed(hints, mistakes, envelope.outcomes)
 
@@ -187,6 +191,15 @@ def _take(name: str, value: Any, found: dict[str, Any], mistakes: list[str]) -> 
             found[name] = value
         else:
             mistakes.append(f"{name} is {_shown(value)}, expected {param.expected}")
+
+
+def _promise(given: object, mistakes: list[str]) -> PromisedBlocks | None:
+    """What another engine has promised for this prompt; a proxy hands it on, or a client does."""
+    parsed = None if given is None else parse_promise(given)
+    if isinstance(parsed, str):
+        mistakes.append(f"{PROMISE} is ignored: {parsed}")
+        return None
+    return parsed
 
 
 def _agentic_context(given: object) -> Mapping[str, Any]:

@@ -17,7 +17,8 @@ class RunningLoad:
     """A load of tokens `first` to `last` (excluded) of a prompt with these hashes.
 
     It runs until its last rank has reported, or its request has ended or started anew; after that
-    `running` is false. `lost` is true when the pool did not have all of its blocks. `seconds` are
+    `running` is false. `lost` is true when the pool did not have all of its blocks, `awaits` when
+    some were only promised. `seconds` are
     those that the slowest rank needed, also for the `size_beside` bytes of loads that ran before it
     and that the link moved in between.
     """
@@ -37,6 +38,8 @@ class RunningLoad:
     seconds: float = 0.0
     running: bool = True
     lost: bool = False
+    awaits: bool = False
+    waited_s: float = 0.0
 
     @property
     def aborted(self) -> bool:
@@ -78,6 +81,11 @@ class RunningLoads:
     def end(self, load: RunningLoad) -> None:
         load.running = False
         self._loads.remove(load)
+
+    @property
+    def awaiting(self) -> int:
+        """How many of them wait for promised blocks."""
+        return sum(load.awaits for load in self._loads)
 
     def bytes_beside(self, size: int) -> int:
         """Bytes that the link moves for others until it has moved `size` bytes for one more.

@@ -29,6 +29,7 @@ from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.prefetching import PrefetchRequest
+from kvpool_connector.promises import PromisedBlocks, promise_name
 from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.settings import Settings
 from kvpool_connector.values import (
@@ -125,6 +126,7 @@ class ConnectorScheduler:
             probe_every_s=settings.probe_every_s,
             loads_per_check=settings.loads_per_check,
             prefetch=settings.prefetch,
+            promise_wait_s=settings.promise_wait_s,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
         #: Known when every rank has sent its `WorkerInfo`.
@@ -221,6 +223,12 @@ class ConnectorScheduler:
         if not self.planner.tracks(request_id):
             return
         self.planner.on_blocks_allocated(request_id, block_ids, tokens, self._clock())
+
+    def make_promise(self, request_id: str, computed: int) -> PromisedBlocks | None:
+        """For the engine that decodes, of a request that is about to finish; None: no promise."""
+        if self._thread.pool is None:
+            return None
+        return self.planner.make_promise(request_id, computed)
 
     def on_request_finished(self, request_id: str) -> None:
         """It has ended. Sends its hints about the conversation to the pool."""
@@ -360,6 +368,7 @@ class ConnectorScheduler:
         # With parts by heads the fingerprint is of those weights only that no rank divides.
         alone = self.planner.verifier.mismatch is not None or self._settings.kv_head_parts > 0
         self.names.forget(secrets.token_hex(6), alone=alone)
+        self.planner.promise_name = ""
         self.adapters.reset()
         self.planner.verifier.reset()
         self._names_by, self._explained = math.inf, False
@@ -405,6 +414,7 @@ class ConnectorScheduler:
         self.planner.verifier.reset()
         self._log_names()
         self.planner.block_bytes = self.names.block_bytes
+        self.planner.promise_name = promise_name(self.namespaces)
         held, self._held_lookups = self._held_lookups, {}
         for lookup in held.values():
             self.planner.lookup_started(lookup.request_id, self._clock())

@@ -52,6 +52,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Time after which the engine computes a prompt instead of waiting for its load. The planner
     #: often ends a load earlier, when it takes much longer than estimated.
     load_timeout_s: Seconds = 10.0
+    #: Longest time that a load waits for blocks which another engine has promised; as a rule it is
+    #: the time that computing them takes. 0: no promise is made, and none is waited for.
+    promise_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     #: Time after which a save without an acknowledgement releases the engine's blocks.
     save_timeout_s: Seconds = 10.0
     #: Time for which the engine's start waits for the pool (without it the engine serves alone),

@@ -18,6 +18,7 @@ _LABELLED: Final = {
     "save_error": ("error", "Saves that ended with an error."),
     "dropped": ("reason", "Blocks that were not saved, by reason."),
     "kv_hint": ("outcome", "Actions of orchestrators' hint envelopes, by what became of them."),
+    "promise": ("outcome", "Promises of blocks between engines, by what became of them."),
     "verification": ("result", "Comparisons of the pool's KV with the engine's own, by result."),
 }
 _PLAIN: Final = {
@@ -28,6 +29,8 @@ _PLAIN: Final = {
     "load_bytes": "Bytes loaded.",
     "load_waits": "Requests that waited for another request's load of the same blocks.",
     "load_wait_s": "Seconds that requests waited for other requests' loads.",
+    "promise_wait_s": "Seconds that loads waited for promised blocks.",
+    "promised_tokens": "Prompt tokens loaded that were promised when their load began.",
     "load_blocks_missing": "Blocks that a load did not bring; the engine computed them.",
     "saved_blocks": "Blocks that the pool has acknowledged.",
     "save_bytes": "Bytes saved, without those that the pool had already.",
@@ -171,6 +174,6 @@ def _metric(name: str) -> str:
         name = name.removesuffix("_s") + "_seconds"
     if name in ("miss", "load_miss"):
         name += "es"
-    if name in ("decision", "kv_hint", "load_error", "save_error", "verification"):
+    if name in ("decision", "kv_hint", "promise", "load_error", "save_error", "verification"):
         name += "s"
     return f"{name}_total"

@@ -13,6 +13,7 @@ from kvpool_connector.load_or_recompute import (
     Estimates,
     LoadDecision,
 )
+from kvpool_connector.promises import GivenPromise
 from kvpool_connector.running_loads import RunningLoad, SharedLoad
 from kvpool_connector.values import (
     CacheGroup,
@@ -77,6 +78,7 @@ class TrackedRequest:
     shared: SharedLoad | None = None  # while WAITING
     waits_until: float | None = None  # since it first waited
     load: RunningLoad | None = None  # while LOADING
+    promise: GivenPromise | None = None
 
     def move_to(self, state: RequestState) -> None:
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"

@@ -13,6 +13,7 @@ from kvpool_connector.messages import (
     SaveRequest,
     VerifyRequest,
 )
+from kvpool_connector.promises import PromisedBlocks
 
 
 class CacheGroup(NamedTuple):
@@ -43,6 +44,7 @@ class PlannerLimits(NamedTuple):
     probe_every_s: float = 5.0
     loads_per_check: int = 0
     prefetch: bool = True
+    promise_wait_s: float = 10.0
 
 
 class RequestHints(NamedTuple):
@@ -59,6 +61,8 @@ class RequestHints(NamedTuple):
     skip_load: bool = False
     skip_prefetch: bool = False
     max_load_tokens: int | None = None
+    #: What the engine that has prefilled this prompt says of it.
+    promise: PromisedBlocks | None = None
 
 
 class ScheduledRequest(NamedTuple):

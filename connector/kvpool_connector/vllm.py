@@ -12,18 +12,20 @@ interface for connectors is documented as unstable: what it needs is checked at 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, overload
 
 from kvpool_connector import settings, vllm_interface
 from kvpool_connector.adapters import Adapter, salted
 from kvpool_connector.head_split import head_split
 from kvpool_connector.messages import StepWork, WorkerReport
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.request_params import Asked, Mistakes, parse_request
+from kvpool_connector.promises import PROMISE
+from kvpool_connector.request_params import OWN, Asked, Mistakes, parse_request
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.values import ScheduledRequest
@@ -110,6 +112,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Loads from the pool what another engine computed, and saves what this one computes."""
 
     _cache_hit_source = CacheHitSource.HOST
+    #: The request that the last promise was made for.
+    _promised: ClassVar[weakref.ref[Any] | None] = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -277,8 +281,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._finished[request.request_id] = request
             while len(self._finished) > _FINISHED_MAX:
                 self._finished.popitem(last=False)
+        params = self._promise(request)
         self._of_scheduler().on_request_finished(request.request_id)
-        return False, None
+        return False, params
 
     def take_events(self) -> Iterable[Any]:
         return [vllm_event(event) for event in self._of_scheduler().take_events()]
@@ -363,6 +368,20 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, WorkMetadata)
         return metadata.work
+
+    def _promise(self, request: Any) -> dict[str, Any] | None:
+        """For the answer to a proxy that has another engine decode; it hands this on."""
+        asked = request.kv_transfer_params
+        if not isinstance(asked, Mapping) or asked.get("do_remote_decode") is not True:
+            return None
+        last = KVPoolConnector._promised
+        if last is not None and last() is request:
+            return None  # MultiConnector raises where two of its connectors return one key
+        promise = self._of_scheduler().make_promise(request.request_id, request.num_computed_tokens)
+        if promise is None:
+            return None
+        KVPoolConnector._promised = weakref.ref(request)
+        return {OWN: {PROMISE: promise.as_params()}}
 
     def _evict_tainted(self, scheduled: Mapping[str, int]) -> None:
         """vLLM has put the blocks into its cache that this step completes. None may use them."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from kvpool import KvpoolError, Namespace, Pool, WriteStatus
+from kvpool import KvpoolError, Match, Namespace, Pool, ReadStatus, WriteStatus
 from kvpool_connector.block_memory import BlockMemory
 from kvpool_connector.comparison import TOLERANCES, difference, segments
 from kvpool_connector.messages import (
@@ -36,6 +36,7 @@ from kvpool_connector.messages import (
     WorkerReport,
 )
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.promises import BlockWait
 from kvpool_connector.settings import Settings
 
 #: A load is at most so many reads, of at least so many bytes each. When a load is aborted, the
@@ -45,6 +46,8 @@ _READ_BYTES_MIN: Final = 2 << 20
 #: A transfer that the pool's client did not end by its deadline is cancelled so much later.
 _CANCEL_AFTER_S: Final = 1.0
 _CLOSE_S: Final = 5.0
+#: A master that takes longer to say whether a promised block is there is as good as none.
+_LOOK_TIMEOUT_S: Final = 1.0
 #: An engine that has nothing to compute steps without a pause until its transfers have ended, and
 #: keeps the GIL from the thread that does them. Such a step waits so long for a transfer to end.
 IDLE_S: Final = 0.001
@@ -68,6 +71,14 @@ class _TransferContext(NamedTuple):
 
     namespaces: Sequence[Namespace]
     events: Sequence[Any]
+
+
+class _Span(NamedTuple):
+    """Blocks `first` to `last` (excluded) of a chain, and where they are, if that is known."""
+
+    first: int
+    last: int
+    match: Match | None
 
 
 class FinishedTransfers(NamedTuple):
@@ -242,13 +253,16 @@ class ConnectorWorker:
 
     async def _load(self, load: LoadRequest, context: _TransferContext, began: float) -> None:
         missing = [block for blocks in load.blocks for block in blocks.block_ids]
-        size = 0
+        size, wait, limit_s = 0, None, load.timeout_s
+        if load.wait_limits is not None:
+            wait = BlockWait(load.wait_limits, len(missing))
+            limit_s += load.wait_limits.limit_s
         try:
-            async with asyncio.timeout(load.timeout_s + _CANCEL_AFTER_S):
+            async with asyncio.timeout(limit_s + _CANCEL_AFTER_S):
                 pool = self._thread.pool
                 for blocks in load.blocks if pool is not None else ():
-                    left_s = max(0.0, began + load.timeout_s - time.monotonic())
-                    loaded_ids = await self._read(pool, context, blocks, left_s)
+                    until = began + load.timeout_s
+                    loaded_ids = await self._read(pool, context, blocks, until, wait)
                     size += len(loaded_ids) * self._memory[blocks.group].block_bytes
                     missing = [block for block in missing if block not in loaded_ids]
         except (KvpoolError, TimeoutError) as error:
@@ -256,45 +270,80 @@ class ConnectorWorker:
         finally:
             if not self._mismatched.isdisjoint(context.namespaces):
                 size, missing = 0, [block for blocks in load.blocks for block in blocks.block_ids]
-            self._load_ended(load, size, missing, time.monotonic() - began)
+            took_s = time.monotonic() - began
+            waited_s = wait.waited_s if wait is not None else 0.0
+            self._load_ended(load, size, missing, took_s - waited_s, waited_s)
 
     async def _read(
-        self, pool: Pool | None, context: _TransferContext, blocks: GroupBlocks, timeout_s: float
+        self,
+        pool: Pool | None,
+        context: _TransferContext,
+        blocks: GroupBlocks,
+        until: float,
+        wait: BlockWait | None,
     ) -> set[int]:
         """Read blocks to where they belong, in order, up to a miss. Returns the ids of those read.
 
-        In several reads, so that an abort keeps what the earlier ones brought.
+        In several reads, so that an abort keeps what the earlier ones brought; `until` moves by the
+        time that is waited for promised blocks.
         """
         assert pool is not None
         loaded_ids: set[int] = set()
         memory = self._memory[blocks.group]
-        until = time.monotonic() + timeout_s
         size = max(len(blocks.digests) * memory.block_bytes // _READS_PER_LOAD, _READ_BYTES_MIN)
         step = min(memory.blocks_per_transfer, -(-size // memory.block_bytes))
-        for first in range(0, len(blocks.digests), step):
+        first = 0
+        while first < len(blocks.digests):
             last = min(first + step, len(blocks.digests))
+            match = blocks.match.of(first, last) if blocks.match is not None else None
+            if wait is not None:
+                namespace = context.namespaces[blocks.group]
+                match = await self._wait_for(pool, namespace, blocks.digests[first:last], wait)
+                if match is None:
+                    break
+                last = first + match.length
             complete = set(blocks.block_ids[first:last])
+            deadline = until + (wait.waited_s if wait is not None else 0.0)
             for part in range(memory.parts):
                 if complete:
-                    complete &= await self._read_part(
-                        pool, context, blocks, (first, last), part, until
-                    )
+                    span = _Span(first, last, match)
+                    complete &= await self._read_part(pool, context, blocks, span, part, deadline)
             loaded_ids |= complete
             if len(loaded_ids) < last:  # attention needs the whole prefix: stop at a miss
                 break
+            first = last
         return loaded_ids
+
+    async def _wait_for(
+        self, pool: Pool, namespace: Namespace, digests: Sequence[bytes], wait: BlockWait
+    ) -> Match | None:
+        """Where the first of these blocks are, as soon as there is one. None: none comes in time.
+
+        A look is one small message to a master. (design: promises)
+        """
+        while True:
+            began = time.monotonic()
+            match = await pool.match(namespace, digests, timeout=_LOOK_TIMEOUT_S)
+            if match.length:
+                wait.came(match.length)
+                return match
+            look_s = wait.next_look_s()
+            if match.stopped is ReadStatus.NO_MASTER or look_s is None:
+                return None
+            await asyncio.sleep(look_s)
+            wait.waited(time.monotonic() - began)
 
     async def _read_part(
         self,
         pool: Pool,
         context: _TransferContext,
         blocks: GroupBlocks,
-        span: tuple[int, int],
+        span: _Span,
         part: int,
         until: float,
     ) -> set[int]:
-        """Read one part of the blocks `span[0]` to `span[1]`; returns the ids of those read."""
-        first, last = span
+        """Read one part of the blocks of a span; returns the ids of those read."""
+        first, last, match = span
         memory = self._memory[blocks.group]
         ids, after = blocks.block_ids[first:last], context.events[blocks.group]
         async with self._load_slots, memory.target(ids, after, part) as target:
@@ -303,7 +352,7 @@ class ConnectorWorker:
                 blocks.digests[first:last],
                 target,
                 part=self._rank.part + part,
-                match=blocks.match.of(first, last) if blocks.match is not None else None,
+                match=match,
                 timeout=max(0.0, until - time.monotonic()),
             )
         read_ids = set()
@@ -316,14 +365,20 @@ class ConnectorWorker:
         return read_ids
 
     def _load_ended(
-        self, load: LoadRequest, size: int, missing: Sequence[int], seconds: float
+        self,
+        load: LoadRequest,
+        size: int,
+        missing: Sequence[int],
+        seconds: float,
+        waited_s: float = 0.0,
     ) -> None:
         with self._lock:
             self._finished.loaded.add(load.request_id)
             if missing:
                 self._finished.failed.add(load.request_id)
                 self._finished.bad_blocks.update(missing)
-            self._report.loads.append(LoadResult(load.request_id, size, not missing, seconds))
+            ended = LoadResult(load.request_id, size, not missing, seconds, waited_s)
+            self._report.loads.append(ended)
             self._running -= 1
         self._transfer_ended.set()
         self._count("load_bytes", size)

@@ -330,7 +330,7 @@ def test_many_blocks_are_loaded_by_several_reads(
     read_part = ConnectorWorker._read_part
 
     async def recorded(*arguments: Any) -> set[int]:
-        spans.append(arguments[4])
+        spans.append(arguments[4][:2])
         return await read_part(*arguments)
 
     monkeypatch.setattr(ConnectorWorker, "_read_part", recorded)

@@ -26,6 +26,7 @@ DEFAULTS = {
     "load_timeout_s": 10.0,
     "save_timeout_s": 10.0,
     "start_wait_s": 1.0,
+    "promise_wait_s": 10.0,
     "save_decode": True,
     "producer_loads": False,
     "consumer_saves": False,
@@ -48,6 +49,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "load_timeout_s": (None, 3600),
     "save_timeout_s": (None, 3600),
     "start_wait_s": (0, 3600),
+    "promise_wait_s": (0, 3600),
     "loads_max": (1, 1_000_000),
     "transfers_max": (1, 1_000_000),
     "save_share_max": (None, 1),
@@ -72,7 +74,7 @@ def test_defaults_stay() -> None:
 def test_a_planner_without_settings_has_their_defaults() -> None:
     limits = PlannerLimits()._asdict()
     shared = limits.keys() & DEFAULTS.keys() - {"save_gather_s"}
-    assert len(shared) == 9
+    assert len(shared) == 10
     assert {name: limits[name] for name in shared} == {name: DEFAULTS[name] for name in shared}
 
 

@@ -96,6 +96,7 @@ def main() -> None:
             "samples": [[list(one.token_ids) for one in output.outputs] for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],
+            "transfer_params": [output.kv_transfer_params for output in outputs],
             "seconds": time.perf_counter() - began,
         }
 

@@ -855,6 +855,58 @@ def test_a_producer_saves_its_first_prompt_of_one_token(
         played.close()
 
 
+def test_an_answer_promises_what_another_engine_loads_at_once(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """Nothing of it is in the pool yet. Of two connectors in a MultiConnector one promises: vLLM
+    ends where two of them return the same key."""
+    config = transfer(pool.master, verify_rate=0)
+    producer = Played(model(), {**config, "kv_role": "kv_producer"})
+    beside = Played(model(), {**config, "kv_role": "kv_producer"})
+    consumer = Played(model(), {**config, "kv_role": "kv_consumer"})
+    try:
+        request = producer.request("a", 70)
+        request.max_tokens = 1
+        request.kv_transfer_params = {"do_remote_decode": True, "remote_host": None}
+        beside.step()
+        beside.connector.on_new_request(request)
+        producer.scheduler.add_request(request)
+        answers = []
+        finished = producer.connector.request_finished_all_groups
+
+        def both(*arguments: Any) -> Any:
+            answers.append(finished(*arguments))
+            answers.append(beside.connector.request_finished_all_groups(*arguments))
+            return answers[0]
+
+        producer.connector.request_finished_all_groups = both
+        for _ in range(10):
+            producer.step()
+        (hold, params), (_, nothing) = answers
+        assert not hold
+        assert nothing is None
+        promise = params["kvpool"]["promise"]
+        assert (promise["version"], promise["tokens"]) == (1, 64)
+        assert promise["tail"] == bytes(request.block_hashes[3]).hex()
+        assert pool.blocks == 0
+        waiting = consumer.request("d", 70)
+        waiting.kv_transfer_params = json.loads(json.dumps(params))
+        consumer.step()
+        consumer.scheduler.add_request(waiting)
+        load = consumer.until_loading(waiting)
+        assert len(load.blocks[0].digests) == 4
+        assert load.wait_limits is not None
+        ended = LoadResult("d", 4 * SIZE, True, 0.01, 0.02)
+        consumer.step(finished_recving={"d"}, loaded=[ended])
+        assert waiting.num_computed_tokens == 64
+        consumer.finish()
+        assert consumer.counters["promise kept"] == 1
+        assert consumer.free == BLOCKS - 1
+    finally:
+        for played in (producer, beside, consumer):
+            played.close()
+
+
 def test_a_misspelt_key_of_a_request_is_counted_and_logged_once(
     pool: LocalPool, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

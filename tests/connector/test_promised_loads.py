@@ -1,0 +1,209 @@
+"""Promised blocks on a real pool: loaded while they come, and computed if they do not."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool import Pool
+from kvpool_connector.promises import PromisedBlocks
+from kvpool_connector.values import RequestHints, ScheduledRequest
+from tests.conftest import keys
+from tests.connector.test_halves import BLOCK, Engine, ended
+from tests.support.local_pool import LocalPool
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    local = LocalPool()
+    yield local
+    local.close()
+
+
+@pytest.fixture
+def start(pool: LocalPool) -> Iterator[Callable[..., Engine]]:
+    with contextlib.ExitStack() as stack:
+
+        def engine(**options: Any) -> Engine:
+            made = Engine(options.pop("address", pool.master), **options)
+            stack.callback(made.close)
+            return made.connected()
+
+        yield engine
+
+
+def promised(producer: Engine, name: str, hashes: list[bytes]) -> PromisedBlocks:
+    """What the producer promises of a prompt, of which no step has computed anything yet."""
+    tokens = len(hashes) * BLOCK
+    producer.scheduler.on_new_request(name, hashes, tokens, RequestHints(skip_load=True))
+    producer.until(lambda: producer.loadable(name, tokens) is not None)
+    promise = producer.scheduler.make_promise(name, tokens)
+    assert promise is not None
+    return promise
+
+
+def awaiting(
+    consumer: Engine, promise: PromisedBlocks, hashes: list[bytes], first: int = 1
+) -> None:
+    """A request that loads all of the promised blocks, whether they are there or not."""
+    tokens = len(hashes) * BLOCK + 1
+    consumer.scheduler.on_new_request("d", hashes, tokens, RequestHints(promise=promise))
+    consumer.until(lambda: consumer.loadable("d", tokens) is not None)
+    assert consumer.loadable("d", tokens) == len(hashes) * BLOCK
+    ids = list(range(first, first + len(hashes)))
+    consumer.scheduler.on_blocks_allocated("d", [ids], len(hashes) * BLOCK)
+    consumer.step()
+
+
+def compute(producer: Engine, name: str, first: int, last: int, blocks: list[int]) -> None:
+    """One step of the producer computes these blocks of a prompt."""
+    producer.step([ScheduledRequest(name, first * BLOCK, last * BLOCK, [blocks])])
+
+
+def counted(engine: Engine, outcome: str) -> float:
+    return engine.scheduler.planner.counters[f"promise {outcome}"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (2, {}), (2, {"kv_head_parts": 4, "revision": "r", "heads": 8})],
+)
+def test_blocks_are_loaded_while_the_producer_computes_the_next(
+    start: Callable[..., Engine], ranks: int, options: dict[str, Any]
+) -> None:
+    producer, consumer = (start(ranks=ranks, **options) for _ in range(2))
+    hashes = keys(f"while {ranks} {len(options)}", 20)
+    blocks = list(range(1, 21))
+    producer.fill(blocks, 7)
+    promise = promised(producer, "p", hashes)
+    awaiting(consumer, promise, hashes, 30)
+    for first in range(0, 20, 5):
+        assert not consumer.loaded
+        compute(producer, "p", first, first + 5, blocks)
+        producer.until(lambda first=first: producer.stored == first + 5)
+        if first == 5:  # what has come is there before the rest is computed
+            row = consumer.memory[0]
+            until = time.monotonic() + 10
+            while not torch.equal(row[30:40], producer.memory[0][1:11]):
+                assert time.monotonic() < until
+                consumer.step()
+    consumer.until(lambda: consumer.loaded == ["d"])
+    for mine, theirs in zip(consumer.memory, producer.memory, strict=True):
+        assert torch.equal(mine[30:50], theirs[1:21])
+    assert not consumer.failed
+    assert counted(consumer, "kept") == 1
+    assert counted(producer, "made") == 1
+    assert ended(consumer)
+    [load] = [load for report in consumer.reports for load in report.loads][-1:]
+    assert load.waited_s > 0
+    assert load.seconds < 5
+
+
+def test_blocks_of_a_producer_that_is_killed_are_computed(start: Callable[..., Engine]) -> None:
+    """What it had stored is used all the same."""
+    producer, consumer = start(), start(load="auto")
+    hashes = keys("killed", 12)
+    blocks = list(range(1, 13))
+    producer.fill(blocks, 3)
+    promise = promised(producer, "p", hashes)._replace(computing_s=0.4)
+    compute(producer, "p", 0, 4, blocks)
+    producer.until(lambda: producer.stored == 4)
+    producer.close()
+    began = time.monotonic()
+    awaiting(consumer, promise, hashes, 30)
+    consumer.until(lambda: consumer.loaded == ["d"])
+    assert time.monotonic() - began < 3, "0.4 s would be needed to compute it"
+    assert consumer.failed == ["d"]
+    assert consumer.bad_blocks == set(range(34, 42))
+    assert torch.equal(consumer.memory[0][30:34], producer.memory[0][1:5])
+    assert counted(consumer, "broken") == 1
+    tokens = len(hashes) * BLOCK + 1
+    assert consumer.loadable("d", tokens, 4 * BLOCK) == 0
+    assert not consumer.scheduler.planner._prober.measuring, "the pool is not slow"
+    assert ended(consumer)
+
+
+def test_blocks_that_are_evicted_before_they_are_read_are_computed(
+    pool: LocalPool, start: Callable[..., Engine]
+) -> None:
+    producer, consumer = start(), start(promise_wait_s=0.3)
+    hashes = keys("evicted", 8)
+    blocks = list(range(1, 9))
+    producer.fill(blocks, 4)
+    promise = promised(producer, "p", hashes)
+    compute(producer, "p", 0, 8, blocks)
+    producer.until(lambda: producer.stored == 8)
+    (namespace,) = producer.scheduler.namespaces
+
+    async def remove(client: Pool) -> None:
+        await client.remove(namespace, hashes[3:])
+
+    pool.ask(remove)
+    awaiting(consumer, promise, hashes, 30)
+    consumer.until(lambda: consumer.loaded == ["d"])
+    assert consumer.bad_blocks == set(range(33, 38))
+    assert counted(consumer, "broken") == 1
+
+
+def test_two_consumers_have_one_promise(start: Callable[..., Engine]) -> None:
+    producer, one, other = start(), start(), start()
+    hashes = keys("two", 9)
+    blocks = list(range(1, 10))
+    producer.fill(blocks, 5)
+    promise = promised(producer, "p", hashes)
+    for consumer in (one, other):
+        awaiting(consumer, promise, hashes, 20)
+    compute(producer, "p", 0, 9, blocks)
+    producer.until(lambda: producer.stored == 9)
+    for consumer in (one, other):
+        consumer.until(lambda consumer=consumer: consumer.loaded == ["d"])
+        assert torch.equal(consumer.memory[0][20:29], producer.memory[0][1:10])
+        assert counted(consumer, "kept") == 1
+
+
+def test_engines_of_other_names_promise_each_other_nothing(start: Callable[..., Engine]) -> None:
+    producer, consumer = start(), start(kernel="another kernel")
+    hashes = keys("names", 5)
+    promise = promised(producer, "p", hashes)
+    tokens = len(hashes) * BLOCK + 1
+    consumer.scheduler.on_new_request("d", hashes, tokens, RequestHints(promise=promise))
+    consumer.until(lambda: consumer.loadable("d", tokens) is not None)
+    assert consumer.loadable("d", tokens) == 0
+    assert counted(consumer, "other name") == 1
+
+
+def test_a_pool_that_dies_ends_the_wait() -> None:
+    pool = LocalPool()
+    producer = Engine(pool.master).connected()
+    consumer = Engine(pool.master, promise_wait_s=30.0).connected()
+    try:
+        hashes = keys("dies", 6)
+        awaiting(consumer, promised(producer, "p", hashes), hashes, 20)
+        pool.close()
+        began = time.monotonic()
+        consumer.until(lambda: consumer.loaded == ["d"])
+        assert time.monotonic() - began < 10
+        assert consumer.failed == ["d"]
+    finally:
+        producer.close()
+        consumer.close()
+
+
+def test_a_request_that_is_aborted_while_it_waits_ends_in_time(
+    start: Callable[..., Engine],
+) -> None:
+    """The engine keeps its blocks until the worker has reported."""
+    producer, consumer = start(), start(promise_wait_s=0.3)
+    hashes = keys("aborted", 6)
+    awaiting(consumer, promised(producer, "p", hashes), hashes, 20)
+    consumer.scheduler.on_request_finished("d")
+    consumer.until(lambda: consumer.loaded == ["d"])
+    assert counted(consumer, "not used") == 1
+    assert ended(consumer)
