@@ -1,0 +1,1 @@
+"""A teaching router in front of engines that share a kvpool: docs/fleet.md explains it."""
