@@ -79,7 +79,9 @@ class StepWork:
     """What one step asks of every rank. `namespaces` has one for each group.
 
     `serials` are those of the `WorkerInfo` of every rank that the namespaces are made of. A worker
-    whose info has a serial below `serial_min` describes its model anew.
+    whose info has a serial below `serial_min`, or whose weights may have been changed, describes
+    its model anew, if `weights_wanted`: the engine computes, or is about to. Otherwise it may be
+    asleep, or in the middle of an update.
     """
 
     step: int
@@ -92,6 +94,7 @@ class StepWork:
     serials: tuple[int, ...] = ()
     verify: VerifyRequest | None = None
     serial_min: int = 1
+    weights_wanted: bool = True
 
 
 class ModelInfo(NamedTuple):

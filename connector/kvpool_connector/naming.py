@@ -6,12 +6,16 @@ Pure: no engine, clock or socket. (design: namespace)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvpool.types import Namespace
 from kvpool_connector import namespace
 from kvpool_connector.messages import WorkerInfo
 from kvpool_connector.values import CacheGroup
+
+#: Infos that were sent before a reset have serials below those that it asks for, also if ranks have
+#: described their models in the meantime without being asked.
+_SERIALS_A_RESET: Final = 1 << 16
 
 
 class EngineInfo(NamedTuple):
@@ -95,8 +99,9 @@ class EngineNames:
         self._infos[info.rank] = info
         return self._make()
 
-    def forget(self, generation: str, *, alone: bool = False) -> None:
-        """The weights may have changed: every rank must describe its model anew.
+    def forget(self, generation: str, *, alone: bool = False, serial: int | None = None) -> None:
+        """The weights may have changed: every rank must describe its model anew, or has done so
+        with `serial`.
 
         The names are then those of all engines that have these weights. Only where weights are
         hidden from their fingerprint, and if the engine is to share `alone`, `generation` becomes a
@@ -104,7 +109,7 @@ class EngineNames:
         """
         self._alone |= alone
         self._generation = generation
-        self.serial += 1
+        self.serial = self.serial + _SERIALS_A_RESET if serial is None else serial
         self._infos.clear()
         self._make()
 

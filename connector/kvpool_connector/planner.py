@@ -150,12 +150,15 @@ class Planner:
         request.matches, request.prefixes, request.decision = (), (), None
         self._prefetches.drop(request_id)
         request.shared = request.waits_until = None
-        request.stale = False
         request.blocks_saved = [0] * len(self._groups)
         self.quiet_until[request_id] = 0
         self._end_load(request)
         _give_up_promise(request)
         request.move_to(RequestState.LOOKING_UP)
+        if request.stale and request.hints.adapter is not None:
+            request.move_to(RequestState.ANSWERED)  # its hashes name an adapter of before
+            return None
+        request.stale = False
         return self._lookup(request_id, request, tokens)
 
     def lookup_started(self, request_id: str, now: float) -> None:
@@ -287,6 +290,7 @@ class Planner:
         0: it loads from another connector, or nothing.
         """
         request = self._requests[request_id]
+        request.begun = True
         self._prefetches.drop(request_id)
         if request.decision is LoadDecision.VERIFY and self.verifier.due:
             self.verifier.choose(request_id, *request.offered, request.matches)
@@ -404,9 +408,12 @@ class Planner:
         plan.saves = self._saves.take_saves(now)
         return plan
 
-    def on_reset(self) -> None:
+    def on_reset(self) -> list[str]:
         """The weights have changed. What requests have computed with the old ones is not saved, and
-        what was looked up for them is not loaded: what the pool has now, new requests find out."""
+        what was looked up for them is not loaded.
+
+        Returns those that have no blocks yet: `on_restart` can begin them anew.
+        """
         self._saves.reset()
         self._prefetches.clear()
         for request in self._requests.values():
@@ -417,6 +424,7 @@ class Planner:
                 request.move_to(RequestState.ANSWERED)
             elif request.state is RequestState.OFFERED:
                 request.move_to(RequestState.ANSWERED)
+        return [name for name, request in self._requests.items() if not request.begun]
 
     def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[StoredBlock]]:
         """One rank has ended a save. Returns block ids to unpin, and what the pool has now."""
@@ -500,6 +508,7 @@ class Planner:
         """The engine took its blocks away; those that are being saved stay pinned all the same."""
         request = self._requests.get(request_id)
         if request is not None:
+            request.begun = False
             request.blocks_saved = [0] * len(self._groups)
             self.quiet_until[request_id] = 0
             self.verifier.release(request_id)

@@ -83,12 +83,13 @@ class EngineStep(NamedTuple):
 class ReportOutcome(NamedTuple):
     """What a report of the workers means for the engine.
 
-    `mismatch`: what was loaded until now is not what this engine computes.
+    `drop_cache`: what the engine has in its own cache is not what it computes now: it was loaded
+    from a wrong pool, or computed with other weights.
     """
 
     blocks_to_unpin: list[int]
     stored: list[StoredBlock]
-    mismatch: bool = False
+    drop_cache: bool = False
 
 
 class ConnectorScheduler:
@@ -147,7 +148,9 @@ class ConnectorScheduler:
         self._feed: EventFeed | None = None  # with KV events only
         self._lookups = Lookups(poller, settings.start_wait_s, clock)
         self._wait_left_s = _WAIT_S
-        self._preempted: set[str] = set()
+        self._asked = False  # for a request, since the last step: the engine is not paused
+        #: Requests that begin anew when the engine asks for them: preempted, or queued at a reset.
+        self._restarting: set[str] = set()
         #: Requests of sessions that have no blocks yet: when to repeat that they wait, in order.
         self._arrivals: dict[str, tuple[float, str]] = {}
         self._late_lookups: Counter[str] = Counter()  # by reason
@@ -194,14 +197,15 @@ class ConnectorScheduler:
     def loadable_tokens(self, request_id: str, tokens: int, computed: int) -> int | None:
         """Tokens beyond `computed` that can be loaded; None: ask again."""
         now = self._clock()
+        self._asked = True
         if waiting := self._adapter_requests.get(request_id):
             if not waiting.given_up and now < waiting.until and self._reported_step <= waiting.step:
                 return None
             waiting.given_up = True
         if not self.planner.tracks(request_id):
             return 0
-        if request_id in self._preempted:
-            self._preempted.discard(request_id)
+        if request_id in self._restarting:
+            self._restarting.discard(request_id)
             self._start_lookup(self.planner.on_restart(request_id, tokens, now))
         self._take_lookup_results()
         if self._lookups.waiting and self.planner.is_looking_up(request_id):
@@ -232,7 +236,7 @@ class ConnectorScheduler:
 
     def on_request_finished(self, request_id: str) -> None:
         """It has ended. Sends its hints about the conversation to the pool."""
-        self._preempted.discard(request_id)
+        self._restarting.discard(request_id)
         self._adapter_requests.pop(request_id, None)
         self._arrivals.pop(request_id, None)
         hints = self.planner.on_request_finished(request_id)
@@ -252,9 +256,10 @@ class ConnectorScheduler:
         for request_id in step.preempted:
             if self.planner.tracks(request_id):
                 self.planner.on_preempted(request_id)
-                self._preempted.add(request_id)
+                self._restarting.add(request_id)
         self._step += 1
         self._wait_left_s = _WAIT_S
+        weights_wanted, self._asked = self._asked or not step.idle, False
         if self._arrivals:
             self._repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
@@ -263,9 +268,12 @@ class ConnectorScheduler:
             self._feed.step(self.namespaces, now)
         if not self.namespaces:
             self._explain_missing_name(now)
-            names = self.names
             return StepWork(
-                self._step, idle=step.idle, serials=names.serials, serial_min=names.serial
+                self._step,
+                idle=step.idle,
+                serials=self.names.serials,
+                serial_min=self.names.serial,
+                weights_wanted=weights_wanted,
             ), []
         plan = self.planner.plan_step(step.scheduled, still_cached, now, idle=step.idle)
         work = StepWork(
@@ -278,6 +286,7 @@ class ConnectorScheduler:
             self.names.serials,
             plan.verify,
             self.names.serial,
+            weights_wanted,
         )
         return work, plan.blocks_to_pin
 
@@ -296,8 +305,7 @@ class ConnectorScheduler:
         now = self._clock()
         self._step_timer.on_end(report.step, now)
         self._reported_step = max(self._reported_step, report.step)
-        for info in report.worker_infos:
-            self._on_worker_info(info)
+        changed = [self._on_worker_info(info) for info in report.worker_infos]
         for adapters in report.adapters:
             self.adapters.on_info(adapters)
         if report.adapters and self._adapter_requests:
@@ -306,7 +314,7 @@ class ConnectorScheduler:
             self.planner.on_load_result(loaded, now)
         for probed in report.probes:
             self.planner.on_probe_result(probed)
-        outcome = ReportOutcome(self.planner.take_dropped(), [])
+        outcome = ReportOutcome(self.planner.take_dropped(), [], drop_cache=any(changed))
         for saved in report.saves:
             unpinned, stored = self.planner.on_save_result(saved, now)
             outcome.blocks_to_unpin.extend(unpinned)
@@ -318,7 +326,7 @@ class ConnectorScheduler:
             outcome.blocks_to_unpin.extend(unpinned)
             if mismatch is not None:
                 self._log_mismatch(mismatch)
-                outcome = outcome._replace(mismatch=True)
+                outcome = outcome._replace(drop_cache=True)
         return outcome
 
     def announce(self, stored: Iterable[tuple[int, bytes, StoredEvent]]) -> None:
@@ -359,15 +367,18 @@ class ConnectorScheduler:
         self._described, self._described_at = description, now
         return description
 
-    def reset(self) -> None:
-        """The weights may have changed: share blocks under the name of those that there are now."""
-        self.planner.on_reset()
+    def reset(self, serial: int | None = None) -> None:
+        """The weights may have changed: share blocks under the name of those that there are now.
+
+        `serial`: of the infos that tell what they are; None: of those that ranks are asked for.
+        """
+        self._restarting.update(self.planner.on_reset())
         if self._feed is not None:
             self._feed.reset()
         self._held_lookups.clear()
         # With parts by heads the fingerprint is of those weights only that no rank divides.
         alone = self.planner.verifier.mismatch is not None or self._settings.kv_head_parts > 0
-        self.names.forget(secrets.token_hex(6), alone=alone)
+        self.names.forget(secrets.token_hex(6), alone=alone, serial=serial)
         self.planner.promise_name = ""
         self.adapters.reset()
         self.planner.verifier.reset()
@@ -407,10 +418,23 @@ class ConnectorScheduler:
             f"others a new revision in kv_connector_extra_config: blocks of both are mixed."
         )
 
-    def _on_worker_info(self, info: WorkerInfo) -> None:
-        """With the last rank's info the namespaces can be made, and held lookups start."""
-        if not self.names.on_info(info):
-            return
+    def _on_worker_info(self, info: WorkerInfo) -> bool:
+        """With the last rank's info the namespaces can be made, and held lookups start.
+
+        True if a rank has found that its weights were changed, and no reset has told of it.
+        """
+        changed = info.serial > self.names.serial
+        if changed:
+            self._log_line(
+                "the weights were changed without reset_prefix_cache: what the engine has in its "
+                "own cache is dropped, and what runs is not saved"
+            )
+            self.reset(info.serial)
+        if self.names.on_info(info):
+            self._use_names()
+        return changed
+
+    def _use_names(self) -> None:
         self.planner.verifier.reset()
         self._log_names()
         self.planner.block_bytes = self.names.block_bytes

@@ -69,6 +69,7 @@ class TrackedRequest:
     asked_at: float
     blocks_saved: list[int]  # by group: blocks from the first on that are stored or being saved
     state: RequestState = RequestState.LOOKING_UP
+    begun: bool = False  # the engine has given it blocks
     stale: bool = False  # the weights have changed since it began: nothing of it is saved
     matches: tuple[Match, ...] = ()
     prefixes: tuple[Match, ...] = ()  # while the ends of sliding windows are looked up

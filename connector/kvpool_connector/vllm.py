@@ -50,8 +50,9 @@ from kvpool_connector.vllm_interface import (
     kv_cache_utils,
 )
 from kvpool_connector.vllm_memory import reserve_when_started
-from kvpool_connector.vllm_model import LoadedAdapters, model_info
+from kvpool_connector.vllm_model import LoadedAdapters, loaded_models, model_info
 from kvpool_connector.vllm_settings import check_when_parsed
+from kvpool_connector.vllm_weights import count_loads, count_updates, weight_changes
 from kvpool_connector.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -145,12 +146,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )  # for KV events of saves that end later
             self._pool: Any = None
             self._sends_events = self._scheduler.sends_events
-            #: Running requests that may have used KV which this engine would not compute.
-            self._tainted: set[str] = set()
+            #: Running requests that may have used KV which this engine would not compute, and how
+            #: many tokens of them are not in its cache any more.
+            self._tainted: dict[str, int] = {}
         else:
             self._split = head_split(vllm_config, kv_cache_config, chosen)
             rank = rank_of(vllm_config, kv_cache_config, self._split, chosen)
             thread = PoolThread(chosen.client(), chosen.member(), _log_info)
+            count_updates()
             self._worker = ConnectorWorker(chosen, thread, rank)
         thread.wait(chosen.start_wait_s)
 
@@ -252,10 +255,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if unpinned := outcome.blocks_to_unpin:
                 # Reversed: vLLM reuses a chain's last block before its first, and so must we.
                 self._pool.free_blocks([self._pool.blocks[block] for block in reversed(unpinned)])
-            if outcome.mismatch:
-                # What the engine's own cache has was loaded, or computed behind what was loaded.
+            if outcome.drop_cache:
                 self._pool.evict_blocks(set(range(self._kv_cache_config.num_blocks)))
-                self._tainted = set(self._requests)
+                begun = [one for one in self._requests.values() if one.num_computed_tokens]
+                self._tainted = {request.request_id: 0 for request in begun}
             if self._sends_events:
                 known = {**self._finished, **self._requests}
                 self._of_scheduler().announce(
@@ -276,7 +279,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are being saved are pinned by `touch`: vLLM may free the request's own.
         self._requests.pop(request.request_id, None)
-        self._tainted.discard(request.request_id)
+        self._tainted.pop(request.request_id, None)
         if self._sends_events:
             self._finished[request.request_id] = request
             while len(self._finished) > _FINISHED_MAX:
@@ -303,7 +306,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             partial(model_info, self._vllm_config, self._split),
             LoadedAdapters(self._vllm_config),
             partial(model_info, self._vllm_config, self._split, summed_bytes=1 << 60),
+            weight_changes,
         )
+        count_loads(loaded_models(self._vllm_config))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start_loads(self._work())
@@ -384,10 +389,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {OWN: {PROMISE: promise.as_params()}}
 
     def _evict_tainted(self, scheduled: Mapping[str, int]) -> None:
-        """vLLM has put the blocks into its cache that this step completes. None may use them."""
-        for request_id in self._tainted & scheduled.keys():
-            start = self._requests[request_id].num_computed_tokens
-            end = start + scheduled[request_id]
+        """vLLM has put the blocks into its cache that this step completes, and those of a load
+        that has ended. None may use them."""
+        for request_id in self._tainted.keys() & scheduled.keys():
+            start = self._tainted[request_id]
+            end = self._requests[request_id].num_computed_tokens + scheduled[request_id]
+            self._tainted[request_id] = end
             groups = self._kv_cache_config.kv_cache_groups
             for group, blocks in zip(groups, self._blocks_of(request_id).blocks, strict=True):
                 size = group.kv_cache_spec.block_size

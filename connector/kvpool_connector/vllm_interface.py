@@ -84,6 +84,7 @@ __all__ = [
     "group_kernel_blocks",
     "init_logger",
     "kv_cache_utils",
+    "worker_updates",
 ]
 
 #: Attributes of vLLM's objects that are not documented for connectors, and what needs them.
@@ -152,6 +153,20 @@ def missing(used: Sequence[tuple[Any, str, str]] = PRIVATE) -> str:
     if not gone:
         return ""
     return f"KVPoolConnector supports vLLM {SUPPORTED}; {vllm.__version__} lacks {', '.join(gone)}"
+
+
+def worker_updates() -> tuple[Any, Sequence[str]]:
+    """vLLM's worker, of which those of all platforms are kinds, and its calls that change weights.
+
+    Only a worker's process has this class, so it is not imported before. ImportError if a call is
+    gone: nobody would notice an update any more.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    calls = ("update_weights", "finish_weight_update", "reload_weights")
+    if gone := missing([(Worker, name, "noticing changes of the weights") for name in calls]):
+        raise ImportError(gone)
+    return Worker, calls
 
 
 def untested() -> str:

@@ -27,7 +27,7 @@ def model_info(vllm_config: Any, split: HeadSplit, *, summed_bytes: int | None =
     than a second: a GPU's tensors are summed there, of a CPU's a part is read,
     unless `summed_bytes` asks for more.
     """
-    roots = _roots(vllm_config.compilation_config.static_forward_context)
+    roots = loaded_models(vllm_config)
     if not roots:
         return ModelInfo(unknown="vLLM does not say which model it has loaded")
     parallel = vllm_config.parallel_config
@@ -53,6 +53,11 @@ def model_info(vllm_config: Any, split: HeadSplit, *, summed_bytes: int | None =
     )
 
 
+def loaded_models(vllm_config: Any) -> list[torch.nn.Module]:
+    """The models that compute this engine's KV: the model itself, then its drafts."""
+    return _roots(vllm_config.compilation_config.static_forward_context)
+
+
 class LoadedAdapters:
     """The LoRA adapters that a worker has loaded, by the fingerprint of their tensors."""
 
@@ -70,7 +75,7 @@ class LoadedAdapters:
         if not self._enabled:
             return {}
         if self._manager is None:
-            roots = _roots(self._config.compilation_config.static_forward_context)
+            roots = loaded_models(self._config)
             self._manager = _lora_manager(roots[0]) if roots else None
             if self._manager is None:
                 return {}

@@ -66,11 +66,13 @@ class Rank(NamedTuple):
 class _TransferContext(NamedTuple):
     """What the transfers of one step have in common, for each group.
 
-    `events`: the device's work up to this step, which transfers wait for.
+    `events`: the device's work up to this step, which transfers wait for. `serial`: of the info
+    that the names are made of.
     """
 
     namespaces: Sequence[Namespace]
     events: Sequence[Any]
+    serial: int
 
 
 class _Span(NamedTuple):
@@ -100,6 +102,8 @@ class ConnectorWorker:
         self._memory: Sequence[BlockMemory] = ()
         self._whole_model_info: Callable[[], ModelInfo] = ModelInfo
         self._loaded_adapters: Callable[[], Mapping[int, str]] = dict
+        self._weight_changes: Callable[[], int] = int
+        self._changes_seen = 0
         self._info: WorkerInfo | None = None
         self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
         self._registered = False  # the scheduler half has what `_info` says
@@ -123,23 +127,26 @@ class ConnectorWorker:
         model_info: Callable[[], ModelInfo],
         loaded_adapters: Callable[[], Mapping[int, str]] = dict,
         whole_model_info: Callable[[], ModelInfo] | None = None,
+        weight_changes: Callable[[], int] = int,
     ) -> None:
         """The engine's blocks, one memory for each group, and the model that computes them.
 
         `model_info()` describes the model as it is in memory now, `loaded_adapters()` the LoRA
         adapters beside it: workers that differ cannot share blocks. `whole_model_info()` also
         notices a change of a few weights; it is used when they may have been changed in place.
+        `weight_changes()` counts the calls that may have done that. (design: resets)
         """
         self._memory = memory
         self._whole_model_info = whole_model_info or model_info
         self._loaded_adapters = loaded_adapters
+        self._weight_changes, self._changes_seen = weight_changes, weight_changes()
         self._describe(model_info())
 
-    def describe_again(self, serial_min: int = 1) -> None:
+    def _describe_again(self, serial_min: int) -> None:
         """Look at the model anew: its weights may have changed.
 
         Until the scheduler half has made names of what is found now, this worker loads and saves
-        nothing.
+        nothing. Loads that run fail: what they bring is of other weights.
         """
         self._describe(self._whole_model_info(), serial_min)
 
@@ -155,8 +162,11 @@ class ConnectorWorker:
 
     def start_loads(self, work: StepWork) -> None:
         """Start the loads of a step; returns at once, unless the weights have changed."""
-        if self._info is not None and self._info.serial < work.serial_min:
-            self.describe_again(work.serial_min)
+        if self._info is not None and work.weights_wanted:
+            changes = self._weight_changes()
+            if changes != self._changes_seen or self._info.serial < work.serial_min:
+                self._changes_seen = changes
+                self._describe_again(work.serial_min)
         self._registered = self._is_named_by(work)
         if not work.loads:
             return
@@ -234,6 +244,10 @@ class ConnectorWorker:
         with self._lock:
             self._running += transfers
 
+    @property
+    def _serial(self) -> int:
+        return self._info.serial if self._info is not None else 0
+
     def _is_named_by(self, work: StepWork) -> bool:
         """Whether the namespaces of this step are made of what this worker has found last."""
         rank, info = self._rank.number, self._info
@@ -247,7 +261,9 @@ class ConnectorWorker:
         return all(loaded.get(number) == by_rank[self._rank.number] for number, by_rank in adapters)
 
     def _context(self, work: StepWork) -> _TransferContext:
-        return _TransferContext(work.namespaces, [memory.record_event() for memory in self._memory])
+        return _TransferContext(
+            work.namespaces, [memory.record_event() for memory in self._memory], self._serial
+        )
 
     # --- in the pool's thread ---------------------------------------------------------------
 
@@ -268,7 +284,8 @@ class ConnectorWorker:
         except (KvpoolError, TimeoutError) as error:
             self._count(f"load_error {type(error).__name__}", 1)
         finally:
-            if not self._mismatched.isdisjoint(context.namespaces):
+            other_weights = context.serial != self._serial
+            if other_weights or not self._mismatched.isdisjoint(context.namespaces):
                 size, missing = 0, [block for blocks in load.blocks for block in blocks.block_ids]
             took_s = time.monotonic() - began
             waited_s = wait.waited_s if wait is not None else 0.0

@@ -102,6 +102,8 @@ class Engine:
             self.clock,
         )
         self.model = ModelInfo(packing=kernel)
+        self.weight_changes = 0
+        self.unreadable = False
         self.adapters: dict[int, str] = {}
         self.workers = []
         self.memory = [torch.zeros(BLOCKS, *shape, dtype=torch.uint8) for _ in range(ranks)]
@@ -111,7 +113,12 @@ class Engine:
             place = Rank(rank, first, saving, split.parts_per_rank)
             worker = ConnectorWorker(self.settings, self._thread(), place)
             blocks = memory_of({"layer.0": memory.view(dtype)}, split.parts_per_rank)
-            worker.register([blocks], lambda: self.model, lambda: self.adapters)
+            worker.register(
+                [blocks],
+                self._describe,
+                lambda: self.adapters,
+                weight_changes=lambda: self.weight_changes,
+            )
             self.workers.append(worker)
         self.unpinned: list[int] = []
         self.pinned: list[int] = []
@@ -119,6 +126,7 @@ class Engine:
         self.failed: list[str] = []
         self.bad_blocks: set[int] = set()
         self.stored = 0
+        self.caches_dropped = 0
         self.reports: list[WorkerReport] = []
 
     def _thread(self) -> PoolThread:
@@ -163,6 +171,7 @@ class Engine:
         outcome = self.scheduler.on_worker_report(report)
         self.unpinned += outcome.blocks_to_unpin
         self.stored += len(outcome.stored)
+        self.caches_dropped += outcome.drop_cache
         self.reports.append(report)
         return report
 
@@ -192,6 +201,30 @@ class Engine:
         self.scheduler.on_new_request(request, hashes, tokens, RequestHints(), adapter)
         self.until(lambda: self.loadable(request, tokens) is not None)
         self.step([ScheduledRequest(request, 0, tokens, [blocks])])
+
+    def change_weights(self, weights: str) -> None:
+        """In place, by a call that the workers see."""
+        self.model = self.model._replace(weights=weights)
+        self.weight_changes += 1
+
+    def named(self) -> None:
+        """Go on until there are names, as an engine does that has requests."""
+        while not self.scheduler.namespaces:
+            assert self.loadable("any", 0) == 0
+            self.step()
+
+    def _describe(self) -> ModelInfo:
+        assert not self.unreadable, "nobody may look at weights that are not there"
+        return self.model
+
+    def look_up(self, request: str, hashes: list[bytes], tokens: int = 0) -> None:
+        """A new request, which has its answer before the next step."""
+        tokens = tokens or len(hashes) * BLOCK
+        self.scheduler.on_new_request(request, hashes, tokens, RequestHints())
+        end = time.monotonic() + 20
+        while self.loadable(request, tokens) is None:
+            assert time.monotonic() < end, f"no answer; log: {self.lines}"
+            time.sleep(0.001)
 
     def loadable(self, request: str, tokens: int, computed: int = 0) -> int | None:
         return self.scheduler.loadable_tokens(request, tokens, computed)
@@ -426,8 +459,46 @@ def updated(engine: Engine, weights: str) -> Engine:
     """The engine with other weights, after its operator has reset its caches."""
     engine.model = engine.model._replace(weights=weights)
     engine.scheduler.reset()
-    engine.until(lambda: bool(engine.scheduler.namespaces))
+    engine.named()
     return engine
+
+
+def test_a_prompt_in_the_queue_is_looked_up_anew_after_a_reset(
+    start: Callable[..., Engine],
+) -> None:
+    """It has computed nothing with the old weights: it loads, and is saved, as any other."""
+    writer, engine = start(), start()
+    hashes = keys("in the queue", 3)
+    writer.save(hashes[:2], [1, 2])
+    tokens = 3 * BLOCK
+    engine.scheduler.on_new_request("r", hashes, tokens, RequestHints())
+    engine.until(lambda: engine.loadable("r", tokens) is not None)
+    engine.scheduler.reset()
+    engine.until(lambda: engine.loadable("r", tokens) is not None)
+    assert engine.loadable("r", tokens) == 2 * BLOCK
+    engine.scheduler.on_blocks_allocated("r", [[10, 11]], 2 * BLOCK)
+    engine.until(lambda: engine.loaded == ["r"])
+    engine.step([ScheduledRequest("r", 2 * BLOCK, tokens, [[10, 11, 12]])])
+    engine.until(lambda: engine.stored == 1)
+
+
+def test_a_prompt_whose_adapter_may_have_been_replaced_is_not_looked_up_again(
+    start: Callable[..., Engine],
+) -> None:
+    """Its hashes have the fingerprint of the adapter that was loaded when it arrived."""
+    engine, adapter = start(), Adapter(1, "chat at /chat")
+    engine.adapters = {1: "v1"}
+    engine.step()
+    hashes = keys("adapted, preempted", 3)
+    engine.compute("r", hashes[:2], [1, 2], adapter)
+    engine.until(lambda: engine.stored == 2)
+    engine.scheduler.reset()
+    engine.named()
+    engine.step(preempted=["r"])
+    assert engine.loadable("r", 3 * BLOCK) == 0
+    engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[3, 4]])])
+    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    assert engine.stored == 2
 
 
 def test_engines_share_again_after_each_update_of_their_weights(
@@ -578,26 +649,96 @@ def test_durations_are_counted(start: Callable[..., Engine]) -> None:
 def test_weights_that_were_changed_in_place_have_another_name(
     start: Callable[..., Engine],
 ) -> None:
-    """Also what is computed before the scheduler half hears of them goes under no name."""
+    """Without a reset. What is computed before the scheduler half knows goes under no name."""
     engine = start(ranks=2)
-    before, between = keys("in place", 2), keys("in between", 2)
+    before, between, after = keys("in place", 2), keys("in between", 2), keys("afterwards", 2)
     engine.save(before, [1, 2])
-    engine.model = engine.model._replace(weights="new")
-    for worker in engine.workers:
-        worker.describe_again()
     names = engine.scheduler.namespaces
-    engine.compute("between", between, [3, 4])
-    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
-    assert engine.stored == 2
+    engine.change_weights("new")
+    engine.look_up("between", between)
+    engine.step([ScheduledRequest("between", 0, 2 * BLOCK, [[3, 4]])])
     assert engine.scheduler.namespaces != names
+    engine.look_up("r", after)
+    engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[5, 6]])])
+    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    assert engine.stored == 4
     assert engine.ask("new weights", before) == 0
-    engine.model = engine.model._replace(weights="")
-    for worker in engine.workers:
-        worker.describe_again()
+    assert engine.ask("saved anew", after) == 2 * BLOCK
+    engine.change_weights("")
+    assert engine.ask("finds out", before) == 0
     engine.step()
     assert engine.scheduler.namespaces == names
     assert engine.ask("old weights", before) == 2 * BLOCK
-    assert engine.ask("saved by none", between) == 0
+    assert engine.ask("saved by none", between) == engine.ask("of the others", after) == 0
+    assert sum("weights were changed" in line for line in engine.lines) == 2
+    assert Counter(engine.pinned) == Counter(engine.unpinned)
+
+
+def test_nothing_that_the_old_weights_computed_gets_the_name_of_the_new_ones(
+    start: Callable[..., Engine],
+) -> None:
+    """A generated block that waits for others, and the blocks that its request completes later."""
+    engine = start(save_gather_s=10.0)
+    hashes = keys("gathered, old", 4)
+    engine.look_up("r", hashes, BLOCK)
+    engine.step([ScheduledRequest("r", 0, BLOCK, [[1]])])
+    engine.until(lambda: engine.stored == 1)
+    engine.step([ScheduledRequest("r", BLOCK, 2 * BLOCK, [[1, 2]])])
+    assert engine.pinned == [1, 2], "the second block is gathered"
+    engine.change_weights("new")
+    engine.step([ScheduledRequest("r", 2 * BLOCK, 3 * BLOCK, [[1, 2, 3]])])
+    assert engine.caches_dropped == 1, "the engine's own cache has KV of the old weights"
+    engine.step([ScheduledRequest("r", 3 * BLOCK, 4 * BLOCK, [[1, 2, 3, 4]])])
+    engine.scheduler.on_request_finished("r")
+    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    assert engine.stored == 1
+    assert engine.ask("other", hashes) == 0
+    assert Counter(engine.pinned) == Counter(engine.unpinned)
+
+
+def test_a_load_that_runs_while_the_weights_change_fails(
+    pool: LocalPool, start: Callable[..., Engine]
+) -> None:
+    writer, reader = start(), start()
+    hashes = keys("loaded meanwhile", 2)
+    writer.save(hashes, [1, 2])
+    assert reader.ask("r", hashes) == 2 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[1, 2]], 2 * BLOCK)
+    pool.conditions.rate = 20_000.0
+    try:
+        reader.step()
+        reader.change_weights("new")
+        reader.look_up("other", keys("something else", 1))
+        reader.step([ScheduledRequest("other", 0, BLOCK, [[9]])])
+        assert not reader.loaded, "the load has ended already: this shows nothing"
+    finally:
+        pool.conditions.rate = 0.0
+    reader.until(lambda: reader.loaded == ["r"])
+    assert reader.failed == ["r"]
+    assert reader.bad_blocks == {1, 2}
+
+
+def test_weights_that_change_after_the_reset_have_their_own_name(
+    start: Callable[..., Engine],
+) -> None:
+    """vLLM resets when it pauses, before the update. Steps in the pause compute nothing: what they
+    find is not what the engine computes with afterwards, and may not even be readable."""
+    engine = start(ranks=2)
+    before = keys("before the pause", 2)
+    engine.save(before, [1, 2])
+    names = engine.scheduler.namespaces
+    engine.scheduler.reset()
+    engine.step()
+    engine.unreadable = True  # asleep
+    engine.scheduler.on_new_request("queued", before, 2 * BLOCK + 1, RequestHints())
+    engine.step()
+    engine.scheduler.on_request_finished("queued")  # aborted, which makes vLLM step once
+    engine.step()
+    engine.unreadable, engine.model = False, engine.model._replace(weights="new")
+    assert engine.ask("resumed", before) == 0
+    assert engine.scheduler.namespaces
+    assert engine.scheduler.namespaces != names
+    assert not any("weights were changed" in line for line in engine.lines)
 
 
 def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
@@ -605,8 +746,9 @@ def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
 ) -> None:
     """Nothing is loaded or saved meanwhile, and no request waits for it."""
     engine = start(ranks=2)
-    monkeypatch.setattr(engine.workers[0], "describe_again", lambda serial_min: None)
-    engine.workers[1].describe_again()
+    monkeypatch.setattr(engine.workers[0], "_describe_again", lambda serial_min: None)
+    engine.change_weights("new")
+    engine.loadable("any", 0)
     engine.step()
     assert engine.ask("r", keys("half", 2)) == 0
     engine.clock.ahead_s += 2

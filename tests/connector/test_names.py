@@ -186,8 +186,9 @@ def test_what_may_have_changed_has_no_name_until_every_rank_has_described_it_ane
     names.forget("generation")
     assert (names.namespaces, names.missing_ranks) == ((), [0, 1])
     assert not names.on_info(info(0))  # from before
-    assert not names.on_info(info(0, 2))
-    assert names.on_info(info(1, 2))
+    assert not names.on_info(info(0, 2, weights="half"))  # from before, and not asked for
+    assert not names.on_info(info(0, names.serial))
+    assert names.on_info(info(1, names.serial))
     assert names.namespaces == first
 
 

@@ -7,6 +7,7 @@ time of a first start.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -37,6 +38,14 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+def _memory() -> tuple[int, int]:
+    """Bytes of this process's own, and of what it shares with others."""
+    with open("/proc/self/statm") as file:
+        resident, shared = map(int, file.read().split()[1:3])
+    page = os.sysconf("SC_PAGE_SIZE")
+    return (resident - shared) * page, shared * page
+
+
 def main() -> None:
     # The engine logs to stdout: answers get a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -52,6 +61,7 @@ def main() -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
+    from vllm.v1.metrics.reader import Histogram
 
     llm: Any = None
 
@@ -104,7 +114,11 @@ def main() -> None:
         found: dict[str, float] = {}
         for metric in llm.get_metrics():
             labels = [v for k, v in metric.labels.items() if k not in ("engine", "model_name")]
-            found[" ".join([metric.name, *labels])] = getattr(metric, "value", 0.0)
+            name = " ".join([metric.name, *labels])
+            if isinstance(metric, Histogram):
+                found[f"{name}_count"], found[f"{name}_sum"] = metric.count, metric.sum
+            else:
+                found[name] = getattr(metric, "value", 0.0)
         return found
 
     def forget(told: dict[str, Any]) -> bool:
@@ -124,17 +138,28 @@ def main() -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_path": told["weights"]})
         llm.wake_up()
 
+    def update(told: dict[str, Any]) -> None:
+        """Weights are loaded while the engine serves, and nothing is reset."""
+        if told["by"] == "vLLM":
+            llm.collective_rpc("reload_weights")
+        else:
+            llm.collective_rpc(lambda worker: worker.model_runner.get_model().load_weights([]))
+
     def held(told: dict[str, Any]) -> dict[str, int]:
         """What must not grow: bytes of memory, file descriptors, asyncio tasks, threads.
 
-        And what does until all of the pool was used: bytes of shared memory and of files.
+        And what does until all of the pool was used: bytes of shared memory and of files. Memory in
+        use is without what was freed, and the allocator keeps.
         """
-        with open("/proc/self/statm") as file:
-            resident, shared = map(int, file.read().split()[1:3])
+        memory, shared = _memory()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]
         return {
-            "memory": (resident - shared) * os.sysconf("SC_PAGE_SIZE"),
-            "shared memory": shared * os.sysconf("SC_PAGE_SIZE"),
+            "memory": memory,
+            "memory in use": _memory()[0],
+            "Python's blocks of memory": sys.getallocatedblocks(),
+            "shared memory": shared,
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": sum(not task.done() for task in tasks),
             "threads": threading.active_count(),
@@ -156,6 +181,7 @@ def main() -> None:
         "sources": sources,
         "start": start,
         "sleep": sleep,
+        "update": update,
         "generate": generate,
         "metrics": metrics,
         "forget": forget,

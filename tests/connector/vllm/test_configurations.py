@@ -198,6 +198,26 @@ def test_an_engine_that_slept_answers_as_before(
     assert loaded["cached"] == [480, 480]
 
 
+@pytest.mark.parametrize("by", ["vLLM", "a worker extension"])
+def test_an_update_of_the_weights_without_a_reset_is_noticed(
+    model: Callable[..., Path], process: Engine, shared_pool: LocalPool, by: str
+) -> None:
+    """The step after it finds out: what the engine's own cache and the pool have is not used any
+    more. (The weights are the same ones, but on a CPU they are hidden.)"""
+    expected = process.start(model()).generate(PROMPTS)["tokens"]
+    config = transfer(shared_pool.master, tenant=f"updated by {by}", transports=["tcp"])
+    process.start(model(), kv_transfer_config=config)
+    assert process.generate(PROMPTS)["tokens"] == expected
+    shared_pool.settled()
+    before = process.log.read_text().count("the weights were changed")
+    process.ask("update", by=by)
+    process.generate([prompt(777, 40, 0)])
+    computed = process.generate(PROMPTS)
+    assert computed["tokens"] == expected
+    assert computed["cached"] == [0, 0]
+    assert process.log.read_text().count("the weights were changed") == before + 1
+
+
 @pytest.mark.long
 def test_a_wheel_is_enough(
     model: Callable[..., Path],

@@ -133,6 +133,12 @@ class Played:
         free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free
 
+    @property
+    def cached(self) -> int:
+        """Blocks in the engine's own prefix cache."""
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+        return sum(block.block_hash is not None for block in blocks)
+
     def request(self, name: str, tokens: int, first: int = 0, **extras: Any) -> Any:
         """As the engine makes it, with vLLM's own block hashes."""
         sampling = SamplingParams(max_tokens=4)
@@ -342,11 +348,6 @@ def test_after_a_mismatch_no_request_that_may_have_used_wrong_blocks_is_cached(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither blocks of its prompt nor those of its answer; what comes later is cached again."""
-
-    def cached() -> int:
-        blocks = played.scheduler.kv_cache_manager.block_pool.blocks
-        return sum(block.block_hash is not None for block in blocks)
-
     assert played.connector._scheduler is not None
     verifier = played.connector._scheduler.planner.verifier
     wrong = VerifyOutcome([], Mismatch(0, 0, 0, b"d", "layer", 1.0, 0.1))
@@ -355,15 +356,36 @@ def test_after_a_mismatch_no_request_that_may_have_used_wrong_blocks_is_cached(
     tokens = 38 * BLOCK - 3  # two steps of prefill; the last step completes a block
     played.add("a", tokens)
     played.step()
-    assert cached() == 32
+    assert played.cached == 32
     played.step(verified=[VerifyResult(1, 1)])
-    assert cached() == 0
+    assert played.cached == 0
     while played.scheduler.has_requests() or played.saves:
         played.step(saved=played.acknowledged())
-        assert cached() == 0
+        assert played.cached == 0
     played.add("b", tokens)
     played.step()
-    assert cached() == 32
+    assert played.cached == 32
+
+
+def test_nothing_of_the_old_weights_is_cached_when_they_were_changed_without_a_reset(
+    pool: LocalPool, played: Played
+) -> None:
+    """Neither what was computed, nor what was loaded until the worker found out."""
+    warmed(pool, played)
+    before = played.namespace
+    played.until_loading(played.add("loads", 64 + 2 * BLOCK))
+    info = WorkerInfo(0, ModelInfo(weights="new"), (SIZE,), 2)
+    loaded = [LoadResult("loads", 4 * SIZE, True, 0.0)]
+    played.step(finished_recving={"loads"}, loaded=loaded, worker_infos=[info])
+    assert played.namespace != before
+    while played.scheduler.has_requests() or played.saves:
+        played.step(saved=played.acknowledged())
+        assert played.cached == 0
+    assert played.counters["saved_blocks"] == 4, "those of the first request"
+    played.add("b", 64)
+    played.finish()
+    assert played.cached == 4
+    assert played.counters["saved_blocks"] == 8
 
 
 def test_what_a_tenant_computes_is_in_no_other_tenants_name(
