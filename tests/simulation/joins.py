@@ -16,6 +16,7 @@ from kvpool.server.balancer import Balancer, is_full
 from kvpool.server.state.drain_plan import BlockName
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.share_plan import SHARED_FROM, Shares
+from kvpool.types import ROOT
 from tests.simulation.blocks import ONE
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class Joins:
         self._world = world
         self._sharing = False
         self._moved = 0
+        self._rng = world.rng["joins/kills"]
+        self._killed: ServerNode | None = None
+        #: Where a server has handed over a block to: what goes on from there follows it.
+        self._went: dict[tuple[str, bytes], str] = {}
 
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
@@ -60,8 +65,16 @@ class Joins:
         async def watched_forget(names: Sequence[BlockName]) -> None:
             for name in names:
                 self._check_forgotten(name, *asked[0])
+                self._went[node.name, name.digest] = asked[0][0]
             self._moved += len(names)
+            began = self._world.loop.now
+            if node.tiers is not None:
+                node.tiers.handed_over.update((n.namespace, n.digest, n.part) for n in names)
             await forget(names)
+            self._stay_away(node.name, names, began)
+            if self._world.plan.disk and self._killed is None and self._rng.random() < 0.3:
+                self._killed = node  # now: nothing that it has forgotten is on its disk
+                self._world.loop.after_this(node.process.kill)
 
         changed["others_have_room"] = woken
         changed["_hand_over"] = watched_hand_over
@@ -80,18 +93,22 @@ class Joins:
         if not chains:  # a server that a stranger has filled
             return
         newcomer.process.kill()
+        if newcomer.platter is not None:
+            newcomer.platter, newcomer.previous_disk = world._new_disk(newcomer.name), None
         await world.start_server(newcomer)
         for node in others * 4 if world.plan.verify else ():
             world.moves.rot(rng, node)
         self._sharing = True
         end = world.loop.now + _SHARING_S
-        while world.loop.now < end and any(self._is_full(node) for node in others):
+        while world.loop.now < end and any(map(self._is_full, others)) and not self._killed:
             await asyncio.sleep(rng.choice([0.01, 0.3]))
             await self._disturb(client, rng, chains, rng.choice(others))
         self._sharing = False
         if self._moved:
             world.truth.probes.add("a full server handed over chains")
         await asyncio.sleep(1.0)
+        if self._killed is not None:
+            await world.start_server(self._killed)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -124,13 +141,23 @@ class Joins:
         for above, entry in itertools.pairwise(chain):
             if entry.parent != above.digest:
                 fail("join: a chain is not handed over head first")
-        if any(entry.children >= SHARED_FROM for entry in chain):
-            return  # it got children since
+        if self._killed is not None or any(entry.children >= SHARED_FROM for entry in chain):
+            return  # masters do not know yet that a server is lost; it got children since
         living = [one for one in self._world.servers if one.process.alive and one.server]
         shares = Shares({one.name: self._world.plan.capacity for one in living})
-        owner = shares.owner(chain[0].digest, [one.name for one in living]) if chain else target
+        names = [one.name for one in living]
+        owner = shares.owner(chain[0].digest, names) if chain else target
+        if chain and chain[0].parent != ROOT:
+            owner = self._went.get((node.name, chain[0].parent), owner)
         if owner != target:
             fail(f"join: a chain that belongs to {owner} goes to {target}")
+
+    def _stay_away(self, server: str, names: Sequence[BlockName], began: float) -> None:
+        """Blocks that were forgotten must not come back from the disk of this server."""
+        for name in names:
+            history = self._world.truth.history(name.namespace, name.digest, name.part)
+            if history.sealed.get(server, -1.0) < began:
+                history.erased.add(server)
 
     def _check_forgotten(self, name: BlockName, target: str, began: float) -> None:
         """The server that was asked has sealed the block since."""

@@ -133,7 +133,6 @@ class WorldPlan:
             plan = replace(plan, prefetches=True, prefetch_rate=rate, fresh_s=fresh_s)
         return replace(
             plan,
-            joins=False,
             capacity=PAGE * extents,
             disk=PAGE * round(extents * share),
             large=rng.random() < 0.6 and not slow_net,

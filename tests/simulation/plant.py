@@ -1,5 +1,7 @@
 """Plants one bug and plays seeds until the simulator finds it; prints one JSON line.
 
+A seed that fails without the bug, too, does not count.
+
     python -m tests.simulation.plant --bug evict-pinned --seeds 0:200
 
 This is a program of its own because its import hook must be installed before any module of the
@@ -13,10 +15,12 @@ import importlib.abc
 import importlib.machinery
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 if __name__ == "__main__" and not __package__:
     # Started by its path: Python put this folder first, where `network.py` and others would hide
@@ -24,6 +28,10 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.simulation.planted import BUGS, FIRST_SEED, Bug
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+#: Operations of each history.
+OPS: Final = 120
 
 
 class _Planter(importlib.abc.MetaPathFinder):
@@ -81,6 +89,13 @@ def _seeds(text: str) -> range:
     return range(int(found[1]), int(found[2]))
 
 
+def _fails_without(seed: int) -> bool:
+    """Whether this history fails without the bug, too, so that it proves nothing."""
+    command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--ops", str(OPS)]
+    played = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    return json.loads(played.stdout)["failure"] is not None
+
+
 def main() -> None:
     """Plant the bug, then play seeds until one fails."""
     parser = argparse.ArgumentParser(
@@ -101,8 +116,8 @@ def main() -> None:
     seeds: range = arguments.seeds
     first = FIRST_SEED.get(bug.name)
     for seed in (*([] if first is None else [first]), *seeds):
-        report = run(seed)
-        if report.failure is not None:
+        report = run(seed, ops=OPS)
+        if report.failure is not None and not _fails_without(seed):
             caught = {"seed": seed, "failure": report.failure}
             break
     print(json.dumps({"bug": bug.name, "promise": bug.promise, "caught": caught}))

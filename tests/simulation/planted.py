@@ -337,6 +337,13 @@ BUGS: Sequence[Bug] = (
         "        return chain[::-1]\n",
         "        return chain\n",
     ),
+    Bug(
+        "handed-over-and-still-in-the-file",
+        "join",
+        _BALANCER,
+        "        await self._context.mover.erase()\n",
+        "",
+    ),
     # --- copies
     Bug(
         "receiver-serves-what-it-has-not-sealed",
@@ -1055,6 +1062,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "replaced-is-lost": 122,
     "quarantine-has-no-budget": 1535,
     "copies-grow-beyond-their-limit": 141,
+    "handed-over-and-still-in-the-file": 106,
     "lost-copies-stay-lost": 54,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,

@@ -337,6 +337,8 @@ class TierOracle:
         self._due = False
         #: Blocks that left memory while the disk took no writes, or before they were written later.
         self._left_unwritten: set[BlockPart] = set()
+        #: Another server has fetched these, and they are about to leave.
+        self.handed_over: set[BlockPart] = set()
         top.on_leave = self._left_memory
         base.is_about_to_get = self._goes_to_disk
         base.is_read_only = lambda: server.stack.read_only
@@ -389,13 +391,17 @@ class TierOracle:
         """The server loses a block; as evicted only if the disk had no space for it."""
         evicted_above = reason is ReadStatus.EVICTED and tier == self.server.stack.front_tier
         excused = key in self.base.refused or key in self._left_unwritten
+        excused |= key in self.handed_over
         self._left_unwritten.discard(key)
+        self.handed_over.discard(key)
         if evicted_above and self.in_service and not excused:
             self._truth.fail(f"G5: {key[1].hex()[:12]} is evicted before it is on the disk")
 
     def check(self) -> None:
         """Check the stack's invariants, and that it has exactly the recorded blocks (G5)."""
         self._due = False
+        if not self._truth.is_living(self.top.life):  # killed since the check was due
+            return
         stack = self.server.stack
         try:
             stack.check()
