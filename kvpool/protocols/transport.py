@@ -45,12 +45,15 @@ class ClientLink(Protocol):
 class Peer(NamedTuple):
     """The client of one connection, as the server's logs show it.
 
-    Without a `link` the server waits for this client as long as the client likes.
+    Without a `link` the server waits for this client as long as the client likes. `address` is that
+    of its host as the network shows it, without a port, or an IPv6 network of 64 bits; empty if
+    there is none.
     """
 
     name: str
     transport: str = ""
     link: ClientLink | None = None
+    address: str = ""
 
 
 class ReserveRequest(NamedTuple):

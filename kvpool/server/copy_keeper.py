@@ -8,6 +8,7 @@ are those of every fetch (design: lost-copies).
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -15,7 +16,7 @@ from kvpool import logs
 from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.protocols import Peer, SupportsFetch
 from kvpool.server.context import ServerContext
-from kvpool.server.peer_servers import PeerServers
+from kvpool.server.peer_servers import PeerServers, is_at
 from kvpool.server.state.copy_demand import READS_MIN, CopyDemand, reads_for_a_copy
 from kvpool.server.state.drain_plan import BlockName, DrainPlan, name_of
 from kvpool.server.state.entry import Entry
@@ -73,7 +74,7 @@ class CopyKeeper:
         """A client has read these blocks."""
         if self._copies_max and client.name not in self._servers:
             remote = client.transport not in self._inside
-            self._demand.read(namespace, part, digests, remote=remote)
+            self._demand.read(namespace, part, digests, remote=remote, reader=client.address)
             self._wake()
 
     def server_fetches(self, server: str) -> None:
@@ -140,7 +141,9 @@ class CopyKeeper:
         lost, hot = self._wanted(entries, holders)
         for names, extra in ((lost, False), (hot, True)):
             targets = await self._targets([entries[name] for name in names], members)
-            for target in targets:
+            if extra:
+                targets = [*self._near_readers(names, members), *targets]
+            for target in dict.fromkeys(targets):
                 member = members[target]
                 price = reads_for_a_copy(member.stats, member.capacity) if extra else -1.0
                 new = [
@@ -236,6 +239,19 @@ class CopyKeeper:
             for name in names[start : last + 1]:
                 holders[name] = set(here)
         return holders
+
+    def _near_readers(
+        self, names: Sequence[BlockName], members: Mapping[str, wire.MemberInfo]
+    ) -> list[str]:
+        """The servers on the host that reads most of these blocks, the one with most room first."""
+        readers = Counter(map(self._demand.reader, names))
+        address = max(readers, key=lambda one: (readers[one], one), default="")
+        near = [
+            (info.stats.used - info.capacity, info.server)
+            for info in members.values()
+            if info.server != self._peers.server and _stays(info) and is_at(info.addresses, address)
+        ]
+        return [server for _, server in sorted(near)]
 
     async def _targets(
         self, entries: Sequence[Entry], members: Mapping[str, wire.MemberInfo]

@@ -6,8 +6,11 @@ It asks masters where they are, and keeps a channel to each that it has used (de
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvpool.errors import (
     DeadlineExceeded,
@@ -214,6 +217,18 @@ class PeerServers:
             elif info.host == self._host.id:
                 inside.append((transport, address))
         return [*inside, *remote]
+
+
+def is_at(addresses: Sequence[str], host: str) -> bool:
+    """Whether one of a server's addresses is on this host; `host` as `Peer.address` has it."""
+    if not host:
+        return False
+    network = ipaddress.ip_network(host.removeprefix("::ffff:"))  # IPv4 on a socket for both
+    for address in addresses:
+        with contextlib.suppress(ValueError):  # a name, or no address of a network
+            if ipaddress.ip_address(urlsplit(address).hostname or "") in network:
+                return True
+    return False
 
 
 def _now() -> float:

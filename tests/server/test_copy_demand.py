@@ -55,6 +55,21 @@ def test_reads_of_an_hour_do_not_add_up() -> None:
         assert due(demand, store, number * MEMORY_S) == []
 
 
+def test_the_reader_is_the_host_that_reads_most() -> None:
+    demand, store = CopyDemand(), store_of([HOT])
+    name = BlockName(ONE, 0, HOT)
+    assert demand.reader(name) == ""
+    for second in range(30):
+        for reader in ("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3", "10.0.0.2"):
+            demand.read(ONE, 0, [HOT], remote=True, reader=reader)
+            due(demand, store, second)
+    assert demand.reader(name) == "10.0.0.2"
+    for second in range(600, 605):  # that was long ago
+        demand.read(ONE, 0, [HOT], remote=True, reader="10.0.0.9")
+        due(demand, store, second)
+    assert demand.reader(name) == "10.0.0.9"
+
+
 def test_a_block_with_copies_is_due_whoever_reads_it_and_one_without_is_not() -> None:
     demand, store = CopyDemand(), store_of([HOT], copies=2)
     demand.read(ONE, 0, [HOT, key("gone")], remote=False)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, dev
+from kvpool.config import ServerConfig
 from kvpool.server import copy_keeper
 from kvpool.server.block_server import BlockServer
+from kvpool.server.peer_servers import is_at
 from kvpool.server.state import copy_demand
 from kvpool.server.state.fetches import FetchBudget
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
@@ -211,3 +214,70 @@ async def test_it_stays_off_where_it_is_switched_off() -> None:
         await lose(running, holders(running, CHAIN[0])[0])
         await read_for(pool, CHAIN, 0.6)
         assert count(running, CHAIN) == {1}
+
+
+@asynccontextmanager
+async def hosts(
+    monkeypatch: pytest.MonkeyPatch, count: int, capacity: str = "8MiB"
+) -> AsyncIterator[tuple[dev.Dev, Pool]]:
+    """Servers at 127.0.0.1, 127.0.0.2, ...; a client over tcp is at the first of these."""
+
+    def config(**settings: Any) -> ServerConfig:
+        number = int(settings["id"].removeprefix("dev-"))
+        return ServerConfig(**{**settings, "listen": [f"tcp://127.0.0.{number + 1}:0"]})
+
+    monkeypatch.setattr(dev, "ServerConfig", config)
+    async with cluster(servers=count, capacity=capacity) as (running, pool):
+        yield running, pool
+
+
+async def test_extra_copies_go_to_the_host_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hosts(monkeypatch, 5) as (running, pool):
+        near, *others = running.servers
+        for server in running.servers:
+            server._keeper._copies_max = 2
+        chains = [keys(f"hot {number}", 4) for number in range(12)]
+        for number, chain in enumerate(chains):
+            for digest in chain:
+                server = others[number % len(others)]
+                await pool.write_to(server.server, NAMESPACE, digest, values([digest])[0])
+        for chain in chains:
+            await read_for(pool, chain, 0.3)
+        places = [set(holders(running, digest)) for chain in chains for digest in chain]
+        assert {len(found) for found in places} == {2}
+        assert all(near in found for found in places)
+
+
+async def test_without_a_server_on_the_reading_host_or_room_there_any_other_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with hosts(monkeypatch, 4) as (running, pool):
+        near, source, *_ = running.servers
+        for server in running.servers:
+            server._keeper._copies_max = 2
+        near._context.draining = True  # leaves
+        await near._context.masters_know(asyncio.get_running_loop().time() + 5)
+        chain = CHAIN[:8]
+        for digest in chain:
+            await pool.write_to(source.server, NAMESPACE, digest, values([digest])[0])
+        await read_for(pool, chain, 0.6)
+        assert count(running, chain) == {2}
+        assert all(near not in holders(running, digest) for digest in chain)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "host", "expected"),
+    [
+        (["tcp://10.0.0.1:7461"], "10.0.0.1", True),
+        (["shm://x", "ucx://10.0.0.1:7461?tls=rc"], "10.0.0.1", True),
+        (["tcp://10.0.0.1:7461"], "::ffff:10.0.0.1", True),
+        (["tcp://10.0.0.11:7461"], "10.0.0.1", False),
+        (["tcp://[2001:db8::5]:7461"], "2001:db8::/64", True),
+        (["tcp://[2001:db8:1::5]:7461"], "2001:db8::/64", False),
+        (["tcp://gpu-1:7461", "shm://x", "inproc://"], "10.0.0.1", False),
+        (["tcp://10.0.0.1:7461"], "", False),
+        ([], "10.0.0.1", False),
+    ],
+)
+def test_a_server_is_found_by_its_address(addresses: list[str], host: str, expected: bool) -> None:
+    assert is_at(addresses, host) is expected

@@ -1063,7 +1063,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "quarantine-has-no-budget": 1535,
     "copies-grow-beyond-their-limit": 141,
     "handed-over-and-still-in-the-file": 106,
-    "lost-copies-stay-lost": 54,
+    "lost-copies-stay-lost": 18,
     "record-of-a-removed-block": 127,
     "stopped-server-blames-its-disk": 141,
     "evicted-below-is-written-for-ever": 53,

@@ -34,21 +34,36 @@ _MISS_READS: Final = 10.0
 #: With less memory free than this part, a copy displaces something.
 _FREE: Final = 0.1
 
+#: Namespace, part, digests, whether the reader is on another host, and its address.
+_Batch = tuple[Namespace, int, Sequence[bytes], bool, str]
 _Find = Callable[[Namespace, int, bytes], Entry | None]
 
 
 @dataclass(slots=True)
 class _Followed:
-    """A block that is read. `reads` are those from other hosts; older ones count less."""
+    """A block that is read. `reads` are those from other hosts; older ones count less.
+
+    `reader` is the address of the host that reads it most, if one reads more than all others: by
+    majority vote (Boyer and Moore, "A Fast Majority Vote Algorithm", 1981), in a constant space.
+    """
 
     reads: float = 0.0
     at: float = 0.0
+    reader: str = ""
+    votes: float = 0.0
     checked_at: float = -math.inf
     short: int = 0  # looks in a row at which it had too few copies
 
-    def count(self, reads: float, now: float) -> None:
+    def count(self, reads: float, now: float, reader: str) -> None:
         self.reads = self.reads_at(now) + reads
+        self.votes *= math.exp((self.at - now) / MEMORY_S)
         self.at = now
+        if reader == self.reader:
+            self.votes += reads
+        elif reads > self.votes:
+            self.reader, self.votes = reader, reads - self.votes
+        else:
+            self.votes -= reads
 
     def reads_at(self, now: float) -> float:
         return self.reads * math.exp((self.at - now) / MEMORY_S)
@@ -58,18 +73,23 @@ class CopyDemand:
     """The reads of one server, bounded whatever clients do."""
 
     def __init__(self) -> None:
-        self._batches: deque[tuple[Namespace, int, Sequence[bytes], bool]] = deque(
-            maxlen=_BATCHES_MAX
-        )
+        self._batches: deque[_Batch] = deque(maxlen=_BATCHES_MAX)
         self._noted = 0
         self._followed: OrderedDict[BlockName, _Followed] = OrderedDict()
         self._extras: OrderedDict[BlockName, None] = OrderedDict()
 
     def read(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, remote: bool
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        *,
+        remote: bool,
+        reader: str = "",
     ) -> None:
-        """A client has read these blocks; `remote`: from another host. One append, for any size."""
-        self._batches.append((namespace, part, digests, remote))
+        """A client has read these blocks; `remote`: from another host, at the address `reader`.
+        One append, for any size."""
+        self._batches.append((namespace, part, digests, remote, reader))
         self._noted += 1
 
     def counted(self, find: _Find, now: float, *, grows: bool) -> Iterator[list[Entry]]:
@@ -79,22 +99,23 @@ class CopyDemand:
         batches, noted = list(self._batches), self._noted
         self._batches.clear()
         self._noted = 0
-        names, remote = _sample(batches)
+        names, readers = _sample(batches)
         if not names:
             return
-        blocks = sum(len(digests) for _, _, digests, _ in batches)
+        blocks = sum(len(digests) for _, _, digests, _, _ in batches)
         weight = blocks / len(names) * noted / len(batches)
         for first in range(0, len(names), _STEP):
             due = []
-            for name, is_remote in zip(
-                names[first : first + _STEP], remote[first : first + _STEP], strict=True
+            for name, reader in zip(
+                names[first : first + _STEP], readers[first : first + _STEP], strict=True
             ):
                 entry = find(*name)
+                is_remote = reader is not None
                 if entry is None or not (entry.copies > 1 or (grows and is_remote)):
                     continue
                 followed = self._follow(name)
-                if is_remote:
-                    followed.count(weight, now)
+                if reader is not None:
+                    followed.count(weight, now, reader)
                 hot = grows and followed.reads_at(now) > READS_MIN
                 if (entry.copies > 1 or hot) and now >= followed.checked_at + CHECK_S:
                     followed.checked_at = now
@@ -115,6 +136,11 @@ class CopyDemand:
         """How often the block was read from other hosts in the last minute."""
         followed = self._followed.get(name)
         return followed.reads_at(now) if followed is not None else 0.0
+
+    def reader(self, name: BlockName) -> str:
+        """The address of the host that reads the block most; empty if that is not known."""
+        followed = self._followed.get(name)
+        return followed.reader if followed is not None else ""
 
     def copied(self, name: BlockName, *, extra: bool) -> None:
         """It has got a copy. For the next extra one it must be read as often again."""
@@ -155,16 +181,17 @@ class CopyDemand:
 
 
 def _sample(
-    batches: Sequence[tuple[Namespace, int, Sequence[bytes], bool]],
-) -> tuple[list[BlockName], list[bool]]:
-    """The blocks of the last batches, as many as one round counts."""
+    batches: Sequence[_Batch],
+) -> tuple[list[BlockName], list[str | None]]:
+    """The blocks of the last batches, as many as one round counts; each with the address of its
+    reader, None if that is on this host."""
     names: list[BlockName] = []
-    remote: list[bool] = []
-    for namespace, part, digests, is_remote in reversed(batches):
+    readers: list[str | None] = []
+    for namespace, part, digests, is_remote, reader in reversed(batches):
         taken = digests[: _COUNTED_MAX - len(names)]
         names += [BlockName(namespace, part, digest) for digest in taken]
-        remote += [is_remote] * len(taken)
-    return names, remote
+        readers += [reader if is_remote else None] * len(taken)
+    return names, readers
 
 
 def reads_for_a_copy(target: ServerStats, capacity: int) -> float:

@@ -228,7 +228,8 @@ class StreamSession:
         if cluster.secret:
             self._strangers.check(self.stream.peer_address, self._loop.time())
             await self._challenge(hello.nonce, deadline)
-        connection = self._store.connect(Peer(hello.client, self._scheme, self))
+        peer = Peer(hello.client, self._scheme, self, self.stream.peer_address)
+        connection = self._store.connect(peer)
         size = self._store.tier.capacity if self._mapped else 0
         try:
             await self.welcome(hello, Welcome(self._store.server, size))
