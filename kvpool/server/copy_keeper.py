@@ -249,7 +249,7 @@ class CopyKeeper:
         near = [
             (info.stats.used - info.capacity, info.server)
             for info in members.values()
-            if info.server != self._peers.server and _stays(info) and is_at(info.addresses, address)
+            if _stays(info) and is_at(info.addresses, address)
         ]
         return [server for _, server in sorted(near)]
 
