@@ -12,6 +12,7 @@ step; `on_load_result` and `on_save_result` take what the workers report.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from kvpool_connector.probing import Prober
 from kvpool_connector.promises import GivenPromise, PromisedBlocks, PromiseState, WaitLimits
 from kvpool_connector.running_loads import RunningLoad, RunningLoads, SharedLoad
 from kvpool_connector.save_queue import SaveItem, SaveQueue, StoredBlock
-from kvpool_connector.tracked_request import RequestState, TrackedRequest, digest_of
+from kvpool_connector.tracked_request import RequestState, TrackedRequest, digest_of, digests_of
 from kvpool_connector.values import (
     CacheGroup,
     LookupRequest,
@@ -549,8 +550,12 @@ class Planner:
             return None
         chains = tuple(
             tuple(
-                request.hashes[(i + 1) * group.hashes_per_block - 1]
-                for i in range((tokens - 1) // self._unit * self._unit // group.block_size)
+                digests_of(
+                    request.hashes,
+                    group,
+                    0,
+                    (tokens - 1) // self._unit * self._unit // group.block_size,
+                )
             )
             for group in self._groups
         )
@@ -684,13 +689,15 @@ class Planner:
             if stop <= first:
                 continue
             block_ids = one.block_ids[number][first:stop]
-            parent = digest_of(request.hashes, group, first - 1) if first else ROOT
-            for index, block_id in enumerate(block_ids, first):
-                digest = digest_of(request.hashes, group, index)
-                if block_id:
-                    place = (one.request_id, number, index, digest, parent, block_id)
-                    items.append(SaveItem(*place, request.asked_at, request.hints.adapter))
-                parent = digest
+            digests = digests_of(request.hashes, group, first, first + len(block_ids))
+            parents = [digest_of(request.hashes, group, first - 1) if first else ROOT, *digests]
+            name, asked_at, adapter = one.request_id, request.asked_at, request.hints.adapter
+            places = zip(itertools.count(first), digests, parents, block_ids, strict=False)
+            items += [
+                SaveItem(name, number, index, digest, parent, block_id, asked_at, adapter)
+                for index, digest, parent, block_id in places
+                if block_id
+            ]
             request.blocks_saved[number] = first + len(block_ids)
         return items
 

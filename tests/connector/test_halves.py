@@ -207,6 +207,18 @@ class Engine:
         self.model = self.model._replace(weights=weights)
         self.weight_changes += 1
 
+    def forget(self) -> None:
+        """What this test double has recorded."""
+        for rows in (
+            self.pinned,
+            self.unpinned,
+            self.loaded,
+            self.failed,
+            self.reports,
+            self.lines,
+        ):
+            rows.clear()
+
     def named(self) -> None:
         """Go on until there are names, as an engine does that has requests."""
         while not self.scheduler.namespaces:

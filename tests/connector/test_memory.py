@@ -1,0 +1,62 @@
+"""An engine serves for weeks: what a request has left behind must not stay."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool_connector.values import ScheduledRequest
+from tests.conftest import keys
+from tests.connector.test_halves import BLOCK, Engine, ended
+from tests.support.local_pool import LocalPool
+
+WARM, MORE = 300, 600
+PROMPTS = 8
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    pool = LocalPool()
+    engine = Engine(pool.master)
+    yield engine.connected()
+    engine.close()
+    pool.close()
+
+
+def serve(engine: Engine, number: int) -> None:
+    """A request that loads, or is saved. Half of them are preempted; half of those are aborted."""
+    name, hashes = f"r{number}", keys(f"prompt {number % PROMPTS}", 4)
+    ids, tokens = [10, 11, 12, 13, 14], 4 * BLOCK + 1
+    computed = engine.ask(name, hashes)
+    if computed:
+        engine.scheduler.on_blocks_allocated(name, [ids], computed)
+        engine.until(lambda: name in engine.loaded)
+    if number % 2:
+        engine.step(preempted=[name])
+        computed = 0
+    if number % 4 == 1:
+        engine.until(lambda: engine.loadable(name, tokens) is not None)
+    if number % 4 != 3:
+        engine.step([ScheduledRequest(name, computed, tokens, [ids])])
+    engine.scheduler.on_request_finished(name)
+    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    engine.scheduler.take_metrics()
+    engine.workers[0].take_counters()
+    engine.forget()
+
+
+def test_memory_does_not_grow_with_the_number_of_requests(engine: Engine) -> None:
+    """Over the same prompts: what is remembered of blocks is bounded elsewhere."""
+    for number in range(WARM):
+        serve(engine, number)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for number in range(WARM, WARM + MORE):
+        serve(engine, number)
+    gc.collect()
+    assert sys.getallocatedblocks() - before < MORE // 10, "an object stays for each request"
