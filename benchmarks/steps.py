@@ -1,4 +1,4 @@
-"""What the connector costs the engine's scheduler in a decode step, with vLLM's own classes.
+"""What the connector costs the engine's scheduler in a step, with vLLM's own classes.
 
     .venv-vllm/bin/python -m benchmarks.steps [--requests 256] [--context 131072]
 
@@ -32,6 +32,15 @@ CONTEXT: Final = 128 << 10
 BLOCK: Final = 16
 #: Each request completes a block in one of so many steps: every step completes some.
 STEPS: Final = 8 * BLOCK
+#: The hooks that are called in a step; a lookup is started when vLLM first asks for a prompt.
+HOOKS: Final = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+)
+#: Prompts, one after the other, each computed in one step.
+PROMPTS: Final = 8
 _TARGET_S: Final = 0.2e-3
 _LIMIT_S: Final = 300.0
 
@@ -92,6 +101,31 @@ def decode(requests: int, context: int) -> StepTimes:
     return worker.times
 
 
+def whole_prompts(context: int) -> StepTimes:
+    """Steps that compute a prompt of so many tokens at once, of which the pool has nothing.
+
+    All of its blocks are to be saved; a quarter of the engine's may be at a time, others wait.
+    """
+    from vllm.v1.request import RequestStatus
+
+    scheduler, prompts = _scheduler(1, context), _Prompts()
+    worker = _PlayedWorker(scheduler)
+    times = StepTimes([], [], [])
+    for number in range(PROMPTS):
+        name = f"p{number}"
+        scheduler.add_request(prompts.request(name, context, own=True))
+        gc.collect()
+        while name not in worker.decoding:
+            worker.step()
+        for column, of_all in zip(times, worker.times, strict=True):
+            column.append(of_all[-1])
+        scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        for _ in range(BLOCK):
+            worker.step()
+    scheduler.connector.shutdown()
+    return times
+
+
 class _PlayedWorker:
     """Runs the scheduler's steps, samples one token for each, and acknowledges every save."""
 
@@ -103,7 +137,7 @@ class _PlayedWorker:
         self._acknowledged: list[Any] = []
         self._steps = 0
         self._hook_s = self._hook_cpu_s = 0.0
-        for name in ("build_connector_meta", "update_connector_output"):
+        for name in HOOKS:
             self._time_hook(name)
 
     def step(self) -> None:
@@ -234,7 +268,8 @@ class _Prompts:
         self._hash_blocks = get_request_block_hasher(BLOCK, sha256_cbor)
         self._known: list[Any] = []
 
-    def request(self, name: str, tokens: int) -> Any:
+    def request(self, name: str, tokens: int, *, own: bool = False) -> Any:
+        """`own`: it shares nothing with the others."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -245,7 +280,8 @@ class _Prompts:
             prompt_token_ids=[token % 1000 + 10 for token in range(tokens)],
             sampling_params=sampling,
             pooling_params=None,
-            block_hasher=self._hash,
+            block_hasher=self._hash_blocks if own else self._hash,
+            cache_salt=name if own else None,
         )
 
     def _hash(self, request: Any) -> list[Any]:
@@ -274,6 +310,21 @@ def _rows(times: StepTimes, requests: int, context: int) -> list[Row]:
     ]
 
 
+def _prompt_rows(times: StepTimes, context: int) -> list[Row]:
+    _, hooks_cpu, schedule = (statistics.median(column) for column in times)
+    blocks = context / BLOCK
+    return [
+        Row(
+            f"connector in the step of a whole prompt, {context >> 10}K tokens",
+            f"{hooks_cpu * 1e3:.1f} ms of CPU, {hooks_cpu / blocks * 1e6:.2f} us a block",
+            f"all of schedule {schedule * 1e3:.1f} ms",
+            hooks_cpu / schedule,
+            "",
+            None,
+        )
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS)
@@ -281,6 +332,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line, for other programs")
     chosen = parser.parse_args()
     rows = _rows(decode(chosen.requests, chosen.context), chosen.requests, chosen.context)
+    rows += _prompt_rows(whole_prompts(chosen.context), chosen.context)
     if chosen.json:
         print(json.dumps(rows))
     else:

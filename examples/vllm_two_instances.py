@@ -369,6 +369,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.sessions < 1:
         parser.error("--sessions: at least 1")
+    if chosen.picture is not None and not chosen.picture.absolute().parent.is_dir():
+        parser.error(f"--picture: there is no directory {chosen.picture.parent}")
     return chosen
 
 

@@ -134,3 +134,21 @@ def test_an_engine_that_dies_is_shown_with_the_end_of_its_log(start: Start, pids
     assert "the engine core has died" in err
     assert "Traceback" not in err
     assert are_gone(*engines(pids))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--servers", "x"), "unrecognized arguments: --servers"),
+        (("--sessions", "0"), "--sessions: at least 1"),
+        (("--picture", "nowhere/out.svg"), "--picture: there is no directory nowhere"),
+    ],
+)
+def test_arguments_are_refused_before_anything_starts(
+    start: Start, pids: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    demo = start(*arguments)
+    _, err = demo.communicate(timeout=30)
+    assert demo.returncode == 2
+    assert told in err
+    assert not pids.exists()
