@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, NamedTuple, cast
 
 import typer
 
@@ -24,6 +24,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, check_bind
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.kv_events import EventForm
 from kvpool.types import Namespace
 
 
@@ -37,6 +38,15 @@ def events(
     replay: Annotated[
         str, typer.Option(help="Where they ask for what they missed, e.g. tcp://127.0.0.1:5601.")
     ] = "",
+    engine: Annotated[
+        str, typer.Option(help="Stream of one engine to publish with it, e.g. tcp://gpu1:5557.")
+    ] = "",
+    engine_replay: Annotated[
+        str, typer.Option(help="Replay address of that engine, e.g. tcp://gpu1:5558.")
+    ] = "",
+    form: Annotated[
+        str, typer.Option(help="shared: for vllm-router; plain: for Dynamo and llm-d.")
+    ] = "shared",
     parts: Annotated[int, typer.Option(help="Parts of the namespace.", min=1, max=256)] = 1,
     hashes: Annotated[
         str, typer.Option(help="short: 64 bits, as vLLM's default; full: the whole key.")
@@ -52,21 +62,30 @@ def events(
 ) -> None:
     """Publish what the pool has, and what it loses, in the format of vLLM's KV events.
 
-    One stream for each namespace. docs/fleet.md says what is in it.
+    One stream for each namespace, or with --engine one for each engine: its own events, and where
+    the pool has its blocks. docs/fleet.md says what is in it.
     """
     if die_with_parent:
         runtime.die_with_parent()
     settings = query_settings(config, masters, cluster, secret_file, local_only)
     if hashes not in ("short", "full"):
         fail(ConfigError(f"--hashes is {hashes!r}, expected short or full"))
+    if form not in ("shared", "plain"):
+        fail(ConfigError(f"--form is {form!r}, expected shared or plain"))
+    if engine_replay and not engine:
+        fail(ConfigError("--engine-replay needs --engine"))
     try:
         for endpoint in filter(None, (publish, replay)):
             _check_endpoint(endpoint, insecure)
         name = Namespace(namespace, parts)
     except KvpoolError as error:
         fail(error)
-    form = cast(Literal["short", "full"], hashes)
-    run(_events(settings, name, publish, replay, form), log_level)
+    if engine:
+        stream = EngineAddress(engine, engine_replay, cast(EventForm, form))
+        run(_engine_events(settings, name, publish, replay, stream), log_level)
+        return
+    width = cast(Literal["short", "full"], hashes)
+    run(_events(settings, name, publish, replay, width), log_level)
 
 
 async def _events(
@@ -91,6 +110,39 @@ async def _events(
             await publish_pool(pool.events(), stream, publisher)
         finally:
             publisher.close()
+
+
+class EngineAddress(NamedTuple):
+    """Where an engine publishes its events, and the form in which the pool's are added."""
+
+    endpoint: str
+    replay_endpoint: str
+    form: EventForm
+
+
+async def _engine_events(
+    settings: Config, namespace: Namespace, publish: str, replay: str, engine: EngineAddress
+) -> None:
+    from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
+    from kvpool.net.event_subscriber import EventSubscriber
+    from kvpool.ops.engine_stream import EngineStream
+    from kvpool.ops.event_service import publish_engine
+
+    stream = EngineStream(namespace, engine.form, runtime.host_id())
+    async with await open_pool(settings) as pool:
+        publisher = EventPublisher(
+            publish, replay, buffer=ReplayBuffer(first=1), snapshot=stream.snapshot
+        )
+        publisher.start()
+        subscriber: EventSubscriber | None = None
+        try:
+            subscriber = EventSubscriber(engine.endpoint, engine.replay_endpoint)
+            console.print(f"publishing at {publisher.endpoint}", highlight=False, soft_wrap=True)
+            await publish_engine(subscriber.batches(), pool.events(), stream, publisher)
+        finally:
+            publisher.close()
+            if subscriber is not None:
+                subscriber.close()
 
 
 def _check_endpoint(endpoint: str, insecure: bool) -> None:

@@ -129,7 +129,7 @@ class EventPublisher:
         buffer: ReplayBuffer | None = None,
         snapshot: Callable[[], Iterator[list[KVEvent]]] | None = None,
     ) -> None:
-        self.buffer = buffer or ReplayBuffer()
+        self.buffer = ReplayBuffer() if buffer is None else buffer  # one that is empty is false
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         #: Batches that were sent, and requests for a replay that were answered to their end.
@@ -165,10 +165,14 @@ class EventPublisher:
         """Send these events, which happened at `seconds` since 1970. It never waits."""
         assert self._pub is not None, "publish before start"
         for batch in batches(events):
-            payload = encode_batch(EventBatch(seconds, batch, self._rank))
-            number = self.buffer.add(payload)
-            self._pub.send_multipart((self._topic, _NUMBER.pack(number), payload), _NOBLOCK)
-            self.sent += 1
+            self.publish_encoded(encode_batch(EventBatch(seconds, batch, self._rank)))
+
+    def publish_encoded(self, payload: bytes) -> None:
+        """Send one batch as it is. It never waits."""
+        assert self._pub is not None, "publish before start"
+        number = self.buffer.add(payload)
+        self._pub.send_multipart((self._topic, _NUMBER.pack(number), payload), _NOBLOCK)
+        self.sent += 1
         if self._router is not None:
             self._take_requests()  # its descriptor tells of changes only
 

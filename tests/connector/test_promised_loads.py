@@ -106,6 +106,23 @@ def test_blocks_are_loaded_while_the_producer_computes_the_next(
     assert load.seconds < 5
 
 
+def test_a_wait_is_no_part_of_the_time_that_a_load_may_take(start: Callable[..., Engine]) -> None:
+    producer, consumer = start(), start(load_timeout_s=0.3)
+    hashes = keys("longer", 4)
+    producer.fill([1, 2, 3, 4], 8)
+    promise = promised(producer, "p", hashes)
+    awaiting(consumer, promise, hashes, 30)
+    until = time.monotonic() + 0.8
+    while time.monotonic() < until:
+        consumer.step()
+        time.sleep(0.01)
+    assert not consumer.loaded
+    compute(producer, "p", 0, 4, [1, 2, 3, 4])
+    producer.until(lambda: producer.stored == 4)
+    consumer.until(lambda: consumer.loaded == ["d"])
+    assert not consumer.failed
+
+
 def test_blocks_of_a_producer_that_is_killed_are_computed(start: Callable[..., Engine]) -> None:
     """What it had stored is used all the same."""
     producer, consumer = start(), start(load="auto")

@@ -181,6 +181,16 @@ def test_a_promised_prompt_is_loaded_before_it_is_there() -> None:
     assert not consumer.step("d", 96, 100).saves, "the other engine has saved them"
 
 
+def test_what_is_not_there_yet_is_not_verified() -> None:
+    """A comparison needs both: the promise would be computed, and nothing compared."""
+    consumer = played(loads_per_check=1)
+    assert consumer.planner.verifier.due
+    given(consumer, "whole", length=6)
+    assert consumer.offer("whole", 100) == 0
+    given(consumer, "promised", length=2)
+    assert consumer.offer("promised", 100) == 96
+
+
 def test_what_is_there_at_once_is_an_ordinary_load() -> None:
     consumer = played()
     given(consumer, length=6)

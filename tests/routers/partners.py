@@ -19,12 +19,17 @@ from typing import Any, Final
 
 import pytest
 
-from kvpool.kv_events import KVEvent, Residency, StoredEvent
-from kvpool.net.event_publisher import EventPublisher
+from kvpool import EventPosition, Namespace, PoolEvent, PoolEventKind
+from kvpool.kv_events import EventBatch, KVEvent, Residency, StoredEvent, batches, encode_batch
+from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
+from kvpool.net.event_subscriber import EventSubscriber
+from kvpool.ops.engine_stream import EngineStream
+from kvpool.ops.event_service import publish_engine
 
 #: Tokens of a block.
 BLOCK: Final = 16
 GPU: Final = Residency("GPU")
+POOL: Final = Namespace("pool")
 _START_S: Final = 20.0
 #: A router has taken an event after this time.
 SETTLE_S: Final = 0.25
@@ -82,6 +87,9 @@ class Engine:
 
     def send(self, *events: KVEvent) -> None:
         self.publisher.publish(list(events), time.time())
+
+    def close(self) -> None:
+        self.publisher.close()
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
@@ -146,6 +154,49 @@ class Engine:
         return web.json_response({"0": source})
 
 
+class RelayedEngine(Engine):
+    """An engine whose stream a router reads from `kvpool events --engine`; the pool is the test."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._own = self.publisher
+        self._stream = EngineStream(POOL, "shared", "here")
+        self.publisher = EventPublisher(
+            "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", buffer=ReplayBuffer(first=1)
+        )
+        self.publisher.start()
+        self._pool: asyncio.Queue[PoolEvent] = asyncio.Queue()
+        self._reader = EventSubscriber(self._own.endpoint, self._own.replay_endpoint)
+        relay = publish_engine(self._reader.batches(), self._events(), self._stream, self.publisher)
+        self._relay = asyncio.create_task(relay)
+        self.pool(PoolEventKind.BACK)
+
+    def send(self, *events: KVEvent) -> None:
+        self._own.publish(list(events), time.time())
+
+    def lose(self, *events: KVEvent) -> None:
+        """Events that nobody gets, and no replay has."""
+        for batch in batches(events):
+            self._own.buffer.add(encode_batch(EventBatch(time.time(), batch, 0)))
+        self._own.buffer._kept.clear()
+
+    def pool(self, kind: PoolEventKind, hashes: Sequence[int] = ()) -> None:
+        """A server on the engine's host has these blocks now, or has them no more."""
+        digests = tuple(hash.to_bytes(32, "big") for hash in hashes)
+        at = EventPosition(1, 1)
+        self._pool.put_nowait(PoolEvent(kind, at, "server", "here", POOL, 0, "dram", digests))
+
+    async def _events(self) -> AsyncIterator[PoolEvent]:
+        while True:
+            yield await self._pool.get()
+
+    def close(self) -> None:
+        self._relay.cancel()
+        self._reader.close()
+        self._own.close()
+        self.publisher.close()
+
+
 class Router:
     """vllm-router, `kv_aware`, in front of engines `a` and `b`."""
 
@@ -205,15 +256,17 @@ class Router:
 
 
 @asynccontextmanager
-async def vllm_router(mode: str, directory: Path) -> AsyncIterator[Router]:
+async def vllm_router(
+    mode: str, directory: Path, kind: type[Engine] = Engine
+) -> AsyncIterator[Router]:
     """`static`: its command line names the streams; `discovered`: the engines do."""
     import aiohttp
 
-    a, b = Engine("a"), Engine("b")
+    a, b = kind("a"), Engine("b")
     log = directory / "vllm-router.log"
     async with contextlib.AsyncExitStack() as stack:
         for engine in (a, b):
-            stack.callback(engine.publisher.close)
+            stack.callback(engine.close)
             await stack.enter_async_context(engine.serve())
         port = free_port()
         command = [str(_BIN / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]

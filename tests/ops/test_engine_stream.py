@@ -1,0 +1,449 @@
+"""One engine's events and the pool's as one stream: what a router believes is what there is."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvpool import PoolEvent, PoolEventKind, dev
+from kvpool.errors import ConfigError
+from kvpool.kv_events import (
+    ClearedEvent,
+    EventHash,
+    KVEvent,
+    RemovedEvent,
+    StoredEvent,
+    decode_batch,
+    short_hash,
+)
+from kvpool.net import event_subscriber
+from kvpool.net.event_publisher import SNAPSHOT, EventPublisher, ReplayBuffer
+from kvpool.net.event_subscriber import Arrival, EngineBatch, EventSubscriber, Sequence
+from kvpool.ops.engine_stream import EngineStream
+from kvpool.ops.event_service import publish_engine
+from kvpool.runtime import host_id
+from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.ops.test_pool_stream import AT, ONE, Subscriber, digest, removed, stored
+
+BLOCK = 4
+GPU = ("GPU", None, None)
+NEAR, NEAR_DISK = ("CPU", "LOCAL", None), ("STORAGE", "LOCAL", None)
+FAR = ("CPU", "REMOTE", "kvpool")
+
+
+def told(*hashes: EventHash, first: int = 0, **fields: object) -> StoredEvent:
+    """The engine has these blocks of a chain on its device."""
+    event = StoredEvent(
+        block_hashes=list(hashes),
+        parent_block_hash=first or None,
+        token_ids=list(range(len(hashes) * BLOCK)),
+        block_size=BLOCK,
+        lora_id=None,
+        lora_name=None,
+        medium="GPU",
+    )
+    return msgspec.structs.replace(event, **fields)
+
+
+def gone(*hashes: EventHash) -> RemovedEvent:
+    return RemovedEvent(block_hashes=list(hashes), medium="GPU")
+
+
+def here(server: str, host: str = "here") -> PoolEvent:
+    return PoolEvent(PoolEventKind.BACK, AT, server, host)
+
+
+RESET, LIVE = PoolEvent(PoolEventKind.RESET, AT), PoolEvent(PoolEventKind.LIVE, AT)
+
+
+class Played:
+    """A relay without sockets, and the router behind it."""
+
+    def __init__(self, **options: int) -> None:
+        self.stream = EngineStream(ONE, "shared", "here", **options)  # type: ignore[arg-type]
+        self.router = Subscriber()
+        self.pool(here("a"), here("b", "there"))
+
+    def engine(self, *events: KVEvent) -> list[KVEvent]:
+        self.router.take(events)
+        added = self.stream.on_engine(events)
+        self.router.take(added)
+        return added
+
+    def pool(self, *events: PoolEvent) -> list[KVEvent]:
+        added = [one for event in events for batch in self.stream.on_pool(event) for one in batch]
+        self.router.take(added)
+        return added
+
+
+def test_a_block_is_announced_wherever_the_pool_has_it() -> None:
+    played = Played()
+    assert not played.pool(stored("a", ONE, 1)), "its tokens are not known"
+    (added,) = played.engine(told(1, 2))
+    assert isinstance(added, StoredEvent)
+    assert (added.block_hashes, added.token_ids, added.session_id) == ([1], [0, 1, 2, 3], None)
+    assert played.router.known == {1: {GPU, NEAR}, 2: {GPU}}
+    played.pool(stored("b", ONE, 2))
+    assert played.router.known == {1: {GPU, NEAR}, 2: {GPU, FAR}}
+    played.engine(gone(1, 2))
+    assert played.router.known == {1: {NEAR}, 2: {FAR}}, "the pool has them still"
+    played.pool(removed("a", ONE, 1), removed("b", ONE, 2))
+    assert not played.router.known
+
+
+def test_the_nearest_copy_counts_and_the_next_one_when_it_goes() -> None:
+    played = Played()
+    played.engine(told(1))
+    played.pool(stored("b", ONE, 1))
+    assert played.router.known == {1: {GPU, FAR}}
+    played.pool(stored("a", ONE, 1, tier="nvme"))
+    assert played.router.known == {1: {GPU, NEAR_DISK}}
+    played.pool(stored("a", ONE, 1))
+    assert played.router.known == {1: {GPU, NEAR}}
+    played.pool(PoolEvent(PoolEventKind.LOST, AT, "a"))
+    assert played.router.known == {1: {GPU, FAR}}
+    played.pool(here("a"))
+    assert played.router.known == {1: {GPU, NEAR}}
+    played.pool(PoolEvent(PoolEventKind.CLEARED, AT, "a"))
+    assert played.router.known == {1: {GPU, FAR}}
+
+
+def test_a_chain_is_one_event_with_its_parents_and_tokens() -> None:
+    played = Played()
+    played.engine(told(*range(1, 9), session_id="s", extra_keys=[("x",), *[None] * 7]))
+    (added,) = played.pool(stored("a", ONE, *range(2, 9)))
+    assert isinstance(added, StoredEvent)
+    assert added.block_hashes == list(range(2, 9))
+    assert added.parent_block_hash == 1
+    assert added.token_ids == list(range(BLOCK, 8 * BLOCK))
+    assert added.session_id == "s"
+    assert not played.pool(stored("a", ONE, 1)), "vllm-router forgets the engine at its extra keys"
+
+
+def test_whole_hashes_are_related_by_their_last_64_bits() -> None:
+    played = Played()
+    played.engine(told(digest(7)))
+    played.pool(stored("a", ONE, 7))
+    assert played.router.known == {digest(7): {GPU, NEAR}}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        told(1, token_ids=[1]),
+        told(1, block_size=0, token_ids=[]),
+        told(1, group_idx=1),
+        told(1, medium="CPU", locality="REMOTE", ownership="kvpool"),
+    ],
+)
+def test_what_cannot_be_related_is_left_alone(event: StoredEvent) -> None:
+    played = Played()
+    played.pool(stored("a", ONE, 1))
+    assert not played.engine(event)
+
+
+def test_an_engine_that_clears_has_to_tell_anew() -> None:
+    """Its weights may have changed: what the pool has under the old name is of no use to it."""
+    played = Played()
+    played.pool(stored("a", ONE, 1, 2))
+    played.engine(told(1, 2))
+    assert not played.engine(ClearedEvent())
+    assert not played.router.known
+    played.pool(stored("b", ONE, 1), removed("a", ONE, 1))
+    assert not played.router.known
+    played.engine(ClearedEvent(), told(2))
+    assert played.router.known == {2: {GPU, NEAR}}
+
+
+def test_an_engine_that_is_lost_keeps_what_the_pool_has_of_it() -> None:
+    played = Played()
+    played.pool(stored("a", ONE, 1))
+    played.engine(told(1, 2))
+    for batch in played.stream.on_engine_lost():
+        played.router.take(batch)
+    assert played.router.known == {1: {NEAR}}
+    played.engine(told(2))
+    played.pool(stored("b", ONE, 2))
+    assert played.router.known == {1: {NEAR}, 2: {GPU, FAR}}
+
+
+def test_a_map_that_is_read_anew_takes_back_only_what_is_gone() -> None:
+    played = Played()
+    played.engine(told(1, 2, 3))
+    played.pool(stored("a", ONE, 1, 2, 3))
+    changes = played.pool(RESET, here("a"), stored("a", ONE, 2), stored("a", ONE, 3, tier="nvme"))
+    assert played.router.known == {1: {GPU, NEAR}, 2: {GPU, NEAR}, 3: {GPU, NEAR_DISK}}
+    assert sum(len(one.block_hashes) for one in changes) == 2  # type: ignore[union-attr]
+    played.pool(LIVE)
+    assert played.router.known == {1: {GPU}, 2: {GPU, NEAR}, 3: {GPU, NEAR_DISK}}
+
+
+def test_a_map_that_is_read_anew_does_not_flicker() -> None:
+    """A copy that goes while the map is read: the other one may be in a part that still comes."""
+    played = Played()
+    played.engine(told(1))
+    played.pool(stored("a", ONE, 1))
+    changes = played.pool(RESET, here("a"), stored("a", ONE, 1), removed("a", ONE, 1))
+    assert not changes
+    played.pool(stored("b", ONE, 1), LIVE)
+    assert played.router.known == {1: {GPU, FAR}}
+
+
+def test_a_server_may_say_later_on_which_host_it_is() -> None:
+    played = Played()
+    played.engine(told(1, 2))
+    played.pool(stored("c", ONE, 1))
+    assert played.router.known == {1: {GPU, FAR}, 2: {GPU}}
+    played.pool(here("c"), stored("c", ONE, 2), LIVE)
+    assert played.router.known == {1: {GPU, NEAR}, 2: {GPU, NEAR}}
+
+
+def test_what_is_known_is_bounded() -> None:
+    played = Played(known_max=10, copies_max=15)
+    played.pool(stored("a", ONE, *range(1, 21)))
+    assert played.stream.left_out == 5
+    played.engine(told(*range(1, 21)))
+    assert len(played.stream) == 10
+    announced = {hash for hash, where in played.router.known.items() if NEAR in where}
+    assert announced == set(range(11, 16)), "the oldest are taken back"
+
+
+def test_a_snapshot_is_what_a_router_believes_that_was_there_from_the_start() -> None:
+    for seed in range(30):
+        chance, played = random.Random(seed), Played()
+        for _ in range(60):
+            numbers = [chance.randrange(1, 40) for _ in range(chance.randrange(1, 5))]
+            server = chance.choice("ab")
+            match chance.randrange(8):
+                case 0 | 1 | 2:
+                    played.engine(told(*dict.fromkeys(numbers)))
+                case 3:
+                    played.engine(gone(*numbers))
+                case 4 | 5:
+                    tier = chance.choice(["dram", "nvme"])
+                    played.pool(stored(server, ONE, *numbers, tier=tier))
+                case 6:
+                    played.pool(removed(server, ONE, *numbers))
+                case 7:
+                    kind = chance.choice([PoolEventKind.LOST, PoolEventKind.BACK])
+                    host = "here" if server == "a" else "there"
+                    played.pool(PoolEvent(kind, AT, server, host))
+        late = Subscriber()
+        for part in played.stream.snapshot():
+            late.take(part)
+        assert late.known == played.router.known, seed
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_numbers_say_what_has_happened() -> None:
+    sequence = Sequence()
+    assert sequence.on_live(5) is Arrival.NEXT
+    assert sequence.on_live(6) is Arrival.NEXT
+    assert sequence.on_live(9) is Arrival.GAP
+    assert [sequence.on_replayed(number) for number in (6, 7, 8)] == [False, True, True]
+    assert sequence.next == 9
+    assert sequence.on_replayed(9)  # the replay goes on beyond what was asked for
+    assert sequence.on_replayed(10)
+    assert sequence.on_live(10) is Arrival.KNOWN
+    assert sequence.on_live(11) is Arrival.NEXT
+    assert sequence.on_live(0) is Arrival.RESTART
+    sequence.begin_again()
+    sequence.skip(0)
+    assert sequence.on_live(1) is Arrival.NEXT
+    assert sequence.on_live(1) is Arrival.RESTART
+
+
+# --- with sockets ---------------------------------------------------------------------------------
+
+
+class Router:
+    """Reads the relay's stream in the background."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.believes = Subscriber()
+        self.numbers: list[int] = []
+        self._context = zmq.asyncio.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self._sub.connect(endpoint)
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            _, number, payload = await self._sub.recv_multipart()
+            self.numbers.append(int.from_bytes(number, "big"))
+            self.believes.take(decode_batch(payload).events)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        self._context.destroy(linger=0)
+
+
+async def no_pool() -> AsyncIterator[PoolEvent]:
+    await asyncio.sleep(1000)
+    yield LIVE
+
+
+ANY = "tcp://127.0.0.1:0"
+
+
+def engine_at(endpoint: str = ANY, replay: str = ANY, kept: int = 100) -> EventPublisher:
+    engine = EventPublisher(endpoint, replay, buffer=ReplayBuffer(kept_max=kept))
+    engine.start()
+    return engine
+
+
+async def collect(subscriber: EventSubscriber, into: list[EngineBatch]) -> None:
+    async for one in subscriber.batches():
+        into += [one]
+
+
+async def test_a_reader_that_comes_late_or_misses_some_asks_for_them() -> None:
+    engine = engine_at()
+    for number in range(3):
+        engine.publish([told(number + 1)], time.time())
+    reader = EventSubscriber(engine.endpoint, engine.replay_endpoint)
+    found: list[EngineBatch] = []
+    task = asyncio.create_task(collect(reader, found))
+    try:
+        await eventually(lambda: len(found) == 3)
+        await asyncio.sleep(0.2)  # it listens
+        engine.buffer.add(b"\x93\xca\x00\x00\x00\x00\x90\x00")  # sent, and lost on the way
+        engine.publish([told(5)], time.time())
+        await eventually(lambda: len(found) == 5)
+        assert not [one for one in found if one.lost]
+        assert all(one.batch is not None for one in found)
+    finally:
+        task.cancel()
+        reader.close()
+        engine.close()
+
+
+@pytest.mark.parametrize("replay", [True, False])
+async def test_a_gap_that_nobody_can_fill_is_noticed(replay: bool) -> None:
+    engine = engine_at(kept=1)
+    reader = EventSubscriber(engine.endpoint, engine.replay_endpoint if replay else "")
+    found: list[EngineBatch] = []
+    task = asyncio.create_task(collect(reader, found))
+    try:
+        await asyncio.sleep(0.3)
+        engine.publish([told(1)], time.time())
+        await eventually(lambda: len(found) == 1)
+        for _ in range(3):
+            engine.buffer.add(b"lost")
+        engine.publish([told(5)], time.time())
+        await eventually(lambda: len(found) == 2)
+        assert "missing" in found[1].lost
+        engine.publish([told(6)], time.time())
+        await eventually(lambda: len(found) == 3)
+        assert not found[2].lost
+    finally:
+        task.cancel()
+        reader.close()
+        engine.close()
+
+
+async def test_a_replay_address_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_subscriber, "_REPLAY_TIMEOUT_S", 0.2)
+    engine = engine_at()
+    reader = EventSubscriber(engine.endpoint, "tcp://127.0.0.1:9")
+    found: list[EngineBatch] = []
+    task = asyncio.create_task(collect(reader, found))
+    try:
+        await asyncio.sleep(0.6)
+        engine.publish([told(1)], time.time())
+        await eventually(lambda: len(found) == 1)
+    finally:
+        task.cancel()
+        reader.close()
+        engine.close()
+
+
+async def test_an_engine_is_started_again_and_sends_nonsense() -> None:
+    engine = engine_at()
+    endpoint, replay = engine.endpoint, engine.replay_endpoint
+    reader = EventSubscriber(endpoint, replay)
+    found: list[EngineBatch] = []
+    task = asyncio.create_task(collect(reader, found))
+    try:
+        await asyncio.sleep(0.3)
+        for number in range(5):
+            engine.publish([told(number + 1)], time.time())
+        await eventually(lambda: len(found) == 5)
+        engine.close()
+        engine = engine_at(endpoint, replay)
+        engine.publish([told(10)], time.time())  # before the reader is connected again
+        await asyncio.sleep(1.0)
+        engine.publish([told(11)], time.time())
+        await eventually(lambda: len(found) == 8)
+        assert "started again" in found[5].lost
+        assert [one.batch.events[0].block_hashes for one in found[6:] if one.batch] == [[10], [11]]  # type: ignore[union-attr]
+        engine.publish_encoded(b"nonsense")
+        await eventually(lambda: len(found) == 9)
+        assert found[8].lost
+        assert (found[8].batch, found[8].payload) == (None, b"")
+    finally:
+        task.cancel()
+        reader.close()
+        engine.close()
+
+
+async def test_the_relay_publishes_what_the_engine_and_the_pool_have() -> None:
+    """With a real pool: the engine evicts, then the pool; a late router asks for a snapshot."""
+    digests = keys("relayed", 6)
+    names = [short_hash(one) for one in digests]
+    engine = engine_at()
+    async with dev.serve("64MiB") as serving, serving.pool() as pool:
+        stream = EngineStream(NAMESPACE, "shared", host_id())
+        first = ReplayBuffer(first=1)
+        relay = EventPublisher(ANY, ANY, buffer=first, snapshot=stream.snapshot)
+        relay.start()
+        reader = EventSubscriber(engine.endpoint, engine.replay_endpoint)
+        running = asyncio.create_task(
+            publish_engine(reader.batches(), pool.events(), stream, relay)
+        )
+        router = Router(relay.endpoint)
+        try:
+            await asyncio.sleep(0.5)
+            engine.publish([told(*names)], time.time())
+            await pool.write(NAMESPACE, digests[:4], values(digests[:4]))
+            near = {name: {GPU, NEAR} for name in names[:4]} | {name: {GPU} for name in names[4:]}
+            await eventually(lambda: router.believes.known == near)
+            engine.publish([gone(*names)], time.time())
+            await eventually(lambda: router.believes.known == {n: {NEAR} for n in names[:4]})
+            await pool.remove(NAMESPACE, digests[:1])
+            await eventually(lambda: router.believes.known == {n: {NEAR} for n in names[1:4]})
+            late = Subscriber()
+            dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            dealer.connect(relay.replay_endpoint)
+            await dealer.send_multipart([b"", SNAPSHOT])
+            while len(frames := await dealer.recv_multipart()) == 4 and frames[3]:
+                late.take(decode_batch(frames[3]).events)
+            dealer.close(0)
+            assert late.known == router.believes.known
+            assert router.numbers[0] == 1
+            assert router.numbers[0] == 1
+            assert router.numbers == list(range(router.numbers[0], router.numbers[-1] + 1))
+        finally:
+            running.cancel()
+            reader.close()
+            relay.close()
+            engine.close()
+            await router.close()
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    async def make() -> None:
+        EventSubscriber("nowhere")
+
+    with pytest.raises(ConfigError, match="cannot read nowhere"):
+        asyncio.run(make())
