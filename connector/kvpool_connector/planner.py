@@ -496,8 +496,9 @@ class Planner:
         self.counters["promise_wait_s"] += load.waited_s
         request.promise.move_to(PromiseState.KEPT if load.complete else PromiseState.BROKEN)
         if load.complete:
-            there = max(load.first, self._windows.available(request.matches))
-            self.counters["promised_tokens"] += load.last - there
+            # After a reset there are no matches any more.
+            found = self._windows.available(request.matches) if request.matches else 0
+            self.counters["promised_tokens"] += load.last - max(load.first, found)
             request.blocks_saved = [
                 max(blocks, load.last // group.block_size)
                 for blocks, group in zip(request.blocks_saved, self._groups, strict=True)

@@ -29,7 +29,7 @@ from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.prefetching import PrefetchRequest
-from kvpool_connector.promises import PromisedBlocks, promise_name
+from kvpool_connector.promises import PromisedBlocks, PromiseState, promise_name
 from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.settings import Settings
 from kvpool_connector.values import (
@@ -155,6 +155,8 @@ class ConnectorScheduler:
         self._arrivals: dict[str, tuple[float, str]] = {}
         self._late_lookups: Counter[str] = Counter()  # by reason
         self._warned_at = -_WARN_EVERY_S
+        self._strange_promises = 0
+        self._warned_promises_at = -_WARN_EVERY_S
 
     def send_events(self, form: EventForm) -> None:
         """Announce the pool's blocks in the engine's stream of KV events from now on."""
@@ -351,6 +353,7 @@ class ConnectorScheduler:
             label = f"lookup_duration {self._lookups.durations.popleft():.2g}"
             metrics[label] = metrics.get(label, 0) + 1
         self._warn_late_lookups(metrics, now)
+        self._warn_strange_promises(metrics, now)
         metrics["verified_difference"] = self.planner.verifier.difference
         metrics["load_bandwidth_bytes"] = self.planner.transfer_cost.bandwidth
         prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
@@ -403,6 +406,17 @@ class ConnectorScheduler:
             )
             self._late_lookups.clear()
             self._warned_at = now
+
+    def _warn_strange_promises(self, metrics: Mapping[str, float], now: float) -> None:
+        """Engines that prefill for this one and share nothing with it: each prompt is computed
+        twice, and no request fails for it."""
+        self._strange_promises += int(metrics.get(f"promise {PromiseState.OTHER_NAME.value}", 0))
+        if self._strange_promises and now - self._warned_promises_at >= _WARN_EVERY_S:
+            self._log_line(
+                f"{self._strange_promises} promises came from engines that share nothing with this "
+                "one (kvpool doctor --engine URL for both says why); their prompts were computed"
+            )
+            self._strange_promises, self._warned_promises_at = 0, now
 
     def _log_mismatch(self, mismatch: Mismatch) -> None:
         """The line that an operator must act on: which engine, which block, and what to do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Final, Literal, NamedTuple, cast
 
 import typer
 
@@ -27,6 +27,9 @@ from kvpool.errors import ConfigError, KvpoolError
 from kvpool.kv_events import EventForm
 from kvpool.types import Namespace
 
+#: Longest topic: subscribers compare it with each message's.
+TOPIC_MAX: Final = 256
+
 
 def events(
     namespace: Annotated[
@@ -47,6 +50,9 @@ def events(
     form: Annotated[
         str, typer.Option(help="shared: for vllm-router; plain: for Dynamo and llm-d.")
     ] = "shared",
+    topic: Annotated[
+        str, typer.Option(help="Topic of the messages; llm-d subscribes to kv@POD@MODEL.")
+    ] = "",
     parts: Annotated[int, typer.Option(help="Parts of the namespace.", min=1, max=256)] = 1,
     hashes: Annotated[
         str, typer.Option(help="short: 64 bits, as vLLM's default; full: the whole key.")
@@ -72,6 +78,8 @@ def events(
         fail(ConfigError(f"--hashes is {hashes!r}, expected short or full"))
     if form not in ("shared", "plain"):
         fail(ConfigError(f"--form is {form!r}, expected shared or plain"))
+    if len(topic) > TOPIC_MAX or not topic.isprintable():
+        fail(ConfigError(f"--topic: expected at most {TOPIC_MAX} characters that can be printed"))
     if engine_replay and not engine:
         fail(ConfigError("--engine-replay needs --engine"))
     try:
@@ -80,19 +88,19 @@ def events(
         name = Namespace(namespace, parts)
     except KvpoolError as error:
         fail(error)
+    stream = StreamAddress(publish, replay, topic)
     if engine:
-        stream = EngineAddress(engine, engine_replay, cast(EventForm, form))
-        run(_engine_events(settings, name, publish, replay, stream), log_level)
+        source = EngineAddress(engine, engine_replay, cast(EventForm, form))
+        run(_engine_events(settings, name, stream, source), log_level)
         return
     width = cast(Literal["short", "full"], hashes)
-    run(_events(settings, name, publish, replay, width), log_level)
+    run(_events(settings, name, stream, width), log_level)
 
 
 async def _events(
     settings: Config,
     namespace: Namespace,
-    publish: str,
-    replay: str,
+    at: StreamAddress,
     hashes: Literal["short", "full"],
 ) -> None:
     from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
@@ -102,7 +110,12 @@ async def _events(
     stream = PoolStream(namespace, hashes)
     async with await open_pool(settings) as pool:
         publisher = EventPublisher(
-            publish, replay, rank=None, buffer=ReplayBuffer(first=1), snapshot=stream.snapshot
+            at.endpoint,
+            at.replay_endpoint,
+            topic=at.topic,
+            rank=None,
+            buffer=ReplayBuffer(first=1),
+            snapshot=stream.snapshot,
         )
         publisher.start()
         try:
@@ -110,6 +123,14 @@ async def _events(
             await publish_pool(pool.events(), stream, publisher)
         finally:
             publisher.close()
+
+
+class StreamAddress(NamedTuple):
+    """Where this command publishes, and under which topic."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
 
 
 class EngineAddress(NamedTuple):
@@ -121,7 +142,7 @@ class EngineAddress(NamedTuple):
 
 
 async def _engine_events(
-    settings: Config, namespace: Namespace, publish: str, replay: str, engine: EngineAddress
+    settings: Config, namespace: Namespace, at: StreamAddress, engine: EngineAddress
 ) -> None:
     from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
     from kvpool.net.event_subscriber import EventSubscriber
@@ -131,7 +152,11 @@ async def _engine_events(
     stream = EngineStream(namespace, engine.form, runtime.host_id())
     async with await open_pool(settings) as pool:
         publisher = EventPublisher(
-            publish, replay, buffer=ReplayBuffer(first=1), snapshot=stream.snapshot
+            at.endpoint,
+            at.replay_endpoint,
+            topic=at.topic,
+            buffer=ReplayBuffer(first=1),
+            snapshot=stream.snapshot,
         )
         publisher.start()
         subscriber: EventSubscriber | None = None

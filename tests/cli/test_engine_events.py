@@ -27,6 +27,8 @@ ENGINE = "tcp://127.0.0.1:1"
     [
         (["--engine", ENGINE, "--form", "other"], "--form is 'other', expected shared or plain"),
         (["--engine-replay", ENGINE], "--engine-replay needs --engine"),
+        (["--topic", "a\nb"], "--topic: expected at most 256 characters that can be printed"),
+        (["--topic", "a" * 257], "--topic: expected at most 256 characters"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: list[str], message: str) -> None:
@@ -56,6 +58,7 @@ async def test_it_reads_an_engine_and_publishes_where_the_pool_has_its_blocks() 
         command = ["events", "--namespace", NAMESPACE.name, "--masters", serving.address]
         command += ["--engine", engine.endpoint, "--engine-replay", engine.replay_endpoint]
         command += ["--publish", "tcp://127.0.0.1:0", "--form", "plain", "--die-with-parent"]
+        command += ["--topic", "kv@pod@model"]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvpool", *command, stdout=asyncio.subprocess.PIPE
         )
@@ -64,7 +67,7 @@ async def test_it_reads_an_engine_and_publishes_where_the_pool_has_its_blocks() 
             assert process.stdout is not None
             line = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
             assert line.startswith("publishing at tcp://127.0.0.1:")
-            sub.setsockopt(zmq.SUBSCRIBE, b"")
+            sub.setsockopt(zmq.SUBSCRIBE, b"kv@")  # as llm-d does
             sub.connect(line.split()[-1])
             await asyncio.sleep(0.5)
             engine.publish([stored], time.time())
@@ -73,7 +76,8 @@ async def test_it_reads_an_engine_and_publishes_where_the_pool_has_its_blocks() 
             until = time.monotonic() + 10
             while ("RemovedEvent", "CPU", 1) not in media:
                 assert time.monotonic() < until, media
-                _, _, payload = await asyncio.wait_for(sub.recv_multipart(), 10)
+                topic, _, payload = await asyncio.wait_for(sub.recv_multipart(), 10)
+                assert topic == b"kv@pod@model"
                 for event in decode_batch(payload).events:
                     hashes = getattr(event, "block_hashes", [])
                     medium = getattr(event, "medium", None)

@@ -253,6 +253,20 @@ def test_a_broken_promise_is_computed_and_not_waited_for_again() -> None:
     assert consumer.step("d", 32, 100).saves, "the other engine has not saved them"
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_reset_in_the_middle_of_a_wait_harms_nothing(complete: bool) -> None:
+    consumer = played()
+    given(consumer, length=2)
+    assert consumer.offer("d", 100) == 96
+    consumer.allocate("d", 7, 96)
+    consumer.planner.on_reset()
+    size = 6 * MIB if complete else 0
+    ended = LoadResult("d", size, complete, 0.1, 0.3)
+    consumer.planner.on_load_result(ended, consumer.now)
+    assert outcomes(consumer) == {"kept" if complete else "broken": 1}
+    assert consumer.offer("d", 100, computed=96 if complete else 0) == 0
+
+
 @pytest.mark.parametrize("end", ["finished", "preempted", "another connector"])
 def test_a_promise_ends_with_its_request(end: str) -> None:
     consumer = played()
