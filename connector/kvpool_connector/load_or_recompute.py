@@ -59,12 +59,14 @@ class Wanted(NamedTuple):
     """Tokens `first` to `last` (excluded) that the pool has of a prompt with these hashes.
 
     `waits_until`: when it stops to wait for other prompts' loads; None if it has not waited.
+    `awaits`: some of them are only promised.
     """
 
     hashes: Sequence[bytes]
     first: int
     last: int
     waits_until: float | None = None
+    awaits: bool = False
 
 
 class Choice(NamedTuple):
@@ -101,7 +103,7 @@ class LoadOrRecompute:
         The estimate of loading includes the bytes of loads that are running: they share the link.
         Waiting ends at `wanted.waits_until`, however often another load took over.
         """
-        _, first, last, waits_until = wanted
+        _, first, last, waits_until, _ = wanted
         if last <= first:
             return Choice(LoadDecision.NOTHING_NEW)
         if last - first < self._limits.hit_tokens_min:
@@ -157,7 +159,7 @@ class LoadOrRecompute:
         A long load that shares only its beginning is not waited for: the engine learns of a load's
         end, not of its progress.
         """
-        found = self._loads.bringing(wanted.hashes, wanted.first, wanted.last)
+        found = self._loads.bringing(wanted.hashes, wanted.first, wanted.last, awaits=wanted.awaits)
         if found is None:
             return None
         load, last = found

@@ -263,7 +263,7 @@ class Planner:
         )
         if (most := request.hints.max_load_tokens) is not None:
             last = min(last, (computed + most) // self._unit * self._unit)
-        wanted = Wanted(request.hashes, computed, last, request.waits_until)
+        wanted = Wanted(request.hashes, computed, last, request.waits_until, last > there)
         decision, request.estimates, request.shared = self._choice.choose(wanted, now)
         if request.shared is not None:
             self._begin_wait(request, now)

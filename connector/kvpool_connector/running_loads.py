@@ -96,14 +96,22 @@ class RunningLoads:
         return sum(min(size, load.size) for load in self._loads)
 
     def bringing(
-        self, hashes: Sequence[bytes], first: int, last: int
+        self, hashes: Sequence[bytes], first: int, last: int, *, awaits: bool = False
     ) -> tuple[RunningLoad, int] | None:
         """The load that brings most of tokens `first` to `last` (excluded) of this prompt, and up
-        to which token; None when none brings their beginning."""
+        to which token; None when none brings their beginning.
+
+        One that waits for promised blocks counts only for a prompt that `awaits` all the same ones:
+        a promise that a client made up must not delay others with the same beginning.
+        """
         best: tuple[RunningLoad, int] | None = None
         begin = (first // self._unit + 1) * self._unit
         for load in self._loads:
             ends = range(begin, min(load.last, last) + 1, self._unit)
+            if load.awaits and not (
+                awaits and load.last >= last and self._equal(hashes, load.hashes, last)
+            ):
+                continue
             if load.first > first or not ends or not self._equal(hashes, load.hashes, begin):
                 continue
             # Equal at first, and different from some token on.

@@ -349,6 +349,25 @@ def test_two_requests_with_one_broken_promise_wait_once() -> None:
     assert outcomes(consumer) == {"broken": 1, "not used": 1}
 
 
+def test_a_promise_that_a_client_made_up_delays_nobody_with_the_same_beginning() -> None:
+    """Everybody's prompt begins with the same instructions, which the pool has."""
+    consumer = played()
+    for _ in range(20):
+        consumer.planner.transfer_cost.observe(6 * MIB, 0.1)
+    consumer.planner.prefill_cost.observe([(0, 96)], 1.0)
+    for name, promise in (("forged", True), ("plain", False), ("promised", True)):
+        chain = hashes("instructions", 96) + hashes(name, 96)
+        hints = RequestHints(promise=PromisedBlocks(192, chain[-1], NAME) if promise else None)
+        lookup = consumer.planner.on_new_request(name, chain, 200, hints, consumer.now)
+        assert lookup is not None
+        consumer.planner.on_lookup_result(name, lookup.serial, [matched(6)], "")
+        expected = 192 if promise else 96
+        assert consumer.offer(name, 200) == expected
+        consumer.allocate(name, 13, expected)
+        if name == "plain":  # what an ordinary load brings is waited for as ever
+            consumer.planner.on_load_result(LoadResult(name, 6 * MIB, True, 0.1), consumer.now)
+
+
 def test_a_proxy_that_asks_both_at_once_promises_the_whole_prompt() -> None:
     consumer = played()
     given(consumer, promise=PromisedBlocks(), length=1)
