@@ -273,17 +273,44 @@ async def vllm_router(
         command += ["--prometheus-port", str(free_port()), "--worker-urls", a.url, b.url]
         command += ["--policy", "kv_aware", "--worker-startup-check-interval", "1"]
         if mode == "static":
-            command += ["--kv-event-block-size", str(BLOCK), "--kv-event-model", "m"]
-            for engine in (a, b):
-                stream = engine.publisher
-                command += ["--kv-event-source", f"{engine.url}={stream.endpoint}"]
-                command += ["--kv-event-replay-source", f"{engine.url}={stream.replay_endpoint}"]
+            command += _streams((a, b))
         stack.enter_context(_process(command, log))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         url = f"http://127.0.0.1:{port}"
         await _until_healthy(session, url, log)
         await asyncio.sleep(1.5)  # it is healthy before it listens
         yield Router(mode, url, session, a, b, log)
+
+
+def _streams(engines: Sequence[Engine]) -> list[str]:
+    """The options that name these engines' KV events."""
+    options = ["--kv-event-block-size", str(BLOCK), "--kv-event-model", "m"]
+    for engine in engines:
+        stream = engine.publisher
+        options += ["--kv-event-source", f"{engine.url}={stream.endpoint}"]
+        options += ["--kv-event-replay-source", f"{engine.url}={stream.replay_endpoint}"]
+    return options
+
+
+@asynccontextmanager
+async def vllm_router_by(policy: str, engines: Sequence[Engine], directory: Path) -> Any:
+    """vllm-router with any policy: its URL, and a client's session."""
+    import aiohttp
+
+    port, log = free_port(), directory / f"{policy}.log"
+    command = [str(_BIN / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(free_port()), "--policy", policy]
+    command += ["--worker-startup-check-interval", "1", "--worker-urls"]
+    command += [engine.url for engine in engines]
+    if policy == "kv_aware":
+        command += _streams(engines)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(_process(command, log))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        url = f"http://127.0.0.1:{port}"
+        await _until_healthy(session, url, log)
+        await asyncio.sleep(1.0)
+        yield url, session
 
 
 class Indexer:
