@@ -13,7 +13,7 @@ SEEDS ?= 0:2000
 SAMPLE ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm fleet test test-vllm test-vllm-long test-routers check bench bench-peers sim mutants chaos fuzz docs clean
+.PHONY: help demo demo-vllm demo-fleet fleet test test-vllm test-vllm-long test-routers check bench bench-peers sim mutants chaos fuzz docs clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ test-routers: $(ROUTERS_VENV)/ready  ## what vllm-router and Dynamo believe of o
 
 demo-vllm: $(VLLM_VENV)/ready  ## a fresh vllm serve takes over long sessions, with the pool and without
 	$(VLLM_VENV)/bin/python -m examples.vllm_two_instances --picture demo-vllm.svg $(ARGS)
+
+demo-fleet: $(VLLM_VENV)/ready $(ROUTERS_VENV)/ready  ## three vllm serve behind routers, 24 agent sessions, with the pool and without
+	$(VLLM_VENV)/bin/python -m examples.vllm_fleet --vllm-router $(ROUTERS_VENV)/bin/vllm-router \
+		--picture demo-fleet.svg $(ARGS)
 
 check: $(VENV)/ready  ## lint and types
 	$(BIN)/ruff check .
@@ -140,4 +144,4 @@ $(VENV)/mutants-ready: $(VENV)/ready
 	@touch $@
 
 clean:  ## remove virtual environments and what was built
-	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(DOCS_VENV) site demo.svg demo-vllm.svg
+	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(DOCS_VENV) site demo.svg demo-vllm.svg demo-fleet.svg

@@ -93,6 +93,7 @@ class Instance:
             env={**os.environ, **quiet, **threads},
             start_new_session=True,
         )
+        self.pid = self._process.pid
 
     def ready(self) -> None:
         """Wait until it answers requests."""

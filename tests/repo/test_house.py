@@ -159,8 +159,9 @@ def test_connectors_and_examples_use_the_public_api() -> None:
     rooms = {room for layer in LAYERS for room in layer}
     for path in files("connector", "examples"):
         for name in imports(path):
-            if within(name, "kvpool.tools.charts") and within(path.stem, "takeover_report"):
-                continue  # a picture of what `make demo-vllm` measured, drawn as the pool's own are
+            drawn = path.stem in ("takeover_report", "fleet_report")
+            if within(name, "kvpool.tools.charts") and drawn:
+                continue  # pictures of what demos measured, drawn as the pool's own are
             if within(name, "kvpool") and room_of(name) in rooms:
                 assert room_of(name) in public, f"{path}: {name}"
 

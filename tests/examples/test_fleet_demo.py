@@ -1,0 +1,81 @@
+"""What `make demo-fleet` plays and reports; with real engines it runs by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from examples import vllm_fleet
+from examples.agent_sessions import FAMILIES, long_session, recorded
+from examples.fleet_report import HINTS, WITH, WITHOUT, Answered, Row, picture, table, wrong
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_sessions_are_the_same_in_every_process() -> None:
+    program = "from examples.agent_sessions import recorded; print(hash(repr(recorded())))"
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
+            env={"PYTHONHASHSEED": "0"},
+        ).stdout
+        for _ in range(2)
+    ]
+    assert done[0] == done[1]
+
+
+def test_sessions_fork_use_tools_and_have_sub_agents() -> None:
+    sessions = {one.name: one for one in recorded()}
+    assert len(sessions) == 24 == 3 * FAMILIES
+    assert len({one.prompt(0)[0]["content"] for one in sessions.values()}) == 1  # the tools
+    for number in range(FAMILIES):
+        root, child, fork = (sessions[f"{kind}-{number}"] for kind in ("root", "child", "fork"))
+        for one in (root, child, fork):
+            for turn in range(1, len(one.ends)):
+                before = one.prompt(turn - 1)
+                assert one.prompt(turn)[: len(before)] == before
+                assert one.prompt(turn)[-1]["role"] == "tool"
+        assert child.prompt(0)[:-1] == root.prompt(0)
+        assert fork.prompt(0)[:-1] == root.prompt(1)
+        assert child.headers("p-")["x-codex-parent-thread-id"] == "p-" + root.name
+        assert (child.after, fork.after) == ((root.name, 0), (root.name, 1))
+        assert not fork.parent
+    longs = [long_session(number, 3, 50) for number in (0, 1)]
+    assert longs[0].prompt(0) != longs[1].prompt(0)
+
+
+def answered(number: int, text: str = "right") -> Answered:
+    return Answered("s", number, 100, 60 + number, number / 10, text, "http://a")
+
+
+def test_the_report_is_of_what_was_answered() -> None:
+    row = Row("example: session", WITH, [answered(number) for number in range(1, 11)], 3.0)
+    assert row.computed == 1000 - 655
+    assert row.hit_rate == pytest.approx(0.655)
+    assert (row.first_s(0.5), row.first_s(0.9), row.first_s(1.0)) == (0.5, 0.9, 1.0)
+    other = row._replace(mode=WITHOUT, answers=[answered(1, "wrong")])
+    assert "65.5%       345     0.50s   0.90s       10     3s" in table([row, other])
+    expected = {("s", number): "right" for number in range(11)}
+    assert wrong([row], expected) == []
+    (fault,) = wrong([row, other], expected)
+    assert "turn 1 of s by http://a: 'wrong', a plain engine 'right'" in fault
+    assert ElementTree.fromstring(picture([row, other])).tag.endswith("svg")
+
+
+def test_each_run_has_its_own_blocks_and_vllm_takes_its_salt() -> None:
+    salts = {f"{policy}-{vllm_fleet._SHORT[mode]}-" for policy, mode, _ in vllm_fleet.CELLS}
+    assert len(salts) == len(vllm_fleet.CELLS)
+    assert not any(set(salt) & set("@/\\\0") for salt in salts)
+    without = vllm_fleet.Cell("", "r", WITHOUT, "salt").body()
+    assert without["kv_transfer_params"]["kvpool"] == {"skip_load": True, "skip_save": True}
+    assert "kv_transfer_params" not in vllm_fleet.Cell("", "r", HINTS, "salt").body()
+    default = {(policy, mode) for policy, mode, extra in vllm_fleet.CELLS if not extra}
+    assert {("round_robin", WITHOUT), ("session", WITHOUT), ("precise", HINTS)} <= default
