@@ -55,9 +55,7 @@ class Fleet:
     """The engines of a router, kept as they are now."""
 
     def __init__(self, router: Router, session: aiohttp.ClientSession, pool: Pool | None) -> None:
-        self._router = router
-        self._session = session
-        self._pool = pool
+        self._router, self._session, self._pool = router, session, pool
         self._zmq = zmq.asyncio.Context()
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.sharing: dict[str, Sharing] = {}  # by the engine's URL
@@ -129,8 +127,8 @@ class Fleet:
             size, algorithm = fields.get("block", "").split("+")[0], fields.get("hash", "")
             for namespace, _ in await self._pool.namespaces(timeout=_ANSWER_S):
                 if namespace.name == name:
-                    found = Sharing(namespace, int(size), algorithm.partition("/")[0])
-                    self.sharing[engine.url] = found
+                    hashed = algorithm.partition("/")[0]
+                    self.sharing[engine.url] = Sharing(namespace, int(size), hashed)
         if engine.host == NOWHERE:
             at = urllib.parse.urlsplit(engine.url).hostname
             for member in await self._pool.members(timeout=_ANSWER_S):

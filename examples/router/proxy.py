@@ -29,6 +29,8 @@ _BODY_S: Final = 30.0
 _CONNECT_S: Final = 3.0
 _RENDER_S: Final = 2.0
 _SCORE_S: Final = 0.2
+#: Masters that did not answer are asked again after so long.
+_AGAIN_S: Final = 5.0
 #: An engine that sends nothing, and a client that takes nothing, for so long is given up.
 _SILENCE_S: Final = 300.0
 _CLIENT_S: Final = 60.0
@@ -50,7 +52,6 @@ class _Choices(msgspec.Struct):
     n: int = 1
 
 
-_CHOICES: Final = msgspec.json.Decoder(_Choices)
 _RENDERED: Final = msgspec.json.Decoder(Rendered | list[Rendered])
 
 
@@ -60,11 +61,10 @@ class Proxy:
     def __init__(
         self, router: Router, fleet: Fleet, session: aiohttp.ClientSession, pool: Pool | None
     ) -> None:
-        self._router = router
-        self._fleet = fleet
-        self._session = session
-        self._pool = pool
+        self._router, self._fleet = router, fleet
+        self._session, self._pool = session, pool
         self._requests = 0
+        self._ask_masters_at = 0.0
         self._spreads: set[asyncio.Task[None]] = set()
 
     def app(self) -> web.Application:
@@ -163,7 +163,7 @@ class Proxy:
         named = from_body(request.path, body, has_session=bool(spoken.session))
         prompt = Prompt(named.session or spoken.session, spoken.parent, spoken.ends)
         with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
-            prompt = prompt._replace(choices=_CHOICES.decode(body).n)
+            prompt = prompt._replace(choices=msgspec.json.decode(body, type=_Choices).n)
         alive = self._router.alive()
         if self._router.policy != "precise" or not alive:
             return prompt
@@ -179,11 +179,15 @@ class Proxy:
         hashes = [short_hash(digest) for digest in chain]
         prompt = prompt._replace(tokens=len(rendered.token_ids), block_size=sharing.block_size)
         prompt = prompt._replace(namespace=sharing.namespace, chain=chain, hashes=hashes)
-        hosts = sorted({one.host for one in alive})
-        with contextlib.suppress(KvpoolError):  # then the engines' own blocks count
+        hosts, now = sorted({one.host for one in alive}), asyncio.get_running_loop().time()
+        if not chain or now < self._ask_masters_at:
+            return prompt
+        try:
             scores = await self._pool.score(sharing.namespace, chain, hosts, timeout=_SCORE_S)
-            prompt = prompt._replace(scores={score.host: score for score in scores})
-        return prompt
+        except KvpoolError:  # the engines' own blocks count, and the next prompts wait for nobody
+            self._ask_masters_at = now + _AGAIN_S
+            return prompt
+        return prompt._replace(scores={score.host: score for score in scores})
 
     async def _render(self, request: web.Request, body: bytes, engine: Engine) -> Rendered | None:
         """Its tokens, by an engine with --enable-scale-out, which tells them of every API."""

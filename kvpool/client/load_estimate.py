@@ -132,9 +132,14 @@ class LoadEstimate:
         return None
 
     def _block_bytes(self, place: _Place) -> float:
-        """The mean of what that server has in that tier, perhaps of several models."""
+        """The mean of what that server has in that tier, perhaps of several models; where its last
+        heartbeat came before its first block, the mean of what all servers have."""
         usage = self._usage(place)
-        return self._parts * usage.used / usage.blocks if usage and usage.blocks else 0.0
+        if usage is not None and usage.blocks:
+            return self._parts * usage.used / usage.blocks
+        everything = [one for member in self._members.values() for one in member.stats.usage]
+        blocks = sum(one.blocks for one in everything)
+        return self._parts * sum(one.used for one in everything) / blocks if blocks else 0.0
 
     def _tier_rate(self, place: _Place) -> float | None:
         """Bytes per second while that tier was read, since the server's start."""

@@ -290,7 +290,8 @@ class Pool:
         more have reached, from its host for near blocks, from others for far ones; before the
         first such read 4 and 1 GB/s are assumed. Slower tiers in addition: what their servers'
         heartbeats report, or 1 GB/s. An engine's copy to its device is not in it. The size is
-        `block_bytes` for each block, or the mean of what the servers hold.
+        `block_bytes` for each block, or the mean of what the servers hold, which is 0 until the
+        first of them has reported a block.
 
         Raises BadKey for an empty `chain` or wrong digests; UsageError for wrong `hosts` (1 to
         1,024 names) or `block_bytes`; MasterLost when no master answers (design: score).

@@ -148,7 +148,7 @@ MEMBERS = dict(
         ([Replica("b1", "nvme")], 0, {"nvme": 1}, 2**20 / PRIOR_FAR_RATE + 2**20 / 2e9),
         ([Replica("b1", "nvme"), Replica("b2", "dram")], 0, {"dram": 1}, 2**20 / PRIOR_FAR_RATE),
         ([Replica("b1", "dram"), Replica("a2", "dram")], 1, {"dram": 1}, 2**20 / PRIOR_NEAR_RATE),
-        ([Replica("stranger", "dram")], 0, {"dram": 1}, 0.0),
+        ([Replica("stranger", "dram")], 0, {"dram": 1}, 2**20 / PRIOR_FAR_RATE),
     ],
 )
 def test_a_block_is_read_where_a_reader_would_read_it(
@@ -171,6 +171,17 @@ def test_a_block_is_near_when_all_of_its_parts_are() -> None:
     assert (here.near, here.far, here.far_tiers) == (3, 2, {"nvme": 2})
     assert (there.near, there.far, there.far_tiers) == (0, 5, {"dram": 3, "nvme": 2})
     assert here.size == 5 * 2 << 20
+
+
+def test_a_server_that_has_reported_no_block_yet_counts_with_the_mean_of_all() -> None:
+    fresh = dict([member("new", "a", TierUsage("dram"))])
+    estimate = LoadEstimate(1, {**MEMBERS, **fresh})
+    estimate.add([Replica("new", "dram")], 2)
+    assert estimate.score("a", RATES, None).size == 2 << 20
+    alone = LoadEstimate(1, fresh)
+    alone.add([Replica("new", "dram")], 2)
+    score = alone.score("a", RATES, None)
+    assert (score.near, score.size, score.measured) == (2, 0, False)
 
 
 async def test_wrong_calls(pool_dev: dev.Dev) -> None:

@@ -380,10 +380,14 @@ async def test_precise_knows_devices_and_the_pool(apart: dev.Dev) -> None:
             await settles(asked, (b.url, "pool"))
             # Without a master, and then without /render, prompts are routed all the same.
             await apart.master.close()
-            began = time.monotonic()
-            _, reason = await asked.engine()
-            assert reason == "cold"
-            assert time.monotonic() - began < patient(2)
+            took = []
+            for _ in range(4):
+                began = time.monotonic()
+                assert (await asked.engine())[1] == "cold"
+                took.append(time.monotonic() - began)
+            assert took[0] < patient(2)
+            # Only the first one has waited for the master.
+            assert min(took[1:]) < proxy_module._SCORE_S < took[0]
             a.tokens = b.tokens = ["no tokens"]  # type: ignore[list-item]
             assert (await asked.engine(**{"X-Session-ID": "s"}))[1] == "load"
             assert (await asked.engine(**{"X-Session-ID": "s"}))[1] == "session"
