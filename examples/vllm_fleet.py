@@ -394,7 +394,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="the whole matrix")
     parser.add_argument("--picture", type=Path, help="an SVG file to write")
     parser.add_argument("--vllm-router", type=Path, help="the program of its wheel")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.vllm_router is not None and not os.access(chosen.vllm_router, os.X_OK):
+        parser.error(f"--vllm-router {chosen.vllm_router}: no such program")
+    if chosen.picture is not None and not chosen.picture.parent.is_dir():
+        parser.error(f"--picture {chosen.picture}: no such directory")
+    return chosen
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -59,10 +59,6 @@ class DeviceBlocks:
                 elif isinstance(event, StoredEvent) and len(self) < DEVICE_BLOCKS_MAX:
                     self._hashes.update(map(_short, event.block_hashes))
 
-    def clear(self) -> None:
-        """Events were missed: nothing is known."""
-        self._hashes.clear()
-
     def leading(self, hashes: Sequence[int]) -> int:
         """Blocks of a prompt that are there, from its first one on."""
         return next((i for i, one in enumerate(hashes) if one not in self._hashes), len(hashes))
@@ -140,7 +136,6 @@ class Router:
     """Decides for all engines. The sessions' engines and the last decisions are bounded."""
 
     def __init__(self, policy: str) -> None:
-        assert policy in POLICIES
         self.policy = policy
         self.engines: dict[str, Engine] = {}
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
@@ -187,16 +182,14 @@ class Router:
         if prompt.parent and prompt.scores and prompt.parent not in self._spread:
             _remember(self._spread, prompt.parent, "")
             hosts += [engine.host for engine in self.alive()]
-        scores = prompt.scores
-        wanted = [host for host in dict.fromkeys(hosts) if host in scores and scores[host].far]
-        return [host for host in wanted if host != NOWHERE][:_SPREAD_HOSTS_MAX]
+        lack = [one for one in dict.fromkeys(hosts) if (at := prompt.scores.get(one)) and at.far]
+        return [host for host in lack if host != NOWHERE][:_SPREAD_HOSTS_MAX]
 
     def _at_home(self, prompt: Prompt, alive: Sequence[Engine]) -> Decision:
         by_url = {engine.url: engine for engine in alive}
         if home := by_url.get(self._homes.get(prompt.session, "")):
             return Decision(home, "session", 0.0)
-        least = _least_loaded(alive)
-        above = by_url.get(self._homes.get(prompt.parent, ""))
+        least, above = _least_loaded(alive), by_url.get(self._homes.get(prompt.parent, ""))
         if above is not None and above.load <= least.load + 1:
             return Decision(above, "parent", 0.0)
         return Decision(least, "load", 0.0)

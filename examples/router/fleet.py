@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import struct
 import urllib.parse
@@ -18,10 +19,12 @@ import aiohttp
 import zmq
 import zmq.asyncio
 
-from examples.router.core import NOWHERE, Engine, Router
+from examples.router.core import NOWHERE, DeviceBlocks, Engine, Router
 from kvpool import KvpoolError, Namespace, Pool
 from kvpool.errors import BadMessage
 from kvpool.kv_events import BATCH_BYTES_MAX, decode_batch
+
+log = logging.getLogger("kvpool.router")
 
 _POLL_S: Final = 1.0
 _ANSWER_S: Final = 2.0
@@ -78,13 +81,17 @@ class Fleet:
 
     async def _watch(self, engine: Engine, address: Address) -> None:
         listener: asyncio.Task[None] | None = None
+        lost = True
         try:
             while True:
                 engine.lost = not await self._poll(engine)
+                if engine.lost != lost:
+                    log.warning("engine %s is %s", engine.url, "here" if lost else "lost")
+                lost = engine.lost
                 if listener is not None and (engine.lost or listener.done()):
                     listener.cancel()
                     listener = None
-                    engine.blocks.clear()
+                    engine.blocks = DeviceBlocks()
                 if listener is None and address.events and not engine.lost:
                     listener = asyncio.create_task(self._listen(engine, address))
                 await asyncio.sleep(_POLL_S)

@@ -184,10 +184,10 @@ class Proxy:
             return prompt
         try:
             scores = await self._pool.score(sharing.namespace, chain, hosts, timeout=_SCORE_S)
+            prompt = prompt._replace(scores={score.host: score for score in scores})
         except KvpoolError:  # the engines' own blocks count, and the next prompts wait for nobody
             self._ask_masters_at = now + _AGAIN_S
-            return prompt
-        return prompt._replace(scores={score.host: score for score in scores})
+        return prompt
 
     async def _render(self, request: web.Request, body: bytes, engine: Engine) -> Rendered | None:
         """Its tokens, by an engine with --enable-scale-out, which tells them of every API."""

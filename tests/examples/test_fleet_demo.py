@@ -79,3 +79,14 @@ def test_each_run_has_its_own_blocks_and_vllm_takes_its_salt() -> None:
     assert "kv_transfer_params" not in vllm_fleet.Cell("", "r", HINTS, "salt").body()
     default = {(policy, mode) for policy, mode, extra in vllm_fleet.CELLS if not extra}
     assert {("round_robin", WITHOUT), ("session", WITHOUT), ("precise", HINTS)} <= default
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--vllm-router", "/no/such/program"], ["--picture", "/no/such/folder/x.svg"]]
+)
+def test_wrong_arguments_are_refused_before_anything_starts(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        vllm_fleet.parse(arguments)
+    assert "no such" in capsys.readouterr().err
