@@ -13,6 +13,7 @@ from typing import Final
 import aiohttp
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from examples.router.core import Decision, Engine, Prompt, Router
 from examples.router.fleet import Fleet
@@ -174,11 +175,10 @@ class Proxy:
         if (rendered := await self._render(request, body, engine)) is None or rendered.features:
             return prompt
         # In a thread: a long prompt has thousands of blocks.
-        salt = rendered.cache_salt or ""
-        chain = await asyncio.to_thread(block_hashes, rendered.token_ids, sharing.block_size, salt)
-        hashes = [short_hash(digest) for digest in chain]
-        prompt = prompt._replace(tokens=len(rendered.token_ids), block_size=sharing.block_size)
-        prompt = prompt._replace(namespace=sharing.namespace, chain=chain, hashes=hashes)
+        tokens, size, salt = rendered.token_ids, sharing.block_size, rendered.cache_salt or ""
+        chain = await asyncio.to_thread(block_hashes, tokens, size, salt)
+        prompt = prompt._replace(namespace=sharing.namespace, chain=chain, block_size=size)
+        prompt = prompt._replace(tokens=len(tokens), hashes=[short_hash(one) for one in chain])
         hosts, now = sorted({one.host for one in alive}), asyncio.get_running_loop().time()
         if not chain or now < self._ask_masters_at:
             return prompt
@@ -192,9 +192,9 @@ class Proxy:
     async def _render(self, request: web.Request, body: bytes, engine: Engine) -> Rendered | None:
         """Its tokens, by an engine with --enable-scale-out, which tells them of every API."""
         try:
-            headers = {**_passed_on(request), "Accept-Encoding": "identity"}
-            timeout = aiohttp.ClientTimeout(total=_RENDER_S)
-            url = f"{engine.url}{request.path}/render"
+            headers = _passed_on(request)
+            headers["Accept-Encoding"] = "identity"
+            url, timeout = f"{engine.url}{request.path}/render", aiohttp.ClientTimeout(_RENDER_S)
             async with self._session.post(url, data=body, headers=headers, timeout=timeout) as one:
                 rendered = _RENDERED.decode(await one.read())
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError):
@@ -216,8 +216,8 @@ class Proxy:
             await self._pool.spread(prompt.namespace, prompt.chain, to=hosts, timeout=_SPREAD_S)
 
 
-def _passed_on(message: web.Request | aiohttp.ClientResponse) -> dict[str, str]:
-    return {name: value for name, value in message.headers.items() if name.lower() not in _HOP}
+def _passed_on(message: web.Request | aiohttp.ClientResponse) -> CIMultiDict[str]:
+    return CIMultiDict([(k, v) for k, v in message.headers.items() if k.lower() not in _HOP])
 
 
 def _refused(status: int, text: str) -> web.Response:
