@@ -406,6 +406,8 @@ def main(arguments: Sequence[str]) -> None:
     chosen = parse(arguments)
     if find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed here: make demo-fleet")
+    # Its processes are in groups of their own: they must end with it also at a SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as folder:
         model, logs = tiny(Path(folder) / "model"), Path(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,35 @@ def test_wrong_arguments_are_refused_before_anything_starts(
     with pytest.raises(SystemExit):
         vllm_fleet.parse(arguments)
     assert "no such" in capsys.readouterr().err
+
+
+def test_it_ends_its_processes_when_it_is_terminated() -> None:
+    """Engines are in process groups of their own: a SIGTERM of the demo does not reach them."""
+    program = """
+import asyncio, contextlib, pathlib
+from examples import vllm_fleet as demo
+
+@contextlib.contextmanager
+def started(model, logs):
+    try:
+        yield None, None
+    finally:
+        print("ended", flush=True)
+
+async def measure(*_):
+    print("runs", flush=True)
+    await asyncio.sleep(60)
+
+demo.started, demo.measure, demo.tiny, demo.find_spec = started, measure, lambda at: at, bool
+demo.main([])
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line == "runs\n":
+                running.send_signal(signal.SIGTERM)
+                break
+        rest = running.stdout.read()
+    assert rest == "ended\n"
+    assert running.returncode == 143
