@@ -17,21 +17,44 @@ if TYPE_CHECKING:
 
 Which = Annotated[
     list[str] | None,
-    typer.Argument(help="headline, scaling, grid, or one: a fleet of the options below."),
+    typer.Argument(
+        help="headline, scaling, grid, hints, links, failures, fan-out, hog, thousand, "
+        "sensitivity, or one: a fleet of the options below."
+    ),
 ]
 Gpus = Annotated[int, typer.Option(min=12, help="GPUs: 4 that prefill and 8 that decode, or more.")]
-LoadName = Annotated[str, typer.Option(help="What is asked: codex or scaling.")]
+LoadName = Annotated[str, typer.Option(help="What is asked: codex, scaling or fan-out.")]
 Sessions = Annotated[int, typer.Option(min=1, help="Sessions in all.")]
 Concurrent = Annotated[int, typer.Option(min=1, help="Sessions at the same time.")]
 ScopeName = Annotated[str, typer.Option(help="Below device memory: none, local or pool.")]
 RouterName = Annotated[
-    str, typer.Option("--router", help="round-robin, least-loaded, sticky or spill.")
+    str, typer.Option("--router", help="round-robin, least-loaded, sticky, spill or precise.")
+]
+EventsLate = Annotated[
+    float, typer.Option(help="Seconds until a precise router knows what an engine holds.")
 ]
 PolicyName = Annotated[str, typer.Option(help="Eviction policy of the pool.")]
 Planner = Annotated[
     str, typer.Option(help="Whether engines load: auto (where it is faster), always or never.")
 ]
-EndHints = Annotated[bool, typer.Option("--end-hints", help="Sessions say when they end.")]
+HintNames = Annotated[
+    str,
+    typer.Option("--hints", help="What the pool learns of sessions: end, arrival, resume, or all."),
+]
+ResumeError = Annotated[float, typer.Option(help="Relative error of the announced pauses.")]
+AdmitTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Serve sessions with so many tokens together; others wait."),
+]
+Hog = Annotated[
+    float, typer.Option("--hog", help="Prompts a second of a client that repeats none of them.")
+]
+Incidents = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--incident", help="SECONDS:server:NUMBER, SECONDS:engine:NUMBER, SECONDS:masters:SECONDS."
+    ),
+]
 MemoryTokens = Annotated[
     int | None, typer.Option(min=1, help="Tokens that fit into the memory of all servers together.")
 ]
@@ -60,7 +83,12 @@ def fleet(
     router: RouterName = "round-robin",
     policy: PolicyName = "lru",
     planner: Planner = "auto",
-    end_hints: EndHints = False,
+    events_late_s: EventsLate = 0.5,
+    hint_names: HintNames = "",
+    resume_error: ResumeError = 0.25,
+    admit_tokens: AdmitTokens = None,
+    hog: Hog = 0.0,
+    incidents: Incidents = None,
     memory_tokens: MemoryTokens = None,
     block_tokens: BlockTokens = 512,
     values: Values = None,
@@ -76,7 +104,7 @@ def fleet(
     """
     from kvpool.fleet import cases, report
     from kvpool.fleet.constants import Constants
-    from kvpool.fleet.fleet import FleetOptions, Scope
+    from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
 
     try:
         known = Constants().changed(_parsed(values or []))
@@ -95,7 +123,12 @@ def fleet(
             router=router,
             policy=policy,
             planner=planner,
-            end_hints=end_hints,
+            events_late_s=events_late_s,
+            hints=Hints.parsed(hint_names),
+            resume_error=resume_error,
+            admit_tokens=admit_tokens,
+            hog_prompts_s=hog,
+            incidents=[Incident.parsed(one) for one in incidents or []],
             memory_tokens=memory_tokens,
             block=block_tokens,
             seed=seed,

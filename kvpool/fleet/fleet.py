@@ -2,83 +2,26 @@
 
 from __future__ import annotations
 
-import enum
+import itertools
 import random
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from kvpool import registry
-from kvpool.errors import ConfigError
-from kvpool.fleet.constants import Constants
+from kvpool.fleet.admission import Admission
 from kvpool.fleet.decode import DecodeEngine
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.memory import FleetMemory, local_memories, shared_pool
+from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
 from kvpool.fleet.prefill import PrefillEngine
 from kvpool.fleet.prompts import Prompt
 from kvpool.fleet.results import FleetResult, measured
-from kvpool.fleet.routers import ROUTERS
-from kvpool.fleet.sessions import LOADS, PromptBlocks
+from kvpool.fleet.routers import ROUTERS, RouterFacts
+from kvpool.fleet.sessions import CHILDREN_WITHIN_S, LOADS, PromptBlocks, SessionPlan
 from kvpool.tools.workloads import Turn
 from kvpool.types import SessionHint
-
-#: An instance is 4 GPUs that prefill and 8 that decode.
-GPUS_PER_INSTANCE: Final = 12
-
-
-class Scope(enum.Enum):
-    """What lies under the engines' device memory."""
-
-    NONE = "none"
-    LOCAL = "local"
-    POOL = "pool"
-
-
-@dataclass(frozen=True, slots=True)
-class FleetOptions:
-    """`sessions` in all, `concurrent` of them at a time; `memory_tokens` of all servers together.
-
-    `end_hints`: the pool is told when a session ends. `block` in tokens. Raises ConfigError.
-    """
-
-    gpus: int = GPUS_PER_INSTANCE
-    load: str = "codex"
-    sessions: int = 610
-    concurrent: int = 50
-    scope: Scope = Scope.POOL
-    router: str = "round-robin"
-    policy: str = "lru"
-    planner: str = "auto"
-    end_hints: bool = False
-    memory_tokens: int | None = None
-    block: int = 512
-    seed: int = 1
-    constants: Constants = field(default_factory=Constants)
-
-    def __post_init__(self) -> None:
-        if self.gpus < GPUS_PER_INSTANCE or self.gpus % GPUS_PER_INSTANCE:
-            raise ConfigError(f"gpus: {self.gpus} is not a multiple of {GPUS_PER_INSTANCE}")
-        if self.load not in LOADS:
-            raise ConfigError(f"load {self.load!r}: expected one of {', '.join(LOADS)}")
-        if self.planner not in ("auto", "always", "never"):
-            raise ConfigError(f"planner {self.planner!r}: expected auto, always or never")
-        if self.router not in ROUTERS:
-            raise ConfigError(f"router {self.router!r}: expected one of {', '.join(ROUTERS)}")
-        registry.policy(self.policy, 1 << 30)  # raises for a name that is not installed
-        if not 0 < self.concurrent <= self.sessions:
-            raise ConfigError(f"concurrent: {self.concurrent} is not 1 to {self.sessions} sessions")
-        if not 16 <= self.block <= 4096:
-            raise ConfigError(f"block: {self.block} tokens, expected 16 to 4096")
-
-    @property
-    def instances(self) -> int:
-        return self.gpus // GPUS_PER_INSTANCE
-
-    @property
-    def memory(self) -> int:
-        """Tokens that fit into the memory of all servers together."""
-        default = int(self.constants.pool_tokens) * self.instances
-        return default if self.memory_tokens is None else self.memory_tokens
 
 
 class Fleet:
@@ -88,38 +31,42 @@ class Fleet:
     def __init__(self, options: FleetOptions) -> None:
         self._options = options
         self._constants = options.constants
+        self._rng = random.Random(options.seed)
         self._events = EventQueue()
         self._memory = self._make_memory()
-        self._choose = ROUTERS[options.router]()
-        self._engines = [
-            PrefillEngine(
-                number,
+        self._choose = ROUTERS[options.router](
+            RouterFacts(
                 self._events,
                 options.constants,
                 self._memory,
-                block=options.block,
-                load=options.planner,
-                prefilled=self._prefilled,
-                hint=self._hint,
+                options.block,
+                options.events_late_s,
             )
-            for number in range(options.instances)
-        ]
+        )
+        self._engines = [self._make_engine(number) for number in range(options.instances)]
         self._decoders = [
             DecodeEngine(self._events, options.constants, self._answered)
             for _ in range(options.instances)
         ]
+        admit_tokens = options.admit_tokens
+        self._admission = Admission(float("inf") if admit_tokens is None else admit_tokens)
+        self._held: deque[Prompt] = deque()  # until their session is admitted
         load = LOADS[options.load]
         self._blocks = PromptBlocks(load.shared_tokens, options.block)
-        self._waiting = enumerate(load.sessions(options.sessions, options.seed))
+        self._waiting = load.sessions(options.sessions, options.seed)
+        self._numbers = itertools.count()
         self._running: dict[int, _RunningSession] = {}
         self._done: list[Prompt] = []
         self._last_began_at = 0.0
 
     def run(self) -> FleetResult:
         """Serve every session to its end."""
-        rng = random.Random(self._options.seed)
         for _ in range(self._options.concurrent):
-            self._events.at(rng.uniform(0.0, _RAMP_S), self._begin_session)
+            self._events.at(self._rng.uniform(0.0, _RAMP_S), self._begin_session)
+        if self._options.hog_prompts_s:
+            self._events.at(_RAMP_S, self._send_hog)
+        for incident in self._options.incidents:
+            self._events.at(incident.at_s, self._incident, incident)
         self._events.run()
         return measured(
             self._done,
@@ -128,9 +75,10 @@ class Fleet:
             last=self._last_began_at,
             loaded_bytes=self._memory.moved if self._memory is not None else 0.0,
             saves_dropped=self._memory.saves_dropped if self._memory is not None else 0,
+            incident_at=min((one.at_s for one in self._options.incidents), default=None),
         )
 
-    # --- inside --------------------------------------------------------------------------
+    # --- its parts -----------------------------------------------------------------------
 
     def _make_memory(self) -> FleetMemory | None:
         options = self._options
@@ -150,60 +98,170 @@ class Fleet:
             shared=shared,
         )
 
-    def _begin_session(self) -> None:
-        following = next(self._waiting, None)
-        if following is None:
-            return
-        number, turns = following
-        self._last_began_at = self._events.now
-        self._running[number] = _RunningSession(turns)
-        self._send(number)
-
-    def _send(self, number: int) -> None:
-        """The session's next prompt."""
-        session = self._running[number]
-        turn = session.turns[session.sent]
-        session.chain = self._blocks.prompt(session.chain, turn, not session.sent)
-        prompt = Prompt(
-            f"{number}-{session.sent}",
+    def _make_engine(self, number: int) -> PrefillEngine:
+        return PrefillEngine(
             number,
-            session.sent,
-            session.chain,
-            turn.length,
-            turn.output,
-            self._events.now,
-            session.sent + 1 == len(session.turns),
+            self._events,
+            self._constants,
+            self._memory,
+            block=self._options.block,
+            load=self._options.planner,
+            prefilled=self._prefilled,
+            hint=self._hint,
         )
+
+    # --- sessions ------------------------------------------------------------------------
+
+    def _begin_session(self) -> None:
+        plan = next(self._waiting, None)
+        if plan is not None:
+            self._last_began_at = self._events.now
+            self._begin(plan, None)
+
+    def _begin(self, plan: SessionPlan, parent: _RunningSession | None) -> None:
+        number = next(self._numbers)
+        session = _RunningSession(number, plan, parent)
+        if parent is not None:
+            session.chain = parent.chain
+        self._running[number] = session
+        self._send(session)
+
+    def _send(self, session: _RunningSession) -> None:
+        """The session's next prompt."""
+        turn = session.plan.turns[session.sent]
+        session.chain = self._blocks.prompt(session.chain, turn)
+        prompt = self._prompt(session.number, session.sent, session.chain, turn)
         session.sent += 1
+        prompt.last = session.sent == len(session.plan.turns)
+        self._events.after(self._constants.front_end_s, self._admit, prompt)
+
+    def _send_hog(self) -> None:
+        """A long prompt of a client that never comes again, as long as others are there."""
+        if not self._running:
+            return
+        turn = Turn(_HOG_TOKENS, 0, _HOG_OUTPUT, 0.0)
+        number = -1 - next(self._numbers)
+        prompt = self._prompt(number, 0, self._blocks.prompt([], turn), turn)
+        prompt.last = True
         self._events.after(self._constants.front_end_s, self._route, prompt)
+        self._events.after(1 / self._options.hog_prompts_s, self._send_hog)
+
+    def _prompt(self, session: int, number: int, chain: list[bytes], turn: Turn) -> Prompt:
+        id = f"{session}-{number}"
+        return Prompt(id, session, number, chain, turn.length, turn.output, self._events.now)
+
+    def _admit(self, prompt: Prompt) -> None:
+        root = self._running[prompt.session].root
+        if self._admission.admits(root.number, prompt.tokens):
+            self._route(prompt)
+        else:
+            self._held.append(prompt)
 
     def _route(self, prompt: Prompt) -> None:
-        self._choose(prompt, self._engines).add(prompt)
+        engine = self._choose(prompt, self._engines)
+        engine.add(prompt)
+        self._repeat_arrival(prompt)
 
     def _prefilled(self, prompt: Prompt) -> None:
         min(self._decoders, key=lambda engine: engine.requests).add(prompt)
 
     def _answered(self, prompt: Prompt) -> None:
+        if prompt.session < 0:
+            return  # it is no session's
         self._done.append(prompt)
-        gap_s = self._running[prompt.session].turns[prompt.turn].gap_s
-        if not prompt.last:
-            self._events.after(gap_s, self._send, prompt.session)
+        session = self._running[prompt.session]
+        gap_s = session.plan.turns[prompt.turn].gap_s
+        if prompt.last:
+            self._end(session, prompt, gap_s)
+        elif session.plan.children and not prompt.turn:
+            session.children = len(session.plan.children)
+            for child in session.plan.children:
+                begins_s = self._rng.uniform(0.0, CHILDREN_WITHIN_S)
+                self._events.after(gap_s + begins_s, self._begin, child, session)
+        else:
+            self._announce_return(prompt, gap_s)
+            self._events.after(gap_s, self._send, session)
+
+    def _end(self, session: _RunningSession, prompt: Prompt, gap_s: float) -> None:
+        del self._running[session.number]
+        if (memory := self._told(Hints.END)) is not None:
+            memory.end(prompt.engine, str(session.number), self._events.now)
+        parent = session.parent
+        if parent is not None:
+            parent.children -= 1
+            if not parent.children:
+                self._events.after(gap_s, self._send, parent)
             return
-        del self._running[prompt.session]
-        if self._options.end_hints and self._memory is not None:
-            self._memory.end(prompt.engine, str(prompt.session), self._events.now)
+        self._admission.end(session.number)
+        while self._held:
+            waiting = self._held[0]
+            root = self._running[waiting.session].root
+            if not self._admission.admits(root.number, waiting.tokens):
+                break
+            self._route(self._held.popleft())
         self._events.after(gap_s, self._begin_session)
 
+    # --- hints ---------------------------------------------------------------------------
+
+    def _told(self, hint: Hints) -> FleetMemory | None:
+        """What such a hint goes to, if it is given at all."""
+        return self._memory if self._options.hints & hint else None
+
     def _hint(self, prompt: Prompt) -> SessionHint | None:
-        return SessionHint(str(prompt.session)) if self._options.end_hints else None
+        named = self._options.hints and prompt.session >= 0
+        return SessionHint(str(prompt.session)) if named else None
+
+    def _repeat_arrival(self, prompt: Prompt) -> None:
+        """As the connector does, at once and while the prompt waits."""
+        memory = self._told(Hints.ARRIVAL)
+        if memory is None or prompt.session < 0 or prompt.began_at:
+            return
+        memory.arrived(prompt.engine, str(prompt.session), self._events.now)
+        self._events.after(_REPEAT_ARRIVAL_S, self._repeat_arrival, prompt)
+
+    def _announce_return(self, prompt: Prompt, gap_s: float) -> None:
+        memory = self._told(Hints.RESUME)
+        if memory is not None:
+            in_s = gap_s * self._rng.lognormvariate(0.0, self._options.resume_error)
+            memory.resumes(prompt.engine, str(prompt.session), in_s, self._events.now)
+
+    # --- bad days ------------------------------------------------------------------------
+
+    def _incident(self, incident: Incident) -> None:
+        if incident.kind == "engine":
+            lost = self._engines[incident.number].stop()
+            self._engines[incident.number] = self._make_engine(incident.number)
+            for prompt in lost:
+                self._events.after(_ENGINE_LOST_S, self._route, prompt)
+        elif self._memory is None:
+            return
+        elif incident.kind == "server":
+            self._memory.lose_server(incident.number)
+        else:
+            self._memory.masters_out_until = self._events.now + incident.number
 
 
 #: The first sessions begin in this time.
 _RAMP_S: Final = 60.0
+#: A prompt that nobody repeats.
+_HOG_TOKENS: Final = 60_000
+_HOG_OUTPUT: Final = 100
+#: The connector repeats the arrival of a prompt that waits.
+_REPEAT_ARRIVAL_S: Final = 30.0
+#: Until a router sends the prompts of an engine that is lost to another one.
+_ENGINE_LOST_S: Final = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _RunningSession:
-    turns: list[Turn]
+    number: int
+    plan: SessionPlan
+    parent: _RunningSession | None
     sent: int = 0
-    chain: list[bytes] = field(default_factory=list)
+    chain: list[bytes] | None = None
+    children: int = 0  # that have not ended
+
+    @property
+    def root(self) -> _RunningSession:
+        """The session that began them all."""
+        return self if self.parent is None else self.parent.root

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class HbmCache:
-    """Room for `capacity` blocks. Of a prompt the tail goes before the head."""
+    """Room for `capacity` blocks. Of a prompt the tail goes before the head.
+
+    `changed`, if there is one, receives the blocks that were added and removed: the KV events of
+    an engine.
+    """
 
     def __init__(self, capacity: int) -> None:
+        self.changed: Callable[[Sequence[bytes], Sequence[bytes]], None] | None = None
         self._capacity = capacity
         self._blocks: OrderedDict[bytes, None] = OrderedDict()  # the next victim first
 
@@ -25,8 +30,13 @@ class HbmCache:
 
     def add(self, chain: Sequence[bytes]) -> None:
         """This prompt is computed: all of its blocks are here, as far as they fit, and used now."""
+        added, removed = [], []
         for digest in reversed(chain[: self._capacity]):
+            if digest not in self._blocks:
+                added.append(digest)
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
         while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
+            removed.append(self._blocks.popitem(last=False)[0])
+        if self.changed is not None:
+            self.changed(added, removed)

@@ -41,11 +41,17 @@ class SharedLink:
 
     def __init__(self, events: EventQueue, bytes_s: float) -> None:
         self.moved = 0.0  # bytes so far
+        self.bytes_s = bytes_s
         self._events = events
-        self._bytes_s = bytes_s
         self._running: list[LinkTransfer] = []
         self._known_at = 0.0  # when `left` of each was right
         self._alarm = 0  # the number of the alarm that counts
+
+    @property
+    def left(self) -> float:
+        """Bytes of all transfers that have not passed yet."""
+        passed = (self._events.now - self._known_at) * self.bytes_s
+        return max(0.0, sum(one.left for one in self._running) - passed)
 
     def start(self, size: float, ended: Callable[[], None]) -> LinkTransfer:
         """Call `ended` when so many bytes have passed."""
@@ -68,7 +74,7 @@ class SharedLink:
         self._known_at = self._events.now
         if not self._running:
             return
-        share = seconds * self._bytes_s / len(self._running)
+        share = seconds * self.bytes_s / len(self._running)
         for transfer in self._running:
             passed = min(transfer.left, share)
             transfer.left -= passed
@@ -78,7 +84,7 @@ class SharedLink:
         self._alarm += 1
         if self._running:
             least = min(transfer.left for transfer in self._running)
-            seconds = least * len(self._running) / self._bytes_s
+            seconds = least * len(self._running) / self.bytes_s
             self._events.after(seconds, self._end, self._alarm)
 
     def _end(self, alarm: int) -> None:

@@ -15,17 +15,18 @@ from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.links import LinkTransfer, QueuedLink, SharedLink
 from kvpool.tools.dry_pool import DryPool, HeldBlock, PolicyOf
-from kvpool.types import Match, SessionHint
+from kvpool.types import ARRIVED, Match, ReadStatus, SessionHint
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PoolLoad:
-    """PromptBlocks on their way to an engine; they stay in the pool until it has ended."""
+    """Blocks on their way to an engine; they stay in the pool until it has ended."""
 
     pool: DryPool
     pins: list[HeldBlock]
     began: float
     receives: SharedLink
+    ended: Callable[[PoolLoad], None]
     running: bool = True
     transfer: LinkTransfer | None = None  # None: nothing was there
 
@@ -46,6 +47,10 @@ class FleetMemory:
     ) -> None:
         self.saves_dropped = 0
         self.pools = pools
+        self.shared = shared
+        #: Until then no master answers.
+        self.masters_out_until = 0.0
+        self._loads: dict[PoolLoad, None] = {}
         self._events = events
         self._constants = constants
         self._block_bytes = block_bytes
@@ -65,9 +70,17 @@ class FleetMemory:
 
     def match(self, engine: int, chain: Sequence[bytes], now: float) -> Match:
         """The longest prefix of the chain that this engine can load."""
+        if now < self.masters_out_until:
+            return Match((), 0, ReadStatus.NO_MASTER)
         pool = self._pool(engine)
         pool.exchange_heartbeats(now)
         return pool.match(chain)
+
+    def load_s(self, engine: int, blocks: int) -> float:
+        """How long a load of so many blocks would take that begins now."""
+        rate = self._receives[engine].bytes_s
+        left = self._receives[engine].left + blocks * self._block_bytes
+        return self._constants.first_byte_s + left / rate
 
     def start_load(
         self, engine: int, chain: Sequence[bytes], ended: Callable[[PoolLoad], None]
@@ -76,19 +89,20 @@ class FleetMemory:
         now = self._events.now
         pool = self._pool(engine)
         pins = pool.pin(pool.match(chain), chain, self._host(engine), now)
-        load = PoolLoad(pool, pins, now, self._receives[engine])
+        load = PoolLoad(pool, pins, now, self._receives[engine], ended)
+        self._loads[load] = None
         if not pins:
-            self._events.after(self._constants.first_byte_s, self._ended, load, ended)
+            self._events.after(self._constants.first_byte_s, self._ended, load)
             return load
         sends = self._sends[engine % len(self.pools)]
-        parts = Counter(server for server, _ in pins)
+        parts = Counter(pin.server for pin in pins)
         sent_at = max(
             sends[server].take(count * self._block_bytes, now) for server, count in parts.items()
         )
 
         def received() -> None:
             end = max(sent_at, self._events.now) + self._constants.first_byte_s
-            self._events.at(end, self._ended, load, ended)
+            self._events.at(end, self._ended, load)
 
         load.transfer = load.receives.start(len(pins) * self._block_bytes, received)
         return load
@@ -97,15 +111,19 @@ class FleetMemory:
         """Give it up, if it is running. Returns the bytes that have come."""
         if load.running:
             load.running = False
+            del self._loads[load]
             load.pool.unpin(load.pins)
         return load.receives.stop(load.transfer) if load.transfer is not None else 0.0
 
-    def _ended(self, load: PoolLoad, ended: Callable[[PoolLoad], None]) -> None:
+    def _ended(self, load: PoolLoad) -> None:
         if load.running:
-            ended(load)
+            load.ended(load)
 
     def save_ends_at(self, engine: int, chain: Sequence[bytes], now: float) -> float | None:
-        """When the engine has sent what the pool does not have; None: its link is too busy."""
+        """When the engine has sent what the pool does not have; None: its link is too busy, or
+        no master answers."""
+        if now < self.masters_out_until:
+            return None
         blocks = len(chain) - self._pool(engine).match(chain).length
         link = self._saves[engine]
         if blocks and link.wait_s(now) > self._constants.save_wait_s:
@@ -126,11 +144,38 @@ class FleetMemory:
         """This session has ended; its last prompt was computed by that engine."""
         self._pool(engine).hint(session, None, now)
 
+    def arrived(self, engine: int, session: str, now: float) -> None:
+        """A prompt of this session waits at that engine."""
+        self._pool(engine).hint(session, ARRIVED, now)
+
+    def resumes(self, engine: int, session: str, in_s: float, now: float) -> None:
+        """That engine expects the session's next prompt then."""
+        self._pool(engine).hint(session, in_s, now)
+
+    def lose_server(self, number: int) -> None:
+        """Server `number` is gone, and each load that reads from it ends. The host memory of one
+        engine runs again, empty."""
+        pool = self.pools[number % len(self.pools)]
+        name = f"server-{number if self.shared else 0:03}"
+        if name not in pool.servers:
+            return  # it was lost before
+        broken = [
+            load
+            for load in self._loads
+            if load.pool is pool and any(pin.server == name for pin in load.pins)
+        ]
+        if self.shared:
+            pool.lose(name)
+        else:
+            pool.restart(name)
+        for load in broken:
+            self._events.at(self._events.now, self._ended, load)
+
     def _pool(self, engine: int) -> DryPool:
         return self.pools[engine % len(self.pools)]
 
     def _host(self, engine: int) -> str:
-        return f"host-{engine % len(self._pool(engine).servers):03}"
+        return f"host-{engine if self.shared else 0:03}"
 
 
 def shared_pool(servers: int, blocks: int, policy: PolicyOf) -> list[DryPool]:

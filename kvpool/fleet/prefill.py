@@ -8,7 +8,7 @@ computing begins.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
@@ -51,6 +51,7 @@ class PrefillEngine:
         self._hint = hint
         self._queue: list[Prompt] = []
         self._computing: Prompt | None = None
+        self._stopped = False
         limits = PlannerLimits(load=load, save=False)
         self._planner = Planner([CacheGroup(block, 1)], limits)
         self._block_bytes = block * constants.kv_bytes
@@ -72,6 +73,16 @@ class PrefillEngine:
             left = max(0.0, began - self._events.now)
         return left + sum(queued)
 
+    def stop(self) -> list[Prompt]:
+        """The engine is lost. Returns the prompts that were here, as if they had just come."""
+        self._stopped = True
+        prompts = [*([self._computing] if self._computing else []), *self._queue]
+        for prompt in prompts:
+            prompt.state = PromptState.QUEUED
+            prompt.own_tokens = prompt.loaded_tokens = prompt.expected_tokens = 0
+            prompt.began_at = 0.0
+        return prompts
+
     def add(self, prompt: Prompt) -> None:
         """A router has sent it here."""
         prompt.engine = self.number
@@ -80,8 +91,18 @@ class PrefillEngine:
 
     # --- inside --------------------------------------------------------------------------
 
+    def _after(self, seconds: float, callback: Callable[..., None], *arguments: Any) -> None:
+        """Call it then, unless this engine is lost."""
+        self._events.after(seconds, self._call, callback, *arguments)
+
+    def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
+        if not self._stopped:
+            callback(*arguments)
+
     def _compute_s(self, prompt: Prompt) -> float:
-        return self._constants.prefill_s(prompt.hit_tokens, prompt.tokens)
+        decided = prompt.state in (PromptState.READY, PromptState.COMPUTING)
+        hit_tokens = prompt.hit_tokens if decided else prompt.expected_tokens
+        return self._constants.prefill_s(hit_tokens, prompt.tokens)
 
     def _step(self) -> None:
         """Begin what can begin."""
@@ -107,7 +128,7 @@ class PrefillEngine:
             return
         prompt.state = PromptState.LOOKING_UP
         serial = lookup.serial
-        self._events.after(self._constants.first_byte_s, self._looked_up, prompt, serial)
+        self._after(self._constants.first_byte_s, self._looked_up, prompt, serial)
 
     def _looked_up(self, prompt: Prompt, serial: int) -> None:
         assert self._memory is not None
@@ -126,7 +147,7 @@ class PrefillEngine:
         tokens = self._planner.loadable_tokens(prompt.id, prompt.tokens, computed, now)
         if tokens is None:
             prompt.state = PromptState.WAITING
-            self._events.after(_ASK_AGAIN_S, self._ask_again, prompt)
+            self._after(_ASK_AGAIN_S, self._ask_again, prompt)
             return
         if not tokens and self._computing is not None:
             prompt.state = PromptState.UNDECIDED  # `_step` asks again when it has ended
@@ -146,15 +167,18 @@ class PrefillEngine:
         self._step()
 
     def _load(self, prompt: Prompt, request: LoadRequest, last: int) -> None:
-        assert self._memory is not None
+        memory = self._memory
+        assert memory is not None
         digests = request.blocks[0].digests
         wanted = len(digests) * self._block_bytes
 
         def loaded(load: PoolLoad) -> None:
-            if load.running:  # it may have been given up
+            if self._stopped:
+                memory.stop_load(load)
+            elif load.running:  # it may have been given up
                 self._loaded(prompt, load, wanted, last)
 
-        load = self._memory.start_load(self.number, digests, loaded)
+        load = memory.start_load(self.number, digests, loaded)
         self._events.after(request.timeout_s, loaded, load)
 
     def _loaded(self, prompt: Prompt, load: PoolLoad, wanted: float, last: int) -> None:
@@ -176,6 +200,8 @@ class PrefillEngine:
     def _probed(self, load: PoolLoad) -> None:
         assert self._memory is not None
         size = self._memory.stop_load(load)
+        if self._stopped:
+            return
         self._planner.on_probe_result(ProbeResult(int(size), self._events.now - load.began))
 
     def _compute(self, prompt: Prompt) -> None:
@@ -185,7 +211,7 @@ class PrefillEngine:
         prompt.began_at = now
         most = (prompt.tokens - 1) // self._block * self._block  # the last token is computed
         prompt.own_tokens = min(most, self.cache.held(prompt.chain) * self._block)
-        self._events.after(self._compute_s(prompt), self._computed, prompt)
+        self._after(self._compute_s(prompt), self._computed, prompt)
 
     def _computed(self, prompt: Prompt) -> None:
         now = self._events.now

@@ -35,12 +35,13 @@ class Prompt:
     tokens: int
     output: int
     sent_at: float
-    last: bool  # of its session
+    last: bool = False  # of its session
     state: PromptState = PromptState.QUEUED
     engine: int = -1
     #: Tokens that need not be computed: from the engine's own memory, and from the pool.
     own_tokens: int = 0
     loaded_tokens: int = 0
+    expected_tokens: int = 0  # of these, as its router expects until it is decided
     began_at: float = 0.0  # computing
     prefilled_at: float = 0.0
     first_token_at: float = 0.0

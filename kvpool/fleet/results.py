@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -17,6 +19,16 @@ class Quantiles:
     p50: float
     p90: float
     p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class AfterIncident:
+    """`worst` is the hit rate of the worst minute after it; `back_s` how long it took until a
+    minute's hit rate was again within a twentieth of the mean before it; inf: never."""
+
+    before: float  # hit rate
+    worst: float
+    back_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,7 @@ class FleetResult:
     waited: Quantiles  # from the sending to the beginning of the computing
     loaded_bytes: float  # in the whole run
     saves_dropped: int  # in the whole run
+    after: AfterIncident | None = None
 
 
 def measured(
@@ -49,6 +62,7 @@ def measured(
     last: float,
     loaded_bytes: float,
     saves_dropped: int,
+    incident_at: float | None = None,
 ) -> FleetResult:
     """Of the prompts that ended between `first` and `last`; of all if there are none in between."""
     inside = [one for one in prompts if first <= one.done_at <= last]
@@ -71,7 +85,35 @@ def measured(
         waited=_quantiles([one.began_at - one.sent_at for one in inside]),
         loaded_bytes=loaded_bytes,
         saves_dropped=saves_dropped,
+        after=None if incident_at is None else _after(inside, incident_at, last),
     )
+
+
+def _after(prompts: Sequence[Prompt], incident_at: float, last: float) -> AfterIncident:
+    """Of minutes by the time at which the prompts were computed, the first one at the incident."""
+
+    def hit_rate(first: float, last: float) -> float | None:
+        inside = [one for one in prompts if first <= one.began_at < last]
+        asked = sum(one.tokens for one in inside)
+        return sum(one.hit_tokens for one in inside) / asked if asked else None
+
+    before = hit_rate(0.0, incident_at) or 0.0
+    worst, back_s = 1.0, math.inf
+    for second in range(0, max(0, int(last - incident_at) - _WINDOW_S), _STEP_S):
+        rate = hit_rate(incident_at + second, incident_at + second + _WINDOW_S)
+        if rate is None:
+            continue
+        worst = min(worst, rate)
+        if rate < _BACK_SHARE * before:
+            back_s = math.inf
+        elif back_s == math.inf:
+            back_s = float(second)
+    return AfterIncident(before, worst, back_s)
+
+
+_WINDOW_S: Final = 60
+_STEP_S: Final = 10
+_BACK_SHARE: Final = 0.95
 
 
 def _quantiles(seconds: Sequence[float]) -> Quantiles:

@@ -29,6 +29,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.tools.workloads import Request
 from kvpool.types import (
+    ARRIVED,
     ROOT,
     Match,
     Namespace,
@@ -69,6 +70,7 @@ class HeldBlock(NamedTuple):
     """A block that is being read from this server, and stays there."""
 
     server: str
+    store: Store  # of the process that ran when the read began
     pin: Pin
 
 
@@ -79,6 +81,7 @@ class DryServer:
     name: str
     host: str
     store: Store
+    phase_s: float  # of its heartbeats
     heard: int = 0  # the number of the last hint
     beat_at: float = -1.0
 
@@ -119,13 +122,18 @@ class DryPool:
         self._directory = Directory(servers_max=count, servers_per_host_max=count)
         self._hints = HintLog()
         self._turns = itertools.count()
+        self._policy = policy
+        self._next_beat_at = 0.0
         size = capacity // count * BLOCK_SIZE
         self.servers: dict[str, DryServer] = {}
+        self._epochs: dict[str, int] = {}
         for number in range(count):
             name, host = f"server-{number:03}", f"host-{number % self._hosts:03}"
             store = Store(size, alignment=BLOCK_SIZE, policy=policy(size))
-            self.servers[name] = DryServer(name, host, store)
-            self._directory.register(name, 1, host, [], ["dram"], size, 0.0)
+            phase_s = number / count * heartbeat_s
+            self.servers[name] = DryServer(name, host, store, phase_s)
+            self._epochs[name] = 1
+            self._register(self.servers[name], size)
 
     @property
     def stores(self) -> list[Store]:
@@ -191,7 +199,7 @@ class DryPool:
             for pin in store.pin(_OWNER, _NAMESPACE, 0, digests, now):
                 if pin.status is not ReadStatus.HIT:
                     raise InvariantViolated("a block is not where the map says")
-                pins.append(HeldBlock(name, pin))
+                pins.append(HeldBlock(name, store, pin))
         if used:
             self.played.hit_prompts += 1
             self.played.servers_of_hits += len(used)
@@ -199,8 +207,8 @@ class DryPool:
 
     def unpin(self, pins: Iterable[HeldBlock]) -> None:
         """These reads have ended."""
-        for server, pin in pins:
-            self.servers[server].store.unpin(_OWNER, pin.id)
+        for _, store, pin in pins:
+            store.unpin(_OWNER, pin.id)
 
     def store(
         self,
@@ -220,15 +228,33 @@ class DryPool:
             self._copy_shared(server, match.runs, chain[:held], now)
 
     def hint(self, session: str, resume_in_s: float | None, now: float) -> None:
-        """The next prompt of this session is expected then; None: it has ended."""
+        """The next prompt of this session is expected then; None: it has ended; ARRIVED: its
+        prompt waits."""
         self._hints.add(session, resume_in_s, now)
+
+    def lose(self, name: str) -> None:
+        """This server is gone with its blocks, and does not come back."""
+        del self.servers[name]
+        self._directory.leave(name, self._epochs[name])
+
+    def restart(self, name: str) -> None:
+        """This server was killed, and runs again without a block."""
+        server = self.servers[name]
+        size = server.store.allocator.capacity
+        server.store = Store(size, alignment=BLOCK_SIZE, policy=self._policy(size))
+        self._directory.leave(name, self._epochs[name])
+        self._epochs[name] += 1
+        self._register(server, size)
 
     def exchange_heartbeats(self, now: float) -> None:
         """What every server has sent and received until now; each has its own phase."""
+        if now < self._next_beat_at:
+            return
         every_s = self._heartbeat_s
-        for number, server in enumerate(self.servers.values()):
-            phase_s = number / len(self.servers) * every_s
-            due = (now - phase_s) // every_s * every_s + phase_s
+        self._next_beat_at = math.inf
+        for server in self.servers.values():
+            due = (now - server.phase_s) // every_s * every_s + server.phase_s
+            self._next_beat_at = min(self._next_beat_at, due + every_s)
             if due <= server.beat_at:
                 continue
             server.beat_at = due
@@ -238,13 +264,15 @@ class DryPool:
                 blocks=store.stored,
                 victim_age_s=store.policy.victim_age(due),
             )
-            self._directory.heartbeat(server.name, 1, stats, due)
+            self._directory.heartbeat(server.name, self._epochs[server.name], stats, due)
             hints, server.heard = self._hints.since(server.heard, _HINTS_MAX)
             for hint in hints:
+                age_s = max(0.0, due - hint.received_at)
                 if hint.resume_in is None:
                     store.end(hint.session, due)
+                elif hint.resume_in == ARRIVED:
+                    store.arrive(hint.session, due, age_s=age_s)
                 else:
-                    age_s = max(0.0, due - hint.received_at)
                     store.resume(hint.session, hint.resume_in, due, age_s=age_s)
 
     def lose_each(self, following: Iterable[Request]) -> None:
@@ -277,6 +305,12 @@ class DryPool:
 
     # --- inside --------------------------------------------------------------------------
 
+    def _register(self, server: DryServer, size: int) -> None:
+        name, epoch = server.name, self._epochs[server.name]
+        refusal = self._directory.register(name, epoch, server.host, [], ["dram"], size, 0.0)
+        if refusal is not None:
+            raise InvariantViolated(f"{name} is refused: {refusal}")
+
     def _write(
         self, digests: list[bytes], parent: bytes, host: str, hint: SessionHint | None, now: float
     ) -> str:
@@ -297,7 +331,8 @@ class DryPool:
                 answer = self._store(name, batch, positions, hint, now)
                 batch.answered(name, positions, answer, needed)
         self.played.statuses.update(batch.results(now))
-        return placed.servers[0] if placed.servers[0] in batch.stored_on[0] else ""
+        first = placed.servers[0] if placed.servers else ""
+        return first if first in batch.stored_on[0] else ""
 
     def _copy_shared(
         self, server: str, runs: Sequence[Run], prefix: Sequence[bytes], now: float

@@ -13,7 +13,8 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.fleet.constants import Constants
-from kvpool.fleet.fleet import Fleet, FleetOptions, Scope
+from kvpool.fleet.fleet import Fleet
+from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
 from kvpool.fleet.results import FleetResult
 from kvpool.server.eviction.lru import LRU
 
@@ -85,12 +86,88 @@ def test_the_products_policy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sessions_that_say_when_they_end_leave_room() -> None:
     scarce = {"memory_tokens": 2_000_000, "policy": "lease"}
-    assert run(end_hints=True, **scarce).hit_rate > run(**scarce).hit_rate
+    assert run(hints=Hints.END, **scarce).hit_rate > run(**scarce).hit_rate
+
+
+def test_a_router_that_sees_what_engines_hold_needs_fewer_loads() -> None:
+    """Precise: where the blocks are, unless another engine is through with the prompt sooner."""
+    large = {"hbm_tokens": 1e6}
+    anywhere, precise = run(constants=large), run(router="precise", constants=large)
+    assert precise.hit_rate >= anywhere.hit_rate - 0.01
+    assert precise.loaded_bytes < 0.3 * anywhere.loaded_bytes
+    late = run(router="precise", events_late_s=30.0, constants=large)
+    assert late.loaded_bytes > 1.2 * precise.loaded_bytes
+
+
+def test_local_memory_that_a_precise_router_knows_is_found_again() -> None:
+    local = {"scope": Scope.LOCAL}
+    assert (
+        run(router="precise", **local).hit_rate > run(router="round-robin", **local).hit_rate + 0.1
+    )
+
+
+def test_a_lost_server_costs_its_share_and_no_more() -> None:
+    lost = run(incidents=[Incident(600.0, "server", 1)])
+    assert lost.after is not None
+    assert 0.2 < lost.after.worst < lost.after.before  # two of three servers are left
+    assert lost.after.back_s < 300
+    assert lost.prompts > 0.95 * run().prompts
+
+
+def test_an_engine_that_is_lost_takes_its_queue_to_the_others() -> None:
+    whole, lost = run(), run(incidents=[Incident(600.0, "engine", 0)])
+    assert lost.prompts > 0.95 * whole.prompts  # each is answered
+    assert lost.after is not None
+    assert lost.after.worst > 0.5  # its blocks are in the pool
+    local = run(
+        scope=Scope.LOCAL,
+        router="sticky",
+        incidents=[Incident(600.0, "engine", 0), Incident(600.0, "server", 0)],
+    )
+    assert local.after is not None
+    assert local.after.worst < lost.after.worst
+
+
+def test_masters_that_are_away_cost_hits_while_they_are() -> None:
+    lost = run(incidents=[Incident(600.0, "masters", 30)])
+    assert lost.after is not None
+    assert lost.after.worst < lost.after.before - 0.1
+    assert lost.after.back_s < 200
+
+
+def test_with_little_memory_sessions_are_better_served_in_turn() -> None:
+    scarce = {"memory_tokens": 1_200_000, "policy": "lease", "hints": Hints.END}
+    together, in_turn = run(**scarce), run(admit_tokens=400_000, **scarce)
+    assert in_turn.hit_rate > together.hit_rate + 0.2
+
+
+def test_arrivals_keep_what_waits() -> None:
+    scarce = {"memory_tokens": 2_000_000, "policy": "lease"}
+    hinted = run(hints=Hints.ALL, **scarce)
+    assert hinted.hit_rate > run(**scarce).hit_rate
+
+
+def test_children_find_what_their_parent_has_read() -> None:
+    fan_out = {"load": "fan-out", "sessions": 8, "concurrent": 4, "memory_tokens": 4_000_000}
+    alone = run(scope=Scope.NONE, router="round-robin", **fan_out)
+    assert run(router="round-robin", **fan_out).hit_rate > alone.hit_rate + 0.1
+    # One family after the other: what waits for admission is no child of one that is admitted.
+    assert run(hints=Hints.END, admit_tokens=100_000, **fan_out).prompts > 400
+
+
+def test_prompts_of_a_hog_are_no_result_and_push_others_out() -> None:
+    scarce = {"memory_tokens": 3_000_000}
+    alone, beside = run(**scarce), run(hog_prompts_s=0.2, **scarce)
+    assert beside.prompts <= alone.prompts
+    assert beside.hit_rate < alone.hit_rate
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        ({"incidents": [Incident(1.0, "server", 3)]}, "there is no server 3, the fleet has 3"),
+        ({"events_late_s": -1.0}, "events_late_s: -1"),
+        ({"hog_prompts_s": float("nan")}, "hog_prompts_s: nan"),
         ({"gpus": 13}, "gpus: 13"),
         ({"concurrent": 0}, "concurrent: 0"),
         ({"concurrent": 73}, "concurrent: 73"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvpool.errors import ConfigError
+from kvpool.fleet.admission import Admission
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.hbm_cache import HbmCache
 from kvpool.fleet.links import QueuedLink, SharedLink
+from kvpool.fleet.options import Hints, Incident
 from kvpool.fleet.sessions import LOADS, PromptBlocks
 from kvpool.tools.workloads import Turn
 from tests.conftest import key
@@ -78,21 +82,22 @@ def test_an_engines_cache_drops_the_tail_of_what_was_used_least() -> None:
 
 def test_a_prompts_blocks_are_whole_and_begin_with_what_it_shares() -> None:
     blocks = PromptBlocks(shared_tokens=20, block=8)
-    first = blocks.prompt([], Turn(30, 20, 5, 1.0), True)
-    other = blocks.prompt([], Turn(17, 20, 5, 1.0), True)
+    first = blocks.prompt(None, Turn(30, 20, 5, 1.0))
+    other = blocks.prompt(None, Turn(17, 20, 5, 1.0))
     assert len(first) == 3
     assert other == first[:2]
-    again = blocks.prompt(first, Turn(48, 35, 5, 1.0), False)  # the answer was 5 tokens
+    again = blocks.prompt(first, Turn(48, 35, 5, 1.0))  # the answer was 5 tokens
     assert len(again) == 6
     assert again[:3] == first
     assert not set(again[3:]) & set(first)
-    rewritten = blocks.prompt(again, Turn(48, 17, 5, 1.0), False)
+    rewritten = blocks.prompt(again, Turn(48, 17, 5, 1.0))
     assert rewritten[:2] == again[:2]
     assert not set(rewritten[2:]) & set(again)
 
 
 def test_the_scaling_load_is_what_was_published() -> None:
-    (session,) = LOADS["scaling"].sessions(1, 1)
+    (plan,) = LOADS["scaling"].sessions(1, 1)
+    session = plan.turns
     assert len(session) == 30
     assert [turn.length for turn in session[:2]] == [30_000, 32_948]
     assert [turn.prefix for turn in session[:2]] == [20_000, 30_900]
@@ -116,3 +121,79 @@ def test_constants_change_by_name() -> None:
         Constants().changed({"kv_bytes": -1.0})
     assert {row[3] for row in Constants().rows()} >= {"published", "calibrated", "assumed"}
     assert all(row[2] and row[4] for row in Constants().rows())
+
+
+def test_an_engine_tells_what_it_holds_and_no_more() -> None:
+    """KV events: a subscriber that adds and removes has the engine's cache."""
+    cache, held = HbmCache(4), set[bytes]()
+
+    def changed(added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        assert not held & set(added)
+        held.update(added)
+        held.difference_update(removed)
+
+    cache.changed = changed
+    for name, blocks in (("a", 3), ("b", 3), ("a", 2), ("long", 9)):
+        cache.add([key(f"{name}{n}") for n in range(blocks)])
+        assert len(held) == len(cache)
+        assert cache.held([key(f"{name}{n}") for n in range(blocks)]) == min(blocks, 4)
+    assert all(key(f"long{n}") in held for n in range(4))
+
+
+def test_sessions_are_admitted_until_their_contexts_fill_the_memory() -> None:
+    admission = Admission(100)
+    assert admission.admits(1, 250)  # one is always
+    assert not admission.admits(2, 10)
+    admission.end(1)
+    assert admission.admits(2, 60)
+    assert admission.admits(3, 40)
+    assert not admission.admits(4, 1)
+    assert admission.admits(2, 90)  # it grows, and stays
+    admission.end(3)
+    assert not admission.admits(4, 20)
+    assert admission.admits(4, 10)
+    admission.end(9)  # it was never admitted
+
+
+@pytest.mark.parametrize(
+    "text", ["", "server:3", "x:server:3", "1:server", "1:rack:3", "1:server:-1", "nan:server:1"]
+)
+def test_an_incident_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"SECONDS:KIND:NUMBER.*e\.g\. 1500:server:3"):
+        Incident.parsed(text)
+
+
+def test_incidents_and_hints_have_names() -> None:
+    assert Incident.parsed("1500:server:3") == Incident(1500.0, "server", 3)
+    assert Incident.parsed("0.5:masters:30") == Incident(0.5, "masters", 30)
+    assert Hints.parsed("") is Hints.NONE
+    assert Hints.parsed("end, resume") == Hints.END | Hints.RESUME
+    assert Hints.parsed("all") == Hints.ALL
+    with pytest.raises(ConfigError, match="hint 'ends': expected some of end, arrival, resume"):
+        Hints.parsed("end,ends")
+
+
+def test_children_begin_with_what_their_parent_has_read() -> None:
+    (plan,) = LOADS["fan-out"].sessions(1, 1)
+    (first, *later) = plan.turns
+    assert len(plan.children) == 16
+    assert {child.turns[0].prefix for child in plan.children} == {first.length}
+    assert later[0].prefix == first.length
+    assert all(child.turns[0].length > first.length for child in plan.children)
+    blocks = PromptBlocks(20_000, 512)
+    parent = blocks.prompt(None, first)
+    children = [blocks.prompt(parent, child.turns[0]) for child in plan.children]
+    assert all(child[: len(parent)] == parent for child in children)
+    assert len({child[-1] for child in children}) == 16
+
+
+def test_what_is_left_on_a_shared_link_tells_how_long_a_load_takes() -> None:
+    events = EventQueue()
+    link = SharedLink(events, 100.0)
+    link.start(100, lambda: None)
+    link.start(50, lambda: None)
+    left: list[float] = []
+    events.at(1.0, lambda: left.append(link.left))
+    events.run()
+    assert left == [pytest.approx(50)]
+    assert link.left == 0

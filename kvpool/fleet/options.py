@@ -1,0 +1,145 @@
+"""What a fleet is, and what happens to it."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvpool import registry
+from kvpool.errors import ConfigError
+from kvpool.fleet.constants import Constants
+from kvpool.fleet.routers import ROUTERS
+from kvpool.fleet.sessions import LOADS
+
+#: An instance is 4 GPUs that prefill and 8 that decode.
+GPUS_PER_INSTANCE: Final = 12
+
+
+class Scope(enum.Enum):
+    """What lies under the engines' device memory."""
+
+    NONE = "none"
+    LOCAL = "local"
+    POOL = "pool"
+
+
+class Hints(enum.Flag):
+    """What clients and engines tell the pool of sessions. With any of them a write names its
+    session, so that branches that a session has left are superseded."""
+
+    NONE = 0
+    END = enum.auto()  # a session has had its last answer
+    ARRIVAL = enum.auto()  # a prompt has come and waits
+    RESUME = enum.auto()  # after each answer: when the next prompt is expected
+    ALL = END | ARRIVAL | RESUME
+
+    @classmethod
+    def parsed(cls, text: str) -> Hints:
+        """Of names with commas between: `end,arrival`. Raises ConfigError."""
+        hints = cls.NONE
+        for name in text.split(",") if text else []:
+            try:
+                hints |= cls[name.strip().upper()]
+            except KeyError:
+                names = ", ".join(str(one.name).lower() for one in [*cls, cls.ALL])
+                raise ConfigError(f"hint {name.strip()!r}: expected some of {names}") from None
+        return hints
+
+
+class Incident(NamedTuple):
+    """At `at_s` a `server` or an `engine` with this number is lost, or all `masters` for `number`
+    seconds.
+
+    A server of a pool does not come back, an engine restarts with empty device memory, and the
+    host memory of an engine that shares nothing restarts empty, too.
+    """
+
+    at_s: float
+    kind: str
+    number: int
+
+    @classmethod
+    def parsed(cls, text: str) -> Incident:
+        """Of `SECONDS:server:NUMBER`, `SECONDS:engine:NUMBER` or `SECONDS:masters:SECONDS`."""
+        parts = text.split(":")
+        try:
+            at_s, kind, number = float(parts[0]), parts[1], int(parts[2])
+        except (ValueError, IndexError):
+            at_s, kind, number = math.nan, "", -1
+        if len(parts) != 3 or kind not in _INCIDENTS or not 0 <= at_s < math.inf or number < 0:
+            raise ConfigError(
+                f"incident {text!r}: expected SECONDS:KIND:NUMBER with a kind of "
+                f"{', '.join(_INCIDENTS)}, e.g. 1500:server:3"
+            )
+        return cls(at_s, kind, number)
+
+
+_INCIDENTS: Final = ("server", "engine", "masters")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """`sessions` in all, `concurrent` of them at a time; `memory_tokens` of all servers together.
+
+    `resume_error` is the relative error of the pauses that are announced (the sigma of a lognormal
+    factor); `events_late_s` how late a precise router learns what engines hold; `admit_tokens` how
+    many tokens of context the sessions may have together that are served in turn (the others wait
+    for one of these to end; None: no bound); `hog_prompts_s` prompts a second of another client,
+    which nobody asks for again. `block` in tokens. Raises ConfigError.
+    """
+
+    gpus: int = GPUS_PER_INSTANCE
+    load: str = "codex"
+    sessions: int = 610
+    concurrent: int = 50
+    scope: Scope = Scope.POOL
+    router: str = "round-robin"
+    events_late_s: float = 0.5
+    policy: str = "lru"
+    planner: str = "auto"
+    hints: Hints = Hints.NONE
+    resume_error: float = 0.25
+    admit_tokens: int | None = None
+    hog_prompts_s: float = 0.0
+    incidents: Sequence[Incident] = ()
+    memory_tokens: int | None = None
+    block: int = 512
+    seed: int = 1
+    constants: Constants = field(default_factory=Constants)
+
+    def __post_init__(self) -> None:
+        if self.gpus < GPUS_PER_INSTANCE or self.gpus % GPUS_PER_INSTANCE:
+            raise ConfigError(f"gpus: {self.gpus} is not a multiple of {GPUS_PER_INSTANCE}")
+        if self.load not in LOADS:
+            raise ConfigError(f"load {self.load!r}: expected one of {', '.join(LOADS)}")
+        if self.planner not in ("auto", "always", "never"):
+            raise ConfigError(f"planner {self.planner!r}: expected auto, always or never")
+        if self.router not in ROUTERS:
+            raise ConfigError(f"router {self.router!r}: expected one of {', '.join(ROUTERS)}")
+        registry.policy(self.policy, 1 << 30)  # raises for a name that is not installed
+        if not 0 < self.concurrent <= self.sessions:
+            raise ConfigError(f"concurrent: {self.concurrent} is not 1 to {self.sessions} sessions")
+        if not 16 <= self.block <= 4096:
+            raise ConfigError(f"block: {self.block} tokens, expected 16 to 4096")
+        for name in ("resume_error", "events_late_s", "hog_prompts_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not a number from 0 on")
+        for incident in self.incidents:
+            if incident.kind != "masters" and incident.number >= self.instances:
+                raise ConfigError(
+                    f"incident: there is no {incident.kind} {incident.number}, "
+                    f"the fleet has {self.instances}"
+                )
+
+    @property
+    def instances(self) -> int:
+        return self.gpus // GPUS_PER_INSTANCE
+
+    @property
+    def memory(self) -> int:
+        """Tokens that fit into the memory of all servers together."""
+        default = int(self.constants.pool_tokens) * self.instances
+        return default if self.memory_tokens is None else self.memory_tokens
