@@ -13,6 +13,7 @@ from kvpool.cli.shared import Json, console, fail, stderr
 from kvpool.errors import ConfigError, KvpoolError
 
 if TYPE_CHECKING:
+    from kvpool.fleet.cases import FleetStudy
     from kvpool.fleet.constants import Constants
 
 Which = Annotated[
@@ -109,17 +110,13 @@ def fleet(
     try:
         known = Constants().changed(_parsed(values or []))
         names = which or ["headline", "scaling"]
-        for name in names:
-            if name not in cases.CASES:
-                raise ConfigError(f"case {name!r}: expected one of {', '.join(cases.CASES)}")
-        if scope not in [one.value for one in Scope]:
-            raise ConfigError(f"scope {scope!r}: expected none, local or pool")
+        cases.check(names)
         base = FleetOptions(
             gpus=gpus,
             load=load,
             sessions=sessions,
             concurrent=concurrent,
-            scope=Scope(scope),
+            scope=Scope.parsed(scope),
             router=router,
             policy=policy,
             planner=planner,
@@ -145,7 +142,13 @@ def fleet(
         picture.write_text(report.picture(studies[0]))
     if as_json:
         print(json.dumps(report.as_dict(studies, known)))
-        return
+    else:
+        _print_tables(studies)
+
+
+def _print_tables(studies: list[FleetStudy]) -> None:
+    from kvpool.fleet import report
+
     for study in studies:
         console.print(report.table(study))
         if study.name == "headline":

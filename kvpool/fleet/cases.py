@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
+from kvpool.errors import ConfigError
 from kvpool.fleet.constants import Kind
 from kvpool.fleet.fleet import Fleet
 from kvpool.fleet.options import GPUS_PER_INSTANCE, FleetOptions, Hints, Incident, Scope
@@ -262,6 +263,13 @@ CASES: Final[dict[str, tuple[str, Callable[[FleetOptions], list[Case]]]]] = {
     "thousand": ("a thousand GPUs", thousand),
     "sensitivity": ("each constant at half and at twice its value", sensitivity),
 }
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises ConfigError for the first one that is no table."""
+    for name in names:
+        if name not in CASES:
+            raise ConfigError(f"case {name!r}: expected one of {', '.join(CASES)}")
 
 
 def study(name: str, base: FleetOptions, jobs: int, done: Callable[[str], None]) -> FleetStudy:

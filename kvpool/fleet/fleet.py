@@ -184,7 +184,7 @@ class Fleet:
 
     def _end(self, session: _RunningSession, prompt: Prompt, gap_s: float) -> None:
         del self._running[session.number]
-        if (memory := self._told(Hints.END)) is not None:
+        if (memory := self._hinted(Hints.END)) is not None:
             memory.end(prompt.engine, str(session.number), self._events.now)
         parent = session.parent
         if parent is not None:
@@ -203,7 +203,7 @@ class Fleet:
 
     # --- hints ---------------------------------------------------------------------------
 
-    def _told(self, hint: Hints) -> FleetMemory | None:
+    def _hinted(self, hint: Hints) -> FleetMemory | None:
         """What such a hint goes to, if it is given at all."""
         return self._memory if self._options.hints & hint else None
 
@@ -213,14 +213,14 @@ class Fleet:
 
     def _repeat_arrival(self, prompt: Prompt) -> None:
         """As the connector does, at once and while the prompt waits."""
-        memory = self._told(Hints.ARRIVAL)
+        memory = self._hinted(Hints.ARRIVAL)
         if memory is None or prompt.session < 0 or prompt.began_at:
             return
         memory.arrived(prompt.engine, str(prompt.session), self._events.now)
         self._events.after(_REPEAT_ARRIVAL_S, self._repeat_arrival, prompt)
 
     def _announce_return(self, prompt: Prompt, gap_s: float) -> None:
-        memory = self._told(Hints.RESUME)
+        memory = self._hinted(Hints.RESUME)
         if memory is not None:
             in_s = gap_s * self._rng.lognormvariate(0.0, self._options.resume_error)
             memory.resumes(prompt.engine, str(prompt.session), in_s, self._events.now)

@@ -25,6 +25,14 @@ class Scope(enum.Enum):
     LOCAL = "local"
     POOL = "pool"
 
+    @classmethod
+    def parsed(cls, text: str) -> Scope:
+        """Of its name. Raises ConfigError."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise ConfigError(f"scope {text!r}: expected none, local or pool") from None
+
 
 class Hints(enum.Flag):
     """What clients and engines tell the pool of sessions. With any of them a write names its

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvpool.fleet.cases import FleetStudy, Published
 from kvpool.fleet.constants import Constants
-from kvpool.fleet.results import FleetResult
+from kvpool.fleet.results import AfterIncident, FleetResult
 from kvpool.tools.charts import Bar, BarGroup, grouped_bars
 
 
@@ -19,7 +19,12 @@ def table(study: FleetStudy) -> Table:
     shown.add_column("case")
     for name in ("tokens/s/GPU", "hits", "TTFT P50", "P90", "end to end P50", "waited P50"):
         shown.add_column(name, justify="right")
-    shown.add_column("published")
+    published_any = any(case.published != Published() for case, _ in study.rows)
+    incidents = any(result.after is not None for _, result in study.rows)
+    if published_any:
+        shown.add_column("published")
+    if incidents:
+        shown.add_column("hits before, in the worst minute, back after")
     for case, result in study.rows:
         published = case.published
         gpus = case.options.gpus
@@ -33,9 +38,17 @@ def table(study: FleetStudy) -> Table:
             f"{result.end_to_end.p50:.1f} s"
             + _deviation(result.end_to_end.p50, published.end_to_end_s),
             f"{result.waited.p50:.2f} s",
-            _published(published, gpus, case.calibrated),
+            *([_published(published, gpus, case.calibrated)] if published_any else []),
+            *([_after(result.after)] if incidents else []),
         )
     return shown
+
+
+def _after(after: AfterIncident | None) -> str:
+    if after is None:
+        return ""
+    back = "never" if after.back_s is None else f"{after.back_s:.0f} s"
+    return f"{after.before:.1%}, {after.worst:.1%}, {back}"
 
 
 def constants_table(constants: Constants) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,11 +23,11 @@ class Quantiles:
 @dataclass(frozen=True, slots=True)
 class AfterIncident:
     """`worst` is the hit rate of the worst minute after it; `back_s` how long it took until a
-    minute's hit rate was again within a twentieth of the mean before it; inf: never."""
+    minute's hit rate was again within a twentieth of the mean before it; None: never."""
 
     before: float  # hit rate
     worst: float
-    back_s: float
+    back_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +97,16 @@ def _after(prompts: Sequence[Prompt], incident_at: float, last: float) -> AfterI
         return sum(one.hit_tokens for one in inside) / asked if asked else None
 
     before = hit_rate(0.0, incident_at) or 0.0
-    worst, back_s = 1.0, math.inf
+    worst: float = 1.0
+    back_s: float | None = None
     for second in range(0, max(0, int(last - incident_at) - _WINDOW_S), _STEP_S):
         rate = hit_rate(incident_at + second, incident_at + second + _WINDOW_S)
         if rate is None:
             continue
         worst = min(worst, rate)
         if rate < _BACK_SHARE * before:
-            back_s = math.inf
-        elif back_s == math.inf:
+            back_s = None
+        elif back_s is None:
             back_s = float(second)
     return AfterIncident(before, worst, back_s)
 
