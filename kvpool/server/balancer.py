@@ -62,6 +62,7 @@ class Balancer:
         self._steps = 0
         self._gap_s = _PLAN_GAP_S
         self._plan_not_before = float("-inf")
+        self._room = RoomOfOthers()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -163,7 +164,14 @@ class Balancer:
             await asyncio.sleep(0)
 
     async def _hand_over(self, target: str, chain: Sequence[Entry]) -> int:
-        """Have `target` fetch what only this server has of a chain, and forget it; the blocks."""
+        """Have `target` fetch what only this server has of a chain, and forget it; the blocks.
+
+        Nothing of a chain so large that `target` would evict for it, or be the fuller one then.
+        """
+        members = await self._peers.members(_now() + _REQUEST_S)
+        size = sum(entry.size for entry in chain)
+        if target not in members or not self._room.fits(members[target], size, self._store):
+            return 0
         moved = 0
         for stretch in in_stretches(chain):
             members = await self._peers.members(_now() + _REQUEST_S)
@@ -178,6 +186,7 @@ class Balancer:
             wanted = [name for name in names if name not in copies]
             fetched = await self._offer(target, wanted) if wanted else 0
             moved += fetched
+            self._room.sent(target, sum(entry.size for entry in stretch[:fetched]))
             if fetched < len(wanted):  # the rest of the chain stays
                 break
         return moved
@@ -229,6 +238,30 @@ class Balancer:
         self._context.counters["handed_over_bytes"] += size
         self._context.on_change()
         await self._context.mover.erase()
+
+
+class RoomOfOthers:
+    """How much other servers can take: what masters know of them, and what was sent since."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[int, int, int]] = {}  # epoch and use as known, bytes since
+
+    def fits(self, info: wire.MemberInfo, size: int, store: TieredStore) -> bool:
+        """Whether so many bytes make this server neither full, nor fuller than the `store` that
+        they come from is without them."""
+        known = info.epoch, info.stats.used
+        *before, sent = self._sent.get(info.server, (*known, 0))
+        if tuple(before) != known:  # a heartbeat has come since
+            sent = 0
+        self._sent[info.server] = (*known, sent)
+        here = store.backing.allocator.capacity
+        fill = (info.stats.used + sent + size) / max(1, info.capacity)
+        return fill <= min(FULL_SHARE, (store.used_bytes - size) / here)
+
+    def sent(self, server: str, size: int) -> None:
+        """So many bytes were sent there, after a call of `fits`."""
+        epoch, used, sent = self._sent[server]
+        self._sent[server] = epoch, used, sent + size
 
 
 def _takes(info: wire.MemberInfo) -> bool:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool import Pool, dev
 from kvpool.config import ServerConfig
 from kvpool.protocols import WriteOptions
+from kvpool.server.balancer import RoomOfOthers
 from kvpool.server.block_server import BlockServer
 from kvpool.server.state.fetches import FetchBudget
+from kvpool.server.state.share_plan import Shares
 from kvpool.types import FULL_SHARE, ROOT, FetchStatus, WriteBlock
 from tests.conftest import NAMESPACE, keys, value, values
 
@@ -153,6 +157,49 @@ async def test_as_much_moves_as_is_written_and_then_they_are_alike() -> None:
         assert min(map(fill_of, running.servers)) > 0.8 * max(map(fill_of, running.servers))
         for chain in chains:
             await assert_readable(pool, chain)
+
+
+def owned(server: BlockServer, running: dev.Dev, count: int, length: int) -> list[list[bytes]]:
+    """Chains that belong to this server."""
+    names = {one.server: one.stack.backing.allocator.capacity for one in running.servers}
+    chains = (keys(f"owned {number}", length) for number in itertools.count())
+    mine = (chain for chain in chains if Shares(names).owner(chain[0], names) == server.server)
+    return list(itertools.islice(mine, count))
+
+
+async def test_a_chain_for_which_another_one_would_evict_stays() -> None:
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        theirs = keys("theirs", 90)  # of 128: it has room
+        newcomer._context.draining = False
+        await put(pool, newcomer, theirs)
+        large = owned(newcomer, running, 3, 42)
+        for chain in large:
+            await put(pool, first, chain)
+        await join(running)
+        await asyncio.sleep(1.5)
+        assert handed_over(first) == 0
+        assert newcomer.store.evicted == 0
+        await assert_readable(pool, theirs)
+
+
+async def test_what_was_sent_since_the_last_heartbeat_counts() -> None:
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, other = running.servers
+        other._context.draining = False
+        await put(pool, first, keys("here", 128))
+        await put(pool, other, keys("there", 88))
+        await known(running)
+        info = (await first._peers.members(now() + 5))[other.server]
+        room = RoomOfOthers()
+        assert room.fits(info, 19 * SIZE, first.stack)
+        assert not room.fits(info, 21 * SIZE, first.stack), "it would be the fuller one"
+        room.sent(other.server, 10 * SIZE)
+        assert room.fits(info, 9 * SIZE, first.stack)
+        assert not room.fits(info, 19 * SIZE, first.stack)
+        stats = msgspec.structs.replace(info.stats, used=info.stats.used + 1)
+        newer = msgspec.structs.replace(info, stats=stats)
+        assert room.fits(newer, 19 * SIZE, first.stack)
 
 
 async def test_copies_stay_two_and_what_is_shared_stays() -> None:
