@@ -103,7 +103,11 @@ async def assert_readable(pool: Pool, digests: Sequence[bytes]) -> None:
     assert list(map(bytes, into)) == values(digests)
 
 
-async def test_full_servers_hand_over_chains_until_they_have_room() -> None:
+async def test_full_servers_hand_over_chains_until_they_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = []
+    monkeypatch.setattr(RoomOfOthers, "sent", lambda _, server, size: sent.append(size))
     async with joining() as running, running.pool() as pool:
         first, second, newcomer = running.servers
         chains = await fill(pool, first, second)
@@ -112,6 +116,7 @@ async def test_full_servers_hand_over_chains_until_they_have_room() -> None:
         await join(running)
         await until(lambda: max(fill_of(first), fill_of(second)) < FULL_SHARE)
         assert newcomer.store.stored == handed_over(first) + handed_over(second) > 0
+        assert sum(sent) == newcomer.store.stored * SIZE, "each of them counts what it has sent"
         assert min(fill_of(first), fill_of(second)) > FULL_SHARE - 0.1, "no more than it must"
         for chain, match in zip(chains, matches, strict=True):
             holders = {
