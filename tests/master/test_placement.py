@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 
 import pytest
@@ -237,3 +238,19 @@ def test_a_full_server_is_sent_that_another_one_has_room() -> None:
     for now in (4.0, 5.0, 6.0, 7.0):
         assert told(now, a=full, b=full) == ("ab" if now < 6 else ""), "a lost server has no room"
     assert not directory.others_have_room("nobody")
+
+
+def test_the_order_in_which_servers_got_a_block_decides_nothing() -> None:
+    """Locations lie in sets of objects, whose order differs from process to process."""
+    hosts = {f"s{number:02}": f"h{number // 2}" for number in range(60)}  # more than are drawn
+    holders = random.Random(1).sample(sorted(hosts), 6)
+    found = set()
+    for _ in range(20):
+        random.Random(len(found)).shuffle(holders)
+        directory = pool(**hosts)
+        for server in holders:
+            directory.stored(server, ONE, 0, 0, [key("parent")])
+        for copies in (1, 2, 3):
+            found.add((copies, place(directory, "child", key("parent"), copies=copies)))
+    assert len(found) == 3, "one order for each number of copies"
+    assert {placed[0] for _, placed in found} <= set(holders)
