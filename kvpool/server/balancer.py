@@ -107,7 +107,10 @@ class Balancer:
                     break
                 continue
             target, end = found
-            moved += await self._hand_over(target, await self._chain(end))
+            chain = await self._chain(end)
+            # Blocks above it may have come or gone since: then it begins, and belongs, elsewhere.
+            if chain and self._plan.target(chain[0]) == target:
+                moved += await self._hand_over(target, chain)
             await asyncio.sleep(0)
         if moved:
             self._gap_s = _PLAN_GAP_S

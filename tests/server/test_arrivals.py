@@ -52,6 +52,18 @@ def test_blocks_that_a_prompt_waits_for_are_no_victims(books: Books) -> None:
     assert books.here(keys("old", 8)) == 8
 
 
+def test_a_session_that_has_ended_and_is_read_again_is_waited_for(books: Books) -> None:
+    """Also when a victim was looked for between its read and its arrival."""
+    books.store.end("old", books.now)
+    books.now += 1.0
+    books.read(keys("old", 8))
+    books.fill(5)
+    books.now += 1.0
+    assert arrive(books) is HintStatus.ACCEPTED
+    books.fill(12)
+    assert books.here(keys("old", 8)) == 8
+
+
 def test_an_announcement_does_not_lapse_while_its_prompt_is_in_a_queue() -> None:
     books = Books(20)
     books.write("old", keys("old", 8), resume_in=2.0)

@@ -18,6 +18,7 @@ from kvpool.config import ServerConfig
 from kvpool.protocols import WriteOptions
 from kvpool.server.balancer import RoomOfOthers
 from kvpool.server.block_server import BlockServer
+from kvpool.server.state.entry import Entry
 from kvpool.server.state.fetches import FetchBudget
 from kvpool.server.state.share_plan import Shares
 from kvpool.types import FULL_SHARE, ROOT, FetchStatus, WriteBlock
@@ -248,6 +249,38 @@ async def test_a_block_is_forgotten_only_when_it_was_fetched() -> None:
         assert handed_over(first) == 0
         for chain in chains:
             await assert_readable(pool, chain)
+
+
+async def test_a_chain_that_begins_elsewhere_by_now_belongs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first block leaves between the plan and its turn."""
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        chains = await fill(pool, first)
+        newcomer._context.draining = False
+        await known(running)
+        balancer = first._balancer
+        assert await balancer._make_plan()
+        first.stack.remove(NAMESPACE, [chain[0] for chain in chains])
+        handed: list[tuple[str, bytes]] = []
+
+        async def hand_over(target: str, chain: Sequence[Entry]) -> int:
+            handed.append((target, chain[0].digest))
+            return 0
+
+        async def no_plan() -> bool:
+            return False
+
+        monkeypatch.setattr(balancer, "_hand_over", hand_over)
+        monkeypatch.setattr(balancer, "_make_plan", no_plan)
+        monkeypatch.setattr(type(balancer), "_is_needed", True)
+        await balancer._make_room()
+        shares = Shares({server.server: 1 for server in running.servers})
+        names = [server.server for server in running.servers]
+        assert 0 < len(handed) < CHAINS
+        for target, head in handed:
+            assert shares.owner(head, names) == target
 
 
 async def test_a_server_that_leaves_is_handed_nothing_and_hands_over_by_its_drain() -> None:

@@ -180,6 +180,25 @@ def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> No
         )
 
 
+def test_a_block_that_is_extra_no_more_does_not_go_for_one_that_is_read() -> None:
+    """The oldest extra copy is pinned, and the next one is the last copy by now."""
+    read, last, extra = keys("x", 3)
+    store = store_of([], pages=3)
+    for digest, used in ((read, 50), (last, 51), (extra, 52)):
+        assert fetch(store, digest, used * 1_000_000, 0)
+    oldest, entry = store.peek(ONE, 0, read), store.peek(ONE, 0, last)
+    assert oldest is not None
+    assert entry is not None
+    entry.copies = 1
+    pin = store.pin_internal(1, oldest)
+    assert fetch(store, key("new"), 200_000_000, 1)
+    assert [store.peek(ONE, 0, one) is not None for one in (read, last, extra)] == [1, 1, 0]
+    store.unpin(1, pin)
+    assert fetch(store, key("newer"), 201_000_000, 1)
+    assert [store.peek(ONE, 0, one) is not None for one in (read, last)] == [0, 1]
+    store.check()
+
+
 def test_the_parts_of_a_block_are_of_one_kind() -> None:
     """They leave together: an extra part would take one that is the last copy with it."""
     two = Namespace("two", 2)

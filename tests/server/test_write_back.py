@@ -130,6 +130,21 @@ def test_a_block_that_is_read_when_its_session_ends_waits_for_its_reader() -> No
     server.stack.check()
 
 
+def test_a_writer_waits_for_dirty_blocks_where_only_announced_ones_are_clean() -> None:
+    """They would stay, and he would be refused for good: nobody would have the others written."""
+    server = Server(8, 64, write_back=True)
+    talk(server, "a", keys("announced", 2), resume_in=5.0)
+    server.write(2, ONE, 0, keys("held", 6))
+    server.settle()
+    assert on_disk(server, keys("announced", 2)) == [True] * 2
+    assert server.stack.front.dirty_bytes == 6 * PAGE
+    assert server.write(1, ONE, 0, keys("new", 1)) == ["NO_SPACE"]
+    server.settle()
+    assert server.write(1, ONE, 0, keys("new", 1)) == ["RESERVED"]
+    assert server.stack.front.peek(ONE, 0, keys("announced", 2)[1]) is not None
+    server.stack.check()
+
+
 def test_a_writer_that_finds_only_dirty_blocks_gets_them_written() -> None:
     """Even below the share that may be dirty; and no more than it needs."""
     server = Server(8, 64, write_back=True)

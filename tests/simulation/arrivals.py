@@ -25,7 +25,8 @@ class ArrivalOracle:
     def __init__(self, policy: SessionAwarePolicy, fail: Callable[[str], None]) -> None:
         self._policy = policy
         self._fail = fail
-        self._until: dict[str, float] = {}
+        self._until: dict[str, float] = {}  # its prompt waits
+        self._perhaps_until: dict[str, float] = {}  # it may: something was read at about that time
         self._used: Counter[str] = Counter()  # the last use, in microseconds
         self._answered: Counter[str] = Counter()  # the last use that ends a wait
         self.now = 0.0
@@ -39,18 +40,20 @@ class ArrivalOracle:
             self._expect_no_wait(name, "its prompt had been served before its arrival was heard")
         session = self._policy._sessions.get(name)
         used = self._used[name] / 1e6 + _SAME_TIME_S
-        if session is not None and session.bytes and came > used and age_s < WAIT_S:
-            self._until[name] = came + WAIT_S
+        if session is not None and session.bytes and age_s < WAIT_S:
+            self._perhaps_until[name] = came + WAIT_S
+            if came > used:
+                self._until[name] = came + WAIT_S
 
     def ended(self, name: str, now: float) -> None:
-        self._until.pop(name, None)
+        self._drop(name)
         self._used[name] = max(self._used[name], int(now * 1e6))
 
     def writes(self, name: str, now: float) -> None:
         """Before the store makes room; without a name, no session does."""
         self.now = now
         if name:
-            self._until.pop(name, None)
+            self._drop(name)
             self._used[name] = self._answered[name] = int(now * 1e6)
 
     def written(self, name: str) -> None:
@@ -64,7 +67,7 @@ class ArrivalOracle:
         name = entry.session.name
         self._used[name] = int(now * 1e6)
         if last and not entry.children:
-            self._until.pop(name, None)
+            self._drop(name)
             self._answered[name] = int(now * 1e6)
             self._expect_no_wait(name, "its last block was read")
 
@@ -80,10 +83,14 @@ class ArrivalOracle:
 
     def bypassed(self) -> None:
         """The store has refused a block without a hint; its policy alone refuses none."""
-        if not any(self.now < until for until in self._until.values()):
+        if not any(self.now < until for until in self._perhaps_until.values()):
             self._fail("arrivals: a write is refused, but no prompt waits")
         if self._policy.announced_bytes > self._policy.budget:
             self._fail("arrivals: a write finds no room beside sessions beyond their budget")
+
+    def _drop(self, name: str) -> None:
+        self._until.pop(name, None)
+        self._perhaps_until.pop(name, None)
 
     def _expect_no_wait(self, name: str, why: str) -> None:
         session = self._policy._sessions.get(name)

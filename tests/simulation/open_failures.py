@@ -13,10 +13,5 @@ from typing import Final
 #: By seed, with the default number of operations: the beginning of the failure.
 OPEN_FAILURES: Final[Mapping[int, str]] = {
     # Beside copies that servers make, chains that are handed over, and prompts that wait.
-    642: "liveness: a write returned ['bypassed'",
     922: "G5: 50c15d30ded4 is held, but a read returned: deadline",
-    1518: "copies: <Entry a729570bfca7",
-    1902: "arrivals: a write is refused, but no prompt waits",
-    202362: "arrivals: <Entry ecf0c55fcbd9",
-    202739: "arrivals: a write is refused, but no prompt waits",
 }

@@ -351,7 +351,7 @@ class SessionAwarePolicy:
             if useless is not None:
                 return useless
         if self._extra_listed:
-            found = self._next_extra(newcomer, evictable, now, last_used)
+            found = self._next_extra(newcomer, evictable, last_used)
             if found is not None:
                 return found
         if not self._by_next_use:
@@ -399,11 +399,10 @@ class SessionAwarePolicy:
                 self.policy.add_candidate(entry)
         while self._ended:
             session = next(iter(self._ended))
-            while session.leaves:
-                entry = next(reversed(session.leaves))
+            # All others stay its leaves: a hint that comes later is about them, too.
+            for entry in reversed(session.leaves):
                 if session.ended >= entry.last_used and evictable(entry):
                     return entry
-                del session.leaves[entry]
             del self._ended[session]
         return None
 
@@ -491,23 +490,25 @@ class SessionAwarePolicy:
         return session is not None and session.due is not None and entry in session.leaves
 
     def _next_extra(
-        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float, last_used: int
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], last_used: int
     ) -> Entry | Decision | None:
         """The extra copy that was used least recently, if it may go for `newcomer`."""
         for _ in range(_STEPS_MAX):
             oldest = self._extra.oldest()
             if not isinstance(oldest, Entry):
                 return oldest
-            if not oldest.copies:
-                if not newcomer.copies and oldest.last_used >= last_used:
-                    return None
-                found = self._extra.victim(newcomer, evictable, now)
-                if isinstance(found, Entry):
-                    self._extra_listed.discard(found)
-                return found
-            self._extra.take()  # it has become the last one
-            self._extra_listed.discard(oldest)
-            self.policy.add_candidate(oldest)
+            used = oldest.last_used
+            if not oldest.copies and not newcomer.copies and used >= last_used:
+                return None
+            self._extra.take()
+            if oldest.copies:  # it has become the last one
+                self._extra_listed.discard(oldest)
+                self.policy.add_candidate(oldest)
+            elif evictable(oldest):
+                self._extra_listed.discard(oldest)
+                return oldest
+            elif oldest.last_used != used:  # it has found a later use of another part
+                self._extra.add_candidate(oldest)
         return Decision.NOT_YET
 
     def _unlist_extra(self, entry: Entry) -> None:

@@ -99,12 +99,16 @@ class SharePlan:
 
     def add(self, end: Entry, first: Entry) -> None:
         """A chain, whose first block decides where it belongs."""
-        target = self._shares.owner(first.digest, self._targets)
+        target = self.target(first)
         if target:
             self._ends.append((-end.last_used, end.generation, end, target))
             if len(self._ends) >= 2 * _CHAINS_MAX:
                 self._ends.sort()
                 del self._ends[_CHAINS_MAX:]
+
+    def target(self, first: Entry) -> str:
+        """The server with room to which the chain with this first block belongs; or nothing."""
+        return self._shares.owner(first.digest, self._targets)
 
     def chains(self) -> Iterator[tuple[str, Entry]]:
         """The end of each chain that is still here, with the server that it belongs to."""

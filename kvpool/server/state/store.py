@@ -865,6 +865,8 @@ class Store:
                 return Reservation(WriteStatus.NO_SPACE)
             if isinstance(victim, Decision):
                 if victim is Decision.BYPASS:
+                    if self.dirty:  # what is still to be written back may be a better victim then
+                        return Reservation(WriteStatus.NO_SPACE)
                     self.bypassed += 1
                     return Reservation(WriteStatus.BYPASSED)
                 if in_steps:
