@@ -355,7 +355,7 @@ class Writer:
             held.update(holders)
             batch.tried[position] |= held
             if held and len(held) < batch.copies:
-                source = self._servers.rank(held)[0]
+                source = self._servers.rank(sorted(held))[0]
                 sources_of.setdefault(source, []).append(position)
         for server, positions in sources_of.items():
             for group in rounds(positions, [batch.blocks[i].size for i in positions]):

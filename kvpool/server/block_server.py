@@ -261,7 +261,7 @@ class BlockServer:
             self._connection_id,
             peer,
         )
-        context.connections.add(connection)
+        context.connections[connection] = None
         return connection
 
     def count(self, event: str) -> None:

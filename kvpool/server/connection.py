@@ -342,7 +342,7 @@ class ServerConnection:
         quarantined = front.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
         self._quarantined_bytes = front.quarantined_bytes - before
         if not quarantined:  # else it counts as connected, until its client has disconnected
-            self._context.connections.discard(self)
+            self._context.connections.pop(self, None)
         else:
             log.warning(
                 "memory is in quarantine",
@@ -356,7 +356,7 @@ class ServerConnection:
         return quarantined
 
     def writer_exited(self) -> None:
-        self._context.connections.discard(self)
+        self._context.connections.pop(self, None)
         self._store.front.writer_exited(self._id)
         self._context.on_change()
 

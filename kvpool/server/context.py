@@ -53,7 +53,8 @@ class ServerContext:
         self.compactor = Compactor(store.front, memory, self.on_change)
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
-        self.connections: set[Holder] = set()
+        #: In the order in which they came: that of a set of objects differs from run to run.
+        self.connections: dict[Holder, None] = {}
         for one in store.stores:
             one.on_rejected_victim = self._policy_is_wrong
         #: This server will leave: it takes no blocks any more (design: drain).

@@ -12,7 +12,7 @@ from kvpool import Namespace, ReadStatus, WriteStatus, dev
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Overloaded
-from kvpool.protocols import ReserveRequest
+from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server import connection, context
 from kvpool.server.block_server import default_reserved_max
 from kvpool.server.state.budget import START, Budget, Limits
@@ -551,6 +551,23 @@ async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
         assert server.stats(0.0).counters["connections"] == 1
         await pool.write(NAMESPACE, [key("again")], [bytes(BLOCK)])
         assert server.stats(0.0).counters["carried_writes"] == before
+
+
+async def test_clients_that_hold_as_much_are_listed_in_the_order_in_which_they_came(
+    pool_dev: dev.Dev,
+) -> None:
+    """A simulated history must be the same each time, and so must what a server reports."""
+    (server,) = pool_dev.servers
+    now = asyncio.get_running_loop().time()
+    connections = [server.connect(Peer(f"client-{number}")) for number in range(12)]
+    for number, one in enumerate(connections):
+        request = ReserveRequest(NAMESPACE, 0, [key(number)], [ROOT], [1024])
+        await one.reserve(request, deadline=now + 5)
+    reported = [client.name for client in server.stats(now).clients]
+    assert reported == [f"client-{number}" for number in range(len(reported))]
+    assert len(reported) > 5
+    for one in connections:
+        one.close()
 
 
 async def test_a_writer_that_sends_its_bytes_leaves_nothing_in_quarantine(
