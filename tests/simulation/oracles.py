@@ -282,7 +282,8 @@ class WatchedStore(Store):
             arrivals.written(hint.session)
         if arrivals is not None:
             if any(answer.status is WriteStatus.BYPASSED for answer in answers):
-                arrivals.bypassed()
+                named = request.session_hint
+                arrivals.bypassed(named.session if named is not None else "")
             if arrivals.kept:
                 self.truth.probes.add("room was made while a session's prompt waited")
         for answer in answers:
