@@ -230,8 +230,8 @@ class EventPublisher:
         until = asyncio.get_running_loop().time() + _READER_TIMEOUT_S
         if len(frames) != 3 or frames[1]:
             return None
-        if frames[2] == SNAPSHOT and self._snapshot is not None:
-            return _Reader(0, until, self._snapshot())
+        if frames[2] == SNAPSHOT:  # it is as long as a number
+            return None if self._snapshot is None else _Reader(0, until, self._snapshot())
         if len(frames[2]) != _NUMBER.size:
             return None
         return _Reader(_NUMBER.unpack(frames[2])[0], until)
