@@ -88,7 +88,7 @@ $(FUZZ_VENV)/ready: pyproject.toml
 # CPU platform. torch comes from wherever pip finds the CPU build (find-links, an extra index).
 VLLM_VERSION := 0.32.0
 # Partners of prefill and decode. NIXL wants packages of CUDA that nothing needs here.
-PARTNERS := nixl==1.5.1 nixl-cu12==1.5.1 vllm-router==0.1.17
+PARTNERS := nixl==1.5.1 nixl-cu12==1.5.1 vllm-router==0.1.17 orjson
 $(VLLM_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
 	test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)

@@ -196,6 +196,7 @@ def test_what_a_client_makes_up_delays_its_own_request(
     assert answer["seconds"] < 3.0 + 5.0
 
 
+@pytest.mark.long  # what the second engine has generated is saved with its next step, or later
 @pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: make test-vllm")
 def test_beside_nixl_the_pool_brings_what_was_decoded(
     model: Callable[..., Path],
