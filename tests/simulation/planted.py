@@ -1046,7 +1046,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "old-records-stay": 35,
     "any-header-is-believed": 37,
     "dropped-before-it-is-down": 38,
-    "already-stored-before-announced": 274,
+    "already-stored-before-announced": 225,
     "record-before-payload": 70,
     "rotten-block-stays-on-disk": 81,
     "frozen-writer-is-not-feared": 82,
@@ -1064,7 +1064,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "copies-grow-beyond-their-limit": 141,
     "handed-over-and-still-in-the-file": 106,
     "lost-copies-stay-lost": 18,
-    "record-of-a-removed-block": 127,
+    "record-of-a-removed-block": 450,
     "stopped-server-blames-its-disk": 141,
     "evicted-below-is-written-for-ever": 53,
 }
