@@ -267,7 +267,14 @@ def load(
     raw: dict[str, Any] = _read(Path(path)) if path is not None else {}
     for name, value in (environment or {}).items():
         if name.startswith("KVPOOL_") and name != "KVPOOL_CONFIG":  # that one names the file
-            _set(raw, _from_environment(name), value, name)
+            setting = _from_environment(name)
+            alone: dict[str, Any] = {}
+            _set(alone, setting, value, name)
+            try:
+                _convert(alone, Config, "")
+            except ConfigError as error:
+                raise ConfigError(f"environment variable {name}: {error}") from None
+            _set(raw, setting, value, name)
     for name, flag in (flags or {}).items():
         if flag is not None:
             _set(raw, name.split("."), flag, name)

@@ -12,11 +12,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Final
 
+from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.client.lookup import Asks
 from kvpool.errors import BadKey, BadMessage, MasterLost
 from kvpool.types import EventPosition, Namespace, PoolEvent, PoolEventKind
 from kvpool.wire import messages as wire
+
+log = logs.get("kvpool.client")
 
 #: A reader that has read everything asks again after this time.
 _POLL_S: Final = 0.05
@@ -44,15 +47,23 @@ class EventReader:
         self._at = at  # None: only a snapshot helps
 
     async def events(self) -> AsyncIterator[PoolEvent]:
-        """Events for ever. While no master answers it waits, and goes on when one does."""
+        """Events for ever. While no master answers it waits, and goes on when one does; the log
+        says so once each."""
         backoff = Backoff(_RETRY_S, _RETRY_S_MAX)
+        silent = False
         while True:
             try:
                 async for event in self._whole() if self._at is None else self._news(self._at):
                     yield event
-            except (MasterLost, BadMessage):
+            except (MasterLost, BadMessage) as error:
+                if not silent:
+                    log.warning("no changes of the map arrive", why=str(error))
+                silent = True
                 await asyncio.sleep(backoff.next_delay())
                 continue
+            if silent:
+                log.info("changes of the map arrive again")
+            silent = False
             if self._at is None:  # a gap: the snapshot is always behind, or a master is new
                 await asyncio.sleep(backoff.next_delay())
             else:

@@ -275,7 +275,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load(tmp_path / "nowhere.yaml")
     assert load(environment={"KVPOOL_CONFIG": "it names the file"}) == load()
-    with pytest.raises(ConfigError, match="unknown setting 'nonsense'"):
+    named = "environment variable KVPOOL_NONSENSE: unknown setting 'nonsense'"
+    with pytest.raises(ConfigError, match=named):
         load(environment={"KVPOOL_NONSENSE": "1"})
 
 

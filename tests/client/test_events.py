@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from kvpool import BadKey, Namespace, PoolEvent, PoolEventKind, Replica, dev
+from kvpool.client import pool_events
+from kvpool.errors import MasterLost
 from kvpool.runtime import this_host
-from tests.conftest import NAMESPACE, keys, values
+from kvpool.types import EventPosition
+from kvpool.wire.messages import ChangesReply, Message
+from tests.conftest import NAMESPACE, eventually, keys, values
 
 
 async def until(events: AsyncIterator[PoolEvent], kind: PoolEventKind) -> PoolEvent:
@@ -52,6 +57,35 @@ async def test_events_go_on_behind_a_position(pool_dev: dev.Dev) -> None:
             stored = await anext(again)
         assert (stored.kind, stored.digests) == (PoolEventKind.STORED, tuple(chain))
         assert stored.position.number > live.position.number
+
+
+async def test_a_lost_master_and_its_return_are_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who reads the events sees a stream that stands still, and not why."""
+    monkeypatch.setattr(pool_events, "_RETRY_S", 0.001)
+
+    class Masters:
+        asked = 0
+
+        async def ask(self, message: Message, answer: type[Any], deadline: float) -> Any:
+            self.asked += 1
+            if self.asked <= 4:
+                raise MasterLost("no master answers")
+            return ChangesReply(b"s", 7, [], more=False, gap=False)
+
+    masters = Masters()
+    reader = pool_events.EventReader(masters, lambda: 0.0, EventPosition(b"s", 7))
+    reading = asyncio.create_task(anext(reader.events()))  # type: ignore[arg-type]
+    with caplog.at_level("INFO", "kvpool.client"):
+        await eventually(lambda: masters.asked > 8)
+    reading.cancel()
+    words = [record.getMessage() for record in caplog.records]
+    assert [one.split(" why=")[0] for one in words] == [
+        "no changes of the map arrive",
+        "changes of the map arrive again",
+    ]
+    assert "no master answers" in words[0]
 
 
 async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev.Dev) -> None:
