@@ -16,6 +16,7 @@ from kvpool.fleet.constants import Constants
 from kvpool.fleet.fleet import Fleet
 from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
 from kvpool.fleet.results import FleetResult
+from kvpool.fleet.routers import PreciseRouter
 from kvpool.server.eviction.lru import LRU
 
 #: Three engines whose device memory has room for two sessions of twelve; blocks are coarse.
@@ -99,6 +100,15 @@ def test_a_router_that_sees_what_engines_hold_needs_fewer_loads() -> None:
     assert late.loaded_bytes > 1.2 * precise.loaded_bytes
 
 
+def test_a_precise_router_knows_in_the_end_what_engines_hold() -> None:
+    fleet = Fleet(replace(SMALL, router="precise"))
+    fleet.run()
+    router = fleet._choose
+    assert isinstance(router, PreciseRouter)
+    for engine, held in router._held.items():
+        assert held == set(engine.cache._blocks)
+
+
 def test_local_memory_that_a_precise_router_knows_is_found_again() -> None:
     local = {"scope": Scope.LOCAL}
     assert (
@@ -116,8 +126,11 @@ def test_a_lost_server_costs_its_share_and_no_more() -> None:
 
 
 def test_an_engine_that_is_lost_takes_its_queue_to_the_others() -> None:
-    whole, lost = run(), run(incidents=[Incident(600.0, "engine", 0)])
-    assert lost.prompts > 0.95 * whole.prompts  # each is answered
+    incidents = [Incident(600.0 + number, "engine", number % 3) for number in range(30)]
+    fleet = Fleet(replace(SMALL, router="precise", incidents=incidents))
+    fleet.run()
+    assert not fleet._running  # each prompt was answered
+    lost = run(incidents=[Incident(600.0, "engine", 0)])
     assert lost.after is not None
     assert lost.after.worst > 0.5  # its blocks are in the pool
     local = run(

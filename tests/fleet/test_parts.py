@@ -12,8 +12,10 @@ from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.hbm_cache import HbmCache
 from kvpool.fleet.links import QueuedLink, SharedLink
+from kvpool.fleet.memory import FleetMemory, shared_pool
 from kvpool.fleet.options import Hints, Incident
 from kvpool.fleet.sessions import LOADS, PromptBlocks
+from kvpool.server.eviction.lru import LRU
 from kvpool.tools.workloads import Turn
 from tests.conftest import key
 
@@ -197,3 +199,18 @@ def test_what_is_left_on_a_shared_link_tells_how_long_a_load_takes() -> None:
     events.run()
     assert left == [pytest.approx(50)]
     assert link.left == 0
+
+
+def test_a_load_from_a_server_that_is_lost_ends_at_once_and_is_not_whole() -> None:
+    events, constants = EventQueue(), Constants().changed({"pool_load_bytes_s": 100.0})
+    pools = shared_pool(1, 16, lambda size: LRU())
+    memory = FleetMemory(pools, 1, events, constants, 100.0, shared=True)
+    chain = [key(f"chain{n}") for n in range(4)]
+    memory.save(0, chain, None, 0.0)
+    ends: list[tuple[float, float]] = []
+    memory.start_load(0, chain, lambda load: ends.append((events.now, memory.stop_load(load))))
+    events.at(1.0, memory.lose_server, 0)
+    events.at(2.0, memory.lose_server, 0)  # again: nothing happens
+    events.run()
+    assert ends == [(1.0, pytest.approx(100))]  # of 400 bytes
+    assert memory.match(0, chain, 3.0).length == 0
