@@ -1,0 +1,1 @@
+"""`make gpu-acceptance`: what is true of device memory on this machine."""

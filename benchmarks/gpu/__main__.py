@@ -1,0 +1,219 @@
+"""What is true of device memory on this machine: each claim of docs/gpu.md, met or not.
+
+    python -m benchmarks.gpu [--device cuda] [--page gpu-acceptance.md] [--only NAME ...]
+
+Each claim is asked in a process of its own: one that hangs, or that leaves the device with an
+error, spoils no other. What the machine lacks is named, and the claims that need it are not run.
+Ends with 1 if a claim that was run is not met. `--device cpu` shows only that the questions work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from benchmarks.gpu import checks, machine, questions
+from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
+
+_CLAIM_S: Final = 540.0
+
+_BYTES, _SPEED, _VLLM = "Right bytes", "Figures", "vLLM"
+_UCX = "What direct transfers would rely on"
+
+CLAIMS: Final = (
+    Claim(
+        "torch",
+        _BYTES,
+        "The torch program is xxhash's XXH3-64",
+        ("gpu",),
+        checks.torch_equals_xxhash,
+    ),
+    Claim(
+        "kernel",
+        _BYTES,
+        "The Triton kernel is, too: every length to 4 KiB, edges, 64 MiB, any start",
+        ("gpu", "triton"),
+        checks.kernel_equals_xxhash,
+    ),
+    Claim(
+        "pieces",
+        _BYTES,
+        "Blocks in pieces are gathered, hashed and scattered",
+        ("gpu",),
+        checks.pieces_are_gathered_and_scattered,
+    ),
+    Claim(
+        "rot",
+        _BYTES,
+        "A changed bit on the device is found",
+        ("gpu",),
+        checks.a_wrong_byte_is_found,
+    ),
+    Claim(
+        "tests",
+        _BYTES,
+        "The tests that need a GPU pass",
+        ("gpu",),
+        checks.tests_pass("tests/client/test_gpu.py"),
+    ),
+    Claim(
+        "host-rendezvous",
+        _UCX,
+        "A sender waits for its receiver: memory of the host",
+        ("ucx",),
+        lambda _: questions.rendezvous("cpu"),
+    ),
+    Claim(
+        "host-closing",
+        _UCX,
+        "Closing an endpoint ends a receive that has begun: memory of the host",
+        ("ucx",),
+        lambda _: questions.closing("cpu"),
+    ),
+    Claim(
+        "rendezvous",
+        _UCX,
+        "A sender waits for its receiver: memory of the device",
+        ("gpu", "ucx", "ucx-cuda"),
+        questions.rendezvous,
+    ),
+    Claim(
+        "closing",
+        _UCX,
+        "Closing an endpoint ends a receive that has begun: memory of the device",
+        ("gpu", "ucx", "ucx-cuda"),
+        questions.closing,
+    ),
+    Claim(
+        "ordering",
+        _UCX,
+        "A kernel that starts after UCX's completion sees every byte",
+        ("gpu", "ucx", "ucx-cuda"),
+        questions.ordering,
+    ),
+    Claim(
+        "flush",
+        _UCX,
+        "What a network card has written is seen by",
+        ("gpu",),
+        lambda d: Answer(None, machine.writes_ordering(d)),
+    ),
+    Claim(
+        "batch",
+        _SPEED,
+        "A batch is hashed at 190 GB/s or more",
+        ("gpu", "triton"),
+        checks.batch_is_hashed_fast,
+    ),
+    Claim(
+        "block",
+        _SPEED,
+        "One block of 2 MiB is hashed within 0.7 ms",
+        ("gpu", "triton"),
+        checks.one_block_is_hashed_soon,
+    ),
+    Claim(
+        "share",
+        _SPEED,
+        "Hashing 50 GB/s makes products of matrices at most 3 % slower",
+        ("gpu", "triton"),
+        checks.hashing_leaves_the_device_to_others,
+    ),
+    *[
+        Claim(
+            f"pool-{calls}",
+            _SPEED,
+            f"Device to pool and back, {calls} at once: a quarter of a plain pinned copy or more",
+            ("gpu",),
+            checks.pool_beside_a_plain_copy(calls),
+        )
+        for calls in (1, 2, 4, 8)
+    ],
+    Claim(
+        "pool-share",
+        _SPEED,
+        "Reads into the device make products of matrices at most 5 % slower",
+        ("gpu",),
+        checks.pool_leaves_the_device_to_others,
+    ),
+    Claim(
+        "layouts",
+        _VLLM,
+        "Blocks come back in the layouts of the installed vLLM",
+        ("gpu", "vllm"),
+        checks.tests_pass("tests/connector/vllm/test_gpu_layouts.py"),
+    ),
+)
+
+
+def facts(device: str) -> list[Line]:
+    """What this machine has. A fact that cannot be had is `unknown`, and ends nothing."""
+    asked: dict[str, Callable[[], str]] = {
+        "GPU": partial(machine.gpu, device),
+        "UCX": machine.ucx,
+        "GPUDirect": partial(machine.gpudirect, device),
+        "topology": machine.topology,
+        "vLLM": machine.vllm,
+    }
+    found = []
+    for name, ask in asked.items():
+        try:
+            text = ask()
+        except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+            text = f"unknown: {type(error).__name__}: {error}"
+        found.append(Line("This machine", name, Result.FOUND, text))
+    return found
+
+
+def ask_apart(claim: Claim, device: str) -> Answer:
+    """In a process of its own. Raises RuntimeError when that fails or takes too long."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--one", claim.name, "--device", device]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_CLAIM_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no answer within {_CLAIM_S:.0f} s") from None
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(last or f"ended with {done.returncode}")
+    return Answer(*json.loads(done.stdout.strip().rpartition("\n")[2]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--page", type=Path, default=Path("gpu-acceptance.md"))
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of claims")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        (claim,) = (claim for claim in CLAIMS if claim.name == options.one)
+        print(json.dumps(claim.ask(options.device)))
+        return
+    chosen = [c for c in CLAIMS if options.only is None or c.name in options.only]
+    found = facts(options.device)
+
+    def ask(claim: Claim) -> Answer:
+        print(f"  {claim.text} ...", file=sys.stderr, flush=True)
+        return ask_apart(claim, options.device)
+
+    found += lines(chosen, machine.present(options.device), ask)
+    title = f"Device memory, {time.strftime('%Y-%m-%d %H:%M')}"
+    options.page.write_text(page(title, found))
+    for line in found:
+        print(f"{line.result.value:8} {line.text}: {line.figures.partition(chr(10))[0]}")
+    print(f"written to {options.page}")
+    if not is_accepted(found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""`make gpu-acceptance` itself: it runs to its end without a GPU, and it sees what is wrong.
+
+Its questions are asked on the device `cpu`; each is also asked where the answer must be no.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import device as plain
+from benchmarks.gpu import __main__ as kit
+from benchmarks.gpu import checks, machine
+from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
+
+torch = pytest.importorskip("torch", reason="devices need torch")
+
+needs_ucx = pytest.mark.skipif(
+    importlib.util.find_spec("ucxx") is None, reason="needs ucxx: pip install kvpool[ucx]"
+)
+
+
+def claim(name: str, *needs: str, part: str = "part") -> Claim:
+    return Claim(name, part, f"claim {name}", needs, lambda _: Answer(True, "fine"))
+
+
+def test_every_claim_has_a_line_whatever_happens_to_it() -> None:
+    answers = {
+        "yes": Answer(True, "2 GB/s"),
+        "no": Answer(False, "1 | 2"),
+        "fact": Answer(None, "two\nlines"),
+    }
+
+    def ask(one: Claim) -> Answer:
+        if one.name == "breaks":
+            raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
+        return answers[one.name]
+
+    claims = [claim(name) for name in ("yes", "no", "fact", "breaks")]
+    found = lines([*claims, claim("away", "there", "gpu", "ucx")], PRESENT, ask)
+    assert [(line.result, line.figures) for line in found] == [
+        (Result.MET, "2 GB/s"),
+        (Result.NOT_MET, "1 | 2"),
+        (Result.FOUND, "two\nlines"),
+        (Result.FAILED, "RuntimeError: CUDA error: unspecified launch failure"),
+        (Result.NOT_RUN, "no GPU: not run"),
+    ]
+    text = page("title", found)
+    assert "1 met, 1 NOT MET, 1 found, 1 FAILED, 1 not run." in text
+    assert "| claim no | NOT MET | 1 \\| 2 |" in text
+    assert "| claim fact | found | two<br>lines |" in text
+
+
+PRESENT = {"there": None, "gpu": "no GPU", "ucx": "no UCX"}
+
+
+@pytest.mark.parametrize(
+    ("results", "accepted"),
+    [
+        ([Result.MET, Result.FOUND, Result.NOT_RUN], True),
+        ([Result.MET, Result.NOT_MET], False),
+        ([Result.FAILED], False),
+        ([], True),
+    ],
+)
+def test_only_what_was_run_and_not_met_is_refused(
+    results: Sequence[Result], accepted: bool
+) -> None:
+    assert is_accepted([Line("part", "text", one, "") for one in results]) is accepted
+
+
+def test_it_runs_to_its_end_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(kit, "ask_apart", lambda one, _: Answer(True, f"asked {one.name}"))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--page", str(tmp_path / "page.md")])
+    kit.main()  # and no SystemExit
+    said = capsys.readouterr().out
+    for one in kit.CLAIMS:
+        if "gpu" in one.needs:
+            assert f"not run  {one.text}: no GPU: not run" in said
+    assert said.count("no GPU: not run") == sum("gpu" in one.needs for one in kit.CLAIMS)
+    assert "| GPU | found | none: torch" in (tmp_path / "page.md").read_text()
+
+
+def test_a_claim_that_is_not_met_is_its_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit, "ask_apart", lambda *_: Answer(False, "slow"))
+    arguments = ["--device", "cpu", "--only", "rot", "--page", str(tmp_path / "page.md")]
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        kit.main()
+    assert ended.value.code == 1
+    assert "| NOT MET | slow |" in (tmp_path / "page.md").read_text()
+
+
+def test_names_are_unique_and_needs_are_known() -> None:
+    assert len({one.name for one in kit.CLAIMS}) == len(kit.CLAIMS)
+    assert {need for one in kit.CLAIMS for need in one.needs} <= machine.present("cpu").keys()
+
+
+def test_a_process_that_asks_answers_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    (flush,) = (one for one in kit.CLAIMS if one.name == "flush")
+    assert kit.ask_apart(flush, "cpu") == (None, "the device cpu: writes are seen at once")
+    monkeypatch.setattr(kit, "_CLAIM_S", 0.01)
+    with pytest.raises(RuntimeError, match="no answer within"):
+        kit.ask_apart(flush, "cpu")
+
+
+class Driver:
+    """A driver that knows one attribute, or refuses."""
+
+    def __init__(self, code: int, value: int) -> None:
+        self._code, self._value = code, value
+        self.ready = False
+
+    def cuInit(self, _: int) -> int:  # noqa: N802
+        self.ready = True
+        return 0
+
+    def cuDeviceGetAttribute(self, place: Any, number: int, _: int) -> int:  # noqa: N802
+        assert (self.ready, number) == (True, 118)
+        place._obj.value = self._value
+        return self._code
+
+
+def test_what_the_driver_says_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _: Driver(0, 0))
+    assert machine.writes_ordering("cuda").startswith("none: a flush is needed")
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _: Driver(0, 100))
+    assert machine.writes_ordering("cuda:1").startswith("owner")
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _: Driver(101, -1))
+    with pytest.raises(RuntimeError, match="answered 101"):  # and not "unknown (-1)", or "yes"
+        machine.writes_ordering("cuda:9")
+
+
+# --- right bytes ------------------------------------------------------------------------------
+
+
+def test_right_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_SIZE", 4096)
+    assert checks.a_wrong_byte_is_found("cpu").met
+    assert checks.pieces_are_gathered_and_scattered("cpu").met
+
+
+def test_a_checksum_that_misses_bytes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_SIZE", 4096)
+    right = checks.device_checksums
+
+    def half(blocks: Any, seeds: Any) -> Any:
+        return right([[row[: len(row) // 2] for row in rows] for rows in blocks], seeds)
+
+    monkeypatch.setattr(checks, "device_checksums", half)
+    assert checks.a_wrong_byte_is_found("cpu").met is False
+    assert checks.pieces_are_gathered_and_scattered("cpu").met is False
+
+
+def test_a_copy_that_swaps_pieces_or_writes_beside_them_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = checks.copy_rows
+    monkeypatch.setattr(
+        checks, "copy_rows", lambda sources, targets: right(sources[:-1], targets[:-1])
+    )
+    assert checks.pieces_are_gathered_and_scattered("cpu").met is False
+
+    def beside(sources: Any, targets: Any) -> None:
+        right(sources, targets)
+        torch.as_strided(targets[0], (1,), (1,), targets[0].storage_offset() - 1).fill_(9)
+
+    monkeypatch.setattr(checks, "copy_rows", beside)
+    assert checks.pieces_are_gathered_and_scattered("cpu").met is False
+
+
+def test_work_beside_the_products_that_fails_is_no_figure() -> None:
+    def fails(_: Any) -> None:
+        raise RuntimeError("device lost")
+
+    with pytest.raises(RuntimeError, match="device lost"):
+        checks._beside(fails, 0.05, "cpu")
+
+
+def test_device_to_pool_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through real processes, with small blocks: on the device cpu only that it works."""
+    for module in (plain, checks):
+        monkeypatch.setattr(module, "_SIZE", 64 << 10)
+    answer = checks.pool_beside_a_plain_copy(4)("cpu")
+    assert "of a pinned copy; read" in answer.figures
+
+
+# --- what direct transfers would rely on --------------------------------------------------------
+
+
+@needs_ucx
+def test_what_ucx_does_with_memory_of_the_host() -> None:
+    from benchmarks.gpu import questions
+
+    assert questions.rendezvous("cpu").met
+    assert questions.closing("cpu").met
+
+
+@needs_ucx
+def test_a_receive_that_goes_on_after_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import questions
+    from kvpool_transports.ucx_worker import Transfer
+
+    async def returns_early(transfer: Transfer) -> None:
+        await asyncio.sleep(0)
+
+    stop = Transfer.stop
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "stop", returns_early)
+        assert questions.closing("cpu").met is False
+    assert Transfer.stop is stop
+
+
+@needs_ucx
+def test_a_sender_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import questions
+    from kvpool_transports.ucx_worker import Transfer
+
+    send = Transfer.send
+    monkeypatch.setattr(Transfer, "send", lambda *args: send(*args) or True)
+    assert questions.rendezvous("cpu").met is False
