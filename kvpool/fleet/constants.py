@@ -84,6 +84,9 @@ class Constants:
     token_each_s: float = _constant(
         0.043e-3, Kind.COMPUTED, "s/request", "72K tokens x 38 KB / 8 ranks / 8 TB/s"
     )
+    chunk_tokens: float = _constant(
+        8_192, Kind.ASSUMED, "tokens", "of prompts in a step of a mixed engine; vLLM's default"
+    )
     pool_tokens: float = _constant(
         10.5e6, Kind.PUBLISHED, "tokens/server", "4 ranks x 100 GB, mooncake_config_gb200"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -14,12 +15,19 @@ from kvpool.fleet.admission import Admission
 from kvpool.fleet.decode import DecodeEngine
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.memory import FleetMemory, local_memories, shared_pool
+from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
 from kvpool.fleet.prefill import PrefillEngine
 from kvpool.fleet.prompts import Prompt
 from kvpool.fleet.results import FleetResult, measured
 from kvpool.fleet.routers import ROUTERS, RouterFacts
-from kvpool.fleet.sessions import CHILDREN_WITHIN_S, LOADS, PromptBlocks, SessionPlan
+from kvpool.fleet.sessions import (
+    CHILDREN_WITHIN_S,
+    LOADS,
+    PromptBlocks,
+    SessionPlan,
+    trace_sessions,
+)
 from kvpool.tools.workloads import Turn
 from kvpool.types import SessionHint
 
@@ -43,17 +51,20 @@ class Fleet:
                 options.events_late_s,
             )
         )
-        self._engines = [self._make_engine(number) for number in range(options.instances)]
-        self._decoders = [
-            DecodeEngine(self._events, options.constants, self._answered)
+        decoder = MixedDecoder if options.engines == "mixed" else DecodeEngine
+        self._decoders: Sequence[DecodeEngine | MixedDecoder] = [
+            decoder(self._events, options.constants, self._answered)
             for _ in range(options.instances)
         ]
+        self._engines = [self._make_engine(number) for number in range(options.instances)]
         admit_tokens = options.admit_tokens
         self._admission = Admission(float("inf") if admit_tokens is None else admit_tokens)
         self._held: deque[Prompt] = deque()  # until their session is admitted
         load = LOADS[options.load]
         self._blocks = PromptBlocks(load.shared_tokens, options.block)
         self._waiting = load.sessions(options.sessions, options.seed)
+        if options.trace is not None:
+            self._waiting = trace_sessions(options.trace, options.trace_rate, options.sessions)
         self._numbers = itertools.count()
         self._running: dict[int, _RunningSession] = {}
         self._done: list[Prompt] = []
@@ -61,6 +72,9 @@ class Fleet:
 
     def run(self) -> FleetResult:
         """Serve every session to its end."""
+        if self._options.trace is not None:
+            for plan in self._waiting:
+                self._events.at(plan.begins_s or 0.0, self._begin_root, plan)
         for _ in range(self._options.concurrent):
             self._events.at(self._rng.uniform(0.0, _RAMP_S), self._begin_session)
         if self._options.hog_prompts_s:
@@ -99,6 +113,7 @@ class Fleet:
         )
 
     def _make_engine(self, number: int) -> PrefillEngine:
+        beside = self._decoders[number]
         return PrefillEngine(
             number,
             self._events,
@@ -108,6 +123,7 @@ class Fleet:
             load=self._options.planner,
             prefilled=self._prefilled,
             hint=self._hint,
+            beside=beside if isinstance(beside, MixedDecoder) else None,
         )
 
     # --- sessions ------------------------------------------------------------------------
@@ -115,8 +131,11 @@ class Fleet:
     def _begin_session(self) -> None:
         plan = next(self._waiting, None)
         if plan is not None:
-            self._last_began_at = self._events.now
-            self._begin(plan, None)
+            self._begin_root(plan)
+
+    def _begin_root(self, plan: SessionPlan) -> None:
+        self._last_began_at = self._events.now
+        self._begin(plan, None)
 
     def _begin(self, plan: SessionPlan, parent: _RunningSession | None) -> None:
         number = next(self._numbers)
@@ -129,7 +148,8 @@ class Fleet:
     def _send(self, session: _RunningSession) -> None:
         """The session's next prompt."""
         turn = session.plan.turns[session.sent]
-        session.chain = self._blocks.prompt(session.chain, turn)
+        named = session.plan.chain if not session.sent else None
+        session.chain = list(named) if named else self._blocks.prompt(session.chain, turn)
         prompt = self._prompt(session.number, session.sent, session.chain, turn)
         session.sent += 1
         prompt.last = session.sent == len(session.plan.turns)
@@ -163,7 +183,10 @@ class Fleet:
         self._repeat_arrival(prompt)
 
     def _prefilled(self, prompt: Prompt) -> None:
-        min(self._decoders, key=lambda engine: engine.requests).add(prompt)
+        decoder = self._decoders[prompt.engine]
+        if isinstance(decoder, DecodeEngine):
+            decoder = min(self._decoders, key=lambda engine: engine.requests)
+        decoder.add(prompt)
 
     def _answered(self, prompt: Prompt) -> None:
         if prompt.session < 0:

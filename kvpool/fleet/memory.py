@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.links import LinkTransfer, QueuedLink, SharedLink
-from kvpool.tools.dry_pool import DryPool, HeldBlock, PolicyOf
+from kvpool.tools.dry_pool import DryPool, HeldRun, PolicyOf
 from kvpool.types import ARRIVED, Match, ReadStatus, SessionHint
 
 
@@ -23,7 +23,7 @@ class PoolLoad:
     """Blocks on their way to an engine; they stay in the pool until it has ended."""
 
     pool: DryPool
-    pins: list[HeldBlock]
+    pins: list[HeldRun]
     began: float
     receives: SharedLink
     ended: Callable[[PoolLoad], None]
@@ -95,7 +95,9 @@ class FleetMemory:
             self._events.after(self._constants.first_byte_s, self._ended, load)
             return load
         sends = self._sends[engine % len(self.pools)]
-        parts = Counter(pin.server for pin in pins)
+        parts = Counter[str]()
+        for run in pins:
+            parts[run.server] += len(run.pins)
         sent_at = max(
             sends[server].take(count * self._block_bytes, now) for server, count in parts.items()
         )
@@ -104,7 +106,7 @@ class FleetMemory:
             end = max(sent_at, self._events.now) + self._constants.first_byte_s
             self._events.at(end, self._ended, load)
 
-        load.transfer = load.receives.start(len(pins) * self._block_bytes, received)
+        load.transfer = load.receives.start(parts.total() * self._block_bytes, received)
         return load
 
     def stop_load(self, load: PoolLoad) -> float:
@@ -162,7 +164,7 @@ class FleetMemory:
         broken = [
             load
             for load in self._loads
-            if load.pool is pool and any(pin.server == name for pin in load.pins)
+            if load.pool is pool and any(run.server == name for run in load.pins)
         ]
         if self.shared:
             pool.lose(name)

@@ -12,10 +12,12 @@ from kvpool import registry
 from kvpool.errors import ConfigError
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.routers import ROUTERS
-from kvpool.fleet.sessions import LOADS
+from kvpool.fleet.sessions import LOADS, TRACE_BLOCK
 
 #: An instance is 4 GPUs that prefill and 8 that decode.
 GPUS_PER_INSTANCE: Final = 12
+#: A mixed engine prefills and decodes on as many as prefill there.
+GPUS_PER_MIXED: Final = 4
 
 
 class Scope(enum.Enum):
@@ -96,7 +98,9 @@ class FleetOptions:
     factor); `events_late_s` how late a precise router learns what engines hold; `admit_tokens` how
     many tokens of context the sessions may have together that are served in turn (the others wait
     for one of these to end; None: no bound); `hog_prompts_s` prompts a second of another client,
-    which nobody asks for again. `block` in tokens. Raises ConfigError.
+    which nobody asks for again. With `trace` the prompts of that file come at `trace_rate` times
+    their speed, and no `load`. `block` in tokens. `engines` are split (some prefill and others
+    decode) or mixed. Raises ConfigError.
     """
 
     gpus: int = GPUS_PER_INSTANCE
@@ -115,6 +119,9 @@ class FleetOptions:
     incidents: Sequence[Incident] = ()
     memory_tokens: int | None = None
     block: int = 512
+    engines: str = "split"
+    trace: str | None = None
+    trace_rate: float = 1.0
     seed: int = 1
     constants: Constants = field(default_factory=Constants)
 
@@ -132,6 +139,12 @@ class FleetOptions:
             raise ConfigError(f"concurrent: {self.concurrent} is not 1 to {self.sessions} sessions")
         if not 16 <= self.block <= 4096:
             raise ConfigError(f"block: {self.block} tokens, expected 16 to 4096")
+        if self.engines not in ("split", "mixed"):
+            raise ConfigError(f"engines {self.engines!r}: expected split or mixed")
+        if self.trace is not None and self.block != TRACE_BLOCK:
+            raise ConfigError(f"block: {self.block} tokens, a trace has blocks of {TRACE_BLOCK}")
+        if not 0 < self.trace_rate < math.inf:
+            raise ConfigError(f"trace_rate: {self.trace_rate} is not a number above 0")
         for name in ("resume_error", "events_late_s", "hog_prompts_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a number from 0 on")
@@ -144,10 +157,12 @@ class FleetOptions:
 
     @property
     def instances(self) -> int:
-        return self.gpus // GPUS_PER_INSTANCE
+        """Engines that prefill: of mixed ones each has four GPUs, too."""
+        each = GPUS_PER_INSTANCE if self.engines == "split" else GPUS_PER_MIXED
+        return self.gpus // each
 
     @property
     def memory(self) -> int:
         """Tokens that fit into the memory of all servers together."""
-        default = int(self.constants.pool_tokens) * self.instances
+        default = int(self.constants.pool_tokens) * (self.gpus // GPUS_PER_INSTANCE)
         return default if self.memory_tokens is None else self.memory_tokens

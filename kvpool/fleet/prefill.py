@@ -14,6 +14,7 @@ from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.hbm_cache import HbmCache
 from kvpool.fleet.memory import FleetMemory, PoolLoad
+from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.prompts import Prompt, PromptState
 from kvpool.types import SessionHint
 from kvpool_connector.messages import LoadRequest, LoadResult, ProbeRequest, ProbeResult
@@ -27,7 +28,8 @@ _ASK_AGAIN_S: Final = 0.05
 
 
 class PrefillEngine:
-    """Engine `number` of the fleet. `load` is the connector's setting: auto, always or never."""
+    """Engine `number` of the fleet. `load` is the connector's setting: auto, always or never. A
+    mixed engine decodes `beside` it."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class PrefillEngine:
         load: str,
         prefilled: Callable[[Prompt], None],
         hint: Callable[[Prompt], SessionHint | None],
+        beside: MixedDecoder | None = None,
     ) -> None:
         self.number = number
         self.cache = HbmCache(int(constants.hbm_tokens) // block)
@@ -49,6 +52,7 @@ class PrefillEngine:
         self._block = block
         self._prefilled = prefilled
         self._hint = hint
+        self._beside = beside
         self._queue: list[Prompt] = []
         self._computing: Prompt | None = None
         self._stopped = False
@@ -65,17 +69,17 @@ class PrefillEngine:
     @property
     def work_s(self) -> float:
         """Seconds until a prompt that comes now is begun, as far as it can be told."""
-        queued = (self._compute_s(prompt) for prompt in self._queue)
         running = self._computing
         left = 0.0
         if running is not None:
-            began = running.began_at + self._compute_s(running)
-            left = max(0.0, began - self._events.now)
-        return left + sum(queued)
+            left = max(0.0, running.began_at + running.compute_s - self._events.now)
+        return left + sum(prompt.compute_s for prompt in self._queue) if self._queue else left
 
     def stop(self) -> list[Prompt]:
         """The engine is lost. Returns the prompts that were here, as if they had just come."""
         self._stopped = True
+        if self._beside is not None and self._computing is not None:
+            self._beside.computed()
         prompts = [*([self._computing] if self._computing else []), *self._queue]
         for prompt in prompts:
             prompt.state = PromptState.QUEUED
@@ -86,6 +90,7 @@ class PrefillEngine:
     def add(self, prompt: Prompt) -> None:
         """A router has sent it here."""
         prompt.engine = self.number
+        self._estimate(prompt, prompt.expected_tokens)
         self._queue.append(prompt)
         self._step()
 
@@ -99,10 +104,14 @@ class PrefillEngine:
         if not self._stopped:
             callback(*arguments)
 
-    def _compute_s(self, prompt: Prompt) -> float:
-        decided = prompt.state in (PromptState.READY, PromptState.COMPUTING)
-        hit_tokens = prompt.hit_tokens if decided else prompt.expected_tokens
-        return self._constants.prefill_s(hit_tokens, prompt.tokens)
+    def _estimate(self, prompt: Prompt, hit_tokens: int) -> None:
+        prompt.compute_s = self._constants.prefill_s(hit_tokens, prompt.tokens)
+
+    def _ready(self, prompt: Prompt) -> None:
+        """It needs nothing any more but the engine."""
+        prompt.state = PromptState.READY
+        prompt.ready_at = self._events.now
+        self._estimate(prompt, prompt.hit_tokens)
 
     def _step(self) -> None:
         """Begin what can begin."""
@@ -117,14 +126,14 @@ class PrefillEngine:
 
     def _look_up(self, prompt: Prompt) -> None:
         if self._memory is None:
-            prompt.state = PromptState.READY
+            self._ready(prompt)
             return
         now = self._events.now
         lookup = self._planner.on_new_request(
             prompt.id, prompt.chain, prompt.tokens, RequestHints(), now
         )
         if lookup is None:
-            prompt.state = PromptState.READY
+            self._ready(prompt)
             return
         prompt.state = PromptState.LOOKING_UP
         serial = lookup.serial
@@ -154,8 +163,10 @@ class PrefillEngine:
             return
         block_ids = range(1, len(prompt.chain) + 1)
         self._planner.on_blocks_allocated(prompt.id, [block_ids], tokens, now)
-        prompt.state = PromptState.LOADING if tokens else PromptState.READY
         prompt.own_tokens = computed
+        prompt.state = PromptState.LOADING
+        if not tokens:
+            self._ready(prompt)
         plan = self._planner.plan_step((), _never_cached, now)
         for load in plan.loads:
             self._load(prompt, load, computed + tokens)
@@ -190,7 +201,7 @@ class PrefillEngine:
             prompt.loaded_tokens = last
         result = LoadResult(prompt.id, int(size), complete, now - load.began)
         self._planner.on_load_result(result, now)
-        prompt.state = PromptState.READY
+        self._ready(prompt)
         self._step()
 
     def _probe(self, request: ProbeRequest) -> None:
@@ -211,11 +222,17 @@ class PrefillEngine:
         prompt.began_at = now
         most = (prompt.tokens - 1) // self._block * self._block  # the last token is computed
         prompt.own_tokens = min(most, self.cache.held(prompt.chain) * self._block)
-        self._after(self._compute_s(prompt), self._computed, prompt)
+        self._estimate(prompt, prompt.hit_tokens)
+        if self._beside is not None:
+            new = prompt.tokens - prompt.hit_tokens
+            prompt.compute_s = self._beside.compute(new, prompt.compute_s)
+        self._after(prompt.compute_s, self._computed, prompt)
 
     def _computed(self, prompt: Prompt) -> None:
         now = self._events.now
         self._computing = None
+        if self._beside is not None:
+            self._beside.computed()
         prompt.state = PromptState.DONE
         prompt.prefilled_at = now
         self._planner.prefill_cost.observe(

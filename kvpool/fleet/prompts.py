@@ -42,6 +42,8 @@ class Prompt:
     own_tokens: int = 0
     loaded_tokens: int = 0
     expected_tokens: int = 0  # of these, as its router expects until it is decided
+    compute_s: float = 0.0  # how long computing it takes, as far as it is known
+    ready_at: float = 0.0  # loaded, or decided to be computed
     began_at: float = 0.0  # computing
     prefilled_at: float = 0.0
     first_token_at: float = 0.0

@@ -1,4 +1,4 @@
-"""A study as a table, as JSON, and as a picture."""
+"""A study as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.table import Table
 from kvpool.fleet.cases import FleetStudy, Published
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.results import AfterIncident, FleetResult
-from kvpool.tools.charts import Bar, BarGroup, grouped_bars
 
 
 def table(study: FleetStudy) -> Table:
@@ -87,17 +86,6 @@ def as_dict(studies: list[FleetStudy], constants: Constants) -> dict[str, Any]:
     }
 
 
-def picture(study: FleetStudy) -> str:
-    """Throughput as bars, ours beside what was published; an SVG."""
-    groups = []
-    for case, result in study.rows:
-        bars = {"simulated": _bar(result.tokens_s_per_gpu)}
-        if case.published.tokens_s is not None:
-            bars["published"] = _bar(case.published.tokens_s / case.options.gpus)
-        groups.append(BarGroup(case.name, bars))
-    return grouped_bars("tokens per second and GPU", study.title, groups)
-
-
 def ratios(without: FleetResult, pooled: FleetResult) -> str:
     """The headline in one line."""
     return (
@@ -106,10 +94,6 @@ def ratios(without: FleetResult, pooled: FleetResult) -> str:
         f"{without.end_to_end.p50 / pooled.end_to_end.p50:.1f}x sooner, hits "
         f"{without.hit_rate:.1%} -> {pooled.hit_rate:.1%}"
     )
-
-
-def _bar(value: float) -> Bar:
-    return Bar(value, value, value)
 
 
 def _deviation(value: float, published: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,21 @@ class Quantiles:
     p99: float
 
 
+class TurnParts(NamedTuple):
+    """Where the time of a turn goes: mean seconds of each part, in their order."""
+
+    until_ready: float  # front end, lookup, load, and the queue until then
+    for_engine: float  # ready, and another prompt is computed
+    computed: float
+    handed_over: float  # to the decode engine, until the first token
+    answered: float
+
+
 @dataclass(frozen=True, slots=True)
 class AfterIncident:
-    """`worst` is the hit rate of the worst minute after it; `back_s` how long it took until a
-    minute's hit rate was again within a twentieth of the mean before it; None: never."""
+    """`worst` is the hit rate of the worst minute of the ten after it; `back_s` how long it took
+    from the incident until, after that one, a minute's hit rate was within a twentieth of the mean
+    before it; None: never."""
 
     before: float  # hit rate
     worst: float
@@ -35,7 +46,8 @@ class FleetResult:
     """Means over a window in which the fleet was full; `tokens_s` counts prompts and answers.
 
     `hit_rate` is the share of prompt tokens that were not computed, `pool_rate` the share that was
-    loaded. `token_s` is the median time between two tokens of an answer.
+    loaded. `token_s` is the median time between two tokens of an answer. `first_tokens` are seconds
+    to the first token at 0, 5, ... 100 % of the prompts.
     """
 
     prompts: int
@@ -45,8 +57,10 @@ class FleetResult:
     hit_rate: float
     pool_rate: float
     first_token: Quantiles
+    first_tokens: tuple[float, ...]
     end_to_end: Quantiles
     token_s: float
+    parts: TurnParts
     waited: Quantiles  # from the sending to the beginning of the computing
     loaded_bytes: float  # in the whole run
     saves_dropped: int  # in the whole run
@@ -71,6 +85,7 @@ def measured(
     seconds = last - first
     asked = sum(one.tokens for one in inside)
     tokens_s = (asked + sum(one.output for one in inside)) / seconds
+    first_token_s = [one.first_token_at - one.sent_at for one in inside]
     return FleetResult(
         prompts=len(inside),
         seconds=seconds,
@@ -78,14 +93,30 @@ def measured(
         tokens_s_per_gpu=tokens_s / gpus,
         hit_rate=sum(one.hit_tokens for one in inside) / asked,
         pool_rate=sum(max(0, one.loaded_tokens - one.own_tokens) for one in inside) / asked,
-        first_token=_quantiles([one.first_token_at - one.sent_at for one in inside]),
+        first_token=_quantiles(first_token_s),
+        first_tokens=tuple(map(float, np.percentile(first_token_s, range(0, 101, 5)))),
         end_to_end=_quantiles([one.done_at - one.sent_at for one in inside]),
         token_s=float(np.median([one.token_s for one in inside])),
+        parts=_parts(inside),
         waited=_quantiles([one.began_at - one.sent_at for one in inside]),
         loaded_bytes=loaded_bytes,
         saves_dropped=saves_dropped,
         after=None if incident_at is None else _after(inside, incident_at, last),
     )
+
+
+def _parts(prompts: Sequence[Prompt]) -> TurnParts:
+    spent = [
+        (
+            one.ready_at - one.sent_at,
+            one.began_at - one.ready_at,
+            one.prefilled_at - one.began_at,
+            one.first_token_at - one.prefilled_at,
+            one.done_at - one.first_token_at,
+        )
+        for one in prompts
+    ]
+    return TurnParts(*map(float, np.mean(spent, axis=0)))
 
 
 def _after(prompts: Sequence[Prompt], incident_at: float, last: float) -> AfterIncident:
@@ -103,16 +134,16 @@ def _after(prompts: Sequence[Prompt], incident_at: float, last: float) -> AfterI
         rate = hit_rate(incident_at + second, incident_at + second + _WINDOW_S)
         if rate is None:
             continue
-        worst = min(worst, rate)
-        if rate < _BACK_SHARE * before:
-            back_s = None
-        elif back_s is None:
+        if rate < worst and second < _WORST_WITHIN_S:
+            worst, back_s = rate, None
+        if back_s is None and rate >= _BACK_SHARE * before:
             back_s = float(second)
     return AfterIncident(before, worst, back_s)
 
 
 _WINDOW_S: Final = 60
 _STEP_S: Final = 10
+_WORST_WITHIN_S: Final = 600
 _BACK_SHARE: Final = 0.95
 
 

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
+from kvpool.fleet.hbm_cache import length_held
 from kvpool.fleet.memory import FleetMemory
 from kvpool.fleet.prefill import PrefillEngine
 from kvpool.fleet.prompts import Prompt
@@ -95,9 +96,7 @@ class PreciseRouter:
     def _estimate(self, prompt: Prompt, engine: PrefillEngine, pooled: int) -> tuple[float, int]:
         """Seconds until its prefill has ended there, and how many tokens are not computed."""
         facts, view = self._facts, self._held[engine]
-        held = next(
-            (n for n, digest in enumerate(prompt.chain) if digest not in view), len(prompt.chain)
-        )
+        held = length_held(prompt.chain, view)
         own = min(held * facts.block, prompt.tokens - 1)
         seconds, tokens = facts.constants.prefill_s(own, prompt.tokens), own
         if facts.memory is not None and pooled > held:
@@ -130,4 +129,12 @@ ROUTERS: Final[dict[str, Callable[[RouterFacts], Router]]] = {
 
 
 def _least(engines: Sequence[PrefillEngine]) -> PrefillEngine:
-    return min(engines, key=lambda engine: (engine.work_s, engine.number))
+    """The first of those with the least work; most often one is idle."""
+    best, least_s = engines[0], float("inf")
+    for engine in engines:
+        work_s = engine.work_s
+        if work_s < least_s:
+            best, least_s = engine, work_s
+            if not work_s:
+                break
+    return best

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from kvpool.errors import ConfigError
 from kvpool.tools.dry_pool import digest_of
-from kvpool.tools.workloads import SYSTEM_TOKENS, Turn, codex_sessions
+from kvpool.tools.workloads import SYSTEM_TOKENS, Turn, codex_sessions, mooncake
 
 
 class SessionPlan(NamedTuple):
     """The turns of one session. Its children begin with the context of its first turn, after that
-    one's answer; its second turn follows when all of them have ended."""
+    one's answer; its second turn follows when all of them have ended. One of a recorded trace
+    begins at its time, with blocks that have names."""
 
     turns: Sequence[Turn]
     children: Sequence[SessionPlan] = ()
+    begins_s: float | None = None
+    chain: Sequence[bytes] | None = None
 
 
 class FleetLoad(NamedTuple):
@@ -71,6 +76,77 @@ def parent_sessions(count: int, seed: int) -> Iterator[SessionPlan]:
         yield SessionPlan([first, *later], children)
 
 
+def front_loaded_sessions(count: int, seed: int) -> Iterator[SessionPlan]:
+    """Agents whose first turns add most, as in the post's Figure 1: 6.2K tokens, 5.8K, and so on
+    to 1.6K. Turns, answers and pauses are those of `codex`; the spread is assumed."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        length, prefix, session = 12_000 * float(rng.lognormal(0.0, 0.22)), SYSTEM_TOKENS, []
+        for turn in range(max(3, round(float(rng.lognormal(math.log(33), 0.29))))):
+            output = int(1 + rng.lognormal(math.log(402) - 0.5, 1.0))
+            session.append(Turn(int(length), prefix, output, _pause_s(rng)))
+            added = max(1_600, 6_200 - 400 * turn) * float(rng.lognormal(-0.125, 0.5))
+            prefix = int(length) + output
+            length += max(added, output + 1)
+        yield SessionPlan(session)
+
+
+def pipeline_sessions(count: int, seed: int) -> Iterator[SessionPlan]:
+    """Six agents that work on one document of some 30K tokens, one after the other: each reads the
+    document, then its own task with what the one before has written. The shape is assumed."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        document = _COMMON_TOKENS + int(rng.lognormal(math.log(30_000), 0.4))
+        session, written = [], 0
+        for stage in range(6):
+            own = int(rng.lognormal(math.log(3_000), 0.5))
+            prefix = document if stage else _COMMON_TOKENS
+            output = int(rng.lognormal(math.log(2_000), 0.4))
+            session.append(Turn(document + own + written, prefix, output, 0.2))
+            written = output
+        yield SessionPlan(session)
+
+
+def reasoning_sessions(count: int, seed: int) -> Iterator[SessionPlan]:
+    """Long answers, of which the next prompt has only the end: thoughts of some 6K tokens are left
+    out, so an answer's blocks are never asked for again. The shape is assumed."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        length, prefix, session = 4_000 + int(rng.lognormal(math.log(2_000), 0.5)), 0, []
+        for _ in range(max(2, int(rng.poisson(8)))):
+            output = int(rng.lognormal(math.log(6_000), 0.6))
+            session.append(Turn(length, prefix, output, _pause_s(rng)))
+            prefix = length
+            length += 600 + int(rng.lognormal(math.log(1_500), 0.6))
+        yield SessionPlan(session)
+
+
+def trace_sessions(path: str, rate: float, count: int) -> Iterator[SessionPlan]:
+    """The first `count` prompts of a recorded trace, each a session of its own, at `rate` times
+    their speed. Its blocks have 512 tokens. Raises ConfigError that names the line."""
+    times = [(one.time_s, one.chain) for one in mooncake(path)[:count]]
+    rows = sorted(_rows(path), key=lambda row: float(row["timestamp"]))
+    for (time_s, ids), row in zip(times, rows, strict=False):
+        try:
+            length, output = int(row["input_length"]), int(row["output_length"])
+        except (KeyError, ValueError, TypeError):
+            raise ConfigError(f"trace {path}: expected input_length and output_length") from None
+        turn = Turn(max(1, length), 0, max(1, output), 0.0)
+        chain = [digest_of(id) for id in ids][: length // TRACE_BLOCK]
+        yield SessionPlan([turn], begins_s=time_s / rate, chain=chain)
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    with open(path) as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def _pause_s(rng: np.random.Generator) -> float:
+    return float(rng.lognormal(math.log(5.2), 1.1825))
+
+
+#: Tokens in a block of a recorded trace.
+TRACE_BLOCK: Final = 512
 _COMMON_TOKENS: Final = 20_000
 _SCALING_GAP_S: Final = 3.0
 _CHILDREN: Final = 16
@@ -81,6 +157,9 @@ LOADS: Final = {
     "codex": FleetLoad("codex", SYSTEM_TOKENS, agent_sessions),
     "scaling": FleetLoad("scaling", _COMMON_TOKENS, scaling_sessions),
     "fan-out": FleetLoad("fan-out", _COMMON_TOKENS, parent_sessions),
+    "front-loaded": FleetLoad("front-loaded", SYSTEM_TOKENS, front_loaded_sessions),
+    "pipeline": FleetLoad("pipeline", _COMMON_TOKENS, pipeline_sessions),
+    "reasoning": FleetLoad("reasoning", 0, reasoning_sessions),
 }
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_the_same_seed_gives_the_same_fleet_in_another_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
     )
-    assert json.loads(done.stdout) == asdict(run())
+    assert json.loads(done.stdout) == json.loads(json.dumps(asdict(run())))
     assert asdict(run(seed=2)) != asdict(run())
 
 
@@ -177,6 +178,33 @@ def test_prompts_of_a_hog_are_no_result_and_push_others_out() -> None:
     assert beside.hit_rate < alone.hit_rate
 
 
+def test_mixed_engines_decode_slower_while_they_compute() -> None:
+    mixed = run(engines="mixed", gpus=12)
+    split = run()  # as many engines that prefill, and other GPUs that decode
+    assert mixed.prompts > 0.5 * split.prompts
+    assert mixed.token_s > split.token_s
+    alone = run(engines="mixed", gpus=12, sessions=3, concurrent=1)
+    assert alone.token_s == pytest.approx(0.0357 + 0.043e-3, rel=0.01)
+
+
+def test_a_recorded_trace_comes_at_its_times(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 4000 * n, "input_length": 5000, "output_length": 10, "hash_ids": ids}
+        for n, ids in enumerate([[*range(9), n + 100] for n in range(40)])
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    recorded = {"trace": str(file), "block": 512, "gpus": 12, "constants": {"warm_s": 0}}
+    result = run(**recorded)
+    assert result.seconds == pytest.approx(4.0 * 39)
+    assert result.prompts == 39  # the last one ends after the last has begun
+    assert result.hit_rate == pytest.approx(38 / 39 * 9 * 512 / 5000, abs=1e-6)
+    assert run(trace_rate=4.0, **recorded).seconds == pytest.approx(39.0)
+    file.write_text('{"timestamp": 0, "hash_ids": [1]}')
+    with pytest.raises(ConfigError, match="expected input_length"):
+        run(**recorded)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -191,6 +219,9 @@ def test_prompts_of_a_hog_are_no_result_and_push_others_out() -> None:
         ({"planner": "x"}, "planner 'x'"),
         ({"policy": "x"}, "policy 'x'"),
         ({"block": 8}, "block: 8"),
+        ({"engines": "x"}, "engines 'x'"),
+        ({"trace": "x"}, "a trace has blocks of 512"),
+        ({"trace_rate": 0.0}, "trace_rate: 0"),
     ],
 )
 def test_a_fleet_that_cannot_be(changed: dict[str, Any], said: str) -> None:

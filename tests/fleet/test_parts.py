@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError
@@ -13,7 +15,9 @@ from kvpool.fleet.events import EventQueue
 from kvpool.fleet.hbm_cache import HbmCache
 from kvpool.fleet.links import QueuedLink, SharedLink
 from kvpool.fleet.memory import FleetMemory, shared_pool
+from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.options import Hints, Incident
+from kvpool.fleet.prompts import Prompt
 from kvpool.fleet.sessions import LOADS, PromptBlocks
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools.workloads import Turn
@@ -214,3 +218,33 @@ def test_a_load_from_a_server_that_is_lost_ends_at_once_and_is_not_whole() -> No
     events.run()
     assert ends == [(1.0, pytest.approx(100))]  # of 400 bytes
     assert memory.match(0, chain, 3.0).length == 0
+
+
+def test_prompts_grow_as_their_loads_say() -> None:
+    turns = [plan.turns for plan in LOADS["front-loaded"].sessions(200, 1)]
+    added = [
+        np.mean([t[n + 1].length - t[n].length for t in turns if len(t) > n + 1]) for n in (0, 12)
+    ]
+    assert added[0] == pytest.approx(6_200, rel=0.1)
+    assert added[1] == pytest.approx(1_700, rel=0.2)  # some answers are longer
+    for load in ("front-loaded", "pipeline", "reasoning"):
+        for plan in LOADS[load].sessions(50, 2):
+            for before, turn in itertools.pairwise(plan.turns):
+                assert 0 <= turn.prefix <= min(turn.length, before.length + before.output), load
+    (plan,) = LOADS["pipeline"].sessions(1, 1)
+    assert len({turn.prefix for turn in plan.turns[1:]}) == 1  # the document
+
+
+def test_a_step_with_a_chunk_of_a_prompt_takes_longer() -> None:
+    constants = Constants().changed({"token_s": 1.0, "token_each_s": 0.0, "chunk_tokens": 100})
+    events, done = EventQueue(), []
+    decoder = MixedDecoder(events, constants, lambda prompt: done.append((prompt.id, events.now)))
+    events.at(0.0, decoder.add, Prompt("long", 0, 0, [], 10, 11, 0.0))
+    took: list[float] = []
+    events.at(4.0, lambda: took.append(decoder.compute(250, 6.0)))  # 3 chunks of 2 s, and 1 s each
+    events.at(13.0, decoder.computed)
+    events.at(13.0, decoder.add, Prompt("short", 1, 0, [], 10, 2, 0.0))
+    events.run()
+    assert took == [9.0]
+    assert done == [("short", pytest.approx(14.0)), ("long", pytest.approx(16.0))]
+    assert decoder.requests == 0

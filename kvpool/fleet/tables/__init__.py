@@ -1,0 +1,94 @@
+"""The tables that `kvpool fleet` prints: of each the size of its fleet, and its cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from kvpool.errors import ConfigError
+from kvpool.fleet.cases import Case, FleetStudy, results
+from kvpool.fleet.options import FleetOptions
+from kvpool.fleet.tables import bad_days, knowledge, published, sharing
+
+#: What is run unless tables are named.
+DEFAULT: Final = ("headline", "scaling", "memory")
+
+
+class FleetTable(NamedTuple):
+    """A table, and the fleet that it is about unless another one is asked for."""
+
+    title: str
+    cases: Callable[[FleetOptions], list[Case]]
+    gpus: int = 12
+    sessions: int = 610
+    concurrent: int = 50
+    x: str = ""  # what its cases differ in, if they are points of lines
+
+    def options(self, changed: dict[str, Any]) -> FleetOptions:
+        """The table's fleet with other options. Another number of GPUs alone changes the sessions
+        in proportion. Raises ConfigError."""
+        times = changed.get("gpus", self.gpus) / self.gpus
+        size = {
+            "gpus": self.gpus,
+            "sessions": max(1, round(self.sessions * times)),
+            "concurrent": max(1, round(self.concurrent * times)),
+        }
+        return FleetOptions(**{**size, **changed})
+
+
+TABLES: Final = {
+    "headline": FleetTable("one instance of 12 GPUs, agents that code", published.headline),
+    "scaling": FleetTable("75 sessions for every 12 GPUs", published.scaling, x="GPUs"),
+    "memory": FleetTable(
+        "a pool and local memory, by memory in working sets",
+        sharing.memory,
+        *(24, 150, 100),
+        x="memory in working sets",
+    ),
+    "one": FleetTable("the fleet of the options", sharing.one),
+    "grid": FleetTable(
+        "who shares, who routes, how much memory",
+        sharing.grid,
+        *(36, 225, 150),
+        x="memory in working sets",
+    ),
+    "hints": FleetTable("what the pool knows of sessions", knowledge.hints, sessions=200),
+    "links": FleetTable("from slow links to fast ones", bad_days.links, sessions=150),
+    "failures": FleetTable(
+        "what is lost in mid-run", bad_days.failures, 72, sessions=600, concurrent=200
+    ),
+    "fan-out": FleetTable(
+        "agents with sixteen children", sharing.fan_out, 36, sessions=60, concurrent=18
+    ),
+    "loads": FleetTable(
+        "other loads than that of the published case", sharing.loads, *(36, 225, 150)
+    ),
+    "mixed": FleetTable("engines that do both", sharing.mixed, *(36, 225, 150)),
+    "trace": FleetTable(
+        "a recorded trace", sharing.trace, *(60, 20_000, 1), x="times the recorded speed"
+    ),
+    "hog": FleetTable("beside long prompts that nobody repeats", knowledge.hog, sessions=200),
+    "thousand": FleetTable(
+        "a thousand GPUs", sharing.thousand, 996, sessions=6_000, concurrent=4_150
+    ),
+    # Not of fleets: what a master's messages cost, for the prompts of this one.
+    "masters": FleetTable("when one master has enough to do", sharing.one, sessions=150),
+    "sensitivity": FleetTable(
+        "each constant at half and at twice its value", published.sensitivity, sessions=150
+    ),
+}
+
+
+def table(name: str) -> FleetTable:
+    """Raises ConfigError for a name that is no table's."""
+    if name not in TABLES:
+        raise ConfigError(f"case {name!r}: expected one of {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+def study(name: str, base: FleetOptions, jobs: int, done: Callable[[str], None]) -> FleetStudy:
+    """Run every case of a table, `jobs` at a time, and call `done` with the name of each."""
+    kind = TABLES[name]
+    cases = kind.cases(base)
+    found = results(cases, jobs, lambda case: done(f"{name}: {case}"))
+    return FleetStudy(name, kind.title, list(zip(cases, found, strict=True)), kind.x)
