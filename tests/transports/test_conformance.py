@@ -62,7 +62,9 @@ from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
+from kvpool_transports.tls import TlsTransport
 from kvpool_transports.ucx import UcxTransport
+from tests.support.certificates import certificate
 
 
 def makers() -> dict[str, Callable[[], Transport]]:
@@ -73,8 +75,15 @@ def makers() -> dict[str, Callable[[], Transport]]:
         "shm": ShmTransport,
         "tcp": TcpTransport,
         "ucx": UcxTransport,
+        "tls": over_tls,
         "unix": UnixTransport,
     }
+
+
+def over_tls() -> Transport:
+    """Both sides show one certificate, which is its own authority."""
+    mine = certificate("both")
+    return TlsTransport(cert=mine.cert, key=mine.key, ca=mine.cert)
 
 
 def needs_ucx() -> None:
@@ -83,7 +92,7 @@ def needs_ucx() -> None:
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
-@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp", "ucx", "unix"])
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp", "tls", "ucx", "unix"])
 async def test_transport(scheme: str, check: str) -> None:
     if scheme == "ucx":
         needs_ucx()
@@ -97,7 +106,7 @@ async def test_transport(scheme: str, check: str) -> None:
     "check",
     ["a_full_batch_comes_back", "a_closed_listener_ends_its_calls", "abort_ends_running_calls"],
 )
-@pytest.mark.parametrize("scheme", ["shm", "tcp", "ucx", "unix"])
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "tls", "ucx", "unix"])
 def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
     """uvloop's transports raise where asyncio's keep quiet, once a connection is lost."""
     if scheme == "ucx":

@@ -47,7 +47,7 @@ from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
-from kvpool_transports.streams.pool import StreamPool, os_errors
+from kvpool_transports.streams.pool import StreamPool, dial_patiently, os_errors
 from kvpool_transports.streams.server import Sessions, StreamSession
 from kvpool_transports.streams.strangers import Strangers
 from kvpool_transports.streams.stream import Ending, Stream, encode_message, wait_until
@@ -327,7 +327,9 @@ class _Segment:
             with os_errors(f"segment of {self._address}"):
                 async with asyncio.timeout_at(deadline), self._becoming_writer:
                     if not self.readable().is_writable:
-                        sock = await self._dial(deadline, writer=True)
+                        sock = await dial_patiently(
+                            functools.partial(self._dial, deadline, writer=True)
+                        )
                         sock.close()  # the mapping stays
         return self.readable()
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvpool import logs
 from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
@@ -26,7 +28,9 @@ from kvpool_transports.streams.stream import Stream
 
 #: Connections that the kernel keeps until the loop accepts them (at most `somaxconn`), all in one
 #: turn. Beyond it an attempt is dropped, and its kernel tries again after a second.
-_BACKLOG: Final = 256
+BACKLOG: Final = 256
+
+log = logs.get("kvpool.transport")
 
 
 class TcpTransport:
@@ -36,24 +40,27 @@ class TcpTransport:
     same_host = False
     authenticated = True
 
+    def __init__(self) -> None:
+        self._warned = False
+
     async def listen(self, address: str, store: BlockStore) -> Listener:
-        listener = TcpListener(Sessions(store, mapped=False, scheme="tcp"), "tcp", _ServerStream)
+        if address:
+            self._warn_once(parse(address, "tcp")[0], store.cluster)
+        sessions = Sessions(store, mapped=False, scheme="tcp")
+        listener = TcpListener(sessions, "tcp", lambda: sessions.accept(_ServerStream()))
         await listener.start(address)
         return listener
 
     async def connect(
         self, address: str, *, cluster: Cluster, client: str, deadline: float
     ) -> Channel:
-        host, port = parse(address, "tcp")
-
+        host, port = parse(address, self.scheme)
         spoken = SpokenVersion()
 
         async def dial(deadline: float) -> Stream:
-            loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):
                 async with asyncio.timeout_at(deadline):
-                    transport, stream = await loop.create_connection(Stream, host, port)
-            tune(transport)
+                    stream, binding = await self._open(host, port, cluster)
             try:
                 await requests.handshake(
                     stream,
@@ -62,6 +69,7 @@ class TcpTransport:
                     server="",
                     deadline=deadline,
                     spoken=spoken,
+                    binding=binding,
                 )
             except BaseException:
                 stream.abort()
@@ -75,14 +83,33 @@ class TcpTransport:
             pass  # the server is there and speaks our protocol; the stream stays for later
         return StreamChannel(address, streams)
 
+    def _warn_once(self, host: str, cluster: Cluster) -> None:
+        """A secret suggests protection, and here it protects the handshake only (design: tls)."""
+        if cluster.secret and not self._warned and not is_loopback(host):
+            self._warned = True
+            log.warning(
+                "blocks are neither encrypted nor authenticated on this link",
+                host=host,
+                advice="use tls:// unless the network is trusted (docs/security.md)",
+            )
+
+    async def _open(self, host: str, port: int, cluster: Cluster) -> tuple[Stream, bytes]:
+        """A new connection, and what both ends know of it that a peer in the middle cannot have."""
+        self._warn_once(host, cluster)
+        transport, stream = await asyncio.get_running_loop().create_connection(Stream, host, port)
+        tune(transport)
+        return stream, b""
+
 
 class TcpListener:
     """Accepts connections at a TCP port; each gets its own session."""
 
-    def __init__(self, sessions: Sessions, scheme: str, make: Callable[[], Stream]) -> None:
+    def __init__(
+        self, sessions: Sessions, scheme: str, accept: Callable[[], asyncio.BaseProtocol]
+    ) -> None:
         self._sessions = sessions
         self._scheme = scheme
-        self._make = make
+        self._accept = accept
         self._server: asyncio.Server | None = None
         self._address = ""
 
@@ -91,7 +118,7 @@ class TcpListener:
         host, port = parse(address or f"{self._scheme}://127.0.0.1:0", self._scheme)
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._accept, host, port, backlog=_BACKLOG)
+            self._server = await loop.create_server(self._accept, host, port, backlog=BACKLOG)
         except (OSError, ValueError) as error:  # ValueError: a name that is none, `a..b`
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(
@@ -110,9 +137,6 @@ class TcpListener:
             self._server.close()
         await self._sessions.close()
 
-    def _accept(self) -> asyncio.BaseProtocol:
-        return self._sessions.accept(self._make())
-
 
 class _ServerStream(Stream):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -126,6 +150,14 @@ def tune(transport: asyncio.BaseTransport) -> None:
     with contextlib.suppress(OSError, AttributeError):  # the loop may have no sockets (simulation)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether no other machine can reach it. Of names only `localhost` is known to be that."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse(address: str, scheme: str) -> tuple[str, int]:

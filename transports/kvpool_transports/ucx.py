@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import ipaddress
 import os
 import struct
 from collections import deque
@@ -59,7 +58,7 @@ from kvpool_transports.streams.payload import cut
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
 from kvpool_transports.streams.stream import Stream
-from kvpool_transports.tcp import TcpListener, parse, tune
+from kvpool_transports.tcp import TcpListener, is_loopback, parse, tune
 from kvpool_transports.ucx_worker import Transfer, UcxPath, Worker, Workers
 
 if TYPE_CHECKING:
@@ -122,7 +121,9 @@ class UcxTransport:
         workers = await self._workers(host)
         sessions = Sessions(store, mapped=False, scheme="ucx", session=_Session)
         listener = TcpListener(
-            sessions, "ucx", lambda: UcxStream(workers.current(), workers.copies)
+            sessions,
+            "ucx",
+            lambda: sessions.accept(UcxStream(workers.current(), workers.copies)),
         )
         try:
             await listener.start(address)
@@ -195,8 +196,9 @@ class UcxTransport:
         return not (named and _rdma_devices() and _has_verbs())
 
     async def _workers(self, host: str) -> Workers:
-        await asyncio.to_thread(_load)
-        local = _is_loopback(host)
+        if not self._contexts:  # only the first call takes long, and a thread
+            await asyncio.to_thread(_load)
+        local = is_loopback(host)
         context = self._contexts.get(local)
         if context is None:
             context = self._contexts[local] = make_context(local=local, settings=self._settings)
@@ -237,6 +239,8 @@ class _UcxListener:
 
 class _Session(StreamSession):
     """A session that exchanges UCX addresses after its handshake, so only with admitted clients."""
+
+    serves_tenants = False  # who has a worker's address can send to it (design: ucx)
 
     async def handshake(self) -> Connection:
         connection = await super().handshake()
@@ -589,10 +593,3 @@ def _expect_payload(frame: Frame) -> None:
     if frame.type != PAYLOAD:
         decode_answer(Welcome, frame.type, frame.body)  # raises what an Error stands for
         raise BadFrame(f"got type {frame.type}, expected the payload frame of a ready or done")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

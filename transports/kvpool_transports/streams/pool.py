@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, TypeVar
 
-from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
+from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
 from kvpool_transports.streams.stream import Stream
+
+T = TypeVar("T")
 
 #: Streams to one server; more calls wait their turn, until their deadline.
 STREAMS_MAX: Final = 64
 _IDLE_MAX: Final = 8
+#: A client without any stream waits so long between attempts when a server has none left.
+_PAUSES_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08)
 
 
 class StreamPool:
@@ -28,6 +33,8 @@ class StreamPool:
         self._idle: list[Stream] = []
         self._busy: dict[Stream, None] = {}  # ordered, unlike a set
         self._places = asyncio.Semaphore(limit)
+        #: Calls for which the server has no further stream.
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -53,6 +60,7 @@ class StreamPool:
                 self._idle.append(stream)
         finally:
             self._places.release()
+            self._wake_one()
 
     def abort(self) -> None:
         """End every stream, and with them every exchange."""
@@ -60,6 +68,8 @@ class StreamPool:
         for stream in (*self._idle, *self._busy):
             stream.abort()
         self._idle.clear()
+        for _ in range(len(self._waiting)):
+            self._wake_one()
 
     async def _take(self, deadline: float) -> Stream:
         if self._closed:
@@ -73,13 +83,7 @@ class StreamPool:
             except TimeoutError:
                 raise DeadlineExceeded(f"all {self._limit} streams are busy") from None
         try:
-            while self._idle:
-                stream = self._idle.pop()
-                if not stream.lost:
-                    stream.owned = True
-                    self._busy[stream] = None
-                    return stream
-            stream = await self._dial(deadline)
+            stream = await self._idle_or_new(deadline)
             self._busy[stream] = None
             if self._closed:
                 stream.abort()
@@ -87,7 +91,64 @@ class StreamPool:
             return stream
         except BaseException:
             self._places.release()
+            self._wake_one()  # if this call was woken, then in vain
             raise
+
+    async def _idle_or_new(self, deadline: float) -> Stream:
+        """A server may refuse a further stream: then those must do that this client has, and a
+        client that has none tries again a few times (design: connection-shares)."""
+        pauses = iter(_PAUSES_S)
+        while True:
+            while self._idle:
+                stream = self._idle.pop()
+                if not stream.lost:
+                    stream.owned = True
+                    return stream
+            try:
+                return await self._dial(deadline)
+            except Overloaded:
+                pause_s = None if self._busy else next(pauses, None)
+                if pause_s is None and not self._busy:
+                    raise
+            await self._wait_for_return(deadline, pause_s)
+
+    async def _wait_for_return(self, deadline: float, pause_s: float | None) -> None:
+        """Until an exchange ends, or the pause. Raises DeadlineExceeded at the deadline."""
+        loop = asyncio.get_running_loop()
+        until = deadline if pause_s is None else min(deadline, loop.time() + pause_s)
+        returned = loop.create_future()
+        self._waiting.append(returned)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await returned
+        finally:
+            if returned in self._waiting:
+                self._waiting.remove(returned)
+        if self._closed:
+            raise LinkBroken("the channel is closed")
+        if loop.time() >= deadline:
+            raise DeadlineExceeded(
+                f"the server has no further stream for this client, and its {len(self._busy)} are "
+                "busy"
+            )
+
+    def _wake_one(self) -> None:
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+
+
+async def dial_patiently(dial: Callable[[], Awaitable[T]]) -> T:
+    """`dial`, and again a few times when the server has no connection left for it at the moment."""
+    for pause_s in _PAUSES_S:
+        try:
+            return await dial()
+        except Overloaded:
+            await asyncio.sleep(pause_s)
+    return await dial()
 
 
 @contextlib.contextmanager

@@ -71,10 +71,10 @@ _WRITE = tuple(WriteStatus)
 _FETCH = tuple(FetchStatus)
 _PREFETCH = tuple(PrefetchStatus)
 #: What no server answers: a client gives itself the first two, and a block whose bytes have not
-#: been sent is not stored, one that is sealed is not reserved.
+#: been sent is not stored, one that is sealed is not reserved, nor refused.
 _NOT_OF_SERVERS = (WriteStatus.SERVER_LOST, WriteStatus.NO_MASTER)
 _NOT_OF_RESERVE = (*_NOT_OF_SERVERS, WriteStatus.STORED)
-_NOT_OF_SEAL = (*_NOT_OF_SERVERS, WriteStatus.RESERVED, WriteStatus.NOT_YET)
+_NOT_OF_SEAL = (*_NOT_OF_SERVERS, WriteStatus.REFUSED, WriteStatus.RESERVED, WriteStatus.NOT_YET)
 
 
 class Exchange(Protocol):
@@ -117,13 +117,14 @@ async def handshake(
     deadline: float,
     writer: bool = False,
     spoken: SpokenVersion | None = None,
+    binding: bytes = b"",
 ) -> Welcome:
     """The first exchange on a new stream: versions, cluster, secret (design: authentication).
 
     A `writer` asks for writable memory, where the transport passes memory. With a secret, both
-    sides prove that they know it. Raises VersionMismatch for another protocol
-    version, another cluster, or another server than `server` (if that is not empty), and
-    Unauthenticated when a proof is missing or wrong.
+    sides prove that they know it, on the connection that `binding` names. Raises
+    VersionMismatch for another protocol version, another cluster, or another server than `server`
+    (if that is not empty), and Unauthenticated when a proof is missing or wrong.
     """
     now = asyncio.get_running_loop().time()
     if spoken is not None:
@@ -131,9 +132,11 @@ async def handshake(
     asked = stream.version
     nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
     try:
-        await stream.send(Hello(cluster.name, client, nonce, writer), deadline=deadline)
+        key = auth.key_id(cluster, nonce) if cluster.tenant else b""
+        hello = Hello(cluster.name, client, nonce, writer, cluster.tenant, key)
+        await stream.send(hello, deadline=deadline)
         if cluster.secret:
-            await _prove(stream, cluster, nonce, deadline)
+            await _prove(stream, cluster, nonce, binding, deadline)
         welcome = await stream.expect(Welcome, deadline=deadline)
     except VersionMismatch:
         if spoken is not None:
@@ -144,14 +147,18 @@ async def handshake(
     return welcome
 
 
-async def _prove(stream: Exchange, cluster: Cluster, nonce: bytes, deadline: float) -> None:
+async def _prove(
+    stream: Exchange, cluster: Cluster, nonce: bytes, binding: bytes, deadline: float
+) -> None:
     frame = await stream.receive(deadline=deadline)
     if frame.type == TYPES[Welcome]:
         raise Unauthenticated("the server asks for no secret: give it the one of this client")
     challenge = decode_answer(Challenge, frame.type, frame.body)
-    if not auth.same(challenge.proof, auth.server_proof(cluster, nonce, challenge.nonce)):
-        raise Unauthenticated("the server does not know this cluster's secret")
-    proof = Proof(auth.client_proof(cluster, nonce, challenge.nonce))
+    expected = auth.server_proof(cluster, nonce, challenge.nonce, binding)
+    if not auth.same(challenge.proof, expected):
+        middle = ", or another process answers in its place" if binding else ""
+        raise Unauthenticated(f"the server does not know this cluster's secret{middle}")
+    proof = Proof(auth.client_proof(cluster, nonce, challenge.nonce, binding))
     await stream.send(proof, deadline=deadline)
 
 

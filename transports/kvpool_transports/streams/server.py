@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
 
 from kvpool import logs
 from kvpool.errors import (
     BadMessage,
+    Forbidden,
     KvpoolError,
     LinkBroken,
-    Overloaded,
     Unauthenticated,
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
 from kvpool.types import (
+    Cluster,
     DrainOrder,
     Namespace,
     Pin,
@@ -32,6 +34,7 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire import auth
+from kvpool.wire.access import check_access
 from kvpool.wire.frame_reader import PayloadReceiver
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
@@ -95,14 +98,16 @@ class Sessions:
         mapped: bool,
         scheme: str,
         session: type[StreamSession] | None = None,
+        binding: bytes = b"",
     ) -> None:
         self._store = store
+        self._binding = binding
         self._mapped = mapped
         self._scheme = scheme
         self._session = session or StreamSession
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers = Strangers()
+        self.strangers = Strangers()
         self._closed = False
 
     def accept(self, stream: Stream) -> Stream:
@@ -115,8 +120,9 @@ class Sessions:
             self._store,
             mapped=self._mapped,
             scheme=self._scheme,
-            strangers=self._strangers,
+            strangers=self.strangers,
         )
+        session.binding = self._binding
         task = self.start(session.run())
         # Also when it is cancelled before its first step, and so never comes to its `finally`.
         task.add_done_callback(lambda _: stream.abort())
@@ -129,6 +135,10 @@ class Sessions:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def count(self, what: str) -> None:
+        """Count what happened to a connection before it had a session."""
+        self._store.count(what)
+
     async def close(self) -> None:
         """End them all. Idempotent."""
         self._closed = True
@@ -140,6 +150,11 @@ class Sessions:
 
 class StreamSession:
     """The server's side of one stream: handshake, then one answer to each request."""
+
+    #: Whether clients of tenants may use it. Never where the client maps the server's memory.
+    serves_tenants = True
+    #: The hash of the certificate that this listener shows; proofs cover it (design: tls).
+    binding = b""
 
     def __init__(
         self,
@@ -157,7 +172,10 @@ class StreamSession:
         self._scheme = scheme
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
+        self._peer = Peer("")
         self._pins: list[Pin] = []
+        #: Between two exchanges: since when.
+        self._idle_since: float | None = None
         self._lent = False  # the client writes what it has reserved last, and may write it late
 
     async def run(self) -> None:
@@ -177,7 +195,8 @@ class StreamSession:
         finally:
             self._strangers.left(self.stream)
             self.stream.abort()
-            self._connection = None  # its peer refers to this session (design: garbage-collection)
+            # Both refer to this session (design: garbage-collection).
+            self._connection, self._peer = None, Peer("")
 
     async def _serve(self) -> Connection | None:
         """Serve until the connection ends. Returns it if its client may still write to our
@@ -187,7 +206,9 @@ class StreamSession:
             self._connection = await self.handshake()
             self._strangers.left(self.stream)
             while True:
+                self._idle_since = self._loop.time()
                 frame = await self.stream.receive(deadline=None)
+                self._idle_since = None
                 if self._unpin_previous(self._connection) and frame.type == TYPES[Unpin]:
                     if decode(Unpin, frame.type, frame.body).confirm:
                         await self._send(Unpinned())
@@ -225,11 +246,17 @@ class StreamSession:
             raise VersionMismatch(
                 f"client belongs to cluster {hello.cluster!r}, this server to another one"
             )
+        proved = None
         if cluster.secret:
             self._strangers.check(self.stream.peer_address, self._loop.time())
-            await self._challenge(hello.nonce, deadline)
-        peer = Peer(hello.client, self._scheme, self, self.stream.peer_address)
-        connection = self._store.connect(peer)
+            if hello.tenant:
+                cluster = proved = self._seen_by_tenant(hello)
+            await self._challenge(cluster, hello.nonce, deadline)
+            # It may have been revoked since: from here to `connect` nothing is awaited.
+            if proved and proved.secret not in self._store.tenants.secrets_of(proved.tenant):
+                raise Unauthenticated("this secret of the tenant is not valid any more")
+        self._peer = Peer(hello.client, self._scheme, self, self.stream.peer_address, proved)
+        connection = self._store.connect(self._peer)
         size = self._store.tier.capacity if self._mapped else 0
         try:
             await self.welcome(hello, Welcome(self._store.server, size))
@@ -237,6 +264,24 @@ class StreamSession:
             connection.close()
             raise
         return connection
+
+    def _seen_by_tenant(self, hello: Hello) -> Cluster:
+        """The cluster with the secret that a client of a tenant is to prove.
+
+        Raises Forbidden where tenants are not served; Unauthenticated, with the same words whether
+        there is such a tenant or not.
+        """
+        if self._mapped or not self.serves_tenants:
+            raise Forbidden(
+                f"{self._scheme} is not for clients of tenants, who could see the memory of "
+                "others there: use tcp"
+            )
+        found = auth.find_tenant(
+            self._store.tenants, self._store.cluster, hello.tenant, hello.key, hello.nonce
+        )
+        if found is None:
+            raise Unauthenticated(f"tenant {hello.tenant!r} does not have this secret here")
+        return found
 
     async def welcome(self, hello: Hello, welcome: Welcome) -> None:
         """Send `welcome` to a client that may use the pool. For a transport that passes more."""
@@ -246,27 +291,37 @@ class StreamSession:
         """As `ClientLink.progress`."""
         return self.stream.progress()
 
-    def hang_up(self, why: Overloaded) -> None:
+    def hang_up(self, why: KvpoolError) -> None:
         """As `ClientLink.hang_up`; the task that serves the stream ends, and closes what it has."""
         if self._mapped:  # the client may still write, so its stream must end by its own side
             self.stream.interrupt(why)
         else:
             self.stream.abort()
 
-    async def _challenge(self, theirs: bytes, deadline: float) -> None:
+    def idle_since(self) -> float | None:
+        """As `ClientLink.idle_since`."""
+        return None if self._pins or self._lent else self._idle_since
+
+    def retire(self) -> None:
+        """As `ClientLink.retire`."""
+        self.stream.abort()
+
+    async def _challenge(self, cluster: Cluster, theirs: bytes, deadline: float) -> None:
         """Let the client prove that it knows the secret. Raises Unauthenticated."""
         if len(theirs) != auth.NONCE_SIZE:
             raise Unauthenticated("this cluster has a secret: give it (setting secret_file)")
-        cluster, ours = self._store.cluster, secrets.token_bytes(auth.NONCE_SIZE)
-        challenge = Challenge(ours, auth.server_proof(cluster, theirs, ours))
+        ours = secrets.token_bytes(auth.NONCE_SIZE)
+        challenge = Challenge(ours, auth.server_proof(cluster, theirs, ours, self.binding))
         await self.stream.send(challenge, deadline=deadline)
         proof = await self.stream.expect(Proof, deadline=deadline)
-        if not auth.same(proof.proof, auth.client_proof(cluster, theirs, ours)):
+        if not auth.same(proof.proof, auth.client_proof(cluster, theirs, ours, self.binding)):
             raise Unauthenticated("the client does not know this cluster's secret")
 
     def _refuse(self, error: KvpoolError) -> None:
         fields = {"transport": self._scheme, "error": type(error).__name__, "why": str(error)}
-        if self._connection is not None:
+        if isinstance(error, Forbidden) and self._connection is not None:
+            pass  # the store has it, in an audit that writes one line for many
+        elif self._connection is not None:
             log.info("connection closed", **fields)
         else:
             self._store.count("refused_handshakes")
@@ -283,36 +338,32 @@ class StreamSession:
 
     async def _answer(self, frame: Frame, connection: Connection) -> None:
         kind = message_type(frame.type)
-        if kind is Read:
-            await self._read(decode(Read, frame.type, frame.body), connection)
-        elif kind is Reserve:
-            await self._write(decode(Reserve, frame.type, frame.body), connection)
-        elif kind is Remove:
-            remove = decode(Remove, frame.type, frame.body)
-            namespace, digests = unpack_batch(remove)
-            if remove.part is not None:
-                _check_part(namespace, remove.part)
-            if remove.checksums and (remove.part is None or len(remove.checksums) != len(digests)):
-                raise BadMessage("Remove: one checksum per block, of one part")
-            flags = await connection.remove(namespace, digests, remove.part, remove.checksums)
-            await self._send(Removed(bytes(flags)))
-        elif kind is ReportCorruption:
-            report_corruption = decode(ReportCorruption, frame.type, frame.body)
-            namespace, digests = unpack_batch(report_corruption)
-            _check_part(namespace, report_corruption.part)
-            flags = await connection.report_corruption(namespace, report_corruption.part, digests)
-            await self._send(Removed(bytes(flags)))
-        elif kind is Propose:
-            await self._offer(decode(Propose, frame.type, frame.body), connection)
-        elif kind is Fetch:
-            await self._fetch(decode(Fetch, frame.type, frame.body), connection)
-        elif kind is Prefetch:
-            await self._prefetch(decode(Prefetch, frame.type, frame.body), connection)
-        elif kind is Drain:
-            await self._drain(decode(Drain, frame.type, frame.body), connection)
-        else:
+        answer = _ANSWERS.get(kind) if kind is not None else None
+        if kind is None or answer is None:
             name = kind.__name__ if kind is not None else f"type {frame.type}"
             raise BadMessage(f"{name} is no request")
+        request = decode(kind, frame.type, frame.body)
+        try:
+            check_access(self._peer.tenant, request)
+        except Forbidden as error:
+            self._store.forbidden(self._peer, kind.__name__, str(error))
+            raise
+        await answer(self, request, connection)
+
+    async def _remove(self, remove: Remove, connection: Connection) -> None:
+        namespace, digests = unpack_batch(remove)
+        if remove.part is not None:
+            _check_part(namespace, remove.part)
+        if remove.checksums and (remove.part is None or len(remove.checksums) != len(digests)):
+            raise BadMessage("Remove: one checksum per block, of one part")
+        flags = await connection.remove(namespace, digests, remove.part, remove.checksums)
+        await self._send(Removed(bytes(flags)))
+
+    async def _report_corruption(self, report: ReportCorruption, connection: Connection) -> None:
+        namespace, digests = unpack_batch(report)
+        _check_part(namespace, report.part)
+        flags = await connection.report_corruption(namespace, report.part, digests)
+        await self._send(Removed(bytes(flags)))
 
     async def _offer(self, propose: Propose, connection: Connection) -> None:
         namespace, digests = unpack_batch(propose)
@@ -396,6 +447,8 @@ class StreamSession:
             visible=seal.visible,
             deadline=self._loop.time() + min(seal.wait_s, WAIT_S_MAX),
         )
+        if {r.id for r in granted} <= set(seal.ids):
+            self._lent = False  # a client seals what it has written: it writes no more into these
         await self._send(Sealed(bytes(sealed)))
 
     async def _take_payload(
@@ -464,6 +517,21 @@ class StreamSession:
                 [pin.checksum for pin in pins if pin.status is ReadStatus.HIT],
             )
         )
+
+
+#: What begins an exchange, and who answers it.
+_ANSWERS: Final[
+    dict[type[Message], Callable[[StreamSession, Any, Connection], Awaitable[None]]]
+] = {
+    Read: StreamSession._read,
+    Reserve: StreamSession._write,
+    Remove: StreamSession._remove,
+    ReportCorruption: StreamSession._report_corruption,
+    Propose: StreamSession._offer,
+    Fetch: StreamSession._fetch,
+    Prefetch: StreamSession._prefetch,
+    Drain: StreamSession._drain,
+}
 
 
 def _session_hint(reserve: Reserve) -> SessionHint | None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.errors import KvpoolError, Overloaded, Unauthenticated
-from kvpool_transports.streams.stream import Stream
 
 #: Connections of one listener before the end of their handshake; fewer where the process may open
 #: fewer than four times as many files.
@@ -44,6 +43,12 @@ class _Address:
         return self.wrong_now(now) == 0.0 and now >= self.report_at
 
 
+class Unproved(Protocol):
+    """A connection whose handshake is not complete."""
+
+    def abort(self) -> None: ...
+
+
 class Strangers:
     """The peers of one listener before the end of their handshake. `now` is loop time."""
 
@@ -51,7 +56,7 @@ class Strangers:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = files == resource.RLIM_INFINITY
         self._limit = HANDSHAKES_MAX if unlimited else max(1, min(HANDSHAKES_MAX, files // 4))
-        self._handshakes: dict[Stream, None] = {}  # oldest first
+        self._handshakes: dict[Unproved, None] = {}  # oldest first
         self._addresses: dict[str, _Address] = {}
 
     def __repr__(self) -> str:
@@ -60,7 +65,7 @@ class Strangers:
     def __len__(self) -> int:
         return len(self._handshakes)
 
-    def arrived(self, stream: Stream) -> bool:
+    def arrived(self, stream: Unproved) -> bool:
         """A handshake begins; True when the oldest one was ended to make room for it.
 
         An honest client needs some milliseconds for it, so the oldest one is a silent one.
@@ -73,7 +78,7 @@ class Strangers:
             oldest.abort()
         return full
 
-    def left(self, stream: Stream) -> None:
+    def left(self, stream: Unproved) -> None:
         """Its handshake is complete, or has failed. Idempotent."""
         self._handshakes.pop(stream, None)
 

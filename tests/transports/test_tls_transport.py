@@ -1,0 +1,287 @@
+"""tls://: blocks are encrypted, and nobody stands between a client and its server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool import ClientConfig, Cluster, Pool, ReadStatus, WriteStatus, dev
+from kvpool.errors import ConfigError, KvpoolError, LinkBroken, Unauthenticated
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.protocols import RequiresCertificates, Transport
+from kvpool.wire import auth
+from kvpool_transports.streams import server as server_half
+from kvpool_transports.streams import strangers
+from kvpool_transports.tcp import TcpTransport
+from kvpool_transports.tls import TlsTransport
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support.certificates import certificate
+
+SECRET = Cluster("default", b"s" * 32)
+OPEN = Cluster("default")
+BLOCK = 64 << 10
+
+
+def server_tls(name: str = "server", **settings: Any) -> TlsTransport:
+    mine = certificate(name)
+    return TlsTransport(cert=mine.cert, key=mine.key, **settings)
+
+
+@asynccontextmanager
+async def serving(cluster: Cluster, transport: TlsTransport) -> AsyncIterator[dev.Dev]:
+    async with dev.serve(
+        "8MiB",
+        listen=("tls://127.0.0.1:0",),
+        transports={"tls": transport},
+        cluster=cluster,
+    ) as running:
+        yield running
+
+
+def address_of(running: dev.Dev) -> str:
+    (address,) = running.servers[0].addresses
+    assert address.startswith("tls://127.0.0.1:")
+    return address
+
+
+async def connect(
+    transport: TcpTransport, address: str, cluster: Cluster, within_s: float = 5.0
+) -> None:
+    deadline = asyncio.get_running_loop().time() + within_s
+    channel = await transport.connect(address, cluster=cluster, client="test", deadline=deadline)
+    await channel.close()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "client"),
+    [
+        (SECRET, {}),
+        (SECRET, {"ca": "server"}),
+        (OPEN, {"ca": "server"}),
+    ],
+)
+async def test_blocks_pass(cluster: Cluster, client: dict[str, str]) -> None:
+    chain = keys("chain", 40)
+    settings = {name: certificate(of).cert for name, of in client.items()}
+    async with serving(cluster, server_tls()) as running:
+        config = ClientConfig(masters=[running.address], transports=["tls"])
+        transports: dict[str, Transport] = {"tls": TlsTransport(**settings)}
+        network = ZmqNetwork(cluster)
+        async with Pool(
+            config, cluster=cluster, network=network, transports=transports, owns_network=True
+        ) as pool:
+            assert set(await write(pool, chain)) == {WriteStatus.STORED}
+            got = buffers(40, BLOCK)
+            results = await pool.read(NAMESPACE, chain, got)
+            assert {result.status for result in results} == {ReadStatus.HIT}
+            assert got == values(chain, BLOCK)
+
+
+async def write(pool: Pool, chain: list[bytes]) -> list[WriteStatus]:
+    return list(await pool.write(NAMESPACE, chain, values(chain, BLOCK)))
+
+
+@asynccontextmanager
+async def in_the_middle(target: str, *, name: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Who ends TLS with a certificate of its own, and passes everything on; and what it saw."""
+    mine, seen = certificate(name), []
+    port = int(target.rpartition(":")[2])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(mine.cert, mine.key)
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                seen.append(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection("127.0.0.1", port, ssl=blind)
+        await asyncio.gather(copy(reader, to), copy(there, writer))
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield f"tls://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+
+
+async def test_a_secret_is_not_proved_through_a_peer_in_the_middle() -> None:
+    async with (
+        serving(SECRET, server_tls()) as running,
+        in_the_middle(address_of(running), name="middle") as (address, seen),
+    ):
+        with pytest.raises(Unauthenticated, match="another process answers in its place"):
+            await connect(TlsTransport(), address, SECRET)
+        assert seen  # the handshake went through it
+        await connect(TlsTransport(), address_of(running), SECRET)
+
+
+async def test_a_server_sees_a_peer_in_the_middle_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that does not look at the server's proof gets nothing."""
+    strict = SimpleNamespace(**{**vars(auth), "same": auth.same})
+
+    class Careless(TlsTransport):
+        async def _open(self, host: str, port: int, cluster: Cluster) -> Any:
+            stream, _ = await super()._open(host, port, cluster)
+            return stream, b"of another certificate"
+
+    monkeypatch.setattr(auth, "same", lambda proof, expected: True)  # the client's check
+    async with serving(SECRET, server_tls()) as running:
+        monkeypatch.setattr(server_half, "auth", strict)
+        with pytest.raises(Unauthenticated, match="the client does not know"):
+            await connect(Careless(), address_of(running), SECRET)
+
+
+async def test_certificates_of_an_authority_are_checked() -> None:
+    trusted = certificate("server").cert
+    async with serving(OPEN, server_tls()) as running:
+        address = address_of(running)
+        await connect(TlsTransport(ca=trusted), address, OPEN)
+        with pytest.raises(LinkBroken, match=r"(?i)certificate"):
+            await connect(TlsTransport(ca=certificate("other").cert), address, OPEN)
+        with pytest.raises(ConfigError, match=r"tls without a secret needs tls\?ca=FILE"):
+            await connect(TlsTransport(), address, OPEN)
+    elsewhere = certificate("elsewhere", "10.9.8.7")
+    async with serving(OPEN, TlsTransport(cert=elsewhere.cert, key=elsewhere.key)) as running:
+        with pytest.raises(LinkBroken, match=r"(?i)certificate"):
+            await connect(TlsTransport(ca=elsewhere.cert), address_of(running), OPEN)
+        lax = TlsTransport(ca=elsewhere.cert, check_name=False)
+        await connect(lax, address_of(running), OPEN)
+
+
+async def test_a_server_with_an_authority_serves_certified_clients_only() -> None:
+    client = certificate("client")
+    transport = server_tls(ca=client.cert)
+    assert isinstance(transport, RequiresCertificates)
+    assert transport.requires_certificates
+    trusted = certificate("server").cert
+    async with serving(OPEN, transport) as running:
+        address = address_of(running)
+        shown = TlsTransport(cert=client.cert, key=client.key, ca=trusted)
+        await connect(shown, address, OPEN)
+        for other in (
+            TlsTransport(ca=trusted),
+            TlsTransport(ca=trusted, cert=trusted, key=certificate("server").key),
+        ):
+            with pytest.raises(KvpoolError):
+                await connect(other, address, OPEN)
+        await connect(shown, address, OPEN)
+
+
+async def test_beyond_loopback_certificates_stand_in_for_a_secret() -> None:
+    everywhere = ("tls://0.0.0.0:0",)
+    with pytest.raises(ConfigError, match="access needs no secret"):
+        async with dev.serve("8MiB", listen=everywhere, transports={"tls": server_tls()}):
+            pass
+    certified = {"tls": server_tls(ca=certificate("client").cert)}
+    async with dev.serve("8MiB", listen=everywhere, transports=certified) as running:
+        assert running.servers[0].addresses
+
+
+async def test_tls_and_tcp_do_not_mix() -> None:
+    """Each gets an error in time, and the server goes on."""
+    async with serving(SECRET, server_tls()) as running:
+        address = address_of(running)
+        with pytest.raises(KvpoolError):
+            await connect(TcpTransport(), address.replace("tls", "tcp"), SECRET, 2.0)
+        await connect(TlsTransport(), address, SECRET)
+    async with dev.serve("8MiB", listen=("tcp://127.0.0.1:0",), cluster=SECRET) as running:
+        (plain,) = running.servers[0].addresses
+        with pytest.raises(KvpoolError):
+            await connect(TlsTransport(), plain.replace("tcp", "tls"), SECRET, 2.0)
+
+
+async def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have not even begun TLS: the oldest goes, and an honest client comes in."""
+    monkeypatch.setattr(strangers, "HANDSHAKES_MAX", 8)
+    async with serving(SECRET, server_tls()) as running:
+        address = address_of(running)
+        port = int(address.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        await connect(TlsTransport(), address, SECRET)
+
+        def ended() -> int:
+            return sum(reader.at_eof() for reader, _ in silent)
+
+        waiting = [asyncio.ensure_future(reader.read(1)) for reader, _ in silent]
+        await eventually(lambda: ended() >= 30, within_s=3)  # not after HELLO_S
+        for task in waiting:
+            task.cancel()
+        for _, writer in silent:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"cert": "SERVER"}, "cert and key are given together"),
+        ({"ca": "/nowhere/ca.pem"}, "/nowhere/ca.pem: No such file"),
+        ({"cert": "SERVER", "key": "OTHER KEY"}, "expected certificates and a key in PEM"),
+        ({"cert": "KEY", "key": "KEY"}, "expected certificates and a key in PEM"),
+    ],
+)
+async def test_wrong_files_are_named(settings: dict[str, str], problem: str) -> None:
+    files = {
+        "SERVER": certificate("server").cert,
+        "KEY": certificate("server").key,
+        "OTHER KEY": certificate("other").key,
+    }
+
+    async def listen() -> None:
+        transport = TlsTransport(**{name: files.get(of, of) for name, of in settings.items()})
+        async with serving(SECRET, transport):
+            pass
+
+    with pytest.raises(ConfigError, match=problem):
+        await listen()
+
+
+async def test_a_server_without_a_certificate_does_not_start() -> None:
+    with pytest.raises(ConfigError, match=r"tls\?cert=FILE&key=FILE"):
+        async with serving(SECRET, TlsTransport()):
+            pass
+
+
+def test_on_the_loop_of_production() -> None:
+    uvloop = pytest.importorskip("uvloop")
+    check: Callable[..., Any] = test_blocks_pass
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(check(SECRET, {}))
+        runner.run(test_a_secret_is_not_proved_through_a_peer_in_the_middle())
+
+
+async def test_plain_tcp_with_a_secret_says_once_what_it_does_not_protect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def warnings() -> int:
+        return caplog.text.count("neither encrypted nor authenticated")
+
+    listen = ("tcp://0.0.0.0:0",)
+    async with dev.serve("8MiB", listen=listen, cluster=SECRET) as running:
+        assert warnings() == 1
+        (address,) = running.servers[0].addresses
+        port = address.rpartition(":")[2]
+        near, far = TcpTransport(), TcpTransport()
+        await connect(near, f"tcp://127.0.0.1:{port}", SECRET)
+        assert warnings() == 1
+        for _ in range(3):
+            await connect(far, f"tcp://0.0.0.0:{port}", SECRET)
+        assert warnings() == 2
+    over_tls = {"tls": server_tls()}
+    listen = ("tls://0.0.0.0:0",)
+    async with dev.serve("8MiB", listen=listen, transports=over_tls, cluster=SECRET) as running:
+        (address,) = running.servers[0].addresses
+        await connect(TlsTransport(), address, SECRET)
+    assert warnings() == 2

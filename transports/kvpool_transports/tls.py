@@ -1,0 +1,214 @@
+"""TLS: tcp on a network that is not trusted. Encrypted, and no peer in the middle.
+
+With a secret no authority is needed: the proof of the handshake covers the server's certificate, as
+the channel binding `tls-server-end-point` of RFC 5929 does, so a peer in the middle, who has
+another certificate, cannot relay it. With `ca` a client checks the certificate itself, and a server
+asks its clients for theirs. (design: tls)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import ssl
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvpool.errors import ConfigError, LinkBroken
+from kvpool.protocols import BlockStore, Listener
+from kvpool.types import Cluster
+from kvpool_transports.streams.server import HELLO_S, Sessions
+from kvpool_transports.streams.stream import Stream
+from kvpool_transports.tcp import BACKLOG, TcpTransport, parse, tune
+
+_FILE_MAX: Final = 1 << 20
+#: After an accept that failed.
+_ACCEPT_AGAIN_S: Final = 0.1
+
+
+class TlsTransport(TcpTransport):
+    """`tls://host:port`, TLS 1.3. Settings, all of them names of PEM files:
+
+    A server needs `cert` and `key`. With `ca` it admits only clients with a certificate of that
+    authority (`requires_certificates`). A client needs the cluster's secret, or a tenant's, or
+    `ca`, the authority of servers' certificates; with `check_name` a certificate must also have
+    the server's name or address. It shows `cert` to servers that ask for one.
+    """
+
+    scheme = "tls"
+
+    def __init__(
+        self, *, cert: str = "", key: str = "", ca: str = "", check_name: bool = True
+    ) -> None:
+        if bool(cert) != bool(key):
+            raise ConfigError("tls: cert and key are given together, or none of them")
+        super().__init__()
+        self._certificate, self._key, self._ca = cert, key, ca
+        self._check_name = check_name
+        for path in filter(None, (cert, key, ca)):
+            _read(path)  # a wrong path is told at the start, not with the first connection
+
+    @property
+    def requires_certificates(self) -> bool:
+        """A server asks its clients for a certificate, which is good in place of a secret."""
+        return bool(self._ca)
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        if not self._certificate:
+            raise ConfigError(f"{address or 'tls'}: a server needs tls?cert=FILE&key=FILE")
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        if self._ca:
+            context.verify_mode = ssl.CERT_REQUIRED
+        binding = hashlib.sha256(_first_certificate(self._certificate)).digest()
+        sessions = Sessions(store, mapped=False, scheme="tls", binding=binding)
+        return _TlsListener(sessions, context, _listen(address))
+
+    async def _open(self, host: str, port: int, cluster: Cluster) -> tuple[Stream, bytes]:
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = bool(self._ca) and self._check_name
+        if not self._ca:
+            if not cluster.secret:
+                raise ConfigError(
+                    "tls without a secret needs tls?ca=FILE: nothing else says whose server it is"
+                )
+            context.verify_mode = ssl.CERT_NONE  # the proof covers the certificate
+        try:
+            transport, stream = await asyncio.get_running_loop().create_connection(
+                Stream, host, port, ssl=context, server_hostname=host
+            )
+        except ssl.SSLError as error:
+            raise LinkBroken(f"no TLS with {host}:{port}: {error.reason or error}") from None
+        tune(transport)
+        shown = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return stream, hashlib.sha256(shown or b"").digest()
+
+    def _context(self, side: int) -> ssl.SSLContext:
+        """Raises ConfigError for files that are none of certificates and keys."""
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            if self._certificate:
+                context.load_cert_chain(self._certificate, self._key)
+            if self._ca:
+                context.load_verify_locations(self._ca)
+        except (ssl.SSLError, OSError) as error:
+            files = ", ".join(filter(None, (self._certificate, self._key, self._ca)))
+            raise ConfigError(
+                f"tls: {files}: {error.strerror or error}; expected certificates and a key in PEM"
+            ) from None
+        return context
+
+
+class _TlsListener:
+    """Accepts connections by itself, and not by the loop: a connection counts as a stranger's from
+    its first byte on, before TLS, so that silent ones are bounded (design: strangers)."""
+
+    def __init__(self, sessions: Sessions, context: ssl.SSLContext, listening: socket.socket):
+        self._sessions = sessions
+        self._context = context
+        self._listening = listening
+        host, port = listening.getsockname()[:2]
+        self._address = f"tls://[{host}]:{port}" if ":" in host else f"tls://{host}:{port}"
+        self._loop = asyncio.get_running_loop()
+        self._paused: asyncio.TimerHandle | None = None
+        self._listen()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def close(self) -> None:
+        if self._listening.fileno() != -1:
+            self._loop.remove_reader(self._listening)
+            self._listening.close()
+        if self._paused is not None:
+            self._paused.cancel()
+        await self._sessions.close()
+
+    def _listen(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(BACKLOG):
+            try:
+                accepted, _address = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor is free: not again in each turn of the loop
+                self._loop.remove_reader(self._listening)
+                self._paused = self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
+                return
+            accepted.setblocking(False)
+            arriving = self._sessions.start(self._arrive(accepted))
+            arriving.add_done_callback(partial(_hang_up_cancelled, accepted))
+
+    async def _arrive(self, accepted: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        arrival, stream = _Arrival(task), Stream()
+        if self._sessions.strangers.arrived(arrival):
+            self._sessions.count("displaced_handshakes")
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: stream, accepted, ssl=self._context, ssl_handshake_timeout=HELLO_S
+            )
+        except OSError:  # ssl.SSLError is one
+            self._sessions.count("refused_handshakes")
+            return
+        finally:
+            self._sessions.strangers.left(arrival)
+        tune(transport)
+        self._sessions.accept(stream)
+
+
+def _hang_up_cancelled(accepted: socket.socket, arriving: asyncio.Task[None]) -> None:
+    """A transport of asyncio that is closed before its first step goes on with the handshake."""
+    if arriving.cancelled():
+        with contextlib.suppress(OSError):
+            accepted.shutdown(socket.SHUT_RDWR)
+
+
+class _Arrival(NamedTuple):
+    """A connection before its TLS handshake."""
+
+    task: asyncio.Task[None]
+
+    def abort(self) -> None:
+        """End it: there are too many of them."""
+        self.task.cancel()
+
+
+def _listen(address: str) -> socket.socket:
+    """Raises ConfigError."""
+    host, port = parse(address or "tls://127.0.0.1:0", "tls")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {address}: {error.strerror or error}; choose another address"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def _read(path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(_FILE_MAX)
+    except OSError as error:
+        raise ConfigError(f"tls: {path}: {error.strerror}") from None
+
+
+def _first_certificate(path: str) -> bytes:
+    """The certificate that a server shows, as DER."""
+    text = _read(path).decode("ascii", "replace")
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    _, found, rest = text.partition(begin)
+    if not found or end not in rest:
+        raise ConfigError(f"tls: {path}: expected a certificate in PEM")
+    return ssl.PEM_cert_to_DER_cert(begin + rest.partition(end)[0] + end)
