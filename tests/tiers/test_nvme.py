@@ -233,6 +233,29 @@ async def test_a_damaged_superblock_is_mended(path: Path) -> None:
         Nvme(CAPACITY, path=path)
 
 
+def content(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+async def test_a_file_is_served_to_its_owner_alone(path: Path) -> None:
+    one, other = b"a" * 16, b"b" * 16
+    with tier_at(path) as tier:  # an older release wrote no owner
+        await write(tier, record(0))
+    for damaged in ([], [20], [PAGE + 20]):
+        with path.open("r+b") as file:
+            for place in damaged:
+                os.pwrite(file.fileno(), b"\xff", place)
+        with tier_at(path) as tier:
+            tier.claim(one)
+            assert await tier.recover() == [record(0)]
+        before = content(path)
+        with tier_at(path) as tier:
+            tier.claim(other)
+            with pytest.raises(ConfigError, match=r"belongs to another cluster.*remove it"):
+                await tier.recover()
+        assert content(path) == before
+
+
 async def test_a_file_that_was_cut_has_what_is_left(path: Path) -> None:
     first, last = record(0), record(CAPACITY - PAGE)
     with tier_at(path) as tier:

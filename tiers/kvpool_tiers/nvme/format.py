@@ -47,7 +47,10 @@ COPIES: Final = 2
 SUPERBLOCK_SIZE: Final = COPIES * PAGE
 _HEAD_SIZE: Final = SUPERBLOCK_SIZE + COPIES * NAMESPACES * PAGE
 
-_SUPERBLOCK: Final = struct.Struct("<8sIIQQ")  # magic, version, header size, alignment, group size
+#: magic, version, header size, alignment, group size, owner (zeros: none, as in older files)
+_SUPERBLOCK: Final = struct.Struct("<8sIIQQ16s")
+#: Of a file that no server has claimed.
+NO_OWNER: Final = bytes(16)
 _SUPERBLOCK_MAGIC: Final = b"\x93kvpool\n"  # not text: no editor and no copy in text mode keeps it
 #: magic, number, generation, parts, bytes of the name
 _NAMESPACE: Final = struct.Struct("<8sIQHH")
@@ -140,14 +143,15 @@ class Geometry:
 # --- superblock --------------------------------------------------------------------------
 
 
-def pack_superblock(alignment: int) -> bytes:
-    """Both copies. They are written once, when the file is made, and never again."""
-    body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, HEADER_SIZE, alignment, GROUP_SIZE)
+def pack_superblock(alignment: int, owner: bytes = NO_OWNER) -> bytes:
+    """Both copies. They are written when the file is made, and once more with its owner."""
+    body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, HEADER_SIZE, alignment, GROUP_SIZE, owner)
     return _summed(body) * COPIES
 
 
-def check_superblock(head: bytes, alignment: int) -> bool:
-    """False when a copy is damaged. Raises ConfigError if the file is not ours, or not so aligned.
+def check_superblock(head: bytes, alignment: int, owner: bytes = NO_OWNER) -> bool:
+    """False when a copy is damaged, or does not name `owner` yet. Raises ConfigError if the file is
+    not ours, not so aligned, or another one's.
 
     Our mark in one copy is enough: everything else in the file is verified by itself anyway.
     """
@@ -159,8 +163,11 @@ def check_superblock(head: bytes, alignment: int) -> bool:
             "name another, or remove it"
         )
     intact = [copy for copy in ours if _is_intact(copy)]
+    named = True
     for copy in intact:
-        _, version, header_size, written_alignment, group_size = _SUPERBLOCK.unpack_from(copy)
+        _, version, header_size, written_alignment, group_size, written_owner = (
+            _SUPERBLOCK.unpack_from(copy)
+        )
         if (version, header_size, group_size) != (VERSION, HEADER_SIZE, GROUP_SIZE):
             raise ConfigError(
                 f"was written by version {version} of the format, this is version {VERSION}: "
@@ -171,7 +178,21 @@ def check_superblock(head: bytes, alignment: int) -> bool:
                 f"was made with alignment {written_alignment}, not {alignment}: "
                 "set that, or remove it to start empty"
             )
-    return len(intact) == len(copies)
+        if owner != NO_OWNER and written_owner == NO_OWNER:
+            named = False
+        elif owner not in (NO_OWNER, written_owner):
+            raise ConfigError(
+                "belongs to another cluster, or to this one under another secret, so none of its "
+                "blocks is served: name another, or remove it to start empty"
+            )
+    return named and len(intact) == len(copies)
+
+
+def is_damaged(head: bytes) -> bool:
+    """Whether a copy is not intact."""
+    return not all(
+        _is_intact(head[start : start + PAGE]) for start in range(0, SUPERBLOCK_SIZE, PAGE)
+    )
 
 
 # --- namespaces --------------------------------------------------------------------------

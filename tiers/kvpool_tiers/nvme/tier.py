@@ -31,6 +31,7 @@ from kvpool_tiers.nvme.format import (
     ALIGNMENT_MIN,
     COPIES,
     HEADER_SIZE,
+    NO_OWNER,
     PAGE,
     Geometry,
     HeaderRegion,
@@ -40,6 +41,7 @@ from kvpool_tiers.nvme.format import (
     UnnamedHeader,
     ValidHeader,
     check_superblock,
+    is_damaged,
     is_storable,
     pack_header,
     pack_superblock,
@@ -117,6 +119,7 @@ class Nvme:
         #: Records that `persist` left out since the file was opened: the table of namespaces was
         #: full.
         self.not_persisted = 0
+        self._owner = NO_OWNER
         self._closed = False
 
     def __repr__(self) -> str:
@@ -142,6 +145,10 @@ class Nvme:
         if self.not_persisted:
             parts.append(f"{self.not_persisted} blocks not kept for a restart")
         return ", ".join(parts)
+
+    def claim(self, owner: bytes) -> None:
+        """As `BelongsToOwner.claim`; a file of an older release has no owner, and gets this one."""
+        self._owner = owner
 
     def close(self) -> None:
         """Take no more calls. Never waits: calls on a stuck disk keep the file until they end."""
@@ -229,7 +236,7 @@ class Nvme:
         In a file that was larger, extents behind the new end are moved to free places, the newest
         first, as long as there is room, for a minute at most. Then the file is cut.
         Raises Unavailable when the superblock, the namespaces or all headers cannot be read,
-        ConfigError if the disk that was given to this tier is not one of ours.
+        ConfigError if it is not one of ours, or has another owner than the one that claims it.
         """
         self._check_open()
         await self._recover_superblock()
@@ -273,13 +280,13 @@ class Nvme:
             intact = False
         else:
             try:
-                intact = check_superblock(head, self.alignment)
+                intact = check_superblock(head, self.alignment, self._owner)
             except ConfigError as error:
                 raise ConfigError(f"{self.path}: {error}") from None
         if not intact:
             with contextlib.suppress(Unavailable):  # then it stays as it is
-                await self._disk.write(0, memoryview(pack_superblock(self.alignment)))
-            if any(head):
+                await self._disk.write(0, memoryview(pack_superblock(self.alignment, self._owner)))
+            if any(head) and is_damaged(head):
                 log.warning("the superblock is mended", path=str(self.path))
 
     def _sort_out(
