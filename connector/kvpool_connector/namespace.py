@@ -19,9 +19,9 @@ _VALUE_MAX: Final = 64
 _NAME_MAX: Final = 512
 
 
-def name(fields: Mapping[str, object], *, parts: int) -> Namespace:
-    """The namespace of these fields, in their order."""
-    words = [FORMAT] + [f"{field}={_value(str(value))}" for field, value in fields.items()]
+def name(fields: Mapping[str, object], *, parts: int, format: str = FORMAT) -> Namespace:
+    """The namespace of these fields, in their order. `format` names the engine and its bytes."""
+    words = [format] + [f"{field}={_value(str(value))}" for field, value in fields.items()]
     text = " ".join(words)
     if len(text) > _NAME_MAX:
         text = f"{text[: _NAME_MAX - 26]} digest={digest(text, 16)}"

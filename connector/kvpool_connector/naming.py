@@ -26,6 +26,8 @@ class EngineInfo(NamedTuple):
     those of the engine's KV cache. `weights_unknown` says why the files of the weights could not be
     read. With `stage_ranks` the name is that of any tensor parallel size: so many consecutive ranks
     have the same layers, and what they all say counts once; 0 is a name for this size alone.
+    `drops_last_block`: a draft's KV of a block's last token depends on the token behind the block,
+    so the engine computes the last block of each prefix anew. (design: volatile-tail)
     """
 
     groups: tuple[CacheGroup, ...]
@@ -39,6 +41,7 @@ class EngineInfo(NamedTuple):
     saves: bool = True
     weights_unknown: str = ""
     stage_ranks: int = 0
+    drops_last_block: bool = False
 
 
 class EngineNames:

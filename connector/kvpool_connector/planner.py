@@ -184,7 +184,9 @@ class Planner:
         if prefixes := request.prefixes:
             request.prefixes = ()
             matches = self._windows.joined(prefixes, matches)
-        elif matches and request.hints.max_load_tokens is None:
+        elif (
+            matches and request.hints.max_load_tokens is None and not self._limits.drops_last_block
+        ):
             chains = self._windows.wanted(matches, request.hashes)
             if chains:
                 request.prefixes = tuple(matches)
@@ -261,6 +263,8 @@ class Planner:
             max(there, self._promised(request, max(there, computed))),
             (tokens - 1) // self._unit * self._unit,
         )
+        if self._limits.drops_last_block:
+            last = max(0, last - self._unit)
         if (most := request.hints.max_load_tokens) is not None:
             last = min(last, (computed + most) // self._unit * self._unit)
         wanted = Wanted(request.hashes, computed, last, request.waits_until, last > there)

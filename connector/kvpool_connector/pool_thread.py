@@ -8,14 +8,17 @@ again as long as there is no master; once connected, the pool's client reconnect
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import kvpool
 from kvpool import ClientConfig, Cluster, KvpoolError, Namespace, Pool, ReadStatus
 from kvpool.backoff import Backoff
+from kvpool.types import Duration
 
 _RETRY_S: Final = 0.5
 _RETRY_S_MAX: Final = 5.0
@@ -23,6 +26,10 @@ _RETRY_S_MAX: Final = 5.0
 #: after `_RETRY_S`, and the second failure in a row counts.
 _LOOK_EVERY_S: Final = 5.0
 _LOOK_TIMEOUT_S: Final = 2.0
+#: How often durations are taken for metrics.
+_DURATIONS_EVERY_S: Final = 1.0
+#: Prompts are looked up elsewhere (`Lookups`); this pool only looks whether masters are there.
+_OPERATIONS: Final = frozenset({"read", "write"})
 _NOWHERE: Final = Namespace("kvpool/look")
 
 
@@ -44,12 +51,16 @@ class PoolThread:
         self._cluster = cluster
         self._log_line = log_line
         self._warn_line = warn_line
+        if warn_line is not None:  # then the client need not log the same
+            logging.getLogger("kvpool.client.masters").setLevel(logging.ERROR)
         self._problem = ""  # what was logged last, without numbers; empty while the pool is there
         self._loop = _new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connected = threading.Event()
         self._closed = False
         self.pool: Pool | None = None
+        self._counted: dict[Duration, int] = {}
+        self._counted_at = -_DURATIONS_EVERY_S
         self._thread = threading.Thread(target=self._run, name="kvpool", daemon=True)
         self._thread.start()
 
@@ -69,6 +80,20 @@ class PoolThread:
         except RuntimeError:  # closed in between
             return False
         return True
+
+    def take_durations(self) -> dict[str, float]:
+        """How often reads and writes took so long since the last call, as the connector's other
+        durations: `"read_duration tcp 0.0012"`. Once a second; in between it is empty."""
+        pool, now = self.pool, time.monotonic()
+        if pool is None or now - self._counted_at < _DURATIONS_EVERY_S:
+            return {}
+        self._counted_at = now
+        before, self._counted = self._counted, pool.durations.counts()
+        return {
+            f"{one.operation}_duration {one.transport} {one.seconds:.2g}": new
+            for one, count in self._counted.items()
+            if (new := count - before.get(one, 0)) and one.operation in _OPERATIONS
+        }
 
     def close(self, timeout_s: float) -> None:
         """Cancel everything that runs and wait until it has ended, at most so long. Idempotent."""

@@ -32,6 +32,7 @@ _RETRYABLE: Final = frozenset(
         WriteStatus.NO_SPACE,
         WriteStatus.DEADLINE,
         WriteStatus.SERVER_LOST,
+        WriteStatus.REFUSED,
         WriteStatus.NO_MASTER,
         WriteStatus.IN_PROGRESS,
     }

@@ -31,6 +31,7 @@ from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.prefetching import PrefetchRequest
 from kvpool_connector.promises import PromisedBlocks, PromiseState, promise_name
 from kvpool_connector.save_queue import StoredBlock
+from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
 from kvpool_connector.values import (
     LookupRequest,
@@ -128,6 +129,7 @@ class ConnectorScheduler:
             loads_per_check=settings.loads_per_check,
             prefetch=settings.prefetch,
             promise_wait_s=settings.promise_wait_s,
+            drops_last_block=engine.drops_last_block,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
         #: Known when every rank has sent its `WorkerInfo`.
@@ -188,6 +190,7 @@ class ConnectorScheduler:
     ) -> None:
         """Start its lookup. One with a LoRA adapter waits until the workers have told of it."""
         now = self._clock()
+        hints = hints._replace(session=in_tenant(self._settings.tenant, hints.session))
         if adapter is not None:
             until = now + self._settings.start_wait_s
             waiting = _AdapterRequest(hashes, tokens, hints, adapter, self._step, until)

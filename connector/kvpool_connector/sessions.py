@@ -34,6 +34,7 @@ from kvpool_connector.client_requests import (
 )
 from kvpool_connector.pauses import Answer, Expectation, Pauses
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.session_names import DEFAULT_TENANT, in_tenant
 
 #: Bytes. A longer body passes unread: reading this much takes 2 to 3 ms of the server's loop.
 BODY_MAX: Final = 4 << 20
@@ -221,9 +222,11 @@ class _HintSender:
         self._counters = counters
         self._room = threading.BoundedSemaphore(HINTS_MAX)
         self._thread: PoolThread | None = None
+        self._tenant = DEFAULT_TENANT
         try:
             chosen = _settings(scope)
             if chosen is not None:
+                self._tenant = chosen.tenant
                 self._thread = PoolThread(chosen.client(), chosen.member(), _log_line)
                 return
             problem = "this engine has no KVPoolConnector"
@@ -234,7 +237,9 @@ class _HintSender:
     def send(self, session: str, expected: Expectation) -> None:
         if self._thread is None or not self._room.acquire(blocking=False):
             self._counters("hint_dropped")
-        elif not self._thread.start(partial(self._tell, self._thread, session, expected)):
+            return
+        name = in_tenant(self._tenant, session)
+        if not self._thread.start(partial(self._tell, self._thread, name, expected)):
             self._room.release()
             self._counters("hint_dropped")
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from kvpool import ClientConfig, Cluster, ConfigError, check_transports, read_secret
+from kvpool import ClientConfig, Cluster, ConfigError, check_transports, read_cluster
+from kvpool_connector.session_names import DEFAULT_TENANT
 
 #: The connector's name in vLLM's configuration.
 CONNECTOR: Final = "KVPoolConnector"
@@ -25,14 +26,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     #: Name of the cluster; masters and servers of other clusters refuse the engine.
     cluster: str = "default"
-    #: File with the cluster's secret. Empty: the cluster has no secret.
+    #: File with the cluster's secret, or the key of a tenant. Empty: the cluster has no secret.
     secret_file: str = ""
     #: Transports to use, best first.
     transports: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: ["shm", "tcp"]
     )
-    #: Name of the tenant. Engines of different tenants share no blocks.
-    tenant: str = "default"
+    #: Name of the tenant. Engines of different tenants share no blocks, and no sessions.
+    tenant: str = DEFAULT_TENANT
     #: The model's name in the pool. Empty: the last part of the path or id passed to the engine.
     model: str = ""
     #: Name of this version of the weights. Empty: a fingerprint of the weight files.
@@ -102,7 +103,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def member(self) -> Cluster:
         """The cluster with its secret. Raises ConfigError when the secret cannot be read."""
-        return Cluster(self.cluster, read_secret(self.secret_file))
+        return read_cluster(self.cluster, self.secret_file)
 
 
 def parse(given: Mapping[str, Any]) -> Settings:

@@ -62,9 +62,15 @@ _DURATIONS: Final = {
     "load_duration": "Seconds from the decision to load until the scheduler had the result.",
     "save_duration": "Seconds of one save of one rank, in the background.",
 }
+#: The same of single messages, by transport: their keys are "name transport seconds".
+_MESSAGE_DURATIONS: Final = {
+    "read_duration": "Seconds until a server had answered a message that reads blocks.",
+    "write_duration": "Seconds until a server had answered a message that writes blocks.",
+}
 _BUCKETS_S: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
+_HISTOGRAMS: Final = _DURATIONS.keys() | _MESSAGE_DURATIONS.keys()
 _UNITS: Final = {"load_s": "load_seconds", "save_s": "save_seconds", "hook_s": "hook_seconds"}
 
 
@@ -90,7 +96,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return {
             f"kvpool {name}": round(value, 4)
             for name, value in sorted(self.data.items())
-            if name != DESCRIPTION and name.partition(" ")[0] not in _DURATIONS
+            if name != DESCRIPTION and name.partition(" ")[0] not in _HISTOGRAMS
         }
 
 
@@ -115,10 +121,11 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._histogram_cls(
                 f"vllm:kvpool_{name}_seconds",
                 text,
-                labelnames=self._labelnames,
+                labelnames=[*self._labelnames, *(["transport"] if by_transport else [])],
                 buckets=_BUCKETS_S,
             )
-            for name, text in _DURATIONS.items()
+            for durations, by_transport in ((_DURATIONS, False), (_MESSAGE_DURATIONS, True))
+            for name, text in durations.items()
         }
         self._gauges = {
             name: self._gauge_cls(
@@ -148,8 +155,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             if label and name in self._labelled:
                 self._labelled[name].labels(*engine, label.replace(" ", "_")).inc(value)
             elif name in self._histograms:
+                *transport, seconds = label.split(" ")
+                histogram = self._histograms[name].labels(*engine, *transport)
                 for _ in range(int(value)):
-                    self._histograms[name].labels(*engine).observe(float(label))
+                    histogram.observe(float(seconds))
             elif key in self._counters:
                 self._counters[key].labels(*engine).inc(value)
             elif key in self._gauges:

@@ -45,6 +45,8 @@ class PlannerLimits(NamedTuple):
     loads_per_check: int = 0
     prefetch: bool = True
     promise_wait_s: float = 10.0
+    #: Of the engine: the last block of a prefix that is there is computed all the same.
+    drops_last_block: bool = False
 
 
 class RequestHints(NamedTuple):

@@ -59,7 +59,14 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
         loads=_loads(vllm_config, settings),
         saves=vllm_config.kv_transfer_config.is_kv_producer or settings.consumer_saves,
         stage_ranks=parallel.tensor_parallel_size if settings.kv_head_parts else 0,
+        drops_last_block=_drops_last_block(vllm_config),
     )
+
+
+def _drops_last_block(vllm_config: Any) -> bool:
+    """As vLLM's own cache does with EAGLE and MTP, unless an operator has switched that off."""
+    speculative = vllm_config.speculative_config
+    return bool(speculative is not None and speculative.use_eagle_block_drop())
 
 
 def _loads(vllm_config: Any, settings: Settings) -> bool:

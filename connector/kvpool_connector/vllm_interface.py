@@ -19,7 +19,7 @@ import vllm
 SUPPORTED: Final = "0.32"
 
 try:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -96,6 +96,7 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     ),
     (KVTransferConfig, "__post_init__", "checking settings when they are parsed"),
     (VllmConfig, "__post_init__", "checking settings when they are parsed"),
+    (SpeculativeConfig, "use_eagle_block_drop", "which blocks of a prefix are computed anew"),
     (KVConnectorBase_V1, "_get_connector_metadata", "the work of the current step"),
     (KVConnectorBase_V1, "_kv_transfer_config", "the connector's settings"),
     (KVConnectorBase_V1, "_kv_cache_config", "the KV cache groups"),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvpool import KvpoolError, Match, Namespace, Pool, ReadStatus, WriteStatus
+from kvpool import KvpoolError, Match, Namespace, Pool, ReadStatus, WriteStatus, tracing
 from kvpool_connector.block_memory import BlockMemory
 from kvpool_connector.comparison import TOLERANCES, difference, segments
 from kvpool_connector.messages import (
@@ -83,6 +84,9 @@ class _Span(NamedTuple):
     match: Match | None
 
 
+_Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+
 class FinishedTransfers(NamedTuple):
     """Ids of requests whose loads have ended, those of them that failed, and the blocks that were
     not filled. Each load is in one of these."""
@@ -116,6 +120,7 @@ class ConnectorWorker:
         self._idle = False
         self._transfer_ended = threading.Event()
         self._lock = threading.Lock()  # guards what follows: both threads use it
+        self._tracer = tracing.tracer()
         self._running = 0
         self._report = WorkerReport(0)  # its step is set when it is taken
         self._finished = FinishedTransfers(set(), set(), set())
@@ -174,7 +179,7 @@ class ConnectorWorker:
         context = self._context(work)
         self._add_running(len(work.loads))
         for load in work.loads:
-            begin = partial(self._load, load, context, began)
+            begin = self._traced("kvpool.load", partial(self._load, load, context, began))
             if not self._registered or not self._thread.start(begin):
                 missing = [i for blocks in load.blocks for i in blocks.block_ids]
                 self._load_ended(load, 0, missing, 0.0)
@@ -192,7 +197,9 @@ class ConnectorWorker:
             if not self._registered or not self._has(save.adapters):
                 self._count("save_error ModelChanged", 1)
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.BYPASSED))
-            elif not self._thread.start(partial(self._save, save, context)):
+            elif not self._thread.start(
+                self._traced("kvpool.save", partial(self._save, save, context))
+            ):
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
         if work.probe is not None:
             started = self._registered and self._thread.start(
@@ -234,11 +241,16 @@ class ConnectorWorker:
         """What happened since the last call."""
         with self._lock:
             counters, self._counters = self._counters, {}
+        counters.update(self._thread.take_durations())
         return counters
 
     def close(self) -> None:
         """Cancel every transfer and wait for its end, at most `_CLOSE_S`."""
         self._thread.close(_CLOSE_S)
+
+    def _traced(self, name: str, work: _Work) -> _Work:
+        """The same work, in a span if there are spans."""
+        return work if self._tracer is None else partial(tracing.run, self._tracer, name, work)
 
     def _add_running(self, transfers: int) -> None:
         with self._lock:
@@ -283,12 +295,22 @@ class ConnectorWorker:
                     missing = [block for block in missing if block not in loaded_ids]
         except (KvpoolError, TimeoutError) as error:
             self._count(f"load_error {type(error).__name__}", 1)
+            if self._tracer is not None:
+                tracing.describe(error=type(error).__name__)
         finally:
             other_weights = context.serial != self._serial
             if other_weights or not self._mismatched.isdisjoint(context.namespaces):
                 size, missing = 0, [block for blocks in load.blocks for block in blocks.block_ids]
             took_s = time.monotonic() - began
             waited_s = wait.waited_s if wait is not None else 0.0
+            if self._tracer is not None:
+                tracing.describe(
+                    request=load.request_id,
+                    blocks=sum(len(blocks.block_ids) for blocks in load.blocks),
+                    missing=len(missing),
+                    bytes=size,
+                    waited_s=waited_s,
+                )
             self._load_ended(load, size, missing, took_s - waited_s, waited_s)
 
     async def _read(
@@ -429,10 +451,16 @@ class ConnectorWorker:
                             size += new * self._memory[blocks.group].block_bytes // parts
         except (KvpoolError, TimeoutError) as error:
             self._count(f"save_error {type(error).__name__}", 1)
+            if self._tracer is not None:
+                tracing.describe(error=type(error).__name__)
         finally:
             took_s = time.monotonic() - began
             self._count("save_s", took_s)
             self._count(f"save_duration {took_s:.2g}", 1)
+            if self._tracer is not None:
+                refusals = Counter(f"results.{one.name.lower()}" for one in refused.values())
+                count = sum(len(one.digests) for one in save.blocks)
+                tracing.describe(blocks=count, refused=len(refused), bytes=size, **refusals)
             self._save_ended(save, size, refused)
 
     async def _write(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvpool_connector import sessions
+from kvpool_connector import settings as settings_module
 from kvpool_connector.client_requests import (
     PATHS,
     AnswerReader,
@@ -549,6 +550,25 @@ async def test_a_pool_whose_settings_are_wrong_costs_a_request_nothing(
     headers = [("thread-id", "t"), ("x-codex-parent-thread-id", "p")]
     assert await one.ask(RESPONSES, b"{}", headers) == server.pieces[0]
     assert one.events == ["named", "fault"]
+
+
+async def test_hints_are_about_the_session_of_the_engines_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Thread:
+        def __init__(self, *arguments: Any) -> None: ...
+        def start(self, tell: Any) -> bool:
+            told.append(tell.args[1])
+            return True
+
+    told: list[str] = []
+    monkeypatch.setattr(sessions, "PoolThread", Thread)
+    for tenant in ("default", "blue"):
+        chosen = settings_module.parse({"tenant": tenant})
+        monkeypatch.setattr(sessions, "_settings", lambda scope, chosen=chosen: chosen)
+        sender = sessions._HintSender({}, lambda event: None)
+        sender.send("s", Expectation(ends=True))
+    assert told == ["s", "tenant=blue/s"]
 
 
 async def test_a_client_that_goes_away_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool import ROOT, Match, ReadStatus, WriteStatus
+from kvpool import ROOT, Match, ReadStatus, WriteStatus, tracing
 from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
 from kvpool_connector.adapters import Adapter
@@ -653,9 +653,12 @@ def test_durations_are_counted(start: Callable[..., Engine]) -> None:
     reader.until(lambda: reader.loaded == ["r"])
     reader.step()
     reader.clock.ahead_s += 2
-    found = [*reader.scheduler.take_metrics(), *writer.workers[0].take_counters()]
-    kinds = [one.partition(" ")[0] for one in found if "duration" in one]
-    assert sorted(kinds) == ["load_duration", "lookup_duration", "save_duration"]
+    asked, moved = reader.scheduler.take_metrics(), writer.workers[0].take_counters()
+    read = reader.workers[0].take_counters()
+    kinds = {one.rpartition(" ")[0] for one in (*asked, *moved, *read) if "duration" in one}
+    assert kinds >= {"load_duration", "lookup_duration", "save_duration"}
+    assert kinds >= {"write_duration tcp", "read_duration tcp"}
+    assert not any("duration" in one for one in writer.workers[0].take_counters()), "taken twice"
 
 
 def test_weights_that_were_changed_in_place_have_another_name(
@@ -1249,6 +1252,35 @@ def test_hints_of_a_request(given: dict[str, Any], hints: RequestHints, wrong: s
     assert ", ".join(one.partition(" is ")[0] for one in mistakes) == wrong
 
 
+def test_a_client_ends_no_session_of_another_tenant(
+    start: Callable[..., Engine], pool: LocalPool
+) -> None:
+    for tenant in ("red", "default"):
+        engine = start(tenant=tenant)
+        hashes = keys(f"tenant {tenant}", 1)
+        hints = RequestHints("chat", ends=tenant == "default")
+        engine.scheduler.on_new_request("r", hashes, BLOCK, hints)
+        engine.until(lambda engine=engine: engine.loadable("r", BLOCK) is not None)
+        engine.step([ScheduledRequest("r", 0, BLOCK, [[1]])])
+        engine.until(lambda engine=engine: engine.stored == 1)
+        engine.scheduler.on_request_finished("r")
+
+    def hints_of(session: str) -> list[Any]:
+        return list(pool.ask(lambda client: client.explain_session(session)).hints)
+
+    until = time.monotonic() + 10
+    while not any(resume_in is None for _, resume_in in hints_of("chat")):
+        assert time.monotonic() < until
+    assert all(resume_in is not None for _, resume_in in hints_of("tenant=red/chat"))
+    known = [
+        entry.session.name
+        for server in pool.dev.servers
+        for entry in server.store.inventory()
+        if entry.session is not None
+    ]
+    assert {"tenant=red/chat", "chat"} <= set(known)
+
+
 def test_a_save_that_the_pool_refused_reports_why(
     start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1265,3 +1297,34 @@ def test_a_save_that_the_pool_refused_reports_why(
     assert saved.size == 0
     assert saved.refused == ((0, keys("refused", 1)[0], WriteStatus.NO_MASTER),)
     assert engine.unpinned == [1]
+
+
+def test_loads_and_saves_are_spans_with_their_reads_and_writes_inside(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="pip install 'kvpool[otel]'")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "tracer", lambda: provider.get_tracer("kvpool"))
+    writer, reader = start(), start()
+    hashes = keys("traced", 3)
+    writer.save(hashes, [1, 2, 3])
+    assert reader.ask("r", hashes) == 3 * BLOCK
+    reader.scheduler.on_blocks_allocated("r", [[10, 11, 12]], 3 * BLOCK)
+    reader.until(lambda: reader.loaded == ["r"])
+    spans = {}
+    for one in exporter.get_finished_spans():
+        spans.setdefault(one.name, one)
+    save, load = dict(spans["kvpool.save"].attributes), dict(spans["kvpool.load"].attributes)
+    assert save["kvpool.blocks"] == 3
+    assert save["kvpool.refused"] == 0
+    assert save["kvpool.bytes"] > 0
+    assert load["kvpool.request"] == "r"
+    assert (load["kvpool.blocks"], load["kvpool.missing"]) == (3, 0)
+    assert load["kvpool.bytes"] == save["kvpool.bytes"]
+    for inner, outer in (("kvpool.read", "kvpool.load"), ("kvpool.write", "kvpool.save")):
+        assert spans[inner].parent.span_id == spans[outer].context.span_id

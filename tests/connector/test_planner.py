@@ -102,6 +102,40 @@ def test_a_lookup_covers_what_can_be_used() -> None:
     assert Played(load="never").arrive("a", 100) is None
 
 
+@pytest.mark.parametrize(
+    ("found", "computed", "offered"),
+    [(6, 0, 80), (3, 0, 32), (1, 0, 0), (0, 0, 0), (6, 80, 0), (6, 64, 16)],
+)
+def test_with_a_volatile_tail_the_last_block_of_a_prefix_is_computed(
+    found: int, computed: int, offered: int
+) -> None:
+    """Its KV is not of the tokens alone that its key names. The pool has it, so nobody saves it."""
+    played = Played(drops_last_block=True, load="always")
+    played.look_up("a", 100, found)
+    assert played.offer("a", 100, computed) == offered
+    if offered:
+        played.allocate("a", 7, offered)
+        (load,) = played.idle().loads
+        assert len(load.blocks[0].digests) == offered // BLOCK
+        played.planner.on_load_result(LoadResult("a", 1, True, 0.1), played.now)
+    plan = played.step("a", computed + offered, 100)
+    saved = [digest for save in plan.saves for blocks in save.blocks for digest in blocks.digests]
+    assert saved == hashes("a", 100)[found:]
+
+
+def test_with_a_volatile_tail_all_of_a_sliding_window_is_looked_up() -> None:
+    """The end of the window moves by a block, and what lies before the end may be needed."""
+    groups = (CacheGroup(BLOCK, 1), CacheGroup(BLOCK, 1, window_blocks=2))
+    for drops, more in ((False, True), (True, False)):
+        played = Played(groups=groups, drops_last_block=drops, load="always")
+        lookup = played.arrive("a", 100)
+        assert lookup is not None
+        matches = [matched(6), matched(3)]
+        again = played.planner.on_lookup_result("a", lookup.serial, matches, "")
+        assert (again is not None) is more
+    assert played.offer("a", 100) == 2 * BLOCK
+
+
 def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
     """Before a prefill was measured, and where the operator allows no more."""
     played = Played(lookup_timeout_s=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import partial
 from typing import Any
@@ -129,6 +130,8 @@ def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(
     )
     assert watched.done.wait(10)
     thread.close(10)
+    of_client = logging.getLogger("kvpool.client.masters")
+    assert not of_client.isEnabledFor(logging.WARNING)  # or each loss would have two lines
     lost, back = "WARNING the pool is lost, the engine runs without it: ", "is back"
     assert lines == [
         "WARNING no pool yet, the engine runs without it: nobody there",

@@ -11,7 +11,7 @@ import pytest
 from kvpool.types import check_session
 from kvpool_connector.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
 from kvpool_connector.request_params import Asked, parse_request
-from kvpool_connector.session_names import GIVEN_MAX, child_name, session_name
+from kvpool_connector.session_names import GIVEN_MAX, child_name, in_tenant, session_name
 
 KEY = {"prompt_cache_key": "key"}
 CONTEXT = {"agentic_context": json.dumps({"session_id": "agent", "kv_retention_ttl_seconds": 60})}
@@ -81,6 +81,18 @@ def test_a_name_stays_as_it_is_up_to_the_pools_limit() -> None:
     assert child_name("session", "agent") == "session/agent"
     check_session(child_name("s" * 128, "agent"))
     assert child_name("s" * 128, "one") != child_name("s" * 128, "two")
+
+
+def test_sessions_of_two_tenants_are_two_whatever_clients_call_them() -> None:
+    given = ["s", "s" * 128, "blue/s", "a/b", "tenant=blue/s", "tenant=blue/" + "s" * 128, "é"]
+    tenants = ["default", "blue", "blue/s", "a", "a/b", "a%2Fb", "t" * 500, "\n"]
+    names = [in_tenant(tenant, session_name(one)) for tenant in tenants for one in given]
+    for name in names:
+        check_session(name)
+    assert len(set(names)) == len(names)
+    assert in_tenant("default", "s") == "s"
+    assert in_tenant("blue", "s") == "tenant=blue/s"
+    assert in_tenant("blue", "") == ""
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,9 @@ def test_wrong_arguments_are_refused_before_anything_starts(
     assert "no such" in capsys.readouterr().err
 
 
-def test_it_ends_its_processes_when_it_is_terminated() -> None:
-    """Engines are in process groups of their own: a SIGTERM of the demo does not reach them."""
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_it_ends_its_processes_when_it_is_terminated(sent: signal.Signals) -> None:
+    """Engines are in process groups of their own: a signal to the demo does not reach them."""
     program = """
 import asyncio, contextlib, pathlib
 from examples import vllm_fleet as demo
@@ -118,8 +119,8 @@ demo.main([])
         assert running.stdout is not None
         for line in running.stdout:
             if line == "runs\n":
-                running.send_signal(signal.SIGTERM)
+                running.send_signal(sent)
                 break
         rest = running.stdout.read()
     assert rest == "ended\n"
-    assert running.returncode == 143
+    assert running.returncode == 128 + sent

@@ -50,13 +50,15 @@ def prompt(number: int, length: int = 500, shared: int = 375) -> list[int]:
 class Engine:
     """A vLLM engine in a process of its own; one question at a time."""
 
+    module = "tests.connector.vllm.engine"
+
     def __init__(
         self, model: Path, log: Path, installed: Path | None = None, **arguments: Any
     ) -> None:
         """With `installed` it runs with the packages of that directory, not with the sources."""
         environment = {**os.environ, **ENVIRONMENT}
         environment.pop("PYTHONHASHSEED", None)
-        program = ["-m", "tests.connector.vllm.engine"]
+        program = ["-m", self.module]
         if installed is not None:
             program = [str(ROOT / "tests/connector/vllm/engine.py")]
             environment["PYTHONPATH"] = str(installed)

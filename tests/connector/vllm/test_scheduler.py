@@ -26,6 +26,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
@@ -82,6 +83,7 @@ class Played:
         transfer_config: dict[str, Any],
         *,
         ranks: int = 1,
+        heads: int = 1,
         scheduler_class: type[Scheduler] = Scheduler,
         **options: Any,
     ) -> None:
@@ -103,7 +105,7 @@ class Played:
         )
         cache.block_size = BLOCK  # VllmConfig may have changed it
         spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+            block_size=BLOCK, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16
         )
         kv = KVCacheConfig(
             num_blocks=BLOCKS,
@@ -512,6 +514,35 @@ def test_what_vllm_hashes_with_the_tokens_keeps_them_apart(
     finally:
         writer.close()
         reader.close()
+
+
+def test_with_eagle_the_last_block_of_a_prefix_is_computed_as_with_vllms_own_cache(
+    pool: LocalPool, model: Callable[..., Path]
+) -> None:
+    """A draft's KV of a block's last token is made of the token behind the block, too."""
+    target = ModelConfig(model=str(model()), dtype="bfloat16", seed=0)
+    offered = {}
+    for dropped in (True, False):
+        speculative = SpeculativeConfig(
+            method="eagle",
+            model=str(model("eagle")),
+            num_speculative_tokens=2,
+            target_model_config=target,
+            target_parallel_config=ParallelConfig(),
+            disable_eagle_block_drop=not dropped,
+        )
+        options: dict[str, Any] = {"speculative_config": speculative}
+        writer, reader = (Played(model(), transfer(pool.master), **options) for _ in range(2))
+        try:
+            writer.step()
+            reader.step()
+            request = writer.request(f"a{dropped}", 70, 1000 * dropped)
+            store(pool, writer, request, 4)
+            offered[dropped] = reader.offered(reader.request("b", 70, 1000 * dropped))
+        finally:
+            writer.close()
+            reader.close()
+    assert offered == {True: 48, False: 64}
 
 
 def test_an_adapter_that_was_replaced_has_other_keys_under_its_old_name_and_path(
@@ -962,6 +993,7 @@ def test_durations_are_histograms_of_vllms_metrics() -> None:
     metrics = ConnectorPromMetrics(config, kinds, ["engine"], {0: ["0"]})
     stats = ConnectorStats(data={"lookup_duration 0.0012": 3.0, "load_s": 2.0})
     stats.aggregate(ConnectorStats(data={"lookup_duration 0.0012": 1.0, "load_duration 4": 1.0}))
+    stats.aggregate(ConnectorStats(data={"read_duration tcp 0.02": 2.0}))
     metrics.observe(stats.data)
     found = registry.get_sample_value
     name = "vllm:kvpool_lookup_duration_seconds"
@@ -970,4 +1002,6 @@ def test_durations_are_histograms_of_vllms_metrics() -> None:
     assert found(f"{name}_bucket", {"engine": "0", "le": "0.001"}) == 0
     assert found(f"{name}_bucket", {"engine": "0", "le": "0.0025"}) == 4
     assert found("vllm:kvpool_load_duration_seconds_sum", {"engine": "0"}) == 4
+    tcp = {"engine": "0", "transport": "tcp"}
+    assert found("vllm:kvpool_read_duration_seconds_sum", tcp) == pytest.approx(0.04)
     assert not any("duration" in line for line in stats.reduce())

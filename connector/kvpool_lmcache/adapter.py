@@ -1,0 +1,333 @@
+"""The adapter: LMCache's controllers submit tasks and poll event descriptors, the pool answers.
+
+Bytes travel between LMCache's own memory and the pool, without a buffer in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+
+from kvpool import (
+    ROOT,
+    ConfigError,
+    KvpoolError,
+    Namespace,
+    Pool,
+    Unavailable,
+    WriteStatus,
+)
+from kvpool_connector.adapter_settings import AdapterSettings
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_lmcache.object_names import ObjectNames, digest
+
+#: The release whose interface this is. Others may have another one.
+_SUPPORTED: Final = "0.5.6"
+#: Results of writes after which the pool has the block, or will have it, or has better ones.
+_STORED: Final = frozenset({"STORED", "ALREADY_STORED", "IN_PROGRESS", "BYPASSED"})
+#: Results of single blocks that mean that the pool fails.
+_POOL_FAILED: Final = frozenset({"NO_MASTER", "SERVER_LOST", "DEADLINE"})
+_CLOSE_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
+    """LMCache's objects in a pool: one block for each, named by LMCache's key.
+
+    No method raises or waits because of the pool. Without it lookups and loads find nothing, stores
+    fail, and LMCache computes with what it has; the pool is used again when it is back. Nothing is
+    locked: an object that is evicted between its lookup and its load is a miss of the load. Raises
+    ConfigError for wrong `adapter_params` and for another release of LMCache.
+    """
+
+    def __init__(self, adapter_params: Mapping[str, object], **_: object) -> None:
+        check_version(importlib.metadata.version("lmcache"))
+        self._settings = settings = AdapterSettings.parse(adapter_params, "adapter_params")
+        super().__init__()
+        self._names = ObjectNames(settings.tenant, settings.revision)
+        self._store_fd, self._lookup_fd, self._load_fd = (_event_fd() for _ in range(3))
+        self._lock = threading.Lock()
+        self._closed = False
+        self._task = 0
+        self._stored: dict[int, L2StoreResult] = {}
+        self._found: dict[int, Bitmap] = {}
+        self._resume_at = 0.0
+        #: By what became of them: `lookups`, `loads`, `stores`, each with `_failed`, and `paused`.
+        self.counters: Counter[str] = Counter()
+        self._pool = PoolThread(settings.client(), settings.owner(), log.info, log.warning)
+        self._pool.wait(settings.start_wait_s)
+
+    # --- what LMCache calls --------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        return self._store_fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookup_fd
+
+    def get_load_event_fd(self) -> int:
+        return self._load_fd
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Store objects. Their memory is read until the task is done."""
+        views = [memoryview(one.byte_array).cast("B") for one in objects]
+        with self._lock:
+            named = self._names.of_objects(keys, objects)
+
+        async def work(pool: Pool) -> list[int]:
+            return await self._each(named, lambda *of: self._write(pool, keys, views, *of))
+
+        def end(task: int, stored: list[int]) -> None:
+            if stored:
+                sizes = [views[position].nbytes for position in stored]
+                self._notify_keys_stored([keys[position] for position in stored], sizes)
+            whole = len(stored) == len(keys)
+            self._stored[task] = L2StoreResult(
+                whole, sum(view.nbytes for view in views) if whole else 0
+            )
+
+        return self._submit("stores", self._store_fd, work, end)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        with self._lock:
+            done, self._stored = self._stored, {}
+        return done
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """Which of these objects the pool has: one message for each model, rank and salt."""
+        with self._lock:
+            named = self._names.of_lookup(keys, group_layout_descs or {})
+
+        async def work(pool: Pool) -> list[int]:
+            return await self._each(named, lambda *of: self._contains(pool, keys, *of))
+
+        return self._submit("lookups", self._lookup_fd, work, self._answer_with(len(keys)))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        with self._lock:
+            return self._found.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Nothing was locked."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Fill objects. Their memory is written to until the task is done, also on a miss."""
+        views = [memoryview(one.byte_array).cast("B") for one in objects]
+        with self._lock:
+            named = self._names.of_objects(keys, objects)
+
+        async def work(pool: Pool) -> list[int]:
+            return await self._each(named, lambda *of: self._read(pool, keys, views, *of))
+
+        answer = self._answer_with(len(keys))
+
+        def end(task: int, loaded: list[int]) -> None:
+            if loaded:
+                self._notify_keys_accessed([keys[position] for position in loaded])
+            answer(task, loaded)
+
+        return self._submit("loads", self._load_fd, work, end)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self.query_lookup_and_lock_result(task_id)
+
+    def delete(self, keys: list[Any]) -> None:
+        """Remove objects from the pool, for everybody; only those whose layout is known here."""
+        with self._lock:
+            named = self._names.of_removal(keys)
+
+        async def work() -> None:
+            pool = self._pool.pool
+            for space, at in named.items() if pool is not None else ():
+                try:
+                    assert pool is not None
+                    await pool.remove(space, _unique(keys, at))
+                except KvpoolError as error:
+                    self._pause(str(error))
+                else:
+                    self._notify_keys_deleted([keys[position] for position in at], [0] * len(at))
+
+        self._pool.start(work)
+
+    def report_status(self) -> dict[str, Any]:
+        with self._lock:
+            counters = dict(self.counters)
+        connected = self._pool.pool is not None
+        paused = time.monotonic() < self._resume_at
+        return {
+            "is_healthy": connected and not paused,
+            "type": "kvpool",
+            "connected": connected,
+            "paused": paused,
+            "masters": self._settings.masters,
+            **counters,
+        }
+
+    def close(self) -> None:
+        """End all tasks, then the connection, then the descriptors. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._pool.close(_CLOSE_S)
+        with self._lock:
+            for fd in (self._store_fd, self._lookup_fd, self._load_fd):
+                os.close(fd)
+
+    # --- inside --------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        kind: str,
+        fd: int,
+        work: Callable[[Pool], Coroutine[Any, Any, list[int]]],
+        end: Callable[[int, list[int]], None],
+    ) -> int:
+        """Run `work` in the pool's thread; `end` gets the positions that were successful."""
+        with self._lock:
+            self._task += 1
+            task = self._task
+            self.counters[kind] += 1
+
+        def finish(positions: list[int]) -> None:
+            with self._lock:
+                if not self._closed:
+                    end(task, positions)
+                    os.eventfd_write(fd, 1)
+
+        async def run() -> None:
+            pool, positions = self._pool.pool, list[int]()
+            try:
+                if pool is not None:
+                    positions = await work(pool)
+            except Unavailable as error:
+                self.counters[f"{kind}_failed"] += 1
+                self._pause(str(error))
+            except KvpoolError as error:
+                self.counters[f"{kind}_failed"] += 1
+                log.warning("kvpool: %s", error)
+            finally:
+                finish(positions)
+
+        if time.monotonic() < self._resume_at or self._pool.pool is None:
+            self.counters["paused"] += 1
+            finish([])
+        elif not self._pool.start(run):
+            finish([])
+        return task
+
+    async def _each(
+        self,
+        named: Mapping[Namespace, list[int]],
+        call: Callable[[Namespace, list[int]], Coroutine[Any, Any, list[int]]],
+    ) -> list[int]:
+        """The calls for all namespaces at the same time; as a rule it is one."""
+        if len(named) == 1:
+            ((space, at),) = named.items()
+            return await call(space, at)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call(space, at)) for space, at in named.items()]
+        return [position for task in tasks for position in task.result()]
+
+    async def _contains(
+        self, pool: Pool, keys: Sequence[Any], space: Namespace, at: list[int]
+    ) -> list[int]:
+        digests = [digest(keys[position]) for position in at]
+        there = await pool.contains(space, digests, timeout=self._settings.lookup_timeout_s)
+        return [position for position, found in zip(at, there, strict=True) if found]
+
+    async def _read(
+        self,
+        pool: Pool,
+        keys: Sequence[Any],
+        views: Sequence[memoryview],
+        space: Namespace,
+        at: list[int],
+    ) -> list[int]:
+        results = await pool.read(
+            space,
+            [digest(keys[position]) for position in at],
+            [views[position] for position in at],
+            timeout=self._settings.load_timeout_s,
+        )
+        self._look_at([result.status.name for result in results])
+        return [
+            position
+            for position, result in zip(at, results, strict=True)
+            if result.status.hit and result.size == views[position].nbytes
+        ]
+
+    async def _write(
+        self,
+        pool: Pool,
+        keys: Sequence[Any],
+        views: Sequence[memoryview],
+        space: Namespace,
+        at: list[int],
+    ) -> list[int]:
+        of = {digest(keys[position]): views[position] for position in at}  # each key once
+        statuses = await pool.write(
+            space,
+            list(of),
+            list(of.values()),
+            parents=[ROOT] * len(of),
+            timeout=self._settings.store_timeout_s,
+        )
+        self._look_at([status.name for status in statuses])
+        kept = {one for one, status in zip(of, statuses, strict=True) if _is_stored(status)}
+        return [position for position in at if digest(keys[position]) in kept]
+
+    def _answer_with(self, count: int) -> Callable[[int, list[int]], None]:
+        def answer(task: int, positions: list[int]) -> None:
+            bitmap = Bitmap(count)
+            for position in positions:
+                bitmap.set(position)
+            self._found[task] = bitmap
+
+        return answer
+
+    def _look_at(self, statuses: list[str]) -> None:
+        for name in _POOL_FAILED.intersection(statuses):
+            self._pause(name.lower())
+            return
+
+    def _pause(self, why: str) -> None:
+        now = time.monotonic()
+        if now >= self._resume_at:
+            log.warning("kvpool: left alone for %g s: %s", self._settings.pause_s, why)
+        self._resume_at = now + self._settings.pause_s
+
+
+def check_version(found: str) -> None:
+    """Raises ConfigError for a release of LMCache that may have another interface."""
+    if found != _SUPPORTED:
+        older = tuple(map(int, found.split(".")[:2])) < (0, 5)
+        if older or found.split(".")[:2] != _SUPPORTED.split(".")[:2]:
+            raise ConfigError(f"LMCache {found} is not supported: expected {_SUPPORTED}, or 0.5.x")
+        log.warning("kvpool: LMCache %s: tested with %s", found, _SUPPORTED)
+
+
+def _event_fd() -> int:
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+def _is_stored(status: WriteStatus) -> bool:
+    return status.name in _STORED
+
+
+def _unique(keys: Sequence[Any], at: Sequence[int]) -> list[bytes]:
+    return list(dict.fromkeys(digest(keys[position]) for position in at))

@@ -1,0 +1,287 @@
+"""`kvpool_lmcache` with the real LMCache, on a CPU: `make test-lmcache`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import kvpool
+from kvpool import ConfigError, dev
+from kvpool.testing import CONNECTOR_CHECKS, NotDeclared, Ran
+from kvpool.testing.connector_checks import prompt
+
+pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test-lmcache")
+
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+from kvpool_connector.adapter_settings import AdapterSettings
+from kvpool_lmcache import KVPoolL2Adapter, adapter, object_names
+
+#: Tokens of an object of these tests.
+CHUNK = 64
+SHAPE = torch.Size([2, 2, CHUNK, 32])
+
+
+def fresh(shape: torch.Size = SHAPE, dtype: torch.dtype = torch.float16) -> TensorMemoryObj:
+    """Memory for an object, as LMCache's allocator hands it out."""
+    size = shape.numel() * dtype.itemsize
+    metadata = MemoryObjMetadata(
+        shape=shape,
+        dtype=dtype,
+        address=0,
+        phy_size=size,
+        ref_count=1,
+        fmt=MemoryFormat.KV_2LTD,
+        shapes=[shape],
+        dtypes=[dtype],
+    )
+    return TensorMemoryObj(torch.zeros(size, dtype=torch.uint8), metadata, None)
+
+
+def signalled(fd: int, timeout_s: float = 15.0) -> bool:
+    ready, _, _ = select.select([fd], [], [], timeout_s)
+    return bool(ready) and os.eventfd_read(fd) > 0
+
+
+class Engine:
+    """What LMCache's controllers do for a prompt: look up, load, compute the rest, store it."""
+
+    def __init__(self, master: str, variant: str = "") -> None:
+        self.model = "b" if variant == "model" else "a"
+        self.dtype = torch.bfloat16 if variant == "dtype" else torch.float16
+        self.shape = torch.Size([2, 2, 32, CHUNK]) if variant == "layout" else SHAPE
+        self.salt = "b" if variant == "salt" else ""
+        self.adapter: KVPoolL2Adapter | None = None
+        if master:
+            config = PluginL2AdapterConfig.from_dict(
+                {
+                    "module_path": "kvpool_lmcache",
+                    "class_name": "KVPoolL2Adapter",
+                    "adapter_params": {
+                        "masters": [master],
+                        "load_timeout_s": 1.0,
+                        "pause_s": 1.0,
+                        "start_wait_s": 3.0,
+                    },
+                }
+            )
+            self.adapter = create_l2_adapter_from_registry(config)
+        #: Stores that run, and their memory: LMCache keeps it until they have ended.
+        self.tasks: dict[int, object] = {}
+
+    @property
+    def namespaces(self) -> list[kvpool.Namespace]:
+        assert self.adapter is not None
+        names = self.adapter._names
+        return list(names.of_objects(self.keys(prompt(0, CHUNK)), [fresh(self.shape, self.dtype)]))
+
+    def keys(self, tokens: Sequence[int]) -> list[ObjectKey]:
+        keys, parent = [], b""
+        for first in range(0, len(tokens) - CHUNK + 1, CHUNK):
+            parent = hashlib.sha256(parent + repr(tokens[first : first + CHUNK]).encode()).digest()
+            keys.append(ObjectKey(parent, self.model, 0, 0, self.salt))
+        return keys
+
+    def compute(self, key: ObjectKey, into: TensorMemoryObj) -> None:
+        """Bytes that depend on all that shapes them."""
+        seed = hashlib.sha256(
+            f"{self.model}{self.dtype}{self.shape}{self.salt}".encode() + key.chunk_hash
+        ).digest()
+        made = hashlib.shake_128(seed).digest(into.raw_data.numel())
+        into.raw_data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+
+    def begin(self, tokens: Sequence[int]) -> tuple[list[ObjectKey], list[TensorMemoryObj], int]:
+        assert self.adapter is not None
+        keys = self.keys(tokens)
+        layout = {0: MemoryLayoutDesc([self.shape], [self.dtype])}
+        task = self.adapter.submit_lookup_and_lock_task(keys, layout)
+        assert signalled(self.adapter.get_lookup_and_lock_event_fd())
+        found = self.adapter.query_lookup_and_lock_result(task)
+        assert found is not None
+        assert self.adapter.query_lookup_and_lock_result(task) is None  # once
+        there = [key for at, key in enumerate(keys) if found.test(at)]
+        objects = [fresh(self.shape, self.dtype) for _ in there]
+        return there, objects, self.adapter.submit_load_task(there, objects) if there else -1
+
+    def run(self, tokens: Sequence[int]) -> Ran:
+        loaded: dict[ObjectKey, TensorMemoryObj] = {}
+        if self.adapter is not None:
+            there, objects, task = self.begin(tokens)
+            if there:
+                assert signalled(self.adapter.get_load_event_fd())
+                bits = self.adapter.query_load_result(task)
+                assert bits is not None
+                loaded = {
+                    k: o
+                    for at, (k, o) in enumerate(zip(there, objects, strict=True))
+                    if bits.test(at)
+                }
+                self.adapter.submit_unlock(there)
+        whole, missing = [], []
+        for key in self.keys(tokens):
+            if key not in loaded:
+                made = fresh(self.shape, self.dtype)
+                self.compute(key, made)
+                missing.append((key, made))
+                whole.append(made)
+            else:
+                whole.append(loaded[key])
+        if self.adapter is not None and missing:
+            keys, made_objects = zip(*missing, strict=True)
+            task = self.adapter.submit_store_task(list(keys), list(made_objects))
+            self.tasks[task] = made_objects
+        digests = [hashlib.sha256(one.byte_array).hexdigest() for one in whole]
+        return Ran(digests, len(loaded))
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        """LMCache drops a request: its tasks end all the same, and nobody asks for the results."""
+        _, objects, task = self.begin(tokens)
+        if task >= 0:
+            assert self.adapter is not None
+            assert signalled(self.adapter.get_load_event_fd())
+        del objects  # until here: the load writes to them
+
+    def settle(self) -> None:
+        assert self.adapter is not None
+        until = time.monotonic() + 15
+        while self.tasks and time.monotonic() < until:
+            for task in self.adapter.pop_completed_store_tasks():
+                del self.tasks[task]
+            time.sleep(0.02)
+        assert not self.tasks
+
+    def close(self) -> None:
+        if self.adapter is not None:
+            self.adapter.close()
+
+
+@pytest.mark.parametrize("check", CONNECTOR_CHECKS.values(), ids=CONNECTOR_CHECKS)
+def test_conformance(check: Callable[..., None]) -> None:
+    try:
+        check(Engine)
+    except NotDeclared as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture
+def engine(dev_in_thread: dev.Dev) -> Iterator[Engine]:
+    made = Engine(dev_in_thread.address)
+    yield made
+    made.close()
+
+
+def test_keys_of_two_ranks_groups_and_salts_in_one_task(engine: Engine) -> None:
+    """One task has all groups of a prompt; equal hashes are other objects in each."""
+    assert engine.adapter is not None
+    of = [(0, 0, ""), (1, 0, ""), (0, 1, ""), (0, 0, "salt")]
+    keys = [ObjectKey(bytes(32), "m", *one) for one in of]
+    objects = [fresh() for _ in keys]
+    for number, one in enumerate(objects):
+        one.raw_data.fill_(number + 1)
+    task = engine.adapter.submit_store_task(keys, objects)
+    assert signalled(engine.adapter.get_store_event_fd())
+    result = engine.adapter.pop_completed_store_tasks()[task]
+    assert result.is_successful()
+    assert result.bytes_transferred() == sum(one.raw_data.numel() for one in objects)
+    loaded = [fresh() for _ in keys]
+    task = engine.adapter.submit_load_task(keys[::-1], loaded)
+    assert signalled(engine.adapter.get_load_event_fd())
+    bits = engine.adapter.query_load_result(task)
+    assert bits is not None
+    assert all(bits.test(at) for at in range(4))
+    assert [int(one.raw_data[0]) for one in loaded] == [4, 3, 2, 1]
+
+
+def test_hashes_of_other_lengths(engine: Engine) -> None:
+    """Of 8 bytes, and of 32 and 16 in one task: LMCache's hash is a setting of the engine."""
+    assert engine.adapter is not None
+    keys = [ObjectKey(bytes([n]) * size, "m", 0) for n, size in enumerate((8, 16, 32, 40), 1)]
+    task = engine.adapter.submit_store_task(keys, [fresh() for _ in keys])
+    assert signalled(engine.adapter.get_store_event_fd())
+    assert engine.adapter.pop_completed_store_tasks()[task].is_successful()
+    layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
+    task = engine.adapter.submit_lookup_and_lock_task(keys, layout)
+    assert signalled(engine.adapter.get_lookup_and_lock_event_fd())
+    found = engine.adapter.query_lookup_and_lock_result(task)
+    assert found is not None
+    assert [found.test(at) for at in range(4)] == [True] * 4
+
+
+def test_a_deleted_object_is_gone(engine: Engine) -> None:
+    assert engine.adapter is not None
+    engine.run(prompt(1, 2 * CHUNK))
+    engine.settle()
+    engine.adapter.delete(engine.keys(prompt(1, 2 * CHUNK))[:1])
+    until = time.monotonic() + 10
+    while engine.run(prompt(1, 2 * CHUNK)).loaded == 2:
+        assert time.monotonic() < until
+
+
+def test_another_revision_and_another_tenant_share_nothing() -> None:
+    key = ObjectKey(bytes(32), "m", 0)
+    names = {
+        space
+        for tenant, revision in (("a", ""), ("b", ""), ("a", "2"))
+        for space in object_names.ObjectNames(tenant, revision).of_objects([key], [fresh()])
+    }
+    assert len(names) == 3
+
+
+def test_a_lookup_without_a_layout_has_that_of_the_last_store() -> None:
+    names = object_names.ObjectNames("", "")
+    key = ObjectKey(bytes(32), "m", 0)
+    assert not names.of_lookup([key], {})
+    stored = names.of_objects([key], [fresh()])
+    assert names.of_lookup([key], {}) == stored
+    assert names.of_lookup([key], {0: MemoryLayoutDesc([], [])}) == stored
+    assert names.of_lookup([key], {0: MemoryLayoutDesc([SHAPE], [torch.float16])}) == stored
+    assert names.of_lookup([key], {0: MemoryLayoutDesc([SHAPE], [torch.bfloat16])}) != stored
+
+
+def test_what_is_wrong_is_named() -> None:
+    for params, says in (
+        ({"master": ["a:1"]}, "did you mean masters"),
+        ({"masters": "a:1"}, "masters is 'a:1'"),
+        ({"masters": []}, "masters is"),
+        ({"load_timeout_s": -1}, "load_timeout_s is -1"),
+        ({"pause_s": True}, "pause_s is True"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            AdapterSettings.parse(params, "adapter_params")
+    for release in ("0.4.9", "0.6.0", "1.0.0"):
+        with pytest.raises(ConfigError, match=rf"LMCache {release} is not supported.*0\.5\.6"):
+            adapter.check_version(release)
+    adapter.check_version("0.5.6")
+
+
+def test_lmcaches_own_benchmark_verifies_the_bytes(dev_in_thread: dev.Dev) -> None:
+    plugin = {
+        "type": "plugin",
+        "module_path": "kvpool_lmcache",
+        "class_name": "KVPoolL2Adapter",
+        "adapter_params": {"masters": [dev_in_thread.address]},
+    }
+    command = [str(Path(sys.executable).parent / "lmcache"), "bench", "l2"]
+    options = ["--num-keys", "16", "--data-size-kb", "256", "--rounds", "2", "--no-skip-verify"]
+    done = subprocess.run(
+        [*command, "--l2-adapter", json.dumps(plugin), *options, "--lookup-max-hit-rate", "1.0"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "All 16 keys data verified OK" in done.stdout

@@ -1,0 +1,381 @@
+"""`kvpool_transformers` with the real transformers, on a CPU: `make test-transformers`."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpool.sync
+from kvpool import ClientConfig, UsageError, dev
+from kvpool.testing import CONNECTOR_CHECKS, NotDeclared, Ran
+from kvpool.testing.connector_checks import prompt
+
+pytest.importorskip("transformers", reason="needs transformers 5.19: make test-transformers")
+
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from kvpool_transformers import PooledCache, model_name, pooled_cache
+from kvpool_transformers.blocks import BLOCK_TOKENS, BlockLayout, chain
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def tiny(seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **changes})).eval()
+
+
+def pooled(pool: Any, model: Any, **settings: Any) -> PooledCache:
+    """As a user's, but it loads whatever there is: computing with a tiny model is faster."""
+    return PooledCache(pool, model, **{"load": "always", **settings})
+
+
+class Engine:
+    """transformers, as the checks for connectors drive it."""
+
+    def __init__(self, master: str, variant: str) -> None:
+        model = tiny(seed=variant == "model", num_key_value_heads=4 if variant == "layout" else 2)
+        if variant == "dtype":
+            model.to(torch.bfloat16)
+        self.cache = pooled(
+            master or None, model, salt="b" if variant == "salt" else "", load_timeout_s=1.0
+        )
+
+    @property
+    def namespaces(self) -> list[kvpool.Namespace]:
+        return [self.cache.namespace]
+
+    def run(self, tokens: Sequence[int]) -> Ran:
+        whole = self.cache.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        return Ran(whole, self.cache.last.loaded)
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        """Ctrl-C while it loads or computes."""
+        timer = threading.Timer(0.003, _thread.interrupt_main)
+        try:
+            timer.start()
+            self.cache.prefill(tokens)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            pass
+        timer.join()
+
+    def settle(self) -> None:
+        self.cache.settle()
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+@pytest.mark.parametrize("check", CONNECTOR_CHECKS.values(), ids=CONNECTOR_CHECKS)
+def test_conformance(check: Callable[..., None]) -> None:
+    try:
+        check(Engine)
+    except NotDeclared as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture
+def pool(dev_in_thread: dev.Dev) -> Iterator[kvpool.sync.Pool]:
+    with kvpool.sync.connect(dev_in_thread.address) as opened:
+        yield opened
+
+
+# --- a conversation ----------------------------------------------------------------------------
+
+
+def talk(caches: Sequence[PooledCache]) -> tuple[list[int], int, int]:
+    """Four turns, each with the next cache; all tokens, and how many were loaded and computed."""
+    tokens = prompt(1, 200)
+    for turn in range(4):
+        cache = caches[turn % len(caches)]
+        tokens = cache.generate(
+            tokens + prompt(100 + turn, 40), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        assert cache.settle()
+    counters = [cache.counters for cache in caches]
+    return (
+        tokens,
+        sum(one["tokens_loaded"] for one in counters),
+        sum(one["tokens_computed"] for one in counters),
+    )
+
+
+def test_a_conversation_that_changes_its_process(pool: kvpool.sync.Pool) -> None:
+    """Generated tokens are loaded, too: the next turn begins with them."""
+    with pooled(None, tiny()) as alone:
+        expected, loaded, computed_alone = talk([alone])
+        assert loaded == 0
+    with pooled(pool, tiny()) as one, pooled(pool, tiny()) as other:
+        tokens, loaded, computed = talk([one, other])
+    assert tokens == expected
+    assert loaded + computed == computed_alone
+    # All full blocks of what was there before: 248 tokens and 12 more with each turn of 52.
+    assert loaded == sum((251 + 52 * turn) // BLOCK_TOKENS * BLOCK_TOKENS for turn in range(3))
+    assert pool.members()  # it is the caller's, and still open
+
+
+PROCESS = """
+import sys, torch
+from tests.connector.test_transformers import pooled, tiny, prompt
+torch.set_num_threads(1)
+with pooled(sys.argv[1] or None, tiny()) as cache:
+    print(cache.generate(prompt(7), max_new_tokens=10, do_sample=False, eos_token_id=None))
+    print(cache.last.loaded)
+"""
+
+
+def test_two_processes(dev_in_thread: dev.Dev) -> None:
+    said = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PROCESS, address],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        ).stdout.splitlines()
+        for address in ("", dev_in_thread.address, dev_in_thread.address)
+    ]
+    assert [lines[-1] for lines in said] == ["0", "0", "288"]
+    assert said[0][:-1] == said[1][:-1] == said[2][:-1]
+
+
+def test_the_bytes_are_those_that_were_computed(pool: kvpool.sync.Pool) -> None:
+    """Keys and values of every layer, also of a model with one more dimension of values."""
+    model, tokens = tiny(), prompt(2)
+    with pooled(pool, model) as cache:
+        computed = cache.prefill(tokens)
+        cache.settle()
+        loaded = cache.prefill(tokens)
+        assert cache.last.loaded == 288
+    for one, other in zip(computed.layers, loaded.layers, strict=True):
+        assert torch.equal(one.keys[..., :288, :], other.keys[..., :288, :])
+        assert torch.equal(one.values[..., :288, :], other.values[..., :288, :])
+        assert one.keys.shape == other.keys.shape
+
+
+def test_layers_with_other_shapes_and_types() -> None:
+    past = DynamicCache()
+    torch.manual_seed(3)
+    for number, (heads, key, value, dtype) in enumerate(
+        [(2, 24, 16, torch.float32), (1, 8, 8, torch.bfloat16)]
+    ):
+        past.update(
+            torch.randn(1, heads, 100, key).to(dtype),
+            torch.randn(1, heads, 100, value).to(dtype),
+            number,
+        )
+    layout = BlockLayout.of(past)
+    assert layout.fits(past)
+    again = DynamicCache()
+    layout.fill(again, layout.take(past, 0, 3))
+    for one, other in zip(past.layers, again.layers, strict=True):
+        assert torch.equal(one.keys[..., :96, :], other.keys)
+        assert torch.equal(one.values[..., :96, :], other.values)
+    assert torch.equal(layout.take(past, 1, 3), layout.take(past, 0, 3)[1:])
+
+
+def test_a_prompt_is_never_loaded_whole(pool: kvpool.sync.Pool) -> None:
+    """`generate` must compute a token: its logits are what it wants."""
+    with pooled(pool, tiny()) as cache:
+        for length in (1, 2, 31, 32, 33, 64, 65):
+            tokens = prompt(5, length)
+            for _ in range(2):
+                assert cache.prefill(tokens).get_seq_length() == length - 1
+                cache.settle()
+            assert cache.last.loaded == (length - 1) // 32 * 32
+
+
+def test_keys_name_all_tokens_before() -> None:
+    one, other = prompt(1, 96), prompt(1, 96)
+    other[0] += 1
+    assert len(chain(one)) == 3
+    assert not set(chain(one)) & set(chain(other))
+    assert chain(one[:64]) == chain(one)[:2]
+
+
+# --- what may not be shared ----------------------------------------------------------------------
+
+
+def test_weights_that_change_in_place_get_another_name(pool: kvpool.sync.Pool) -> None:
+    """An optimizer's step between two prompts."""
+    model, tokens = tiny(), prompt(3)
+    with pooled(pool, model) as cache:
+        cache.prefill(tokens)
+        cache.settle()
+        before = cache.namespace
+        with torch.no_grad():
+            next(model.parameters()).add_(0.01)
+        cache.prefill(tokens)
+        assert cache.last.loaded == 0
+        assert cache.namespace != before
+
+
+@pytest.mark.parametrize("moment", ["training", "autocast"])
+def test_moments_at_which_nothing_is_shared(pool: kvpool.sync.Pool, moment: str) -> None:
+    model, tokens = tiny(), prompt(4)
+    with pooled(pool, model) as cache:
+        if moment == "training":
+            model.train()
+            cache.prefill(tokens)
+            model.eval()
+        else:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                cache.prefill(tokens)
+        assert moment in cache.last.why
+        cache.settle()
+        cache.prefill(tokens)
+        assert cache.last.loaded == 0
+
+
+def models_to_refuse() -> dict[str, Any]:
+    window = {**SIZES, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_scaling": {"type": "longrope", **factors}, "original_max_position_embeddings": 99}
+    bidirectional = tiny()
+    bidirectional.config.is_causal = False
+    adapters = tiny()
+    adapters.peft_config = {"default": object()}
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    return {
+        "sliding windows": Gemma3ForCausalLM(Gemma3TextConfig(**window)),
+        "length of the whole text": Phi3ForCausalLM(Phi3Config(**SIZES, **rope)),
+        "'dynamic'": tiny(**dynamic),
+        "encoder": T5ForConditionalGeneration(
+            T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=64)
+        ),
+        "later tokens": bidirectional,
+        "merge_and_unload": adapters,
+    }
+
+
+def test_models_whose_prefixes_cannot_be_shared() -> None:
+    for why, model in models_to_refuse().items():
+        with pytest.raises(UsageError, match=why):
+            PooledCache(None, model.eval())
+
+
+@pytest.mark.parametrize(
+    ("release", "ends"), [("4.57.1", True), ("5.18.0", True), ("6.0.0", True), ("5.20.1", False)]
+)
+def test_other_releases(monkeypatch: pytest.MonkeyPatch, release: str, ends: bool) -> None:
+    monkeypatch.setattr(model_name.transformers, "__version__", release)
+    if ends:
+        with pytest.raises(UsageError, match=rf"transformers {release} .* expected 5\.19"):
+            model_name.check_version()
+    else:
+        assert release in model_name.check_version()
+
+
+def test_what_is_no_single_text() -> None:
+    with pooled(None, tiny()) as cache:
+        for wrong in ([], torch.zeros((2, 5), dtype=torch.long), [1.5, 2.5], torch.zeros(4)):
+            with pytest.raises(UsageError, match="one text"):
+                cache.prefill(wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="auto, always or never"):
+            PooledCache(None, tiny(), load="sometimes")  # type: ignore[arg-type]
+
+
+def test_a_cache_of_another_shape_is_not_saved(pool: kvpool.sync.Pool) -> None:
+    """Of beams, or of another model: the caller's mistake saves nothing."""
+    with pooled(pool, tiny()) as cache:
+        past = cache.prefill(prompt(9))
+        cache.settle()
+        stored = cache.counters["blocks_stored"]
+        past.batch_repeat_interleave(2)
+        cache.save(prompt(10), past)
+        with pooled(None, tiny(num_hidden_layers=3)) as other:
+            cache.save(prompt(11), other.prefill(prompt(11)))
+        cache.settle()
+        assert cache.counters["blocks_stored"] == stored > 0
+
+
+# --- when it is worth it -------------------------------------------------------------------------
+
+
+def test_what_is_computed_faster_is_not_loaded(pool: kvpool.sync.Pool) -> None:
+    with pooled(pool, tiny(), load="auto") as cache:
+        cache.prefill(prompt(20))
+        cache.settle()
+        cache._compute_s, cache._load_s = 1e-6, 1.0
+        cache.prefill(prompt(20))
+        assert (cache.last.loaded, cache.last.why) == (0, "computing is faster")
+        cache._compute_s, cache._load_s = 1.0, 1e-6
+        cache.prefill(prompt(20))
+        assert cache.last.loaded == 288
+
+
+def test_saves_that_wait_are_bounded(
+    pool: kvpool.sync.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(PooledCache, "_store", lambda self, *of: go_on.wait(10))
+    with pooled(pool, tiny()) as cache:
+        for number in range(pooled_cache.SAVES_MAX + 3):
+            cache.prefill(prompt(30 + number, 40))
+        assert cache.counters["saves_dropped"] == 3
+        go_on.set()
+
+
+def test_a_pool_that_is_not_there_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = ClientConfig(masters=["127.0.0.1:1"], timeout_s=0.2)
+    with caplog.at_level(logging.WARNING), pooled(config, tiny()) as cache:
+        time.sleep(1.5)
+        for _ in range(3):
+            cache.prefill(prompt(40))
+        assert cache.last.why == "no pool"
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "no pool yet" in warnings[0]
+
+
+def test_the_example() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "examples.transformers_chat", "--tokens", "8"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the same answers: True" in done.stdout
+    assert "turn 2, process B" in done.stdout
+    assert " 0 loaded" not in done.stdout.partition("with the pool")[2]
