@@ -106,6 +106,10 @@ class RunningMaster:
         self._pipe.send(None)
         return cast(MasterState, self._pipe.recv())
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join()

@@ -66,6 +66,11 @@ class PiecewiseDict(Generic[K, V]):
         del self.table[hash(key) & self.mask][key]
         self._count -= 1
 
+    def discard(self, key: K) -> None:
+        """Remove a key if it is here."""
+        if self.table[hash(key) & self.mask].pop(key, None) is not None:
+            self._count -= 1
+
     def get(self, key: K) -> V | None:
         """The value of a key; None if it has none."""
         return self.table[hash(key) & self.mask].get(key)

@@ -14,16 +14,29 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from kvpool import logs
+from kvpool.audit import AuditLog
 from kvpool.config import MasterConfig, check_bind
-from kvpool.errors import BadMessage, Overloaded, Unauthenticated
+from kvpool.errors import BadMessage, Forbidden, Overloaded, Unauthenticated
 from kvpool.master.state.change_ring import LoggedChange
 from kvpool.master.state.demand import DemandMeter
-from kvpool.master.state.directory import Directory, MapCursor
+from kvpool.master.state.directory import ChainMatch, Directory, MapCursor
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
-from kvpool.protocols import Listener, Network
-from kvpool.types import ARRIVED, Demand, HintStatus, Namespace, ReadStatus, Replica, Run
+from kvpool.protocols import Caller, Listener, Network
+from kvpool.spans import MarkedChain
+from kvpool.tenants import marker_of
+from kvpool.types import (
+    ARRIVED,
+    Demand,
+    HintStatus,
+    Namespace,
+    ReadStatus,
+    Replica,
+    Run,
+    ServerStats,
+)
 from kvpool.wire import messages as wire
+from kvpool.wire.access import check_access
 
 log = logs.get("kvpool.master")
 
@@ -34,9 +47,9 @@ _PAGE_BYTES = 512 << 10
 #: that makes up ids costs no memory, only log lines, one for each of its messages.
 _REFUSED_MAX: Final = 1024
 
-#: Of so many matches one is looked at behind its first miss, and so many blocks there.
-_HOLES_EVERY: Final = 8
-_HOLES_MAX: Final = 512
+#: Of so many matches one is looked at behind its first miss: so many blocks, evenly spread.
+_HOLES_EVERY: Final = 16
+_HOLES_MAX: Final = 128
 
 #: Of one answer about what has changed, and of a part of a snapshot: well below a millisecond.
 _CHANGES_BLOCKS: Final = 2048
@@ -46,6 +59,8 @@ M = TypeVar("M", bound=wire.Message)
 S = TypeVar("S", bound=wire.ServerMessage)
 
 _HINT_STATUSES: Final = frozenset(HintStatus)
+#: The caller of tests and tools that call a master directly.
+_NOBODY: Final = Caller()
 
 
 class Master:
@@ -72,7 +87,14 @@ class Master:
         self.directory = directory
         self._hints = HintLog()
         self._demand = DemandMeter()
-        self._matches = 0
+        #: Matches of clients by what ended them: the reason of the first miss, or `hit`; and the
+        #: blocks that were asked for and found.
+        self.matches: Counter[ReadStatus] = Counter()
+        self.asked_blocks = 0
+        self.found_blocks = 0
+        #: Matches that ended at a mark, because the map did not know its span.
+        self.unknown_spans = 0
+        self._counted_matches = 0
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
@@ -83,20 +105,22 @@ class Master:
         #: Heartbeats after which this master's map was not what the server held.
         self.differences = 0
         self._refused: set[tuple[str, str]] = set()
-        self._handlers: dict[int, Callable[[bytes, str], wire.Message]] = {}
+        self._audit = AuditLog()
+        self._handlers: dict[int, Callable[[bytes, Caller], wire.Message]] = {}
         self._handle(wire.Register, self._register)
         self._handle(wire.Heartbeat, self._from_owner(self._heartbeat))
         self._handle(wire.Leave, self._from_owner(self._leave))
         self._handle(wire.Announce, self._from_owner(self._announce))
         self._handle(wire.Inventory, self._from_owner(self._inventory))
         self._handle(wire.Find, _from_anyone(self._find))
+        self._handle(wire.FindChain, _from_anyone(self._match))
         self._handle(wire.Place, _from_anyone(self._place))
-        self._handle(wire.Members, _from_anyone(self._members))
+        self._handle(wire.Members, self._members)
         self._handle(wire.Explain, _from_anyone(self._explain))
         self._handle(wire.Hint, _from_anyone(self._hint))
         self._handle(wire.ExplainSession, _from_anyone(self._explain_session))
-        self._handle(wire.Namespaces, _from_anyone(self._namespaces))
-        self._handle(wire.Demands, _from_anyone(self._demands))
+        self._handle(wire.Namespaces, self._namespaces)
+        self._handle(wire.Demands, self._demands)
         self._handle(wire.Changes, _from_anyone(self._changes))
         self._handle(wire.Snapshot, _from_anyone(self._snapshot))
         #: Names this master's numbers of changes: another one, or the next process, has its own.
@@ -126,8 +150,8 @@ class Master:
         if self._listener is not None:
             await self._listener.close()
 
-    def handle(self, type: int, body: bytes, caller: str = "") -> tuple[int, bytes]:
-        """The reply to one request, which came from the host `caller`.
+    def handle(self, type: int, body: bytes, caller: Caller = _NOBODY) -> tuple[int, bytes]:
+        """The reply to one request of `caller`.
 
         Raises PeerError, which the peer receives as an `Error`.
         """
@@ -139,23 +163,39 @@ class Master:
     def uptime_s(self, now: float) -> float:
         return max(0.0, now - self._started)
 
-    def _handle(self, type: type[M], answer: Callable[[M, str], wire.Message]) -> None:
+    def _handle(self, type: type[M], answer: Callable[[M, Caller], wire.Message]) -> None:
         number, name = wire.TYPES[type], type.__name__.lower()
 
-        def handle(body: bytes, caller: str) -> wire.Message:
+        def handle(body: bytes, caller: Caller) -> wire.Message:
             self.requests[name] += 1
-            return answer(wire.decode(type, number, body), caller)
+            request = wire.decode(type, number, body)
+            try:
+                check_access(caller.tenant, request)
+            except Forbidden as error:
+                self.refusals[f"forbidden {name}"] += 1
+                self._audit.refused(
+                    self._now(),
+                    tenant=caller.tenant,
+                    client="",
+                    address=caller.address,
+                    request=type.__name__,
+                    why=str(error),
+                )
+                raise
+            return answer(request, caller)
 
         self._handlers[number] = handle
 
-    def _from_owner(self, answer: Callable[[S], wire.Message]) -> Callable[[S, str], wire.Message]:
+    def _from_owner(
+        self, answer: Callable[[S], wire.Message]
+    ) -> Callable[[S, Caller], wire.Message]:
         """`answer` for the server that has the id only (design: server-identity)."""
 
-        def checked(message: S, caller: str) -> wire.Message:
+        def checked(message: S, caller: Caller) -> wire.Message:
             server = message.server
             if not self.directory.belongs_to(server, message.token):
                 holder = self.directory.addresses(server)
-                self._log_refusal("not this server's token", server, caller, holder)
+                self._log_refusal("not this server's token", server, caller.address, holder)
                 raise Unauthenticated(
                     f"server id {server!r} belongs to the server at {', '.join(holder)}, which "
                     "registered it with another token"
@@ -193,6 +233,7 @@ class Master:
     async def _tick(self) -> None:
         while True:
             self.directory.tick(self._now())
+            self._audit.flush(self._now())
             # A sweep runs in small steps between requests: a lost server may have had millions
             # of blocks.
             sweeping = self.directory.sweep()
@@ -200,7 +241,7 @@ class Master:
 
     # --- from servers ------------------------------------------------------------------
 
-    def _register(self, m: wire.Register, caller: str) -> wire.Registered:
+    def _register(self, m: wire.Register, caller: Caller) -> wire.Registered:
         for name in (m.server, m.host, *m.addresses, *m.tiers):
             if not name.isprintable():  # they are printed on terminals and in logs
                 raise BadMessage(f"{name[:40]!r} is not printable")
@@ -216,13 +257,14 @@ class Master:
             kept=m.kept,
             sequence=m.sequence,
             blocks_max=m.blocks_max,
-            caller=caller,
+            caller=caller.address,
         )
         if refusal is not None and refusal.full:
-            self._log_refusal("too many servers", "", caller, (), m.addresses)
+            self._log_refusal("too many servers", "", caller.address, (), m.addresses)
             raise Overloaded(refusal.problem)
         if refusal is not None:
-            self._log_refusal("server id is taken", m.server, caller, refusal.holder, m.addresses)
+            holder = refusal.holder
+            self._log_refusal("server id is taken", m.server, caller.address, holder, m.addresses)
             return wire.Registered(
                 False,
                 self.address,
@@ -230,7 +272,7 @@ class Master:
                 heard_s=refusal.heard_s,
                 lasting=refusal.lasting,
             )
-        log.info("server registered", server=m.server, caller=caller)
+        log.info("server registered", server=m.server, caller=caller.address)
         sequence = self.directory.sequence(m.server)
         return wire.Registered(True, self.address, self._hints.last, sequence)
 
@@ -260,8 +302,7 @@ class Master:
         return wire.HeartbeatReply(True, aged, last, sequence, listed, differs, room)
 
     def _leave(self, m: wire.Leave) -> wire.HeartbeatReply:
-        self.directory.leave(m.server, m.epoch)
-        return wire.HeartbeatReply(True)
+        return wire.HeartbeatReply(self.directory.leave(m.server, m.epoch))
 
     def _announce(self, m: wire.Announce) -> wire.Announced:
         changes = _all_checked(m.changes)
@@ -299,37 +340,60 @@ class Master:
     # --- from clients ------------------------------------------------------------------
 
     def _find(self, m: wire.Find) -> wire.FindReply:
-        namespace, digests = wire.unpack_keys(m)
+        if m.prefix:
+            return self._match(m)
         if m.session:
             self._add_hint(m.session, ARRIVED)
-        runs, reasons = self.directory.find(namespace, digests, prefix=m.prefix)
-        if m.observes:
-            return _found(runs, reasons.values())
-        self._demand.asked(namespace, digests, self._now())
-        if m.prefix:
-            self._count_match(namespace, digests, runs, next(iter(reasons), len(digests)))
+        namespace, digests = wire.unpack_keys(m)
+        runs, reasons = self.directory.find(namespace, digests)
+        if not m.observes:
+            self._demand.asked(namespace, digests, self._now())
         return _found(runs, reasons.values())
 
-    def _count_match(
-        self, namespace: Namespace, digests: Sequence[bytes], runs: list[Run], length: int
-    ) -> None:
-        self._demand.matched(runs)
-        self._matches += 1
-        if self._matches % _HOLES_EVERY == 0:
-            behind = digests[length + 1 : length + 1 + _HOLES_MAX]
-            self._demand.looked_beyond(length, self.directory.listed_of(namespace, behind))
+    def _match(self, m: wire.Find | wire.FindChain) -> wire.FindReply:
+        namespace, chain = wire.unpack_chain(m)
+        behind = wire.unpacked_marks(m.behind) if isinstance(m, wire.FindChain) else ()
+        if m.session:
+            self._add_hint(m.session, ARRIVED)
+        match = self.directory.match_chain(namespace, chain)
+        missed = () if match.stopped in (None, ReadStatus.HIT) else (match.stopped,)
+        if not m.observes:
+            self._demand.asked_chain(namespace, chain, self._now(), behind)
+            self._count_match(namespace, chain, match)
+        return _found(match.runs, missed)
+
+    def _count_match(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch) -> None:
+        self._demand.matched(match.runs)
+        self.found_blocks += match.length
+        if match.stopped is None:  # the client comes again with the keys of what follows
+            self.asked_blocks += match.length
+            self.unknown_spans += 1
+            return
+        self.asked_blocks += len(chain)
+        self.matches[match.stopped] += 1
+        self._counted_matches += 1
+        if self._counted_matches % _HOLES_EVERY == 0:
+            first, count = match.length + 1, len(chain)
+            step = max(1, -(-(count - first) // _HOLES_MAX))
+            behind = chain.digests(first, count, step)
+            listed = self.directory.listed_of(namespace, behind) * step
+            self._demand.looked_beyond(match.length, listed)
 
     def _place(self, m: wire.Place) -> wire.PlaceReply:
         namespace, digests = wire.unpack_keys(m)
         size = m.size * m.parts * m.copies // max(1, len(digests))
         self._demand.asked(namespace, digests, self._now(), size)
-        placement = self.directory.place(namespace, digests, m.parent, m.size, m.host, m.copies)
+        placement = self.directory.place(
+            namespace, digests, m.parent, m.size, m.host, m.copies, m.session
+        )
         return wire.PlaceReply(
             list(placement.servers), bytes([min(copies, 255) for copies in placement.copies])
         )
 
-    def _members(self, m: wire.Members) -> wire.MembersReply:
-        now = self._now()
+    def _members(self, m: wire.Members, caller: Caller) -> wire.MembersReply:
+        """All servers. A tenant sees where they are, and not what others do there: their figures
+        count the traffic of all, and name clients."""
+        now, hidden = self._now(), bool(caller.tenant)
         members = sorted(self.directory.members(now), key=lambda member: member.server)
         page: list[wire.MemberInfo] = []
         size, more = 0, False
@@ -341,6 +405,7 @@ class Master:
                     **member._asdict(),
                     "addresses": list(member.addresses),
                     "tiers": list(member.tiers),
+                    "stats": _seen_by_tenant(member.stats) if hidden else member.stats,
                 }
             )
             size += wire.encoded_size(info)
@@ -348,7 +413,8 @@ class Master:
                 more = True
                 break
             page.append(info)
-        return wire.MembersReply(self.address, self.uptime_s(now), len(self.directory), page, more)
+        blocks = 0 if hidden else len(self.directory)
+        return wire.MembersReply(self.address, self.uptime_s(now), blocks, page, more)
 
     def _hint(self, m: wire.Hint) -> wire.HintReply:
         return wire.HintReply(self._add_hint(m.session, m.resume_s))
@@ -362,26 +428,47 @@ class Master:
             raise BadMessage(f"session {session[:40]!r} is not printable")
         return self._hints.add(session, resume_in, self._now())
 
-    def _namespaces(self, m: wire.Namespaces) -> wire.NamespacesReply:
-        found = self.directory.namespaces((m.after, m.parts), wire.NAMESPACES_MAX + 1)
+    def _namespaces(self, m: wire.Namespaces, caller: Caller) -> wire.NamespacesReply:
+        marker = marker_of(caller.tenant)
+        # Names are in order, so those of a tenant follow each other.
+        after = max((m.after, m.parts), (marker, 0))
+        found = self.directory.namespaces(after, wire.NAMESPACES_MAX + 1)
+        found = [one for one in found if one[0].name.startswith(marker)]
         page = found[: wire.NAMESPACES_MAX]
         return wire.NamespacesReply(
             [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
             len(found) > len(page),
         )
 
+    def latest_sessions(self, count: int, now: float) -> list[tuple[str, float | None, float]]:
+        """The sessions that were hinted at last: name, `resume_in` of the hint, its age in s."""
+        return [
+            (hint.session, hint.resume_in, max(0.0, now - hint.received_at))
+            for hint in self._hints.latest(count)
+        ]
+
     def demand(self, now: float) -> Demand:
         """What clients ask this master for, as means over its last minutes."""
-        return self._demand.demand(now)
+        demand = self._demand.demand(now)
+        return demand._replace(asked_blocks=self.asked_blocks, found_blocks=self.found_blocks)
 
-    def _demands(self, m: wire.Demands) -> wire.DemandsReply:
+    def _demands(self, m: wire.Demands, caller: Caller) -> wire.DemandsReply:
         demand = self.demand(self._now())
+        if caller.tenant:  # the other figures are means over everybody
+            marker = marker_of(caller.tenant)
+            own = [one for one in demand.working_sets if one.namespace.name.startswith(marker)]
+            demand = Demand(demand.seconds, tuple(own), 0.0, 0.0)
         sets = [
             (one.namespace.name, one.namespace.parts, one.size, one.blocks)
             for one in demand.working_sets
         ]
         return wire.DemandsReply(
-            demand.seconds, sets, min(4096.0, demand.chain_servers), demand.beyond_hole
+            demand.seconds,
+            sets,
+            min(4096.0, demand.chain_servers),
+            demand.beyond_hole,
+            demand.asked_blocks,
+            demand.found_blocks,
         )
 
     def _changes(self, m: wire.Changes) -> wire.ChangesReply:
@@ -419,8 +506,13 @@ class Master:
         )
 
 
-def _from_anyone(answer: Callable[[M], wire.Message]) -> Callable[[M, str], wire.Message]:
+def _from_anyone(answer: Callable[[M], wire.Message]) -> Callable[[M, Caller], wire.Message]:
     return lambda message, caller: answer(message)
+
+
+def _seen_by_tenant(stats: ServerStats) -> ServerStats:
+    """Of a server's figures, what a tenant's client needs to choose one."""
+    return ServerStats(draining=stats.draining)
 
 
 #: A change, its namespace, its digests and its status.

@@ -14,6 +14,7 @@ from kvpool.client.pool_events import EventReader
 from kvpool.config import MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
+from kvpool.master.state.block_map import MARK_BITS
 from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
 from kvpool.master.state.directory import Directory, MapCursor
 from kvpool.types import EventPosition, Namespace, PoolEvent, PoolEventKind, ReadStatus, ServerStats
@@ -94,8 +95,8 @@ class Fleet:
         """The tier of each part of a block at each server, of what the map has."""
         found = {}
         for namespace, blocks in self.directory._blocks.items():
-            for one, id in blocks.items():
-                for where in self.directory._locations.by_id[id].locations:
+            for one, tag in blocks.items():
+                for where in self.directory._locations.by_id[tag >> MARK_BITS].locations:
                     if not where.inventory.retired:
                         name = (where.inventory.server, namespace, where.part, one)
                         found[name] = TIERS[where.tier]
@@ -183,7 +184,7 @@ async def test_a_reader_is_right_about_a_map_that_never_rests(
     view = View()
 
     async def follow() -> None:
-        async for event in reader(Asked(fleet, act)).events():
+        async for event in reader(Asked(fleet, act)):
             view.apply(event)
             await asyncio.sleep(0)
 
@@ -204,7 +205,7 @@ async def test_a_reader_is_right_about_a_map_that_never_rests(
 
 
 async def until_live(asked: Asked, view: View) -> EventPosition:
-    async for event in reader(asked).events():
+    async for event in reader(asked):
         view.apply(event)
         if event.kind is PoolEventKind.LIVE:
             return event.position
@@ -220,7 +221,7 @@ async def test_a_reader_goes_on_where_it_was() -> None:
     for _ in range(100):
         fleet.act()
     fleet.rest()
-    async for event in reader(asked, at).events():
+    async for event in reader(asked, at):
         view.apply(event)
         if event.position.number == fleet.directory.changes.last:
             break
@@ -242,7 +243,7 @@ async def test_a_position_that_is_not_known_is_a_reset(wrong: str) -> None:
     else:
         fleet.directory.changes._kept.clear()
         at = EventPosition(at.stream, at.number - 1)
-    async for event in reader(asked, at).events():
+    async for event in reader(asked, at):
         assert event.kind is PoolEventKind.RESET
         break
 

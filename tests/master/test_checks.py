@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.errors import InvariantViolated
+from kvpool.master.state.block_map import MARK_BITS, BlockMap
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import Location, ServerInventory
 from kvpool.master.state.server_record import SequenceCheck
-from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.types import Namespace
 from tests.conftest import keys
 from tests.master.test_directory import directory_of
@@ -33,7 +33,7 @@ def with_blocks() -> Directory:
 def place(directory: Directory, *locations: Location) -> None:
     """The last block has these locations, whatever the records of the servers say."""
     held = directory._locations.get(1, locations)
-    directory._blocks[ONE][CHAIN[2]] = held.id
+    directory._blocks[ONE][CHAIN[2]] = held.tag
 
 
 def latest(directory: Directory, server: str) -> ServerInventory:
@@ -41,14 +41,15 @@ def latest(directory: Directory, server: str) -> ServerInventory:
 
 
 def split(directory: Directory) -> None:
-    held = directory._locations.by_id[directory._blocks[ONE][CHAIN[2]]]
+    held = directory._locations.by_id[directory._blocks[ONE][CHAIN[2]] >> MARK_BITS]
     directory._locations._sets.clear()
     assert held.locations
 
 
 BROKEN: dict[str, Callable[[Directory], object]] = {
-    "empty namespace": lambda d: d._blocks.__setitem__(TWO, PiecewiseDict()),
+    "empty namespace": lambda d: d._blocks.__setitem__(TWO, BlockMap()),
     "counts 4 blocks": lambda d: setattr(d._blocks[ONE], "_count", 4),
+    "span 7 has 0 blocks": lambda d: d._blocks[ONE].spans.__setitem__(7, 7),
     "counted 4 blocks, has 3": lambda d: setattr(d, "_count", 4),
     "a: counted": lambda d: latest(d, "a").listed.count(CHAIN[0], 7, 1),
     "has a retired inventory": lambda d: setattr(d._servers["b"].earlier[0], "retired", True),

@@ -12,8 +12,9 @@ from kvpool import Namespace, Pool, dev
 from kvpool.master.state import demand as demand_module
 from kvpool.master.state.demand import FOLLOWED_MAX, NAMESPACES_MAX, DemandMeter
 from kvpool.ops import doctor
-from kvpool.ops.demand import demand_table, judged, memory_of, tenant_of
+from kvpool.ops.demand import demand_table, judged, labelled_tenant, memory_of
 from kvpool.ops.metrics import pages_of_master
+from kvpool.spans import MarkedChain
 from kvpool.tools import workloads
 from kvpool.tools.workloads import Request
 from kvpool.types import Demand, ReadStatus, Replica, Run, WorkingSet
@@ -55,6 +56,23 @@ def test_it_is_the_exact_figure_where_traffic_is_steady() -> None:
     truth = exact(requests, now - 600.0, now)
     assert len({id for request in until for id in request.chain}) > 3 * meter.followed
     assert found.size == pytest.approx(truth * SIZE, rel=0.2)
+    assert found.blocks == pytest.approx(truth, rel=0.2)
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_a_span_that_is_followed_stands_for_its_blocks(blocks: int) -> None:
+    """The same traffic, as matches: with chains of some 90 blocks, and of some 700."""
+    requests = workloads.codex(150, 48)
+    now = 1400.0
+    until = [request for request in requests if request.time_s <= now]
+    meter = DemandMeter()
+    for request in until:
+        ids = [id * blocks + number for id in request.chain for number in range(blocks)]
+        meter.asked(ONE, [], request.time_s, SIZE)  # its blocks are of this size
+        packed = b"".join(map(digest, ids))
+        meter.asked_chain(ONE, MarkedChain(16, packed), request.time_s)
+    (found,) = meter.demand(now).working_sets
+    truth = exact(requests, now - 600.0, now) * blocks
     assert found.blocks == pytest.approx(truth, rel=0.2)
 
 
@@ -237,7 +255,7 @@ def test_the_number_that_decides(demand: Demand, memory: int, verdict: str, word
     ("name", "tenant"), [("vllm model=m tenant=a x=1", "a"), ("tenant", ""), ("", ""), ("a=b", "")]
 )
 def test_the_tenant_of_a_name(name: str, tenant: str) -> None:
-    assert tenant_of(name) == tenant
+    assert labelled_tenant(name) == tenant
 
 
 async def test_a_pool_says_how_much_is_asked_for(pool: Pool, pool_dev: dev.Dev) -> None:

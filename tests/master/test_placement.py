@@ -45,8 +45,9 @@ def place(
     size: int = 100,
     host: str = "nowhere",
     copies: int = 1,
+    session: str = "",
 ) -> tuple[str, ...]:
-    return directory.place(ONE, [key(name)], parent, size, host, copies).servers
+    return directory.place(ONE, [key(name)], parent, size, host, copies, session).servers
 
 
 def test_the_writers_host_is_preferred_as_long_as_it_has_room() -> None:
@@ -125,6 +126,28 @@ def test_a_new_chain_goes_where_the_least_was_sent_lately() -> None:
     for minute in range(1, 12):  # half of it is forgotten in each
         beat(directory, 1.0 + 60 * minute, a=FULL, b=FULL)
     assert Counter(place(directory, f"v{n}")[0] for n in range(12)).keys() == {"a", "b"}
+
+
+def test_a_session_begins_anew_where_it_was() -> None:
+    """There its server sees what the new chain has made useless of the one before."""
+    directory = pool("a", "b", "c")
+    beat(directory, 1.0, a=FULL, b=FULL, c=FULL)
+    before: dict[str, str] = {}
+    for chain in range(4):
+        for session in "stu":
+            chosen = place(directory, f"{session}{chain}", session=session)[0]
+            assert chosen == before.setdefault(session, chosen)
+    assert set(before.values()) == {"a", "b", "c"}
+    directory.leave(before["s"], 1)
+    assert place(directory, "s4", session="s")[0] != before["s"]
+
+
+def test_one_name_for_everything_fills_no_server() -> None:
+    directory = pool("a", "b", "c", "d")
+    beat(directory, 1.0, **dict.fromkeys("abcd", FULL))
+    sent = Counter(place(directory, f"w{n}", session="default")[0] for n in range(200))
+    assert set(sent) == {"a", "b", "c", "d"}
+    assert max(sent.values()) <= 2 * min(sent.values()) + 2
 
 
 def test_a_larger_server_gets_more() -> None:

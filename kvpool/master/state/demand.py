@@ -18,6 +18,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from kvpool import spans
+from kvpool.spans import MarkedChain
 from kvpool.types import Demand, Namespace, Run, WorkingSet
 
 #: Blocks followed at once. With more, the threshold is halved.
@@ -37,6 +39,8 @@ _SIZE_MAX: Final = 1 << 62
 _KEEP: Final = 0.99
 #: Blocks of one call that are looked at; no client of ours asks for more at once.
 _BATCH_MAX: Final = 4096
+#: Spans of a chain whose last blocks are not followed one by one.
+_SPANS_MIN: Final = 2
 #: Forgotten by one call, at most.
 _FORGET_MAX: Final = 64
 
@@ -65,7 +69,38 @@ class DemandMeter:
     def asked(
         self, namespace: Namespace, digests: Sequence[bytes], now: float, size: int = 0
     ) -> None:
-        """These blocks were looked up for a prompt, or are being written with `size` bytes each."""
+        """These blocks were looked up, or are being written with `size` bytes each."""
+        salt = hash(namespace)
+        keys = [hash(digest) ^ salt for digest in digests[:_BATCH_MAX]]
+        self._count(namespace, [(keys, 1)], now, size)
+
+    def asked_chain(
+        self, namespace: Namespace, chain: MarkedChain, now: float, behind: Sequence[int] = ()
+    ) -> None:
+        """These blocks were looked up for a prompt, which goes on with the spans `behind`. A span
+        is followed as one.
+
+        The blocks at the end, in no whole span, count with the spans: in the next prompt they are
+        in one, which nobody has asked for before. Only short chains are followed block by block.
+        """
+        salt = hash(namespace)
+        keys = [mark ^ salt for mark in (*chain.marks, *behind)]
+        if len(keys) >= _SPANS_MIN:
+            blocks = len(chain) + len(behind) * spans.SPAN_BLOCKS
+            self._count(namespace, [(keys, blocks / len(keys))], now)
+            return
+        rest = chain.digests(len(chain.marks) * spans.SPAN_BLOCKS, len(chain))
+        single = [hash(digest) ^ salt for digest in rest]
+        self._count(namespace, [(keys, spans.SPAN_BLOCKS), (single, 1)], now)
+
+    def _count(
+        self,
+        namespace: Namespace,
+        asked: Sequence[tuple[Sequence[int], float]],
+        now: float,
+        size: int = 0,
+    ) -> None:
+        """Hashes of what was asked for, each of so many blocks."""
         figures = self._figures.get(namespace)
         if figures is None:
             figures = self._figures[namespace] = _Figures(now)
@@ -74,17 +109,17 @@ class DemandMeter:
         else:
             self._figures.move_to_end(namespace)
         figures.block_bytes = size or figures.block_bytes
-        salt, threshold, asked = hash(namespace), self._threshold, self._asked
+        threshold, last_asked = self._threshold, self._asked
         stands_for = (1 << _HASH_BITS) / threshold
         waited = 0.0
-        for digest in digests[:_BATCH_MAX]:
-            key = hash(digest) ^ salt
-            if key & _HASH_MASK < threshold:
-                before = asked.get(key)
-                if before is not None:
-                    waited += now - before
-                    asked.move_to_end(key)
-                asked[key] = now
+        for keys, blocks in asked:
+            for key in keys:
+                if key & _HASH_MASK < threshold:
+                    before = last_asked.get(key)
+                    if before is not None:
+                        waited += (now - before) * blocks
+                        last_asked.move_to_end(key)
+                    last_asked[key] = now
         figures.add(waited * stands_for, now)
         self._forget(now)
 

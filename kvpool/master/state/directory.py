@@ -8,21 +8,26 @@ count as reachable, never which bytes are right. (design: announcements, invento
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
+from kvpool import spans
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, entry_hash, location_seed
+from kvpool.master.state.block_map import MARK_BITS, BlockMap
 from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
 from kvpool.master.state.locations import (
     BlockLocations,
     Location,
     LocationTable,
     ServerInventory,
+    Step,
 )
 from kvpool.master.state.placement import Placement, Placer
 from kvpool.master.state.server_record import Refusal, SequenceCheck, ServerRecord
 from kvpool.piecewise_dict import PiecewiseDict, compact
+from kvpool.spans import MarkedChain
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     FULL_SHARE,
@@ -39,10 +44,21 @@ from kvpool.types import (
     ServerStats,
 )
 
-#: From digest to the `BlockLocations.id` of the block's locations.
 #: Assumed size of the smallest block of a server that says nothing about it.
 _BLOCK_SIZE: Final = 4096
-Blocks: TypeAlias = PiecewiseDict[bytes, int]
+
+
+#: Spans that are looked up at once.
+_SPANS_STEP: Final = 128
+
+
+class ChainMatch(NamedTuple):
+    """As `Match`. `stopped` is None where this map cannot tell without the keys of the next span:
+    it does not know the span, or its blocks cannot be read, and a reason belongs to a block."""
+
+    runs: list[Run]
+    length: int
+    stopped: ReadStatus | None
 
 
 class MapCursor(NamedTuple):
@@ -80,13 +96,13 @@ class Directory:
         self.changes = ChangeRing()
         self._servers: dict[str, ServerRecord] = {}
         self._placer = Placer()  # knows the living ones that will stay
-        self._blocks: PiecewiseDict[Namespace, Blocks] = PiecewiseDict()
+        self._blocks: PiecewiseDict[Namespace, BlockMap] = PiecewiseDict()
         self._count = 0  # blocks of all namespaces
         self._locations = LocationTable()
         self._version = 0  # grows when an inventory or a server becomes readable, or stops being so
         self._last_tick: float | None = None
         self._least_fill = 1.0  # of the servers that live and stay, at the last tick
-        self._walk: Iterator[tuple[Namespace, Blocks, dict[bytes, int]]] | None = None
+        self._walk: Iterator[tuple[Namespace, BlockMap, dict[bytes, int]]] | None = None
         self._walk_again = False  # an inventory was retired after the walk of `sweep` began
 
     def __len__(self) -> int:
@@ -228,11 +244,13 @@ class Directory:
         record = self._servers.get(server)
         return record is not None and record.fill >= FULL_SHARE and self._least_fill < ROOM_SHARE
 
-    def leave(self, server: str, epoch: int) -> None:
-        """Mark a server that shuts down as lost."""
+    def leave(self, server: str, epoch: int) -> bool:
+        """Mark a server that shuts down as lost; False when this process of it is not known."""
         record = self._servers.get(server)
-        if record is not None and record.epoch == epoch:
-            self._set_alive(record, False)
+        if record is None or record.epoch != epoch:
+            return False
+        self._set_alive(record, False)
+        return True
 
     def tick(self, now: float) -> None:
         """Mark servers as lost that sent no heartbeat. Call it several times per `timeout_s`.
@@ -365,28 +383,30 @@ class Directory:
         location = Location(inventory, tier, part)
         blocks = self._blocks.get(namespace)
         if blocks is None:
-            blocks = self._blocks[namespace] = PiecewiseDict()
+            blocks = self._blocks[namespace] = BlockMap()
         table, mask, by_id = blocks.table, blocks.mask, self._locations.by_id
-        only_here = self._locations.get(namespace.parts, (location,)).id
+        only_here = self._locations.get(namespace.parts, (location,)).tag
         seed, hashed = location_seed(namespace, part, tier), entry_hash
         new = moved = total = 0
         # This loop runs for each of a server's blocks when a master starts: no calls for new ones.
         for digest in digests:
             piece = table[hash(digest) & mask]
-            id = piece.get(digest)
-            if id is None:
+            tag = piece.get(digest)
+            if tag is None:
                 piece[digest] = only_here
                 new += 1
                 total += hashed(digest, seed)
-            elif id != only_here:
-                held = by_id[id]
+            elif tag != only_here:
+                held = by_id[tag >> MARK_BITS]
                 step = held.after_add.get(location) or self._locations.add(held, location)
                 if step.after is not held:
-                    piece[digest] = step.after.id
+                    blocks.split(tag)
+                    piece[digest] = step.after.tag
                     moved += 1
                     total += hashed(digest, seed)
                     if step.left is not None:
-                        _uncount(namespace, digest, step.left)
+                        lost, old_tier, old_part = step.left
+                        _uncount(digest, lost, location_seed(namespace, old_part, old_tier))
         inventory.listed.blocks += new + moved
         inventory.listed.total += total
         self._count += new
@@ -394,9 +414,7 @@ class Directory:
         if new or moved:
             name = self._tier_name(server, tier)
             self.changes.add_blocks(ChangeKind.STORED, server, namespace, part, digests, name)
-        if self.tombstones:
-            for digest in digests:
-                self.tombstones.came_back(namespace, digest)
+        self.tombstones.came_back_all(namespace, digests)
 
     def removed(
         self,
@@ -412,77 +430,103 @@ class Directory:
         this master never knew.
         """
         gone: list[bytes] = []
-        for digest in digests:
-            blocks = self._blocks.get(namespace)
-            held = self._held(blocks, digest)
-            step = self._locations.remove(held, server, part) if held is not None else None
-            if blocks is not None and step is not None and step.left is not None:
-                _uncount(namespace, digest, step.left)
-                self._put(blocks, namespace, digest, step.after)
-                held = step.after
-                gone.append(digest)
-            # Further parts of this server are no reason to keep quiet: an inventory names a block
-            # that has left once, not once for each part.
-            if reason is not ReadStatus.NEVER_WRITTEN and (
-                held is None
-                or all(
-                    one.inventory.server == server or one.inventory.retired
-                    for one in held.locations
-                )
-            ):
-                self.tombstones.left(namespace, digest, reason)
+        explained: list[bytes] = []
+        blocks = self._blocks.get(namespace)
+        if blocks is None:
+            explained = list(digests)
+        else:
+            self._remove_from(blocks, server, namespace, part, digests, gone, explained)
+        if reason is not ReadStatus.NEVER_WRITTEN:
+            self.tombstones.left_all(namespace, explained, reason)
         self.changes.add_blocks(ChangeKind.REMOVED, server, namespace, part, gone)
+
+    def _remove_from(
+        self,
+        blocks: BlockMap,
+        server: str,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        gone: list[bytes],
+        explained: list[bytes],
+    ) -> None:
+        """Add the blocks that this map had there to `gone`, and to `explained` those whose reason
+        is to be kept."""
+        table, mask, by_id = blocks.table, blocks.mask, self._locations.by_id
+        removals: dict[int, _Removal] = {}  # once for each set of locations, not for each block
+        left = 0
+        # A full pool removes a block for each that it stores: as few calls as in `stored`.
+        for digest in digests:
+            piece = table[hash(digest) & mask]
+            tag = piece.get(digest)
+            if tag is None:
+                explained.append(digest)
+                continue
+            removal = removals.get(tag >> MARK_BITS)
+            if removal is None:
+                step = self._locations.remove(by_id[tag >> MARK_BITS], server, part)
+                removal = removals[tag >> MARK_BITS] = _Removal.of(step, server, namespace)
+            if removal.inventory is not None:
+                _uncount(digest, removal.inventory, removal.seed)
+                blocks.split(tag)
+                if removal.after is None:
+                    del piece[digest]
+                    left += 1
+                else:
+                    piece[digest] = removal.after
+                gone.append(digest)
+            if removal.explains:
+                explained.append(digest)
+        blocks.changed(-left)
+        self._count -= left
+        if not len(blocks):
+            del self._blocks[namespace]
 
     # --- questions -------------------------------------------------------------------
 
     def match(self, namespace: Namespace, digests: Sequence[bytes]) -> Match:
-        """The longest prefix of blocks that can be read. Changes nothing (G9). (design: pins)"""
-        runs, reasons = self.find(namespace, digests, prefix=True)
-        if reasons:
-            first, status = next(iter(reasons.items()))
-            return Match(tuple(runs), first, status)
-        return Match(tuple(runs), len(digests), ReadStatus.HIT)
+        """The longest prefix of blocks that can be read. It is no use of them (G9). (design: pins)
+
+        All digests have the same size.
+        """
+        chain = MarkedChain(len(digests[0]), b"".join(digests))
+        runs, length, stopped = self.match_chain(namespace, chain)
+        assert stopped is not None  # all keys are here
+        return Match(tuple(runs), length, stopped)
+
+    def match_chain(self, namespace: Namespace, chain: MarkedChain) -> ChainMatch:
+        """The same for a chain whose first keys may not be here."""
+        blocks = self._blocks.get(namespace)
+        marks, count = chain.marks, len(chain)
+        runs: list[Run] = []
+        number = 0  # of the span
+        while (position := number * spans.SPAN_BLOCKS) < count:
+            last = self._known_spans(blocks, marks, number, runs) if blocks is not None else number
+            if last > number:
+                number = last
+                continue
+            if number < chain.unsent:
+                return ChainMatch(runs, position, None)
+            digests = chain.digests(position, min(position + spans.SPAN_BLOCKS, count))
+            if blocks is None or digests[0] not in blocks:  # usual: where a prompt is new
+                return ChainMatch(runs, position, self.tombstones.reason(namespace, digests[0]))
+            tags = blocks.get_all(digests)
+            reasons = self._look_at(namespace, digests, tags, position, runs, prefix=True)
+            if reasons:
+                return ChainMatch(runs, *next(iter(reasons.items())))
+            if number < len(marks):
+                blocks.join(marks[number], digests, tags)
+            number += 1
+        return ChainMatch(runs, count, ReadStatus.HIT)
 
     def find(
-        self, namespace: Namespace, digests: Sequence[bytes], *, prefix: bool = False
+        self, namespace: Namespace, digests: Sequence[bytes]
     ) -> tuple[list[Run], dict[int, ReadStatus]]:
-        """Runs of blocks with equal locations, and the reason for each block that is a miss.
-
-        With `prefix` it stops at the first miss.
-        """
+        """Runs of blocks with equal locations, and the reason for each block that is a miss."""
         runs: list[Run] = []
-        reasons: dict[int, ReadStatus] = {}
         blocks = self._blocks.get(namespace)
-        found: list[int | None] = [None] * len(digests)
-        if blocks is not None:
-            found = blocks.get_all(digests)
-        count = len(found)
-        first = 0
-        while first < count:
-            id = found[first]
-            if not first and found.count(id) == count:
-                last = count  # usual: the whole chain in the same locations, and `count` is fast
-            else:
-                last = first + 1
-                while last < count and found[last] == id:
-                    last += 1
-            if id is None:
-                for position in range(first, last):
-                    reasons[position] = self.tombstones.reason(namespace, digests[position])
-                    if prefix:
-                        break
-            else:
-                held = self._locations.by_id[id]
-                self._resolve(held)
-                if held.status is ReadStatus.HIT:
-                    runs.append(Run(first, last - 1, held.replicas))
-                else:
-                    for position in range(first, last):
-                        reasons[position] = self._reason(namespace, digests[position], held)
-            if prefix and reasons:
-                break
-            first = last
-        return runs, reasons
+        tags = blocks.get_all(digests) if blocks is not None else [None] * len(digests)
+        return runs, self._look_at(namespace, digests, tags, 0, runs)
 
     def place(
         self,
@@ -492,6 +536,7 @@ class Directory:
         size: int,
         host: str,
         copies: int = 1,
+        session: str = "",
     ) -> Placement:
         """Where to write `copies` copies of blocks with `size` bytes in all, best server first.
 
@@ -508,6 +553,7 @@ class Directory:
             size=size,
             host=host,
             copies=copies,
+            session=session,
         )
         for record in ranked[:copies]:
             record.offer(size)
@@ -563,8 +609,8 @@ class Directory:
                 continue
             at = at._replace(piece=at.piece + 1)
             blocks -= 1 + len(piece)
-            for digest, id in piece.items():
-                for one in self._locations.by_id[id].locations:
+            for digest, tag in piece.items():
+                for one in self._locations.by_id[tag >> MARK_BITS].locations:
                     if not one.inventory.retired:
                         found.setdefault((namespace, one, len(digest)), []).append(digest)
         return [
@@ -585,9 +631,13 @@ class Directory:
             if sum(1 for _ in blocks) != len(blocks):
                 raise InvariantViolated(f"{namespace} counts {len(blocks)} blocks")
             total += len(blocks)
-            for digest, id in blocks.items():
-                self._check_block(namespace, digest, id)
-                for one in self._locations.by_id[id].locations:
+            sizes = Counter(blocks.values())
+            for mark, tag in blocks.spans.items():
+                if sizes[tag] != spans.SPAN_BLOCKS:
+                    raise InvariantViolated(f"span {mark:x} has {sizes[tag]} blocks")
+            for digest, tag in blocks.items():
+                self._check_block(namespace, digest, tag >> MARK_BITS)
+                for one in self._locations.by_id[tag >> MARK_BITS].locations:
                     seed = location_seed(namespace, one.part, one.tier)
                     listed.setdefault(one.inventory, MapFingerprint()).count(digest, seed, 1)
         if total != self._count:
@@ -764,23 +814,24 @@ class Directory:
         record = self._servers.get(server)
         return record.tiers[tier] if record is not None and tier < len(record.tiers) else "?"
 
-    def _held(self, blocks: Blocks | None, digest: bytes) -> BlockLocations | None:
-        id = blocks.get(digest) if blocks is not None else None
-        return self._locations.by_id[id] if id is not None else None
+    def _held(self, blocks: BlockMap | None, digest: bytes) -> BlockLocations | None:
+        tag = blocks.get(digest) if blocks is not None else None
+        return self._locations.by_id[tag >> MARK_BITS] if tag is not None else None
 
     def _put(
-        self, blocks: Blocks, namespace: Namespace, digest: bytes, after: BlockLocations
+        self, blocks: BlockMap, namespace: Namespace, digest: bytes, after: BlockLocations
     ) -> None:
         """The block has these locations from now on; without any it leaves the map."""
+        blocks.split(blocks[digest])
         if after.locations:
-            blocks[digest] = after.id
+            blocks[digest] = after.tag
             return
         del blocks[digest]
         self._count -= 1
         if not len(blocks):
             del self._blocks[namespace]
 
-    def _pieces(self) -> Iterator[tuple[Namespace, Blocks, dict[bytes, int]]]:
+    def _pieces(self) -> Iterator[tuple[Namespace, BlockMap, dict[bytes, int]]]:
         """Every piece of the map that is here now, for a walk in steps."""
         for names in self._blocks.pieces():
             for namespace in list(names):
@@ -789,13 +840,14 @@ class Directory:
                     for piece in blocks.pieces():
                         yield namespace, blocks, piece
 
-    def _sweep_piece(self, namespace: Namespace, blocks: Blocks, piece: dict[bytes, int]) -> None:
+    def _sweep_piece(self, namespace: Namespace, blocks: BlockMap, piece: dict[bytes, int]) -> None:
         by_id = self._locations.by_id
         after: dict[int, BlockLocations] = {}  # once for each set of locations, not for each block
         before = len(piece)
         # Those of lost inventories have left with the change CLEARED.
         gone: dict[Location, list[bytes]] = {}
-        for digest, id in list(piece.items()):
+        for digest, tag in list(piece.items()):
+            id = tag >> MARK_BITS
             kept = after.get(id)
             if kept is None:
                 kept = after[id] = self._locations.unretired(by_id[id])
@@ -803,7 +855,9 @@ class Directory:
                 held = by_id[id]
                 for one in held.locations:
                     if one not in kept.locations:
-                        _uncount(namespace, digest, one)
+                        _uncount(
+                            digest, one.inventory, location_seed(namespace, one.part, one.tier)
+                        )
                         if not one.inventory.lost:
                             gone.setdefault(one, []).append(digest)
                 if not kept.locations:
@@ -830,6 +884,67 @@ class Directory:
             elif inventory.lost or not inventory.retired:
                 lost.add(part)
         held.resolve(tuple(replicas), lost, self._version)
+
+    def _known_spans(
+        self, blocks: BlockMap, marks: Sequence[int], first: int, runs: list[Run]
+    ) -> int:
+        """Add spans from number `first` on, all in the same places, to `runs`; the next number.
+
+        None are added if the map does not know the first one, or its blocks cannot be read.
+        """
+        known = blocks.spans
+        tag = known.get(marks[first]) if first < len(marks) else None
+        if tag is None:
+            return first
+        id = tag >> MARK_BITS
+        held = self._locations.by_id[id]
+        self._resolve(held)
+        if held.status is not ReadStatus.HIT:
+            return first
+        last = first + 1
+        # Many at once: half of the time of a match is here.
+        for tag in known.get_all(marks[last : last + _SPANS_STEP]):
+            if tag is None or tag >> MARK_BITS != id:
+                break
+            last += 1
+        _extend(runs, first * spans.SPAN_BLOCKS, last * spans.SPAN_BLOCKS, held.replicas)
+        return last
+
+    def _look_at(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        tags: Sequence[int | None],
+        position: int,
+        runs: list[Run],
+        *,
+        prefix: bool = False,
+    ) -> dict[int, ReadStatus]:
+        """Add what can be read to `runs`; the reason for each block that is a miss.
+
+        The first of the blocks is at `position`. With `prefix` it stops at the first miss.
+        """
+        reasons: dict[int, ReadStatus] = {}
+        first, count = 0, len(tags)
+        while first < count and not (prefix and reasons):
+            tag = tags[first]
+            last = first + 1
+            while last < count and tags[last] == tag:
+                last += 1
+            held = self._locations.by_id[tag >> MARK_BITS] if tag is not None else None
+            if held is not None:
+                self._resolve(held)
+            if held is not None and held.status is ReadStatus.HIT:
+                _extend(runs, position + first, position + last, held.replicas)
+            else:
+                for index in range(first, first + 1 if prefix else last):
+                    reasons[position + index] = (
+                        self.tombstones.reason(namespace, digests[index])
+                        if held is None
+                        else self._reason(namespace, digests[index], held)
+                    )
+            first = last
+        return reasons
 
     def _complete_replicas(self, namespace: Namespace, digests: Sequence[bytes]) -> list[int]:
         """For each block: the number of servers from which each of its parts can be read."""
@@ -893,8 +1008,38 @@ class Directory:
         )
 
 
-def _uncount(namespace: Namespace, digest: bytes, location: Location) -> None:
-    """The block has lost this location. A retired inventory is never compared again."""
-    inventory, tier, part = location
+class _Removal(NamedTuple):
+    """What the removal of a block that lies in a set of places comes to.
+
+    A server's further parts are no reason to keep quiet: an inventory names a block that has left
+    once, not once for each part.
+    """
+
+    inventory: ServerInventory | None  # that loses it; None if it was not there
+    seed: int  # of its place
+    after: int | None  # the block's tag from then on; None: it leaves the map
+    explains: bool  # no other server has it, so the reason is kept
+
+    @classmethod
+    def of(cls, step: Step, server: str, namespace: Namespace) -> _Removal:
+        left, after = step.left, step.after
+        return cls(
+            left.inventory if left is not None else None,
+            location_seed(namespace, left.part, left.tier) if left is not None else 0,
+            after.tag if after.locations else None,
+            all(one.inventory.server == server or one.inventory.retired for one in after.locations),
+        )
+
+
+def _uncount(digest: bytes, inventory: ServerInventory, seed: int) -> None:
+    """A block has left the place of this `location_seed`. A retired inventory is never compared
+    again."""
     if not inventory.retired:
-        inventory.listed.count(digest, location_seed(namespace, part, tier), -1)
+        inventory.listed.count(digest, seed, -1)
+
+
+def _extend(runs: list[Run], first: int, end: int, replicas: tuple[Replica, ...]) -> None:
+    """The blocks from `first` on, before `end`, lie there."""
+    if runs and runs[-1].last + 1 == first and runs[-1].replicas is replicas:
+        first = runs.pop().first
+    runs.append(Run(first, end - 1, replicas))

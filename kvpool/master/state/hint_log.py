@@ -8,6 +8,7 @@ of victim. (design: session-hints)
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kvpool.types import ARRIVED, HintStatus, SessionReport
@@ -86,6 +87,11 @@ class HintLog:
                 for server, (status, at) in sorted(news.answers.items())
             ],
         )
+
+    def latest(self, count: int) -> list[LoggedHint]:
+        """The last hint of each of the `count` sessions that were hinted at last, latest first."""
+        news = islice(reversed(self._news.values()), count)
+        return [max(one.hints.values(), key=lambda hint: hint.received_at) for one in news]
 
     def since(self, number: int, count: int) -> tuple[list[LoggedHint], int]:
         """At most `count` hints after `number`, oldest first, and the number of the last of them.

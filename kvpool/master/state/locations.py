@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvpool.fingerprint import MapFingerprint
+from kvpool.master.state.block_map import MARK_BITS
 from kvpool.types import ReadStatus, Replica
 
 
@@ -67,8 +68,9 @@ class BlockLocations:
 
     A part of a block has at most one location on each server.
 
-    The map of blocks stores `id`, always this one int object, because the garbage collector visits
-    neither ints nor dicts of them (design: garbage-collection).
+    The map of blocks stores `tag`, always this one int object, or one with the same `id` and the
+    mark of a span (`BlockMap`), because the garbage collector visits neither ints nor dicts of them
+    (design: garbage-collection).
 
     `version` is the directory's when the fields below it were derived. If it is older, call
     `resolve` before reading them.
@@ -83,11 +85,13 @@ class BlockLocations:
         "parts",
         "replicas",
         "status",
+        "tag",
         "version",
     )
 
     def __init__(self, id: int, parts: int, locations: tuple[Location, ...]) -> None:
         self.id = id
+        self.tag = id << MARK_BITS  # of a block that is in no span
         self.parts = parts  # that make a whole block, by its namespace
         self.locations = locations
         self.version = -1

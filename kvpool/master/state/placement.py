@@ -40,9 +40,14 @@ _LOCAL_FACTOR: Final = 1.25
 _CAPACITY_MEDIANS_MAX: Final = 4.0
 #: From a block that so many chains go on from, each in its own way, a chain is a new one.
 SHARED_FROM: Final = 4
+#: A session stays on its server, unless that is so many times as loaded as the least loaded one:
+#: many chains may have one name.
+_STAYS_FACTOR: Final = 2.0
 #: Blocks whose branches are counted, and new chains whose server is remembered, at least.
 _BRANCHES_KEPT: Final = 8192
 _CHAINS_KEPT: Final = 128
+#: Sessions whose server is remembered, at least.
+_SESSIONS_KEPT: Final = 8192
 
 
 class Placer:
@@ -59,6 +64,8 @@ class Placer:
         self._branches: Recent[tuple[bytes, ...]] = Recent(_BRANCHES_KEPT)
         #: By its first new block: where a new chain was sent.
         self._begun: Recent[str] = Recent(_CHAINS_KEPT)
+        #: By session: where its last blocks were sent.
+        self._sessions: Recent[str] = Recent(_SESSIONS_KEPT)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -99,12 +106,15 @@ class Placer:
         size: int,
         host: str,
         copies: int,
+        session: str = "",
     ) -> list[ServerRecord]:
         """Servers for `size` bytes whose first digest is `key`, best first; `DRAWN` or a few more.
 
         1. Those that have the parent, its `holders`, unless many chains branch off there.
         2. Where another writer of the same chain was sent a moment ago.
-        3. The ones to which the fewest bytes were sent lately, for their memory. One with room
+        3. Where this `session` was sent before: what it leaves behind when it begins anew is known
+           to be of no use only where the new chain lies.
+        4. The ones to which the fewest bytes were sent lately, for their memory. One with room
            counts as less loaded, and one on the writer's `host` a little, unless it is full.
 
         With several `copies` the best servers of different hosts come first, because all servers of
@@ -112,6 +122,10 @@ class Placer:
         """
         drawn = {record.server: record for record in self._draw(key, host, copies)}
         drawn.update((record.server, record) for record in holders)
+        name = session.encode()
+        before = self._record(self._sessions.get(name) or "") if session else None
+        if before is not None:
+            drawn[before.server] = before
         servers = list(drawn.values())
         if not servers:
             return servers
@@ -123,19 +137,36 @@ class Placer:
         median = sorted([record.capacity for record in servers])[(len(servers) - 1) // 2]
         believed_max = max(1.0, _CAPACITY_MEDIANS_MAX * median)
 
-        def order(record: ServerRecord) -> tuple[bool, bool, float]:
+        def loaded(record: ServerRecord) -> float:
             load = record.offered / min(max(1, record.capacity), believed_max)
             if record.capacity - record.stats.used - record.bytes_placed >= size:
                 load /= _ROOM_FACTOR * (_LOCAL_FACTOR if record.host == host else 1.0)
-            return record.server not in keeping, record.server != begun, load
+            return load
+
+        loads = {record.server: loaded(record) for record in servers}
+        if begun is None and before is not None:
+            stays = loads[before.server] <= _STAYS_FACTOR * min(loads.values())
+            begun = before.server if stays else None
+
+        def order(record: ServerRecord) -> tuple[bool, bool, float]:
+            server = record.server
+            return server not in keeping, server != begun, loads[server]
 
         servers.sort(key=order)  # of equal ones the first that was drawn
         if not keeping:
             self._begun.put(key, servers[0].server)
+        if session:
+            self._sessions.put(name, servers[0].server)
         if copies > 1:
             best_of_host = {record.host: record for record in reversed(servers)}
             servers.sort(key=lambda record: best_of_host[record.host] is not record)
         return servers
+
+    def _record(self, server: str) -> ServerRecord | None:
+        """The server of this name, if it may be written to."""
+        position = bisect.bisect_left(self._names, server)
+        found = position < len(self._names) and self._names[position] == server
+        return self._records[position] if found else None
 
     def _draw(self, key: bytes, host: str, copies: int) -> list[ServerRecord]:
         """Candidates in an order that the key decides; a server may be drawn twice."""

@@ -1,0 +1,75 @@
+"""The reasons of the last departures: as many as were asked for, the last of each block."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from kvpool.piecewise_dict import PIECE_KEYS
+from kvpool.tombstones import Tombstones
+from kvpool.types import Namespace, ReadStatus
+from tests.conftest import keys
+
+SPACES = (Namespace("one"), Namespace("two", parts=2), Namespace("two"))
+REASONS = (ReadStatus.EVICTED, ReadStatus.REMOVED, ReadStatus.CORRUPT, ReadStatus.SERVER_LOST)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 40])
+def test_against_a_model(limit: int) -> None:
+    """The model keeps the last `limit` departures, and of each block the last one of them."""
+    rng = random.Random(limit)
+    digests = keys("block", 20)
+    stones = Tombstones(limit)
+    departures: list[tuple[Namespace, bytes, ReadStatus, bool]] = []
+    for _ in range(1500):
+        space = rng.choice(SPACES)
+        some = rng.sample(digests, rng.randint(1, 6))
+        if rng.random() < 0.6:
+            reason = rng.choice(REASONS)
+            stones.left_all(space, some, reason)
+            departures += [(space, one, reason, True) for one in some]
+        else:
+            stones.came_back_all(space, some)
+            gone = {(space, one) for one in some}
+            departures = [
+                (name, one, reason, still and (name, one) not in gone)
+                for name, one, reason, still in departures
+            ]
+        departures = departures[-limit:]
+        expected: OrderedDict[tuple[Namespace, bytes], ReadStatus] = OrderedDict()
+        for name, one, reason, still in departures:
+            expected.pop((name, one), None)
+            if still:
+                expected[name, one] = reason
+        assert stones.records() == list(expected.items())
+        assert list(stones) == [(*key, reason) for key, reason in expected.items()]
+        assert len(stones) == len(expected)
+        for name in SPACES:
+            for one in digests:
+                wanted = expected.get((name, one), ReadStatus.NEVER_WRITTEN)
+                assert stones.reason(name, one) is wanted
+
+
+def test_what_ages_out_is_counted_and_what_came_back_is_not() -> None:
+    stones = Tombstones(3)
+    first, *others = keys("block", 5)
+    stones.left(SPACES[0], first, ReadStatus.EVICTED)
+    stones.came_back(SPACES[0], first)
+    for digest in others[:3]:
+        stones.left(SPACES[0], digest, ReadStatus.EVICTED)
+    assert (len(stones), stones.forgotten) == (3, 0)
+    stones.left(SPACES[0], others[3], ReadStatus.EVICTED)
+    stones.left(SPACES[0], first, ReadStatus.NEVER_WRITTEN)  # no reason is known
+    assert (len(stones), stones.forgotten) == (3, 2)
+
+
+def test_no_step_moves_all_records() -> None:
+    """They are in small dicts, however many have come and gone."""
+    stones = Tombstones(20_000)
+    for number in range(60):
+        stones.left_all(SPACES[0], keys(f"{number}", 1000), ReadStatus.EVICTED)
+    assert len(stones) == 20_000
+    assert len(stones._order) == 20_000
+    assert max(map(len, stones._reasons.pieces())) < 4 * PIECE_KEYS
