@@ -11,59 +11,58 @@ a server *what*.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-from kvpool.client.match_poller import MatchPoller
-from kvpool.client.pool import Pool, connect
-from kvpool.config import (
-    ClientConfig,
-    Config,
-    MasterConfig,
-    ServerConfig,
-    local_secret,
-    read_secret,
-)
-from kvpool.errors import (
-    BadBuffer,
-    BadKey,
-    Closed,
-    ConfigError,
-    KvpoolError,
-    MasterLost,
-    TooLarge,
-    Unavailable,
-    UsageError,
-)
-from kvpool.registry import check_transports
-from kvpool.types import (
-    ROOT,
-    BlockKey,
-    Cluster,
-    Demand,
-    EventPosition,
-    Explanation,
-    HintStatus,
-    HostScore,
-    Match,
-    Member,
-    Memory,
-    Namespace,
-    PoolEvent,
-    PoolEventKind,
-    PrefetchStatus,
-    Presence,
-    ReadResult,
-    ReadStatus,
-    Replica,
-    Run,
-    SessionReport,
-    WriteStatus,
-)
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from kvpool import dev, sync
+    from kvpool.client.match_poller import MatchPoller
+    from kvpool.client.opening import connect
+    from kvpool.client.pool import Pool
+    from kvpool.config import (
+        ClientConfig,
+        Config,
+        MasterConfig,
+        ServerConfig,
+        local_secret,
+        read_cluster,
+        read_secret,
+    )
+    from kvpool.errors import (
+        BadBuffer,
+        BadKey,
+        Closed,
+        ConfigError,
+        KvpoolError,
+        MasterLost,
+        TooLarge,
+        Unavailable,
+        UsageError,
+    )
+    from kvpool.registry import check_transports
+    from kvpool.types import (
+        ROOT,
+        BlockKey,
+        Cluster,
+        Demand,
+        EventPosition,
+        Explanation,
+        HintStatus,
+        HostScore,
+        Match,
+        Member,
+        Memory,
+        Namespace,
+        PoolEvent,
+        PoolEventKind,
+        PrefetchStatus,
+        Presence,
+        ReadResult,
+        ReadStatus,
+        Replica,
+        Run,
+        SessionReport,
+        WriteStatus,
+    )
 
 __version__ = "0.1.0"
 
@@ -109,13 +108,36 @@ __all__ = [
     "connect",
     "dev",
     "local_secret",
+    "read_cluster",
     "read_secret",
     "sync",
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`kvpool.sync` and `kvpool.dev` are imported when they are used (design: import-time)."""
+#: Where the names are that are not in `kvpool.types`. The imports above are for type checkers.
+_MODULES: Final = {
+    "MatchPoller": "kvpool.client.match_poller",
+    "Pool": "kvpool.client.pool",
+    "connect": "kvpool.client.opening",
+    **dict.fromkeys(("ClientConfig", "Config", "MasterConfig", "ServerConfig"), "kvpool.config"),
+    **dict.fromkeys(("local_secret", "read_cluster", "read_secret"), "kvpool.config"),
+    **dict.fromkeys(("BadBuffer", "BadKey", "Closed", "ConfigError"), "kvpool.errors"),
+    **dict.fromkeys(("KvpoolError", "MasterLost", "TooLarge"), "kvpool.errors"),
+    **dict.fromkeys(("Unavailable", "UsageError"), "kvpool.errors"),
+    "check_transports": "kvpool.registry",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what a name stands for when it is first used (PEP 562; design: import-time)."""
     if name in ("dev", "sync"):
         return import_module(f"kvpool.{name}")
-    raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
+    value: object = getattr(import_module(_MODULES.get(name, "kvpool.types")), name)
+    globals()[name] = value  # the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

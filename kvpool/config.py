@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from kvpool.errors import ConfigError
 from kvpool.runtime import make_private_directory, runtime_directory
+from kvpool.tenants import is_tenant_name
 from kvpool.types import COPIES_MAX, Cluster
 from kvpool.units import parse_bool, parse_duration, parse_size
 
@@ -40,6 +41,8 @@ WRITE_BACK: Final = "write_back"
 DEFAULT_MASTER: Final = "127.0.0.1:7450"
 _SECRET_SIZE_MIN: Final = 16
 _SECRET_SIZE_MAX: Final = 4096
+#: Also of a tenant's key, which has a secret in base 64.
+_SECRET_FILE_MAX: Final = 16_384
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,8 +110,8 @@ class ServerConfig(_Section, frozen=True):
     alignment: Size = 4096
     #: Eviction policy: lru, arc, lease, density, or an installed one.
     policy: str = "lru"
-    #: Client connections at the same time. The server refuses more with Overloaded, so that its
-    #: memory for connections is bounded.
+    #: Client connections at the same time, so that the memory for them is bounded. Clients share
+    #: them: where none is left, idle ones end for new ones.
     connections_max: Annotated[int, Meta(ge=1)] = 1024
     #: Bytes of memory that readers may pin at a time: half by reads that copy, half by `read_view`.
     #: A larger read goes in several steps; further views are refused. 0: a quarter of the memory
@@ -182,9 +185,14 @@ class ClientConfig(_Section, frozen=True):
 class Config(_Section, frozen=True):
     #: Masters, servers and clients of different clusters refuse each other.
     cluster: str = "default"
-    #: File with the cluster's shared secret, at least 16 bytes. Empty: no secret, and every
-    #: process that can reach the pool may use it.
+    #: File with the cluster's shared secret, at least 16 bytes; for clients of a tenant its key,
+    #: which `kvpool tenant-key` makes. Empty: no secret, and every process that can reach the pool
+    #: may use it.
     secret_file: str = ""
+    #: For masters and servers: YAML file with the tenants of this pool, their secrets and shares.
+    #: Give all of them the same one. It is read again when it changes, and on SIGHUP. Empty: no
+    #: tenants (design: tenants).
+    tenants_file: str = ""
     #: Only processes of this user on this host: instead of `secret_file`, a secret that is made at
     #: the first start and that only this user can read (`local_secret`).
     local_only: bool = False
@@ -195,8 +203,53 @@ class Config(_Section, frozen=True):
 
 def cluster_of(config: Config) -> Cluster:
     """The cluster that a process belongs to, its secret read from its file. Raises ConfigError."""
-    secret = local_secret() if config.local_only else read_secret(config.secret_file)
-    return Cluster(config.cluster, secret)
+    if config.local_only:
+        return Cluster(config.cluster, local_secret())
+    return read_cluster(config.cluster, config.secret_file)
+
+
+class TenantKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a tenant's key file, as JSON: all that its clients need to be admitted, and
+    nothing with which they could be masters, servers or clients of others (design: tenants)."""
+
+    #: The version of this format, 1. Its name is how such a file is recognized.
+    kvpool_tenant_key: int
+    cluster: str
+    tenant: str
+    #: The public half of the masters' key for CURVE, in Z85.
+    masters_key: str
+    secret: bytes
+
+
+#: How a tenant's key file begins.
+_TENANT_KEY_START: Final = b'{"kvpool_tenant_key"'
+
+
+def read_cluster(name: str, secret_file: str) -> Cluster:
+    """The cluster of this name, with the secret in the file if there is one.
+
+    The file has the cluster's secret, or is the key of a tenant, which `kvpool tenant-key` makes:
+    then the process is one of the tenant's clients. Raises ConfigError, which never contains a
+    secret.
+    """
+    content = _read_secret_file(secret_file) if secret_file else b""
+    if not content.startswith(_TENANT_KEY_START):
+        return Cluster(name, _checked_secret(secret_file, content) if secret_file else b"")
+    try:
+        key = msgspec.json.decode(content, type=TenantKey)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"tenant's key file {secret_file!r}: {error}") from None
+    if key.kvpool_tenant_key != 1 or not is_tenant_name(key.tenant) or len(key.masters_key) != 40:
+        raise ConfigError(
+            f"tenant's key file {secret_file!r}: it is damaged, or of a later release: make it "
+            "anew with `kvpool tenant-key`"
+        )
+    if name not in (Cluster().name, key.cluster):
+        raise ConfigError(
+            f"tenant's key file {secret_file!r} is for cluster {key.cluster!r}, expected {name!r}"
+        )
+    secret = _checked_secret(secret_file, key.secret)
+    return Cluster(key.cluster, secret, key.tenant, key.masters_key.encode())
 
 
 def read_secret(path: str) -> bytes:
@@ -206,10 +259,19 @@ def read_secret(path: str) -> bytes:
     """
     if not path:
         return b""
+    content = _read_secret_file(path)
+    if content.startswith(_TENANT_KEY_START):
+        raise ConfigError(
+            f"secret file {path!r} is the key of a tenant, expected a secret: only clients take it"
+        )
+    return _checked_secret(path, content)
+
+
+def _read_secret_file(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            secret = file.read(_SECRET_SIZE_MAX + 1).strip()
+            content = file.read(_SECRET_FILE_MAX).strip()
     except OSError as error:
         raise ConfigError(f"secret file {path!r}: {error.strerror}") from None
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -217,6 +279,10 @@ def read_secret(path: str) -> bytes:
             f"secret file {path!r} may be written by other users, who could replace the secret: "
             f"chmod 600 {path}"
         )
+    return content
+
+
+def _checked_secret(path: str, secret: bytes) -> bytes:
     if not _SECRET_SIZE_MIN <= len(secret) <= _SECRET_SIZE_MAX:
         raise ConfigError(
             f"secret file {path!r} holds {len(secret)} bytes, expected {_SECRET_SIZE_MIN} to "
@@ -255,6 +321,11 @@ def local_secret() -> bytes:
     return read_secret(str(path))
 
 
+#: Variables of the environment that are read elsewhere: the file's name, and whether there are
+#: spans (`kvpool.tracing`).
+_NO_SETTINGS: Final = frozenset({"KVPOOL_CONFIG", "KVPOOL_OTEL"})
+
+
 def load(
     path: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -266,7 +337,7 @@ def load(
     """
     raw: dict[str, Any] = _read(Path(path)) if path is not None else {}
     for name, value in (environment or {}).items():
-        if name.startswith("KVPOOL_") and name != "KVPOOL_CONFIG":  # that one names the file
+        if name.startswith("KVPOOL_") and name not in _NO_SETTINGS:
             setting = _from_environment(name)
             alone: dict[str, Any] = {}
             _set(alone, setting, value, name)
@@ -457,6 +528,8 @@ def _value(value: Any, hint: Any, name: str) -> Any:
 def _check_local_only(config: Config) -> None:
     if config.secret_file:
         raise ConfigError("settings 'local_only' and 'secret_file': a cluster has one secret")
+    if config.tenants_file:
+        raise ConfigError("settings 'local_only' and 'tenants_file': tenants are of other users")
     if config.master.insecure or config.server.insecure:
         raise ConfigError("settings 'local_only' and 'insecure' contradict each other")
     for text in (f"tcp://{config.master.bind}", *config.server.listen):
@@ -493,6 +566,11 @@ def _check(config: Config) -> None:
         )
     if config.local_only:
         _check_local_only(config)
+    if config.tenants_file and not config.secret_file:
+        raise ConfigError(
+            "setting 'tenants_file': tenants have secrets of their own, so the cluster needs one, "
+            "too: set 'secret_file'"
+        )
     if config.server.identity_file and not config.server.id:
         raise ConfigError(
             "setting 'server.identity_file' is the proof of an id: set 'server.id', too"

@@ -77,8 +77,16 @@ class VersionMismatch(PeerError):
     """The peer speaks another protocol version or belongs to another cluster."""
 
 
+class MessageTooNew(VersionMismatch):
+    """The peer is of the release before, which has no such message; it was not sent."""
+
+
 class Unauthenticated(PeerError):
     """The peer did not prove that it knows the cluster's secret."""
+
+
+class Forbidden(PeerError):
+    """The peer is a client of a tenant, and asked for what belongs to others or to operators."""
 
 
 # --- no answer: another replica, else a miss ----------------------------------------
@@ -102,6 +110,10 @@ class ServerLost(Unavailable):
 
 class MasterLost(Unavailable):
     """No master answers."""
+
+
+class MasterTooOld(MasterLost):
+    """Masters answer, but all are of the release before, which does not know the question."""
 
 
 # --- the pool declined --------------------------------------------------------------

@@ -6,20 +6,20 @@ it. Kernel-owned resources (sockets, memfds) are freed with it even after kill -
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import resource
 import signal
 import socket
 import stat
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -30,6 +30,8 @@ _UID_MIN = 1000  # below are the accounts of services
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on uvloop where it is installed."""
+    import asyncio  # here: `kvpool --help` needs no loop (design: import-time)
+
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         import uvloop
@@ -45,6 +47,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
     As there, it ends when every task has ended, and the first error cancels the others.
     """
+    import asyncio
+
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -57,6 +61,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 async def wait_for_signal() -> None:
     """Wait for Ctrl-C or SIGTERM."""
+    import asyncio
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -70,6 +76,8 @@ async def wait_for_signal() -> None:
 
 def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
+    import ctypes
+
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:  # it ended before we could ask
@@ -107,7 +115,7 @@ class Host:
     id: str
     #: For logs and default server ids.
     name: str
-    #: `name/pid`, for logs.
+    #: `name/pid`, for logs, and for servers that share their connections among processes.
     process: str
     #: Bytes of resident memory now.
     resident: Callable[[], int]
@@ -158,6 +166,8 @@ def runtime_directory() -> Path:
     directory = os.environ.get("XDG_RUNTIME_DIR")
     if directory:
         return Path(directory) / "kvpool"
+    import tempfile
+
     return Path(tempfile.gettempdir()) / f"kvpool-{os.geteuid()}"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from kvpool.client import pool as client
+from kvpool.client import opening
 from kvpool.client.buffers import BufferLike, with_device_blocks
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
@@ -73,7 +73,7 @@ class Pool:
         self._thread.start()
         try:
             self._pool = self._run(
-                client.connect(*masters, config=config, cluster=cluster), self._timeout_s
+                opening.connect(*masters, config=config, cluster=cluster), self._timeout_s
             )
         except BaseException:
             self._stop()
@@ -245,6 +245,15 @@ class Pool:
         Raises BadKey or MasterLost. See `kvpool.Pool.explain`.
         """
         return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
+
+    def contains(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[bool]:
+        """Which of these blocks the pool has. Raises BadKey or MasterLost.
+
+        See `kvpool.Pool.contains`.
+        """
+        return self._run(self._pool.contains(namespace, digests, timeout=timeout), timeout)
 
     def where(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None

@@ -8,6 +8,7 @@ token prefix; together with its namespace it is the block's key.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias
@@ -60,7 +61,8 @@ Count = Annotated[int, Meta(ge=0, lt=2**48)]
 Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
-Name = Annotated[str, Meta(max_length=256)]
+NAME_MAX: Final = 256
+Name = Annotated[str, Meta(max_length=NAME_MAX)]
 Text = Annotated[str, Meta(max_length=2048)]
 
 
@@ -168,6 +170,9 @@ class WriteStatus(enum.IntEnum):
     #: it may, or so that they can be demoted: ask again for this block then. Never a final answer
     #: (design: budgets, demotion).
     NOT_YET = 10
+    #: The server refused for load: it has as many connections as it may, or has ended one that
+    #: moved no byte while others waited for memory; or this client's tenant writes above its rate.
+    REFUSED = 11
 
     @property
     def present(self) -> bool:
@@ -255,8 +260,8 @@ class SpreadTo(NamedTuple):
 
     `blocks`: so many it has now, from the head of the chain on; `fetched`: blocks that it fetched
     in this call, each part counted. `problem` is empty when it has the whole chain; else `no room`,
-    `server lost`, `leaving`, `not reached`, `gone`, `corrupt`, `it cannot fetch`, or
-    `no time was left`.
+    `no such name` (neither a server nor a host), `server lost`, `leaving`, `not reached`, `gone`,
+    `corrupt`, `it cannot fetch`, or `no time was left`.
     """
 
     server: str
@@ -333,13 +338,20 @@ class Cluster(NamedTuple):
 
     With a secret, each peer must prove that it knows the secret (design: authentication). The
     secret is never printed.
+
+    For a client of one tenant, `tenant` is its name, `secret` that of the tenant, and `masters_key`
+    the public half of the masters' key for CURVE, in Z85: it cannot make that from a secret that is
+    not the cluster's (design: tenants). `kvpool.read_cluster` reads all of them from one file.
     """
 
     name: str = "default"
     secret: bytes = b""
+    tenant: str = ""
+    masters_key: bytes = b""
 
     def __repr__(self) -> str:
-        return f"<Cluster {self.name!r}{' with a secret' if self.secret else ''}>"
+        tenant = f" for tenant {self.tenant!r}" if self.tenant else ""
+        return f"<Cluster {self.name!r}{' with a secret' if self.secret else ''}{tenant}>"
 
 
 class HintStatus(enum.IntEnum):
@@ -572,13 +584,16 @@ class Demand(NamedTuple):
     The working sets are those of the namespaces that were asked for last, the largest first.
     `chain_servers`: servers that a prompt's blocks are read from, 0 if none was found.
     `beyond_hole`: the share of the stored blocks of prompts that no reader can use, because a
-    block before them is missing.
+    block before them is missing. `asked_blocks` of matches and `found_blocks` of them are sums
+    since that master started.
     """
 
     seconds: float
     working_sets: tuple[WorkingSet, ...]
     chain_servers: float
     beyond_hole: float
+    asked_blocks: int = 0
+    found_blocks: int = 0
 
     @property
     def size(self) -> int:
@@ -649,6 +664,43 @@ class ClientUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     quarantined_bytes: Count = 0
 
 
+#: Stands for all consumers that are not listed by themselves.
+OTHERS: Final = "(others)"
+_PROGRAM: Final = re.compile(r"((?:@[^/]*/)?(?:tenant=[^/]*/)?)program=([\w.-]{1,64});")
+
+
+def program_of(session: str) -> str:
+    """The program that a session belongs to: `program=NAME;REST` is one of NAME.
+
+    With the marker of a tenant before it, so that programs of two tenants are two. Empty for all
+    other sessions (design: usage).
+    """
+    found = _PROGRAM.match(session)
+    return found[1] + found[2] if found is not None else ""
+
+
+class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one tenant, namespace or program has of a server, and what its readers got there.
+
+    `by` is which of the three. An empty `name` is the pool itself, or no program; OTHERS stands for
+    all that are not listed. Counts are since the start of the server. `evicted_by` is by tenant.
+    """
+
+    by: Name
+    name: Name
+    tiers: Annotated[
+        dict[Name, Count], Meta(max_length=64), Figure("used_bytes", "of whole extents, by tier")
+    ] = {}
+    hit_blocks: Annotated[Count, Figure("hit_blocks", "that readers got", True)] = 0
+    hit_bytes: Annotated[Total, Figure("hit_bytes", "that readers got: saved", True)] = 0
+    missed_blocks: Annotated[Count, Figure("missed_blocks", "that readers did not get", True)] = 0
+    evicted_by: Annotated[
+        dict[Name, Total],
+        Meta(max_length=64),
+        Figure("evicted_bytes", "that made room, by the tenant that it was for", True),
+    ] = {}
+
+
 class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The figures of one server, as every heartbeat carries them. Bytes, counts and seconds.
 
@@ -683,6 +735,8 @@ class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     drain_left_bytes: Annotated[
         Count, Figure("drain_left_bytes", "that no other server has yet, or could take")
     ] = 0
+    #: The tenants, namespaces and programs that have most: metrics of their own.
+    consumers: Annotated[list[Consumer], Meta(max_length=64)] = []
 
 
 class Member(NamedTuple):
@@ -701,6 +755,17 @@ class Member(NamedTuple):
     heard_s: float
     capacity: int
     stats: ServerStats
+
+
+class Duration(NamedTuple):
+    """How long a client waited for an answer, rounded to two digits.
+
+    `operation` is `match`, `read` or `write`, `transport` a scheme: `zmq` for masters.
+    """
+
+    operation: str
+    transport: str
+    seconds: float
 
 
 class Explanation(NamedTuple):

@@ -1,4 +1,7 @@
-"""Sizes, durations and switches as people write them: `64GiB`, `250ms`, `yes`."""
+"""Sizes, durations and switches as people write and read them: `64GiB`, `250ms`, `yes`.
+
+Every size that a command takes or prints is in powers of 1024.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,15 @@ def parse_size(text: str | int | float) -> int:
     if number < 0:
         raise ConfigError(f"size {text!r} is negative")
     return int(number * factors[unit])
+
+
+def human(size: float) -> str:
+    """Bytes as people read them, in the units that `parse_size` takes: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
 
 
 def parse_duration(text: str | int | float) -> float:

@@ -13,14 +13,13 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli import events, inspect, leave, measure, model, run, spread
+from kvpool.cli import events, inspect, leave, measure, model, run, spread, tenant, top, usage
 
 app = typer.Typer(
     name="kvpool",
     help="KV-cache pool for LLM inference with code that people can read. "
     "Exit codes: 0 success, 1 failure, 2 usage error.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (
@@ -28,7 +27,8 @@ for command in (
     run.master,
     run.server,
     inspect.status,
-    inspect.top,
+    top.top,
+    usage.usage,
     inspect.explain,
     inspect.doctor,
     leave.drain,
@@ -37,6 +37,7 @@ for command in (
     measure.replay,
     measure.bench,
     model.fleet,
+    tenant.tenant_key,
 ):
     app.command()(command)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, NamedTuple, cast
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, cast
 
 import typer
 
@@ -11,6 +13,7 @@ from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
     DieWithParent,
+    Http,
     Insecure,
     LocalOnly,
     LogLevel,
@@ -24,8 +27,11 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, check_bind
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.kv_events import EventForm
 from kvpool.types import Namespace
+
+if TYPE_CHECKING:
+    from kvpool.kv_events import EventForm
+    from kvpool.net.http_server import Page
 
 #: Longest topic: subscribers compare it with each message's.
 TOPIC_MAX: Final = 256
@@ -57,6 +63,7 @@ def events(
     hashes: Annotated[
         str, typer.Option(help="short: 64 bits, as vLLM's default; full: the whole key.")
     ] = "short",
+    http: Http = None,
     insecure: Insecure = False,
     config: ConfigFile = None,
     masters: Masters = None,
@@ -85,12 +92,15 @@ def events(
     try:
         for endpoint in filter(None, (publish, replay)):
             _check_endpoint(endpoint, insecure)
+        public = insecure or bool(settings.secret_file)  # a scraper need not have the secret
+        if http:
+            check_bind(http, public)
         name = Namespace(namespace, parts)
     except KvpoolError as error:
         fail(error)
-    stream = StreamAddress(publish, replay, topic)
+    stream = StreamAddress(publish, replay, topic, http or "", public)
     if engine:
-        source = EngineAddress(engine, engine_replay, cast(EventForm, form))
+        source = EngineAddress(engine, engine_replay, cast("EventForm", form))
         run(_engine_events(settings, name, stream, source), log_level)
         return
     width = cast(Literal["short", "full"], hashes)
@@ -105,6 +115,7 @@ async def _events(
 ) -> None:
     from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
     from kvpool.ops.event_service import publish_pool
+    from kvpool.ops.metrics import pages_of_events
     from kvpool.ops.pool_stream import PoolStream
 
     stream = PoolStream(namespace, hashes)
@@ -120,17 +131,21 @@ async def _events(
         publisher.start()
         try:
             console.print(f"publishing at {publisher.endpoint}", highlight=False, soft_wrap=True)
-            await publish_pool(pool.events(), stream, publisher)
+            reader = pool.events()
+            async with _served(pages_of_events(publisher, stream, reader), at):
+                await publish_pool(reader, stream, publisher)
         finally:
             publisher.close()
 
 
 class StreamAddress(NamedTuple):
-    """Where this command publishes, and under which topic."""
+    """Where this command publishes, under which topic, and where its metrics are, if anywhere."""
 
     endpoint: str
     replay_endpoint: str
     topic: str
+    http: str
+    public: bool
 
 
 class EngineAddress(NamedTuple):
@@ -147,7 +162,8 @@ async def _engine_events(
     from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
     from kvpool.net.event_subscriber import EventSubscriber
     from kvpool.ops.engine_stream import EngineStream
-    from kvpool.ops.event_service import publish_engine
+    from kvpool.ops.event_service import EngineCounts, publish_engine
+    from kvpool.ops.metrics import pages_of_events
 
     stream = EngineStream(namespace, engine.form, runtime.host_id())
     async with await open_pool(settings) as pool:
@@ -163,11 +179,26 @@ async def _engine_events(
         try:
             subscriber = EventSubscriber(engine.endpoint, engine.replay_endpoint)
             console.print(f"publishing at {publisher.endpoint}", highlight=False, soft_wrap=True)
-            await publish_engine(subscriber.batches(), pool.events(), stream, publisher)
+            reader, counts = pool.events(), EngineCounts()
+            async with _served(pages_of_events(publisher, stream, reader, counts), at):
+                await publish_engine(subscriber.batches(), reader, stream, publisher, counts)
         finally:
             publisher.close()
             if subscriber is not None:
                 subscriber.close()
+
+
+@asynccontextmanager
+async def _served(
+    served: Mapping[str, Callable[[], Page]], at: StreamAddress
+) -> AsyncIterator[None]:
+    """Their metrics, where `--http` says."""
+    from kvpool.net.http_server import pages
+
+    async with pages(served, at.http, at.public) as serving:
+        if serving is not None:
+            console.print(f"metrics, health, ready at http://{serving.address}", markup=False)
+        yield
 
 
 def _check_endpoint(endpoint: str, insecure: bool) -> None:

@@ -1,16 +1,13 @@
-"""Commands that look at a pool: status, top, explain, doctor."""
+"""Commands that look at a pool once: status, explain, doctor."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.markup import escape
 
-from kvpool import runtime
 from kvpool.cli.shared import (
     QUERY_S,
     ClusterName,
@@ -27,10 +24,9 @@ from kvpool.cli.shared import (
     query_settings,
     run,
 )
-from kvpool.config import Config
+from kvpool.config import Config, cluster_of
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.types import Demand, Explanation, Member, Namespace, SessionReport
-from kvpool.units import parse_duration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,82 +47,45 @@ def status(
     Exit code 1 if no server is up.
     """
     from kvpool.ops.demand import demand_table
-    from kvpool.ops.tables import as_json_object, clients_table, members_table, tiers_table
+    from kvpool.ops.tables import (
+        as_json_object,
+        clients_table,
+        members_table,
+        tenants_table,
+        tiers_table,
+    )
 
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
-    async def main() -> tuple[list[Member], Demand | None]:
+    async def main() -> tuple[list[Member], list[tuple[Namespace, int]], Demand | None]:
         async with await open_pool(settings) as pool:
             members = await pool.members(timeout=QUERY_S)
+            namespaces = await pool.namespaces(timeout=QUERY_S) if not as_json else []
             try:
-                return members, await pool.demand(timeout=QUERY_S)
+                return members, namespaces, await pool.demand(timeout=QUERY_S)
             except Unavailable:  # a master of the release before does not measure it
-                return members, None
+                return members, namespaces, None
 
-    members, demand = run(main())
+    members, namespaces, demand = run(main())
     if as_json:
         print(json.dumps([as_json_object(member) for member in members]))
     else:
         console.print(members_table(members))
         console.print()
-        console.print(tiers_table(members))
+        if cluster_of(settings).tenant:
+            console.print("what servers hold and do is for operators: this key is a tenant's")
+        else:
+            console.print(tiers_table(members))
         if any(member.stats.clients for member in members):
             console.print()
             console.print(clients_table(members))
+        if (tenants := tenants_table(namespaces)) is not None:
+            console.print()
+            console.print(tenants)
         if demand is not None and demand.working_sets:
             console.print()
             console.print(demand_table(demand, members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)
-
-
-def top(
-    config: ConfigFile = None,
-    masters: Masters = None,
-    every: Annotated[str, typer.Option(help="Refresh interval, e.g. 500ms.")] = "1s",
-    refreshes: Annotated[
-        int,
-        typer.Option(
-            "--refreshes", "--looks", min=0, help="Number of refreshes; 0 means until Ctrl-C."
-        ),
-    ] = 0,
-    cluster: ClusterName = None,
-    secret_file: SecretFile = None,
-    local_only: LocalOnly = False,
-) -> None:
-    """Show the servers of a pool and refresh the view."""
-    from rich.console import Group
-    from rich.live import Live
-
-    from kvpool.ops.tables import members_table, tiers_table
-
-    settings = query_settings(config, masters, cluster, secret_file, local_only)
-
-    async def watch() -> None:
-        pause_s = parse_duration(every)
-        async with await open_pool(settings) as pool:
-            with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-                for count in itertools.count(1):
-                    try:
-                        members = await pool.members(timeout=QUERY_S)
-                        view = Group(members_table(members), "", tiers_table(members))
-                    except Unavailable as error:  # the master may be restarting: try again
-                        view = Group(escape(str(error)))
-                    live.update(view, refresh=True)
-                    if count == refreshes:
-                        return
-                    await asyncio.sleep(pause_s)
-
-    async def main() -> None:
-        watching = asyncio.create_task(watch())
-        stopped = asyncio.create_task(runtime.wait_for_signal())
-        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, stopped):
-            task.cancel()
-        await asyncio.wait([watching, stopped])
-        if not watching.cancelled():
-            watching.result()
-
-    run(main())
 
 
 def explain(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from kvpool.cli.shared import (
     Masters,
     SecretFile,
     TransportNames,
+    check_server,
     console,
     fail,
     open_pool,
@@ -26,7 +26,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.errors import ConfigError, Unavailable, UsageError
 from kvpool.types import DrainReport, DrainState
-from kvpool.units import parse_duration
+from kvpool.units import human, parse_duration
 
 if TYPE_CHECKING:
     from kvpool.client.pool import Pool
@@ -72,6 +72,7 @@ def drain(
 
     async def main() -> DrainReport:
         async with await open_pool(settings) as pool:
+            await check_server(pool, server)
             if cancel:
                 return await pool.cancel_drain(server)
             await pool.drain(server, within_s=within_s, back_in_s=back_in_s)
@@ -91,19 +92,20 @@ def drain(
 
 async def _follow(pool: Pool, server: str, *, quiet: bool) -> DrainReport:
     """Until it is over, with a bar on a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    import asyncio
+
+    from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[amount]}"),
     )
     loop = asyncio.get_running_loop()
     answered_at = loop.time()
     shown = not quiet and stderr.is_terminal
     with Progress(*columns, console=stderr, disable=not shown, transient=True) as progress:
-        bar = progress.add_task(f"draining {escape(server)}", total=None)
+        bar = progress.add_task(f"draining {escape(server)}", total=None, amount="")
         while True:
             try:
                 report = await pool.drain_report(server)
@@ -114,7 +116,10 @@ async def _follow(pool: Pool, server: str, *, quiet: bool) -> DrainReport:
                 await asyncio.sleep(_POLL_S)
                 continue
             total = report.moved_bytes + report.left_bytes
+            moved = f"{human(report.moved_bytes)} of {human(total)}"
             progress.update(bar, total=total or None, completed=report.moved_bytes)
+            speed = progress.tasks[0].speed
+            progress.update(bar, amount=f"{moved}, {human(speed)}/s" if speed else moved)
             if report.state is not DrainState.RUNNING:
                 return report
             await asyncio.sleep(_POLL_S)
@@ -122,8 +127,6 @@ async def _follow(pool: Pool, server: str, *, quiet: bool) -> DrainReport:
 
 def _print(server: str, report: DrainReport) -> None:
     from rich.table import Table
-
-    from kvpool.ops.tables import human
 
     moved = f"moved {report.moved_blocks:,} blocks, {human(report.moved_bytes)}"
     if report.state is DrainState.DONE:

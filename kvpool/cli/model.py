@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,18 +18,23 @@ from kvpool.errors import ConfigError, KvpoolError
 if TYPE_CHECKING:
     from kvpool.fleet.cases import FleetStudy
     from kvpool.fleet.constants import Constants
+    from kvpool.fleet.options import FleetOptions
 
 Which = Annotated[
     list[str] | None,
     typer.Argument(
-        help="headline, scaling, grid, hints, links, failures, fan-out, hog, thousand, "
-        "sensitivity, or one: a fleet of the options below."
+        help="headline, scaling, memory, grid, hints, links, failures, fan-out, hog, thousand, "
+        "loads, mixed, trace, sensitivity, masters, or one: a fleet of the options below."
     ),
 ]
-Gpus = Annotated[int, typer.Option(min=12, help="GPUs: 4 that prefill and 8 that decode, or more.")]
-LoadName = Annotated[str, typer.Option(help="What is asked: codex, scaling or fan-out.")]
-Sessions = Annotated[int, typer.Option(min=1, help="Sessions in all.")]
-Concurrent = Annotated[int, typer.Option(min=1, help="Sessions at the same time.")]
+Gpus = Annotated[
+    int | None, typer.Option(min=12, help="GPUs: 4 that prefill and 8 that decode, or more.")
+]
+LoadName = Annotated[
+    str, typer.Option(help="codex, scaling, fan-out, front-loaded, pipeline or reasoning.")
+]
+Sessions = Annotated[int | None, typer.Option(min=1, help="Sessions in all.")]
+Concurrent = Annotated[int | None, typer.Option(min=1, help="Sessions at the same time.")]
 ScopeName = Annotated[str, typer.Option(help="Below device memory: none, local or pool.")]
 RouterName = Annotated[
     str, typer.Option("--router", help="round-robin, least-loaded, sticky, spill or precise.")
@@ -59,7 +67,14 @@ Incidents = Annotated[
 MemoryTokens = Annotated[
     int | None, typer.Option(min=1, help="Tokens that fit into the memory of all servers together.")
 ]
-BlockTokens = Annotated[int, typer.Option(help="Tokens in a block.")]
+BlockTokens = Annotated[int, typer.Option("--block-tokens", help="Tokens in a block.")]
+Engines = Annotated[
+    str, typer.Option(help="split: some prefill and others decode; mixed: each does both.")
+]
+Trace = Annotated[
+    str | None, typer.Option(help="Prompts of this file at their times: timestamp, hash_ids, ...")
+]
+TraceRate = Annotated[float, typer.Option(help="How many times as fast as the file says.")]
 Values = Annotated[
     list[str] | None,
     typer.Option("--set", help="Another value of a constant, e.g. pool_load_bytes_s=1e9."),
@@ -69,90 +84,131 @@ Jobs = Annotated[int, typer.Option(min=1, max=256, help="Cases that run at the s
 ShowConstants = Annotated[
     bool, typer.Option("--constants", help="Only list the numbers of the model and their sources.")
 ]
-Picture = Annotated[
-    Path | None, typer.Option(help="Write the first table's throughput as SVG to this file.")
+Page = Annotated[
+    Path | None, typer.Option(help="Write all tables and their pictures to this HTML file.")
+]
+Pictures = Annotated[
+    Path | None, typer.Option(help="Write each picture as an SVG into this folder.")
 ]
 
 
 def fleet(
     which: Which = None,
-    gpus: Gpus = 12,
+    gpus: Gpus = None,
     load: LoadName = "codex",
-    sessions: Sessions = 610,
-    concurrent: Concurrent = 50,
+    sessions: Sessions = None,
+    concurrent: Concurrent = None,
     scope: ScopeName = "pool",
     router: RouterName = "round-robin",
     policy: PolicyName = "lru",
     planner: Planner = "auto",
     events_late_s: EventsLate = 0.5,
-    hint_names: HintNames = "",
+    hints: HintNames = "",
     resume_error: ResumeError = 0.25,
     admit_tokens: AdmitTokens = None,
-    hog: Hog = 0.0,
+    hog_prompts_s: Hog = 0.0,
     incidents: Incidents = None,
     memory_tokens: MemoryTokens = None,
-    block_tokens: BlockTokens = 512,
+    block: BlockTokens = 512,
+    engines: Engines = "split",
+    trace: Trace = None,
+    trace_rate: TraceRate = 1.0,
     values: Values = None,
     seed: Seed = 1,
     jobs: Jobs = 2,
-    constants: ShowConstants = False,
-    picture: Picture = None,
+    list_constants: ShowConstants = False,
+    page: Page = None,
+    pictures: Pictures = None,
     as_json: Json = False,
 ) -> None:
     """Model a fleet of engines over a pool in virtual time: the pool is real, engines are a model.
 
-    headline is a published case on 12 GPUs, scaling the same on up to 60.
+    headline is a published case on 12 GPUs, scaling the same on up to 60. Each table has a fleet
+    of its own size, unless --gpus, --sessions or --concurrent say otherwise.
     """
-    from kvpool.fleet import cases, report
+    given = dict(locals())  # every option by its name
+    from kvpool.fleet import tables
+
+    try:
+        changed = _options(given)
+        known = changed["constants"]
+        fleets = {name: tables.table(name).options(changed) for name in which or tables.DEFAULT}
+        _check_outputs(page, pictures)
+    except KvpoolError as error:
+        fail(error)
+    if list_constants:
+        return _print_constants(known, as_json)
+    if "masters" in fleets:
+        _print_masters(fleets.pop("masters"), as_json)
+    runtime.freeze_gc()  # a collection would visit millions of blocks
+    studies = [tables.study(name, base, jobs, _say) for name, base in fleets.items()]
+    if pictures is not None:
+        _write_pictures(studies, pictures)
+    if page is not None:
+        _write_page(studies, known, page)
+    if studies:
+        _print_tables(studies, known, as_json)
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `FleetOptions` that have a value. Raises ConfigError."""
     from kvpool.fleet.constants import Constants
     from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
 
-    try:
-        known = Constants().changed(_parsed(values or []))
-        names = which or ["headline", "scaling"]
-        cases.check(names)
-        base = FleetOptions(
-            gpus=gpus,
-            load=load,
-            sessions=sessions,
-            concurrent=concurrent,
-            scope=Scope.parsed(scope),
-            router=router,
-            policy=policy,
-            planner=planner,
-            events_late_s=events_late_s,
-            hints=Hints.parsed(hint_names),
-            resume_error=resume_error,
-            admit_tokens=admit_tokens,
-            hog_prompts_s=hog,
-            incidents=[Incident.parsed(one) for one in incidents or []],
-            memory_tokens=memory_tokens,
-            block=block_tokens,
-            seed=seed,
-            constants=known,
-        )
-    except KvpoolError as error:
-        fail(error)
-    if constants:
-        _print_constants(known, as_json)
-        return
-    runtime.freeze_gc()  # a collection would visit millions of blocks
-    studies = [cases.study(name, base, jobs, _say) for name in names]
-    if picture is not None:
-        picture.write_text(report.picture(studies[0]))
-    if as_json:
-        print(json.dumps(report.as_dict(studies, known)))
-    else:
-        _print_tables(studies)
+    names = {one.name for one in fields(FleetOptions)}
+    changed = {name: v for name, v in given.items() if name in names and v is not None}
+    changed.update(
+        scope=Scope.parsed(given["scope"]),
+        hints=Hints.parsed(given["hints"]),
+        incidents=[Incident.parsed(one) for one in given["incidents"] or []],
+        constants=Constants().changed(_parsed(given["values"] or [])),
+    )
+    return changed
 
 
-def _print_tables(studies: list[FleetStudy]) -> None:
+def _print_tables(studies: list[FleetStudy], known: Constants, as_json: bool) -> None:
     from kvpool.fleet import report
 
+    if as_json:
+        print(json.dumps(report.as_dict(studies, known)))
+        return
     for study in studies:
         console.print(report.table(study))
         if study.name == "headline":
             console.print(report.ratios(study.rows[0][1], study.rows[1][1]))
+
+
+def _check_outputs(page: Path | None, pictures: Path | None) -> None:
+    """Before a run of minutes. Raises ConfigError."""
+    if page is not None and not page.parent.is_dir():
+        raise ConfigError(f"--page {page}: no such directory")
+    if pictures is not None and not pictures.is_dir():
+        raise ConfigError(f"--pictures {pictures}: no such directory")
+
+
+def _write_page(studies: list[FleetStudy], known: Constants, page: Path) -> None:
+    from kvpool.fleet.page import page as drawn
+
+    page.write_text(drawn(studies, known, shlex.join(["kvpool", *sys.argv[1:]])))
+
+
+def _write_pictures(studies: list[FleetStudy], folder: Path) -> None:
+    from kvpool.fleet.pictures import pictures
+
+    for study in studies:
+        for name, drawn in pictures(study):
+            (folder / f"{name}.svg").write_text(drawn + "\n")
+
+
+def _print_masters(base: FleetOptions, as_json: bool) -> None:
+    from kvpool.fleet.master_report import masters_report
+
+    shown, document = masters_report(base)
+    if as_json:
+        print(json.dumps(document))
+        return
+    for one in shown:
+        console.print(one)
 
 
 def _say(line: str) -> None:

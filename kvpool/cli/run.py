@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +20,7 @@ from kvpool.cli.shared import (
     LogLevel,
     Masters,
     SecretFile,
+    TenantsPath,
     console,
     run,
     settings_of,
@@ -28,10 +28,11 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, MasterConfig, ServerConfig, cluster_of, local_secret_file
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.protocols import Transport
+from kvpool.units import human
 
 if TYPE_CHECKING:
-    from kvpool.net.http_server import Page
+    from kvpool.net.http_server import Routes
+    from kvpool.protocols import Transport
     from kvpool.server.block_server import BlockServer
     from kvpool.server.identity_file import IdentityFile
 
@@ -47,7 +48,6 @@ def dev(
 ) -> None:
     """Run a whole pool in this process, to try it on one machine."""
     from kvpool.dev import serve
-    from kvpool.ops.tables import human
 
     settings = settings_of(None, {"local_only": local_only or None, "master.bind": bind})
     _say_who_may_use_it(settings)
@@ -82,6 +82,7 @@ def master(
     http: Http = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    tenants: TenantsPath = None,
     local_only: LocalOnly = False,
     insecure: Insecure = False,
     log_level: LogLevel = "info",
@@ -89,12 +90,12 @@ def master(
 ) -> None:
     """Run a master, the directory of blocks. Several may run at the same time."""
     from kvpool.master.service import Master
+    from kvpool.net.tenants_file import TenantsFile
     from kvpool.net.zmq_rpc import ZmqNetwork
     from kvpool.ops import metrics
+    from kvpool.ops.status_page import status_page
 
-    if die_with_parent:
-        runtime.die_with_parent()
-    runtime.raise_file_limit()
+    _prepare(die_with_parent)
     settings = settings_of(
         config,
         {
@@ -103,6 +104,7 @@ def master(
             "master.insecure": insecure or None,
             "cluster": cluster,
             "secret_file": secret_file,
+            "tenants_file": tenants,
             "local_only": local_only or None,
         },
     )
@@ -110,20 +112,33 @@ def master(
     _say_who_may_use_it(settings, insecure=settings.master.insecure)
 
     async def main() -> None:
-        network = ZmqNetwork(cluster_of(settings))
+        tenants = TenantsFile.of(settings)
+        keys = tenants.keys if tenants is not None else None
+        network = ZmqNetwork(cluster_of(settings), keys)
         running = Master(settings.master, network)
         try:
             await running.start()
             runtime.freeze_gc()
             console.print(f"master at {running.address}")
             wanted = settings.master
-            async with _pages(metrics.pages_of_master(running), wanted, settings):
-                await runtime.wait_for_signal()
+            shown: AbstractAsyncContextManager[Routes] = nullcontext({})
+            if wanted.http:
+                shown = status_page(running, wanted.timeout_s / 2)
+            async with shown as views, tenants.watched() if tenants else nullcontext():
+                served = {**metrics.pages_of_master(running), **views}
+                async with _pages(served, wanted, settings):
+                    await runtime.wait_for_signal()
         finally:
             await running.close()
             network.close()
 
     run(main(), log_level)
+
+
+def _prepare(die_with_parent: bool) -> None:
+    if die_with_parent:
+        runtime.die_with_parent()
+    runtime.raise_file_limit()
 
 
 WriteMode = Annotated[
@@ -171,6 +186,7 @@ def server(
     http: Http = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    tenants: TenantsPath = None,
     local_only: LocalOnly = False,
     insecure: Insecure = False,
     drain: Annotated[
@@ -180,9 +196,7 @@ def server(
     die_with_parent: DieWithParent = False,
 ) -> None:
     """Run a block server, which stores the bytes."""
-    if die_with_parent:
-        runtime.die_with_parent()
-    runtime.raise_file_limit()
+    _prepare(die_with_parent)
     settings = settings_of(
         config,
         {
@@ -199,6 +213,7 @@ def server(
             "server.drain_s": drain,
             "cluster": cluster,
             "secret_file": secret_file,
+            "tenants_file": tenants,
             "local_only": local_only or None,
         },
     )
@@ -214,13 +229,16 @@ async def _serve(settings: Config) -> None:
 
 
 async def _serve_as(identity: IdentityFile, settings: Config) -> None:
+    import asyncio
+
     from kvpool import registry
+    from kvpool.net.tenants_file import TenantsFile
     from kvpool.net.zmq_rpc import ZmqNetwork
     from kvpool.ops import metrics
-    from kvpool.ops.tables import human
     from kvpool.server.block_server import BlockServer
 
     wanted = settings.server
+    tenants = TenantsFile.of(settings)
     network = ZmqNetwork(cluster_of(settings))
     running: BlockServer | None = None
     try:
@@ -237,22 +255,22 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
             policy=registry.policy(wanted.policy, tiers[-1].capacity),
             secret=identity.secret,
             keeps_secret=identity.kept,
+            tenants=tenants.keys if tenants is not None else None,
         )
+        if tenants is not None:
+            tenants.on_change(running.tenants_changed)
         await running.start()
         runtime.freeze_gc()
-        size = ", ".join(f"{tier.name} {human(tier.capacity)}" for tier in running.tiers)
-        console.print(
-            f"server {running.server}, {size}: {', '.join(running.addresses)}",
-            soft_wrap=True,
-            markup=False,
-        )
-        async with _pages(metrics.pages_of_server(running), wanted, settings):
+        pages = _pages(metrics.pages_of_server(running), wanted, settings)
+        async with pages, tenants.watched() if tenants else nullcontext():
             registering = asyncio.create_task(_registered(running, settings))
             stopped = asyncio.create_task(runtime.wait_for_signal())
             # An id that is taken ends the server; a master that is not reachable yet does not.
             await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
             if registering.done():
                 registering.result()
+                # Only now: who waits for this line writes next, and needs a server that is known.
+                _say_what_it_offers(running)
                 await stopped
             registering.cancel()
             if wanted.drain_s and stopped.done():
@@ -263,8 +281,19 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
         network.close()
 
 
+def _say_what_it_offers(running: BlockServer) -> None:
+    size = ", ".join(f"{tier.name} {human(tier.capacity)}" for tier in running.tiers)
+    console.print(
+        f"server {running.server}, {size}: {', '.join(running.addresses)}",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
 async def _drain(running: BlockServer, within_s: float) -> None:
     """Hand over the blocks; a second signal ends it."""
+    import asyncio
+
     draining = asyncio.create_task(running.drain(within_s))
     stopped = asyncio.create_task(runtime.wait_for_signal())
     await asyncio.wait([draining, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -301,22 +330,25 @@ def _check_authenticated(transports: Mapping[str, Transport]) -> None:
 
 @asynccontextmanager
 async def _pages(
-    served: Mapping[str, Callable[[], Page]],
+    served: Routes,
     wanted: MasterConfig | ServerConfig,
     settings: Config,
 ) -> AsyncIterator[None]:
     from kvpool.net.http_server import pages
 
-    # Metrics are not protected by the cluster's secret: a scraper need not have it.
+    # Not protected by the cluster's secret: a scraper or a browser need not have it.
     public = wanted.insecure or bool(settings.secret_file)
     async with pages(served, wanted.http, public) as serving:
         if serving is not None:
-            console.print(f"metrics, health, ready at http://{serving.address}", markup=False)
+            what = "status page, metrics" if "/" in served else "metrics"
+            console.print(f"{what}, health, ready at http://{serving.address}", markup=False)
         yield
 
 
 async def _registered(running: BlockServer, settings: Config) -> None:
     """Wait for a master. Raises ConfigError if the id is still taken after a timeout."""
+    import asyncio
+
     from kvpool.net.diagnose import diagnose_unreachable
 
     loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Coroutine, Sequence
@@ -19,6 +20,7 @@ from kvpool.types import check_digests
 
 if TYPE_CHECKING:
     from kvpool.client.pool import Pool
+    from kvpool.types import Member
 
 #: Piped output is for grep: one line per row, not wrapped at 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 200)
@@ -27,6 +29,8 @@ T = TypeVar("T")
 
 #: Deadline of a command that queries the pool.
 QUERY_S = 1.5
+#: So many names of servers a message lists.
+_NAMES_MAX = 8
 
 ConfigFile = Annotated[
     Path | None,
@@ -46,6 +50,14 @@ ClusterName = Annotated[
 ]
 SecretFile = Annotated[
     str | None, typer.Option(help="File with the cluster's shared secret, e.g. /etc/kvpool/secret.")
+]
+TenantsPath = Annotated[
+    str | None,
+    typer.Option(
+        "--tenants",
+        help="YAML file with the tenants of the pool, e.g. /etc/kvpool/tenants.yaml; needs "
+        "--secret-file.",
+    ),
 ]
 TransportNames = Annotated[
     list[str] | None,
@@ -67,7 +79,10 @@ Insecure = Annotated[
 DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
 Http = Annotated[
     str | None,
-    typer.Option(help="Serve /metrics, /health and /ready at this address, e.g. 127.0.0.1:7452."),
+    typer.Option(
+        help="Serve /metrics, /health and /ready at this address, e.g. 127.0.0.1:7452; a master "
+        "also a status page at /."
+    ),
 ]
 LogLevel = Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")]
 
@@ -109,9 +124,27 @@ def digests_of(keys: Sequence[str]) -> list[bytes]:
     return digests
 
 
+def no_such_name(name: str, members: Sequence[Member], *, hosts: bool = False) -> str:
+    """What to tell of a name that no server has, nor a host if `hosts` may be named, too."""
+    names = {one.server for one in members} | {one.host for one in members if hosts}
+    here = difflib.get_close_matches(name, names, _NAMES_MAX) + sorted(names)
+    shown = list(dict.fromkeys(here))[:_NAMES_MAX]
+    more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
+    listed = f"there are {', '.join(shown)}{more}" if shown else "masters know no server"
+    what = "server or host" if hosts else "server"
+    return f"no {what} has the name {name!r}: {listed}; `kvpool status` shows all"
+
+
+async def check_server(pool: Pool, server: str) -> None:
+    """Raises ConfigError when no server has this id, and MasterLost."""
+    members = await pool.members()
+    if all(one.server != server for one in members):
+        raise ConfigError(no_such_name(server, members))
+
+
 async def open_pool(settings: Config) -> Pool:
     """A client with short timeouts."""
-    from kvpool.client.pool import connect
+    from kvpool.client.opening import connect
 
     client = settings.client
     short = ClientConfig(

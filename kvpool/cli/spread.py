@@ -20,13 +20,18 @@ from kvpool.cli.shared import (
     console,
     digests_of,
     fail,
+    no_such_name,
     open_pool,
     query_settings,
     run,
+    stderr,
 )
 from kvpool.errors import ConfigError, UsageError
 from kvpool.types import Namespace, SpreadReport
 from kvpool.units import parse_duration
+
+#: Of so many wrong names a line of its own says which ones there are.
+_WRONG_NAMES_MAX = 4
 
 
 def spread(
@@ -70,9 +75,16 @@ def spread(
     async def main() -> SpreadReport:
         async with await open_pool(settings) as pool:
             try:
-                return await pool.spread(wanted, chain, to=receivers, timeout=within_s)
+                report = await pool.spread(wanted, chain, to=receivers, timeout=within_s)
             except UsageError as error:
                 raise ConfigError(f"--to {to}: {error}") from None
+            from kvpool.client.spread_tree import NO_SUCH_NAME
+
+            wrong = [one.server for one in report.servers if one.problem == NO_SUCH_NAME]
+            for name in wrong[:_WRONG_NAMES_MAX]:
+                line = no_such_name(name, await pool.members(), hosts=True)
+                stderr.print(line, markup=False, highlight=False, soft_wrap=True)
+            return report
 
     report = run(main())
     whole = report.complete and report.length == len(chain)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final, Protocol
 
+from kvpool import spans
+from kvpool.client.known_spans import KnownSpans
 from kvpool.client.masters import Masters
 from kvpool.client.presence import presence
 from kvpool.client.servers import Servers
-from kvpool.errors import BadKey, MasterLost, Unavailable
+from kvpool.errors import BadKey, MasterLost, MasterTooOld, Unavailable
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BlockKey,
@@ -29,6 +31,10 @@ from kvpool.wire import messages as wire
 
 #: Keys in one request to a master: an answer where each block is elsewhere must fit, too.
 _FIND_KEYS: Final = 4096
+#: The same of a match, which makes a master learn spans; and of its first question: most prompts
+#: are known as far as marks reach, and new a little later.
+_MATCH_KEYS: Final = 2048
+_FIRST_KEYS: Final = 512
 #: Pages of a list that a master may send.
 _PAGES_MAX: Final = 1000
 
@@ -47,28 +53,96 @@ async def match(
     deadline: float,
     session: str = "",
     *,
+    known: KnownSpans,
     observes: bool = False,
 ) -> Match:
     """As `Pool.match`; it is no demand if it only `observes`. It awaits nothing but
-    `masters.ask`."""
+    `masters.ask`. (design: match)"""
     size = check_digest_size(chain)
+    packed = b"".join(chain)
+    if len(packed) != size * len(chain):  # cheaper than a check of each key
+        check_digests(chain)
+    page = _Page(namespace, size, packed, known)
     runs: list[Run] = []
-    for first in range(0, len(chain), _FIND_KEYS):
-        digests = chain[first : first + _FIND_KEYS]
-        packed = b"".join(digests)
-        if len(packed) != size * len(digests):  # cheaper than a check of each key
-            check_digests(chain)
-        arrived = "" if first else session  # once for a chain
-        request = wire.Find(namespace.name, namespace.parts, size, packed, True, arrived, observes)
+    at = 0
+    while at < len(chain):
+        question, count = page.question(at, session, observes)
         try:
-            found = await masters.ask(request, wire.FindReply, deadline)
-            runs += _runs(found, first, len(digests))
-        except Unavailable:
-            return Match(tuple(runs), first, ReadStatus.NO_MASTER)
+            found = await masters.ask(question, wire.FindReply, deadline)
+            batch = _runs(found, at, count, page.spans_before)
+        except Unavailable as error:
+            if isinstance(error, MasterTooOld) and page.ask_without_marks():
+                continue
+            return Match(tuple(runs), at, ReadStatus.NO_MASTER)
+        session = ""  # it has arrived
+        reached = batch[-1].last + 1 if batch else at
+        if runs and batch and runs[-1].replicas == batch[0].replicas:
+            batch[0] = batch[0]._replace(first=runs.pop().first)
+        runs += batch
+        page.learn(at, reached, missed=bool(found.misses))
         if found.misses:
-            length = runs[-1].last + 1 if runs else 0
-            return Match(tuple(runs), length, _miss(found.misses[0]))
+            return Match(tuple(runs), reached, _miss(found.misses[0]))
+        at = reached
     return Match(tuple(runs), len(chain), ReadStatus.HIT)
+
+
+class _Page:
+    """The questions of one match: marks of spans that are known, then keys, then other marks."""
+
+    def __init__(self, namespace: Namespace, size: int, packed: bytes, known: KnownSpans) -> None:
+        self._namespace = namespace
+        self._size = size
+        self._packed = packed
+        self._count = len(packed) // size
+        self._marks = spans.marks_of(packed, size)
+        self._known = known
+        #: Spans of the last question whose keys it does not have.
+        self.spans_before = 0
+        self._plain = False  # no master knows what a mark is
+        self._unknown = False  # the last answer ended at a mark
+        self._was_unknown = False  # an earlier one did
+
+    def question(
+        self, at: int, session: str, observes: bool
+    ) -> tuple[wire.Find | wire.FindChain, int]:
+        """About the blocks from position `at` on, the first of a span; and how many they are."""
+        first, size = at // spans.SPAN_BLOCKS, self._size
+        # At least one key: so an answer ends with a reason, or at the end of the question.
+        most = min(first + wire.SPANS_MAX, (self._count - 1) // spans.SPAN_BLOCKS)
+        ask_all = self._plain or self._unknown
+        known = 0 if ask_all else self._known.count(self._marks, first, most)
+        self.spans_before = known
+        begin = at + known * spans.SPAN_BLOCKS
+        goes_on = at and not known and not self._unknown  # all that was asked for is there
+        keys_max = _MATCH_KEYS if goes_on or self._plain else _FIRST_KEYS
+        end = min(begin + keys_max // spans.SPAN_BLOCKS * spans.SPAN_BLOCKS, self._count)
+        where = self._namespace.name, self._namespace.parts, size
+        keys = self._packed[begin * size : end * size]
+        last = end // spans.SPAN_BLOCKS
+        # What follows was asked for with the first question.
+        behind = self._marks[last : last + wire.SPANS_MAX] if not at and not self._plain else []
+        if not known and not behind:
+            return wire.Find(*where, keys, True, session, observes), end - at
+        before = spans.pack_marks(self._marks[first : first + known])
+        return wire.FindChain(
+            *where, keys, before, spans.pack_marks(behind), session, observes
+        ), end - at
+
+    def learn(self, at: int, reached: int, *, missed: bool) -> None:
+        """The answer to the last question, which was about the blocks from `at` on."""
+        first, last = at // spans.SPAN_BLOCKS, reached // spans.SPAN_BLOCKS
+        self._known.add(self._marks[first:last])
+        self._unknown = last < first + self.spans_before and not missed
+        if self._unknown:
+            # One that was broken, or a master that knows few: the second time it is all of them.
+            end = first + self.spans_before if self._was_unknown else last + 1
+            self._known.discard(self._marks[last:end])
+            self._was_unknown = True
+
+    def ask_without_marks(self) -> bool:
+        """From the next question on; False if that was so before."""
+        before, self._plain = self._plain, True
+        return not before
 
 
 class Lookup:
@@ -77,6 +151,7 @@ class Lookup:
     def __init__(self, masters: Masters, servers: Servers) -> None:
         self._masters = masters
         self._servers = servers
+        self._known = KnownSpans()
 
     async def match(
         self,
@@ -88,7 +163,15 @@ class Lookup:
         observes: bool = False,
     ) -> Match:
         """As `Pool.match`; it is no demand if it only `observes`."""
-        return await match(self._masters, namespace, chain, deadline, session, observes=observes)
+        return await match(
+            self._masters,
+            namespace,
+            chain,
+            deadline,
+            session,
+            known=self._known,
+            observes=observes,
+        )
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float
@@ -142,7 +225,14 @@ class Lookup:
             ]
         except BadKey as error:
             raise MasterLost(f"a master answered with {error}") from None
-        return Demand(answer.seconds, tuple(sets), answer.chain_servers, answer.beyond_hole)
+        return Demand(
+            answer.seconds,
+            tuple(sets),
+            answer.chain_servers,
+            answer.beyond_hole,
+            answer.asked_blocks,
+            answer.found_blocks,
+        )
 
     async def locate(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
@@ -174,25 +264,51 @@ class Lookup:
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float
     ) -> list[Presence | None]:
         """As `Pool.where`."""
-        size = check_digest_size(digests)
         answers: list[Presence | None] = []
-        for first in range(0, len(digests), _FIND_KEYS):
-            batch = digests[first : first + _FIND_KEYS]
-            packed = b"".join(batch)
-            if len(packed) != size * len(batch):  # cheaper than a check of each key
-                check_digests(digests)
-            request = wire.Find(namespace.name, namespace.parts, size, packed, False, observes=True)
-            found = await self._masters.ask(request, wire.FindReply, deadline)
-            runs = _runs(found, 0, len(batch))
+        async for count, runs in self._pages(namespace, digests, deadline, observes=True):
             near = await self._servers.near(
                 {replica.server for run in runs for replica in run.replicas}, deadline
             )
-            page: list[Presence | None] = [None] * len(batch)
+            page: list[Presence | None] = [None] * count
             for run in runs:
                 here = presence(run.replicas, namespace.parts, near)
                 page[run.first : run.last + 1] = [here] * (run.last + 1 - run.first)
             answers += page
         return answers
+
+    async def contains(
+        self, namespace: Namespace, digests: Sequence[bytes], deadline: float
+    ) -> list[bool]:
+        """As `Pool.contains`."""
+        answers: list[bool] = []
+        async for count, runs in self._pages(namespace, digests, deadline, observes=False):
+            page = [False] * count
+            for run in runs:
+                page[run.first : run.last + 1] = [True] * (run.last + 1 - run.first)
+            answers += page
+        return answers
+
+    async def _pages(
+        self, namespace: Namespace, digests: Sequence[bytes], deadline: float, *, observes: bool
+    ) -> AsyncIterator[tuple[int, list[Run]]]:
+        """Of blocks in whatever order: how many one question was about, and the runs found.
+
+        Positions of runs count from the first block of their page. Raises BadKey, MasterLost.
+        """
+        size = check_digest_size(digests)
+        if len(set(map(len, digests))) != 1:
+            check_digests(digests)
+        for first in range(0, len(digests), _FIND_KEYS):
+            batch = digests[first : first + _FIND_KEYS]
+            request = wire.Find(
+                namespace.name, namespace.parts, size, b"".join(batch), False, observes=observes
+            )
+            try:
+                found = await self._masters.ask(request, wire.FindReply, deadline)
+                runs = _runs(found, 0, len(batch))
+            except Unavailable as error:  # an answer that contradicts itself is none
+                raise MasterLost(str(error)) from None
+            yield len(batch), runs
 
     async def holders(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
@@ -230,10 +346,11 @@ class Lookup:
         return candidates
 
 
-def _runs(found: wire.FindReply, first: int, count: int) -> list[Run]:
+def _runs(found: wire.FindReply, first: int, count: int, spans_before: int = 0) -> list[Run]:
     """The runs of an answer, with positions in the whole chain.
 
-    Raises Unavailable for an answer that contradicts itself: that master did not answer.
+    Without a reason it may end inside of the `spans_before` the keys, behind one of them. Raises
+    Unavailable for an answer that contradicts itself: that master did not answer.
     """
     runs = []
     position = covered = 0
@@ -243,7 +360,8 @@ def _runs(found: wire.FindReply, first: int, count: int) -> list[Run]:
         position = run_last + 1
         covered += position - run_first
         runs.append(Run(first + run_first, first + run_last, tuple(Replica(*r) for r in replicas)))
-    if not found.misses and covered != count:
+    unknown = covered < spans_before * spans.SPAN_BLOCKS and not covered % spans.SPAN_BLOCKS
+    if not found.misses and covered != count and not (unknown and covered == position):
         raise Unavailable(f"a master answered for {covered} of {count} blocks")
     return runs
 

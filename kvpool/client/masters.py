@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
+from kvpool import logs
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     MasterLost,
+    MasterTooOld,
+    MessageTooNew,
     Overloaded,
     PeerError,
     Unavailable,
@@ -18,14 +22,26 @@ from kvpool.protocols import (
 )
 from kvpool.wire import messages as wire
 
+log = logs.get("kvpool.client.masters")
+
+#: Without an answer for so long the pool counts as lost. One late answer is no loss.
+_LOST_AFTER_S: Final = 1.0
+
 
 class Masters:
-    """Any master that answers. The one that answered last is asked first."""
+    """Any master that answers. The one that answered last is asked first.
+
+    Logs once when no master has answered for a second, and once when one answers again.
+    """
 
     def __init__(self, network: Network, config: ClientConfig) -> None:
         self._links: list[Link] = [network.connect(address) for address in config.masters]
         self._config = config
+        self._addresses = ",".join(config.masters)
         self._preferred = 0
+        #: When the first request since the last answer failed; and whether the log has it.
+        self._failing_since: float | None = None
+        self._logged_lost = False
 
     async def ask(
         self,
@@ -35,7 +51,8 @@ class Masters:
         *,
         patient: bool = False,
     ) -> wire.M:
-        """The first good answer. Raises MasterLost when no master answers within `attempt_s`.
+        """The first good answer. Raises MasterLost when no master answers within `attempt_s`, and
+        MasterTooOld when none knows the message.
 
         A `patient` caller waits until the deadline.
 
@@ -46,7 +63,7 @@ class Masters:
         now = asyncio.get_running_loop().time()
         request = wire.encode(message)
         until = deadline if patient else min(deadline, now + self._config.attempt_s)
-        problems: list[str] = []
+        problems: list[Exception] = []
         if len(self._links) > 1:
             # Half of a short deadline: the others need time to answer, too.
             first = min(now + self._config.hedge_s, now + (until - now) / 2)
@@ -56,7 +73,7 @@ class Masters:
             return await self._ask_all(request, answer, until, problems)
         got = await self._ask(0, request, answer, until, problems)
         if got is None:
-            raise _lost(problems)
+            raise self._lost(problems)
         return got
 
     def close(self) -> None:
@@ -69,15 +86,17 @@ class Masters:
         request: tuple[int, bytes],
         answer: type[wire.M],
         deadline: float,
-        problems: list[str],
+        problems: list[Exception],
     ) -> wire.M | None:
         try:
             got = await self._links[index].request(*request, deadline=deadline)
             decoded = wire.decode_answer(answer, *got)
         except (Unavailable, Overloaded, PeerError) as error:
-            problems.append(str(error))
+            problems.append(error)
             return None
         self._preferred = index
+        if self._failing_since is not None:
+            self._answers_again()
         return decoded
 
     async def _ask_all(
@@ -85,7 +104,7 @@ class Masters:
         request: tuple[int, bytes],
         answer: type[wire.M],
         deadline: float,
-        problems: list[str],
+        problems: list[Exception],
     ) -> wire.M:
         loop = asyncio.get_running_loop()
         order = [*range(self._preferred, len(self._links)), *range(self._preferred)]
@@ -102,8 +121,26 @@ class Masters:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        raise _lost(problems)
+        raise self._lost(problems)
 
+    def _lost(self, problems: Sequence[Exception]) -> MasterLost:
+        """The error to raise; the first one after `_LOST_AFTER_S` without an answer is logged."""
+        now = asyncio.get_running_loop().time()
+        why = "; ".join(map(str, problems))
+        if problems and all(isinstance(one, MessageTooNew) for one in problems):
+            return MasterTooOld(why)
+        if self._failing_since is None:
+            self._failing_since = now
+        elif not self._logged_lost and now - self._failing_since >= _LOST_AFTER_S:
+            self._logged_lost = True
+            log.warning(
+                "kvpool: the pool is lost, no master answers", masters=self._addresses, why=why
+            )
+        return MasterLost(f"no master answers: {why}; is `kvpool master` running?")
 
-def _lost(problems: Sequence[str]) -> MasterLost:
-    return MasterLost(f"no master answers: {'; '.join(problems)}; is `kvpool master` running?")
+    def _answers_again(self) -> None:
+        since, self._failing_since = self._failing_since, None
+        if self._logged_lost and since is not None:
+            self._logged_lost = False
+            lost_s = round(asyncio.get_running_loop().time() - since, 1)
+            log.info("kvpool: the pool is back", masters=self._addresses, lost_s=lost_s)

@@ -16,9 +16,20 @@ from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from kvpool.client.known_spans import KnownSpans
 from kvpool.client.lookup import match
+from kvpool.client.own_names import own_namespace, own_session
 from kvpool.config import ClientConfig
-from kvpool.errors import Closed, MasterLost, Overloaded, PeerError, Unavailable, UsageError
+from kvpool.errors import (
+    Closed,
+    MasterLost,
+    MasterTooOld,
+    MessageTooNew,
+    Overloaded,
+    PeerError,
+    Unavailable,
+    UsageError,
+)
 from kvpool.net.requests import PENDING_MAX
 from kvpool.net.zmq_polled import PolledLinks
 from kvpool.net.zmq_rpc import RECONNECT_AFTER_S
@@ -54,9 +65,11 @@ class MatchPoller:
         """Begin to connect to the masters. Raises ConfigError for an address that is not valid."""
         self._config = config
         self._clock = clock
+        self._tenant = cluster.tenant
         self._links = PolledLinks(config.masters, cluster)
         self._spoken = [SpokenVersion() for _ in range(len(self._links))]
         self._preferred = 0
+        self._known = KnownSpans()
         self._next_id = 0
         self._lookups: dict[Hashable, _Lookup] = {}
         self._requests: dict[int, _Request] = {}
@@ -88,6 +101,11 @@ class MatchPoller:
         self._check_open()
         if session:
             check_session(session)
+            session = own_session(self._tenant, session)
+        if self._tenant:
+            chains = [
+                (own_namespace(self._tenant, namespace), chain) for namespace, chain in chains
+            ]
         if key in self._lookups or not chains:
             raise UsageError(f"a lookup {key!r} of {len(chains)} chains, while {len(self)} run")
         if len(self._requests) + len(chains) > PENDING_MAX:
@@ -97,7 +115,8 @@ class MatchPoller:
         self._lookups[key] = lookup = _Lookup(key, [None] * len(chains))
         try:
             for number, (namespace, chain) in enumerate(chains):
-                asking = match(_HAND, namespace, chain, deadline, "" if number else session)
+                arrived = "" if number else session
+                asking = match(_HAND, namespace, chain, deadline, arrived, known=self._known)
                 self._go_on(_Chain(lookup, number, asking, deadline), None, now)
         except BaseException:
             self._forget(lookup)
@@ -158,12 +177,19 @@ class MatchPoller:
         hedge_s = min(self._config.hedge_s, (chain.deadline - now) / 2)
         request = _Request(chain, *wire.encode(question.message), hedge_at=now + hedge_s)
         self._requests[id] = request
-        if not self._send(id, request, self._preferred, now):
+        if not self._send(id, request, self._preferred, now) or request.too_new:
             self._send_to_all(id, request, now)
+        self._end_if_refused(id, request, "", now)
 
     def _send(self, id: int, request: _Request, link: int, now: float) -> bool:
         version = self._spoken[link].at(now)
-        body = wire.translate(request.type, request.body, version)
+        try:
+            body = wire.translate(request.type, request.body, version)
+        except MessageTooNew:
+            request.asked[link] = version
+            request.refused.add(link)
+            request.too_new.add(link)
+            return True
         sent = self._links.send(link, request.type, body, id, version)
         if sent:
             request.asked[link] = version
@@ -187,18 +213,25 @@ class MatchPoller:
             envelope = decode_envelope(message, self._links.cluster)
             if self._refused_version(request, link, envelope, now):
                 self._send(id, request, link, now)
-                return
+                if link not in request.too_new:
+                    return
+                raise MessageTooNew(f"a master speaks protocol {envelope.version}")
             answer = wire.decode_answer(wire.FindReply, envelope.type, envelope.body)
         except (Unavailable, Overloaded, PeerError) as error:
             request.refused.add(link)
             self._send_to_all(id, request, now)
-            if request.refused == request.asked.keys():
-                del self._requests[id]
-                self._go_on(request.chain, MasterLost(str(error)), now)
+            self._end_if_refused(id, request, str(error), now)
             return
         self._preferred = link
         del self._requests[id]
         self._go_on(request.chain, answer, now)
+
+    def _end_if_refused(self, id: int, request: _Request, why: str, now: float) -> None:
+        """End a question that every master has refused to which it could be sent."""
+        if request.refused and request.refused == request.asked.keys():
+            del self._requests[id]
+            too_old = request.too_new == request.refused
+            self._go_on(request.chain, MasterTooOld(why) if too_old else MasterLost(why), now)
 
     def _refused_version(
         self, request: _Request, link: int, envelope: Envelope, now: float
@@ -261,6 +294,7 @@ class _Request:
     hedge_at: float
     asked: dict[int, int] = field(default_factory=dict)  # by link: in which protocol version
     refused: set[int] = field(default_factory=set)  # links
+    too_new: set[int] = field(default_factory=set)  # links of it to older masters, not sent
 
 
 class _Question(NamedTuple):

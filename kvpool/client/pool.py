@@ -16,12 +16,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from kvpool import registry
 from kvpool.client.buffers import BufferLike, as_views, normalize_buffers
 from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
+from kvpool.client.own_names import own_namespace, own_session
 from kvpool.client.pool_events import EventReader
 from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
@@ -37,14 +37,13 @@ from kvpool.errors import (
     BadBuffer,
     BadKey,
     Closed,
+    ConfigError,
     KvpoolError,
     MasterLost,
     TooLarge,
     Unavailable,
     UsageError,
 )
-from kvpool.net.diagnose import diagnose_unreachable
-from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import (
     Channel,
     Network,
@@ -54,6 +53,7 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.runtime import Host, this_host
+from kvpool.tenants import unqualified
 from kvpool.types import (
     ARRIVED,
     BATCH_BLOCKS_MAX,
@@ -73,7 +73,6 @@ from kvpool.types import (
     Match,
     Member,
     Namespace,
-    PoolEvent,
     PrefetchStatus,
     Presence,
     ReadResult,
@@ -93,38 +92,6 @@ _TIMEOUT_S_MAX: Final = 86_400.0
 
 if TYPE_CHECKING:
     from kvpool.client.device_staging import Staging
-
-
-async def connect(
-    *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
-) -> Pool:
-    """Open a pool on the masters at `host:port`; any one of them is enough.
-
-    A cluster with a secret is `Cluster(name, secret)`. Raises MasterLost when none answers within
-    `timeout_s` of the configuration.
-    """
-    cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
-    if config is None:
-        config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
-    transports = registry.transports(config.transports)
-    network = ZmqNetwork(cluster)
-    try:
-        pool = Pool(
-            config, cluster=cluster, network=network, transports=transports, owns_network=True
-        )
-    except BaseException:
-        network.close()
-        raise
-    try:
-        # Patient: a master to which hundreds of clients connect at once answers after seconds.
-        await pool._servers.refresh(pool._begin(None), patient=True)
-    except MasterLost as error:
-        await pool.close()
-        raise MasterLost(f"{error}{await diagnose_unreachable(config.masters, cluster)}") from None
-    except BaseException:
-        await pool.close()
-        raise
-    return pool
 
 
 class Pool:
@@ -152,6 +119,9 @@ class Pool:
     | `failed_SCHEME` | failures | of a transport, which comes last for a while |
     | `staged_read_bytes`, `staged_write_bytes` | bytes | copied to; from CUDA devices |
     | `hint_accepted`, ... | hints | answers of masters, by `HintStatus` |
+
+    `durations.counts()` has how many matches, and messages to servers that read or write, were
+    answered after so many seconds, by transport; `kvpool.ops.client_metrics` exports both.
     """
 
     def __init__(
@@ -166,6 +136,11 @@ class Pool:
         rng: random.Random | None = None,
     ) -> None:
         self._config = config
+        #: The names of this tenant's users are qualified with it here, on their way in and out, so
+        #: that nothing behind this class knows two names of one thing (design: tenants).
+        self._tenant = cluster.tenant
+        if cluster.tenant:
+            transports = _for_tenants(transports)
         self._network = network
         self._owns_network = owns_network
         self._loop = asyncio.get_running_loop()
@@ -178,6 +153,7 @@ class Pool:
         self._servers = servers = Servers(
             config, cluster, host, transports, self._masters, counters, rng
         )
+        self.durations = servers.durations
         self._device_staging: Staging | None = None
         locations = LocationCache()
         self._lookup = lookup = Lookup(self._masters, servers)
@@ -228,16 +204,34 @@ class Pool:
         BadKey for an empty `chain` and for digests that are not 16 to 32 bytes or differ in length;
         UsageError for a wrong `session`.
         """
-        if session:
-            check_session(session)
-        return await self._lookup.match(namespace, chain, self._begin(timeout), session)
+        session = self._session(session) if session else ""
+        namespace = self._own(namespace)
+        deadline, began = self._begin(timeout), self._loop.time()
+        match = await self._lookup.match(namespace, chain, deadline, session)
+        self.durations.record("match", "zmq", self._loop.time() - began)
+        return match
+
+    async def contains(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[bool]:
+        """Which of these blocks the pool has, for keys that form no chain: one answer per digest.
+
+        One message to a master for each 4,096 digests. As `match`, it is no use of the blocks and
+        pins none: a block may be gone when it is read. A digest may occur twice. Raises BadKey for
+        empty `digests` and for those that are not 16 to 32 bytes or differ in length; MasterLost
+        when no master answers (design: flat-keys).
+        """
+        return await self._lookup.contains(self._own(namespace), digests, self._begin(timeout))
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[Explanation]:
         """Where each block is, or why it is not there. Raises BadKey, and MasterLost when no
         master answers."""
-        return await self._lookup.explain(namespace, digests, self._begin(timeout))
+        answers = await self._lookup.explain(self._own(namespace), digests, self._begin(timeout))
+        if not self._tenant:
+            return answers
+        return [one._replace(key=one.key._replace(namespace=namespace)) for one in answers]
 
     async def explain_session(self, session: str, *, timeout: float | None = None) -> SessionReport:
         """What became of the hints about a session: the last of each kind, and servers' answers.
@@ -246,8 +240,7 @@ class Pool:
         one is not in it, and answers come with heartbeats. Raises UsageError for a name that is
         none, MasterLost when no master answers (design: session-hints).
         """
-        check_session(session)
-        question = wire.ExplainSession(session)
+        question = wire.ExplainSession(self._session(session))
         answer = await self._masters.ask(question, wire.SessionExplained, self._begin(timeout))
         known = frozenset(HintStatus)
         return SessionReport(
@@ -267,7 +260,7 @@ class Pool:
         For observers: it counts as no demand, and is no use of the blocks. Raises BadKey for
         digests that differ in length, and MasterLost when no master answers.
         """
-        return await self._lookup.where(namespace, digests, self._begin(timeout))
+        return await self._lookup.where(self._own(namespace), digests, self._begin(timeout))
 
     async def score(
         self,
@@ -307,20 +300,23 @@ class Pool:
             )
         if block_bytes is not None and not 1 <= block_bytes <= BLOCK_SIZE_MAX:
             raise UsageError(f"block_bytes is {block_bytes}, expected 1 to {BLOCK_SIZE_MAX}")
-        return await self._scorer.score(namespace, chain, hosts, block_bytes, deadline)
+        return await self._scorer.score(self._own(namespace), chain, hosts, block_bytes, deadline)
 
-    def events(self, from_position: EventPosition | None = None) -> AsyncIterator[PoolEvent]:
+    def events(self, from_position: EventPosition | None = None) -> EventReader:
         """What the pool has, and each change of it, as one master sees them, for ever.
 
         Without a position it begins with RESET, then all servers and blocks in parts, then LIVE,
         then what happens. With the position of an earlier event it goes on behind that one; where
         that is not possible (another master's, too long ago, or none that there ever was), with a
         RESET, so no change is missed unnoticed. Blocks may be STORED again. A reader may be as slow
-        as it likes: masters keep nothing for it. While no master answers it waits. Raises Closed.
-        (design: pool-events)
+        as it likes: masters keep nothing for it. While no master answers it waits; `behind_s` of
+        what is returned says for how long nothing new was known. Raises Closed, and UsageError for
+        a tenant's client (design: pool-events).
         """
         self._begin(None)
-        return EventReader(self._masters, lambda: self._begin(None), from_position).events()
+        if self._tenant:
+            raise UsageError("events are of the whole pool: a tenant's client cannot read them")
+        return EventReader(self._masters, lambda: self._begin(None), from_position)
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
         """Every server that a master knows, lost ones included. Raises MasterLost."""
@@ -331,7 +327,8 @@ class Pool:
 
         Reads at most a thousand pages of a master's list. Raises MasterLost.
         """
-        return await self._lookup.namespaces(self._begin(timeout))
+        found = await self._lookup.namespaces(self._begin(timeout))
+        return [(self._as_seen(namespace), blocks) for namespace, blocks in found]
 
     async def demand(self, *, timeout: float | None = None) -> Demand:
         """What clients ask for: live working sets, as the master that answers has measured.
@@ -340,7 +337,9 @@ class Pool:
         another one is not in it. Raises MasterLost, also where a master of the release before
         answers.
         """
-        return await self._lookup.demand(self._begin(timeout))
+        demand = await self._lookup.demand(self._begin(timeout))
+        sets = [one._replace(namespace=self._as_seen(one.namespace)) for one in demand.working_sets]
+        return demand._replace(working_sets=tuple(sets))
 
     # --- reading -------------------------------------------------------------------------
 
@@ -374,6 +373,7 @@ class Pool:
         if len(buffers) != len(digests):
             raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
         target = normalize_buffers(buffers, writable=True)
+        namespace = self._own(namespace)
         results = await self._reader.read(namespace, part, digests, target, match, deadline)
         for position, result in enumerate(results):
             if result.status is ReadStatus.BUFFER_TOO_SMALL:
@@ -402,6 +402,7 @@ class Pool:
         deadline = self._begin(timeout)
         _check_part(namespace, part)
         check_digests(digests)
+        namespace = self._own(namespace)
         async with self._reader.read_view(namespace, part, digests, match, deadline) as views:
             yield views
 
@@ -428,6 +429,7 @@ class Pool:
         """
         deadline = self._begin(self._config.attempt_s if timeout is None else timeout)
         check_digests(chain)
+        namespace = self._own(namespace)
         return await self._prefetches.prefetch(namespace, chain, near, match, deadline)
 
     # --- writing -------------------------------------------------------------------------
@@ -471,7 +473,8 @@ class Pool:
         """
         deadline = self._begin(timeout)
         _check_part(namespace, part)
-        session_hint = _session_hint(session, resume_in)
+        session_hint = self._session_hint(session, resume_in)
+        namespace = self._own(namespace)
         if not 1 <= copies <= COPIES_MAX:
             raise UsageError(f"copies is {copies}, expected 1 to {COPIES_MAX}")
         if len(buffers) != len(digests):
@@ -508,7 +511,7 @@ class Pool:
         """Store one block on the server with the id `server`: for measurements and tools.
 
         If another server has it, that server's bytes are stored here, and not those of `buffer`:
-        ALREADY_STORED when they differ (design: versions). SERVER_LOST when that server refuses it,
+        ALREADY_STORED when they differ (design: versions). REFUSED when that server refuses it,
         for example from a process that was stopped while it held memory (design: budgets). Raises
         BadKey, BadBuffer, and ServerLost when that server cannot be reached.
         """
@@ -516,7 +519,7 @@ class Pool:
         check_digests([digest])
         views = as_views(buffer, 0)
         block = WriteBlock(digest, ROOT, views, sum(map(len, views)))
-        options = WriteOptions(namespace, 0, True)
+        options = WriteOptions(self._own(namespace), 0, True)
         return await self._writer.write_to(server, options, block, deadline)
 
     async def spread(
@@ -546,7 +549,7 @@ class Pool:
                 f"to is {to!r}, expected a number of servers or a list of names, "
                 f"1 to {RECEIVERS_MAX}"
             )
-        return await self._spreader.spread(namespace, chain, to, deadline)
+        return await self._spreader.spread(self._own(namespace), chain, to, deadline)
 
     async def drain(
         self,
@@ -582,8 +585,7 @@ class Pool:
         Advice, as `hint` is: one master passes it to every server within a heartbeat. REFUSED
         when no master accepts it. Raises UsageError (design: session-hints).
         """
-        check_session(session)
-        return await self._hint(wire.Hint(session, None), timeout)
+        return await self._hint(wire.Hint(self._session(session), None), timeout)
 
     async def hint(
         self, session: str, *, resume_in: float, timeout: float | None = None
@@ -595,7 +597,7 @@ class Pool:
         the master's answer; each server counts how it applied the hint. Raises UsageError
         (design: session-hints).
         """
-        check_session(session)
+        session = self._session(session)
         check_resume_in(resume_in)
         return await self._hint(wire.Hint(session, resume_in), timeout)
 
@@ -607,8 +609,7 @@ class Pool:
         within the same budget of bytes. `match` with a session does the same in one message. Raises
         UsageError (design: arrivals).
         """
-        check_session(session)
-        return await self._hint(wire.Hint(session, ARRIVED), timeout)
+        return await self._hint(wire.Hint(self._session(session), ARRIVED), timeout)
 
     async def _hint(self, hint: wire.Hint, timeout: float | None) -> HintStatus:
         try:
@@ -631,6 +632,7 @@ class Pool:
         """
         deadline = self._begin(timeout)
         check_digests(digests)
+        namespace = self._own(namespace)
         removed = [False] * len(digests)
         for first in range(0, len(digests), BATCH_BLOCKS_MAX):
             batch = digests[first : first + BATCH_BLOCKS_MAX]
@@ -664,6 +666,31 @@ class Pool:
                 self._network.close()
 
     # --- inside --------------------------------------------------------------------------
+
+    def _own(self, namespace: Namespace) -> Namespace:
+        """The namespace of this tenant that its users call so."""
+        return own_namespace(self._tenant, namespace) if self._tenant else namespace
+
+    def _as_seen(self, namespace: Namespace) -> Namespace:
+        """The other way round. Raises MasterLost for one that a master should not have named."""
+        if not self._tenant:
+            return namespace
+        try:
+            return Namespace(unqualified(self._tenant, namespace.name), namespace.parts)
+        except UsageError as error:
+            raise MasterLost(f"a master answered with {error}") from None
+
+    def _session(self, session: str) -> str:
+        """The name by which the pool knows a session. Raises UsageError."""
+        check_session(session)
+        return own_session(self._tenant, session)
+
+    def _session_hint(self, session: str, resume_in: float | None) -> SessionHint | None:
+        if resume_in is not None:
+            check_resume_in(resume_in)
+        if session or resume_in is not None:
+            return SessionHint(self._session(session), resume_in)
+        return None
 
     async def _drain(self, server: str, order: DrainOrder, timeout: float | None) -> DrainReport:
         deadline = self._begin(timeout)
@@ -716,13 +743,15 @@ async def _remove(
     return await channel.remove(namespace, digests, deadline=deadline)
 
 
-def _session_hint(session: str, resume_in: float | None) -> SessionHint | None:
-    if resume_in is not None:
-        check_resume_in(resume_in)
-    if session or resume_in is not None:
-        check_session(session)
-        return SessionHint(session, resume_in)
-    return None
+def _for_tenants(transports: Mapping[str, Transport]) -> dict[str, Transport]:
+    """The transports that serve clients of tenants: those that ask who comes, and where the client
+    does not see the server's memory itself. Raises ConfigError if there is none."""
+    fit = {s: one for s, one in transports.items() if one.authenticated and not one.same_host}
+    if not fit:
+        raise ConfigError(
+            f"setting 'client.transports': a tenant's client needs tcp, got {', '.join(transports)}"
+        )
+    return fit
 
 
 def _check_part(namespace: Namespace, part: int) -> None:

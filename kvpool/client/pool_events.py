@@ -36,8 +36,12 @@ _KINDS: Final = (
 )
 
 
-class EventReader:
-    """Reads one master's changes. `deadline()` is that of a question that is asked now."""
+class EventReader(AsyncIterator[PoolEvent]):
+    """Reads one master's changes, for ever: an iterator over events.
+
+    While no master answers it waits, and goes on when one does; the log says so once each.
+    `deadline()` is that of a question that is asked now.
+    """
 
     def __init__(
         self, masters: Asks, deadline: Callable[[], float], at: EventPosition | None = None
@@ -45,10 +49,29 @@ class EventReader:
         self._masters = masters
         self._deadline = deadline
         self._at = at  # None: only a snapshot helps
+        self._began_at: float | None = None
+        self._level_at: float | None = None
+        self._events = self._for_ever()
 
-    async def events(self) -> AsyncIterator[PoolEvent]:
-        """Events for ever. While no master answers it waits, and goes on when one does; the log
-        says so once each."""
+    def __aiter__(self) -> EventReader:
+        return self
+
+    async def __anext__(self) -> PoolEvent:
+        return await anext(self._events)
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds since the reader had read all that a master had; before that, since it began.
+
+        At rest below 0.1 s. It grows while no master answers, while a snapshot is read, and while
+        whoever takes the events is slow. For the loop that reads.
+        """
+        since = self._began_at if self._level_at is None else self._level_at
+        return 0.0 if since is None else asyncio.get_running_loop().time() - since
+
+    async def _for_ever(self) -> AsyncIterator[PoolEvent]:
+        loop = asyncio.get_running_loop()
+        self._began_at = loop.time()
         backoff = Backoff(_RETRY_S, _RETRY_S_MAX)
         silent = False
         while True:
@@ -67,6 +90,7 @@ class EventReader:
             if self._at is None:  # a gap: the snapshot is always behind, or a master is new
                 await asyncio.sleep(backoff.next_delay())
             else:
+                self._level_at = loop.time()
                 backoff.reset()
                 await asyncio.sleep(_POLL_S)
 
@@ -79,7 +103,7 @@ class EventReader:
                 self._at = None
                 return
             more = page.more
-            for event in _events(page.changes, at, step=1):
+            for event in _parsed(page.changes, at, step=1):
                 self._at = at = event.position
                 yield event
 
@@ -99,10 +123,10 @@ class EventReader:
                     return
                 # What happened later comes after this part: the part does not know of it.
                 changes = news.changes[: reached.number - at.number]
-                for event in _events(changes, at, step=1):
+                for event in _parsed(changes, at, step=1):
                     at = event.position
                     yield event
-            for event in _events(page.changes, at, step=0):
+            for event in _parsed(page.changes, at, step=0):
                 yield event
             if not page.more:
                 self._at = at
@@ -118,7 +142,7 @@ class EventReader:
         return page if complete and page.stream == at.stream and not page.gap else None
 
 
-def _events(changes: Sequence[wire.MapChange], at: EventPosition, step: int) -> Iterator[PoolEvent]:
+def _parsed(changes: Sequence[wire.MapChange], at: EventPosition, step: int) -> Iterator[PoolEvent]:
     """Raises BadMessage for what no master of this version sends."""
     for change in changes:
         at = at._replace(number=at.number + step)

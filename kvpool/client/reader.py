@@ -354,6 +354,7 @@ class Reader:
                     state.deadline,
                     sum(sizes),
                     _bytes_read,
+                    "read",
                 )
         except (Unavailable, PeerError, Overloaded) as error:
             # The timer's exit has waited for the call: nothing writes to the buffers any more,

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvpool import logs
 from kvpool.backoff import Backoff
+from kvpool.client.durations import Durations
 from kvpool.client.masters import Masters
 from kvpool.client.path_selector import PathSelector
 from kvpool.config import ClientConfig
@@ -119,6 +120,7 @@ class Servers:
         self._transports = transports
         self._masters = masters
         self._counters = counters
+        self.durations = Durations()
         self._rng = rng or random.SystemRandom()
         self._records: dict[str, KnownServer] = {}
         self._host = host
@@ -158,19 +160,21 @@ class Servers:
         deadline: float,
         size: int = 0,
         bytes_moved: Callable[[T], int] = no_bytes,
+        counted_as: str = "",
     ) -> T:
         """Run `operation` on the best path that works. Raises ServerLost when no path does.
 
         It may run twice: a connection that the server closed while it was idle shows that only
         when it is used, and says nothing about the server. `size`: the bytes that the operation
-        moves if all goes well; `bytes_moved`: those that it moved, from its result.
+        moves if all goes well; `bytes_moved`: those that it moved, from its result; `counted_as`:
+        the operation in `durations`, where an answer counts.
         """
         record = self._records.get(server)
         if record is None or not record.paths or self._loop.time() < record.retry_at:
             record = await self._resolve(server, deadline)
         before = record.epoch, record.paths
         try:
-            return await self._call(record, operation, deadline, size, bytes_moved)
+            return await self._call(record, operation, deadline, size, bytes_moved, counted_as)
         except ServerLost as error:
             why = str(error)  # and not the error, which refers to this frame
         # It may be elsewhere now. It becomes lost only when no master knows of that:
@@ -181,7 +185,7 @@ class Servers:
             record.retry_at = self._loop.time() + record.backoff.next_delay()
             record.paths = []
             raise ServerLost(why)
-        return await self._call(record, operation, deadline, size, bytes_moved)
+        return await self._call(record, operation, deadline, size, bytes_moved, counted_as)
 
     def mark_unresponsive(self, server: str, *, given_up: bool) -> None:
         """A call to it was cancelled because it sent nothing: for a while it is ranked last.
@@ -334,6 +338,7 @@ class Servers:
         deadline: float,
         size: int,
         bytes_moved: Callable[[T], int],
+        counted_as: str,
     ) -> T:
         began = self._loop.time()
         problem = "no common transport"
@@ -366,6 +371,9 @@ class Servers:
                     break
                 if record.backoff.failures:
                     record.backoff.reset()
+                if counted_as:
+                    took = self._loop.time() - started
+                    self.durations.record(counted_as, path.scheme, took)
                 if record.remote is not None:
                     self._record_call(record, record.remote, path, bytes_moved(result), started)
                 return result

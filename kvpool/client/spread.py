@@ -54,17 +54,17 @@ class Spreader:
         if match.stopped is ReadStatus.NO_MASTER and not match.length:
             raise MasterLost("no master answers where the chain is")
         members = await self._servers.refresh(deadline)
-        unknown: list[str] = []
+        problems: dict[str, str] = {}
         if isinstance(to, int):
             held = _blocks_of(match, namespace.parts)
             receivers = choose_receivers(members, held, match.length, to)
         else:
-            receivers, unknown = receivers_at(members, to)
+            receivers, problems = receivers_at(members, to)
         pieces = cut(match.runs, namespace.parts, match.length)
         tree = SpreadTree(pieces, receivers)
         await self._run(tree, namespace, chain, deadline)
         brought = [SpreadTo(*one) for one in tree.progress()]
-        brought += [SpreadTo(name, 0, 0, SERVER_LOST) for name in unknown]
+        brought += [SpreadTo(name, 0, 0, problem) for name, problem in problems.items()]
         self._counters["spread_blocks"] += sum(one.fetched for one in brought)
         return SpreadReport(match.length, match.stopped, tuple(brought))
 

@@ -33,9 +33,11 @@ RECEIVERS_MAX: Final = 256
 
 #: Why a receiver has not got the whole chain, in the words of a drain's table.
 SERVER_LOST: Final = "server lost"
+NO_SUCH_NAME: Final = "no such name"
+LEAVING: Final = "leaving"
 CANNOT_FETCH: Final = "it cannot fetch"
 NO_TIME: Final = "no time was left"
-_FINAL: Final = {FetchStatus.NO_ROOM: "no room", FetchStatus.REFUSED: "leaving"}
+_FINAL: Final = {FetchStatus.NO_ROOM: "no room", FetchStatus.REFUSED: LEAVING}
 _OF_SOURCE: Final = {
     FetchStatus.SOURCE_LOST: "not reached",
     FetchStatus.GONE: "gone",
@@ -274,22 +276,28 @@ def choose_receivers(
     return [one.server for one in chosen]
 
 
-def receivers_at(members: Sequence[Member], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The servers that these names mean, and the names that mean none that lives and stays.
+def receivers_at(
+    members: Sequence[Member], names: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The servers that these names mean; why the other names mean none that lives and stays.
 
     A name is the id of a server, or of a host: then the server there with the most room, because
     every reader on that host reaches it through memory.
     """
-    living = {one.server: one for one in members if one.alive and not one.stats.draining}
     found: dict[str, None] = {}
-    unknown = []
+    problems: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        here = [one for one in living.values() if one.host == name]
-        if name in living:
-            found[name] = None
-        elif here:
-            best = max(here, key=lambda one: (one.capacity - one.stats.used, one.server))
+        meant = [one for one in members if name in (one.server, one.host)]
+        living = [one for one in meant if one.alive]
+        staying = [one for one in living if not one.stats.draining]
+        if staying:
+            exact = [one for one in staying if one.server == name]
+            best = max(
+                exact or staying, key=lambda one: (one.capacity - one.stats.used, one.server)
+            )
             found[best.server] = None
+        elif living:
+            problems[name] = LEAVING
         else:
-            unknown.append(name)
-    return list(found), unknown
+            problems[name] = SERVER_LOST if meant else NO_SUCH_NAME
+    return list(found), problems

@@ -19,7 +19,7 @@ from kvpool.client.versions import Versions, WrittenBlock, differing, rounds
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import WriteOptions
 from kvpool.runtime import task_group
-from kvpool.types import Namespace, WriteBlock, WriteStatus
+from kvpool.types import WriteBlock, WriteStatus
 from kvpool.wire import messages as wire
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ T = TypeVar("T")
 RETRY_ELSEWHERE: Final = (
     WriteStatus.NO_SPACE,
     WriteStatus.SERVER_LOST,
+    WriteStatus.REFUSED,
     WriteStatus.TOO_LARGE,
     WriteStatus.DEADLINE,
 )
@@ -42,6 +43,7 @@ _BEST_FIRST: Final = (
     WriteStatus.IN_PROGRESS,
     WriteStatus.BYPASSED,
     WriteStatus.NO_SPACE,
+    WriteStatus.REFUSED,
     WriteStatus.DEADLINE,
     WriteStatus.SERVER_LOST,
     WriteStatus.TOO_LARGE,
@@ -255,7 +257,7 @@ class Writer:
         bytes: another engine may have computed it with other rounding (design: versions).
         """
         try:
-            placed = await self._place(options.namespace, blocks, copies, deadline)
+            placed = await self._place(options, blocks, copies, deadline)
         except DeadlineExceeded:
             return [WriteStatus.DEADLINE] * len(blocks)
         except Unavailable:
@@ -393,11 +395,13 @@ class Writer:
             lambda answer: sum(
                 [b.size for b, status in zip(blocks, answer, strict=True) if status is _STORED]
             ),
+            "write",
         )
 
     async def _place(
-        self, namespace: Namespace, blocks: Sequence[WriteBlock], copies: int, deadline: float
+        self, options: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
     ) -> wire.PlaceReply:
+        namespace, hint = options.namespace, options.session_hint
         request = wire.Place(
             namespace.name,
             namespace.parts,
@@ -407,6 +411,7 @@ class Writer:
             sum([block.size for block in blocks]),
             self._host,
             copies,
+            hint.session if hint is not None else "",
         )
         placed = await self._masters.ask(request, wire.PlaceReply, deadline)
         if len(placed.copies) != len(blocks):
@@ -423,8 +428,9 @@ async def _run_all(writes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 def status_of_error(error: KvpoolError) -> WriteStatus:
     """The status that an error means for a writer."""
-    late = isinstance(error, DeadlineExceeded)
-    return WriteStatus.DEADLINE if late else WriteStatus.SERVER_LOST
+    if isinstance(error, DeadlineExceeded):
+        return WriteStatus.DEADLINE
+    return WriteStatus.REFUSED if isinstance(error, Overloaded) else WriteStatus.SERVER_LOST
 
 
 def best_status(one: WriteStatus, other: WriteStatus) -> WriteStatus:

@@ -33,6 +33,8 @@ async def diagnose_unreachable(masters: Iterable[str], cluster: Cluster) -> str:
         mechanism = await _mechanism(master)
         if mechanism == b"CURVE" and not cluster.secret:
             hints.append(f"{master} requires a secret: set secret_file")
+        elif mechanism == b"CURVE" and cluster.tenant:
+            hints.append(f"{master} has a secret: check that the key of this tenant is still valid")
         elif mechanism == b"CURVE":
             hints.append(f"{master} has a secret: check that it and the cluster's name are equal")
         elif mechanism == b"NULL" and cluster.secret:

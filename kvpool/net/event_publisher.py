@@ -1,9 +1,9 @@
 """One stream of KV events, as vLLM's engines publish theirs: a PUB socket, and a ROUTER for replay.
 
-A subscriber that reads too slowly loses batches, and nothing here grows for its sake; it sees the
-gap in the numbers, and asks for what it has missed: `[b"", first number, u64 big endian]` to the
-replay socket. The answer is `[b"", topic, number, batch]` for each batch that is kept, in order,
-and `[b"", b"", -1, b""]` at the end.
+A subscriber that reads too slowly loses batches, and nothing here grows for its sake (zmq drops
+them and counts none); it sees the gap in the numbers, and asks for what it has missed:
+`[b"", first number, u64 big endian]` to the replay socket. The answer is `[b"", topic, number,
+batch]` for each batch that is kept, in order, and `[b"", b"", -1, b""]` at the end.
 
 A stream that can tell all that is there answers `[b"", b"snapshot"]`, too: the same frames, where
 the number of each batch is that of the last one that was sent before it was made. A subscriber
@@ -79,6 +79,11 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest batch that is kept; of the next one if there is none."""
+        return self._kept[0].number if self._kept else self.next
+
     def add(self, payload: bytes) -> int:
         """Number a batch and keep it; the oldest ones go. The last one is always kept."""
         number = self.next
@@ -95,10 +100,22 @@ class ReplayBuffer:
         """At most `count` kept batches from `number` on; none for a number of the future."""
         if not self._kept:
             return
-        oldest = self._kept[0].number
-        start = max(number, oldest) - oldest
+        start = max(number, self.oldest) - self.oldest
         for index in range(start, min(start + count, len(self._kept))):
             yield self._kept[index]
+
+
+@dataclass(slots=True)
+class PublisherCounts:
+    """What a publisher has done so far."""
+
+    batches: int = 0  # that were sent
+    bytes: int = 0  # of them
+    replays: int = 0  # that were answered to their end
+    snapshots: int = 0  # the same
+    too_late: int = 0  # replays from a batch on that is not kept any more
+    given_up: int = 0  # readers of a replay that took nothing, or had gone
+    refused: int = 0  # messages to the replay socket that were no requests
 
 
 @dataclass(slots=True)
@@ -132,9 +149,7 @@ class EventPublisher:
         self.buffer = ReplayBuffer() if buffer is None else buffer  # one that is empty is false
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
-        #: Batches that were sent, and requests for a replay that were answered to their end.
-        self.sent = 0
-        self.replays = 0
+        self.counts = PublisherCounts()
         self._topic = topic.encode()
         self._rank = rank
         self._snapshot = snapshot
@@ -172,9 +187,15 @@ class EventPublisher:
         assert self._pub is not None, "publish before start"
         number = self.buffer.add(payload)
         self._pub.send_multipart((self._topic, _NUMBER.pack(number), payload), _NOBLOCK)
-        self.sent += 1
+        self.counts.batches += 1
+        self.counts.bytes += len(payload)
         if self._router is not None:
             self._take_requests()  # its descriptor tells of changes only
+
+    @property
+    def readers(self) -> int:
+        """How many replays and snapshots are being sent."""
+        return len(self._readers)
 
     def close(self) -> None:
         """End the stream. Idempotent."""
@@ -216,11 +237,13 @@ class EventPublisher:
             frames = router.recv_multipart(_NOBLOCK)
             reader = self._reader(frames)
             if reader is None:
-                continue  # not a request: nobody waits for an answer to it
+                self.counts.refused += 1
+                continue  # nobody waits for an answer to what is no request
             self._readers.pop(frames[0], None)
             self._readers[frames[0]] = reader
             while len(self._readers) > _READERS_MAX:
                 self._readers.popitem(last=False)
+                self.counts.given_up += 1
         if taken == _REQUESTS_BURST:
             asyncio.get_running_loop().call_soon(self._take_if_open)
         if self._readers and (self._pump is None or self._pump.done()):
@@ -234,7 +257,9 @@ class EventPublisher:
             return None if self._snapshot is None else _Reader(0, until, self._snapshot())
         if len(frames[2]) != _NUMBER.size:
             return None
-        return _Reader(_NUMBER.unpack(frames[2])[0], until)
+        number = _NUMBER.unpack(frames[2])[0]
+        self.counts.too_late += number < self.buffer.oldest
+        return _Reader(number, until)
 
     def _take_if_open(self) -> None:
         if self._descriptor >= 0:
@@ -270,14 +295,19 @@ class EventPublisher:
             else:
                 self._send(name, (b"", _END, b""))
                 del self._readers[name]
-                self.replays += 1
+                if reader.parts is None:
+                    self.counts.replays += 1
+                else:
+                    self.counts.snapshots += 1
                 return True
         except zmq.Again:
             if not sent and now >= reader.until:
                 self._readers.pop(name, None)
+                self.counts.given_up += 1
                 log.warning("a reader of a replay was given up", read_to=reader.next)
         except zmq.ZMQError:  # it has gone
             self._readers.pop(name, None)
+            self.counts.given_up += 1
         if sent:
             reader.until = now + _READER_TIMEOUT_S
         return bool(sent)

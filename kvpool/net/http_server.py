@@ -1,7 +1,11 @@
-"""A small HTTP server for probes and scrapers: metrics, health, readiness.
+"""A small HTTP server for probes, scrapers and browsers: metrics, health, readiness, a page.
 
 One request per connection, GET or HEAD, a bounded head, a deadline. It runs on the loop that it
 reports on, so an answer shows that the loop is not blocked. It only reads state. (design: metrics)
+
+What browsers show is guarded in two more ways (`PageView`): a site that made its own name point to
+this address gets nothing, and more requests than a few people make are refused at once.
+(design: status-page)
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Final, NamedTuple
+from ipaddress import ip_address
+from typing import Final, NamedTuple, TypeAlias
+from urllib.parse import parse_qsl
 
 from kvpool import logs
 from kvpool.config import check_bind
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, UsageError
 
 #: Of a request's line and headers together.
 _HEAD_MAX: Final = 8 << 10
@@ -22,6 +28,10 @@ _HEAD_MAX: Final = 8 << 10
 _REQUEST_S: Final = 5.0
 #: Connections at the same time; more are closed without an answer.
 _CONNECTIONS_MAX: Final = 32
+
+#: Of all views together: requests per second, and at once.
+_VIEWS_PER_S: Final = 50.0
+_VIEWS_AT_ONCE: Final = 100.0
 
 log = logs.get("kvpool.http")
 
@@ -32,12 +42,22 @@ class Page(NamedTuple):
     status: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+    #: Further lines of the head, `Name: value`.
+    headers: tuple[str, ...] = ()
+
+
+class PageView(NamedTuple):
+    """A page for browsers, made from the fields of the query."""
+
+    answer: Callable[[Mapping[str, str]], Page]
+
+
+#: What is served, by path.
+Routes: TypeAlias = Mapping[str, Callable[[], Page] | PageView]
 
 
 @asynccontextmanager
-async def pages(
-    pages: Mapping[str, Callable[[], Page]], address: str, insecure: bool = False
-) -> AsyncIterator[Pages | None]:
+async def pages(pages: Routes, address: str, insecure: bool = False) -> AsyncIterator[Pages | None]:
     """Serve them at `address`, by path, as long as the `with` lasts; nowhere if it is empty."""
     if not address:
         yield None
@@ -53,8 +73,10 @@ async def pages(
 class Pages:
     """Serves `pages` by path. `start`, then `close`."""
 
-    def __init__(self, pages: Mapping[str, Callable[[], Page]]) -> None:
+    def __init__(self, pages: Routes) -> None:
         self._pages = pages
+        self._views = _VIEWS_AT_ONCE  # requests for views that may come now
+        self._counted_at = 0.0
         self._server: asyncio.Server | None = None
         self._requests: set[asyncio.Task[None]] = set()
 
@@ -102,7 +124,8 @@ class Pages:
         try:
             async with asyncio.timeout(_REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head))
+                local = writer.get_extra_info("sockname")[0]
+                writer.write(self._answer(head, local))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
@@ -111,35 +134,84 @@ class Pages:
         finally:
             writer.transport.abort()
 
-    def _answer(self, head: bytes) -> bytes:
-        method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+    def _answer(self, head: bytes, local: str) -> bytes:
+        line, *fields = head.decode("latin-1").split("\r\n")
+        method, _, rest = line.partition(" ")
         target, _, version = rest.rpartition(" ")
         if not version.startswith("HTTP/1."):
             page = _sentence(HTTPStatus.BAD_REQUEST, "expected an HTTP/1 request")
         elif method not in ("GET", "HEAD"):
             page = _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only")
         else:
-            page = self._page(target.partition("?")[0])
+            page = self._page(target, _host_of(fields), local)
         lines = (
             f"HTTP/1.1 {page.status.value} {page.status.phrase}",
             f"Content-Type: {page.content_type}",
             f"Content-Length: {len(page.body)}",
             "Cache-Control: no-store",
             "Connection: close",
+            *page.headers,
             "\r\n",
         )
         return "\r\n".join(lines).encode() + (b"" if method == "HEAD" else page.body)
 
-    def _page(self, path: str) -> Page:
+    def _page(self, target: str, host: str, local: str) -> Page:
+        path, _, query = target.partition("?")
         make = self._pages.get(path)
         if make is None:
             available = ", ".join(sorted(self._pages))
             return _sentence(HTTPStatus.NOT_FOUND, f"not found; available pages: {available}")
         try:
-            return make()
+            if not isinstance(make, PageView):
+                return make()
+            if not _may_name(host, local):
+                return _sentence(HTTPStatus.FORBIDDEN, "ask for it by address or as localhost")
+            if not self._may_view():
+                return _sentence(HTTPStatus.TOO_MANY_REQUESTS, "too many requests")
+            return make.answer(_fields_of(query))
+        except UsageError as error:
+            return _sentence(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:
             log.exception("a page could not be made", path=path)
             return _sentence(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
+
+    def _may_view(self) -> bool:
+        """Whether another view may be made now: a bucket that fills by `_VIEWS_PER_S`."""
+        now = asyncio.get_running_loop().time()
+        filled = self._views + (now - self._counted_at) * _VIEWS_PER_S
+        self._views, self._counted_at = min(_VIEWS_AT_ONCE, filled), now
+        if self._views < 1:
+            return False
+        self._views -= 1
+        return True
+
+
+def _fields_of(query: str) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(query, max_num_fields=8))
+    except ValueError:
+        raise UsageError("too many fields in the query") from None
+
+
+def _host_of(fields: list[str]) -> str:
+    """The Host of a request, without its port."""
+    named = [field.partition(":")[2] for field in fields if field[:5].lower() == "host:"]
+    host = named[0].strip() if len(named) == 1 else ""
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
+
+
+def _may_name(host: str, local: str) -> bool:
+    """Whether this name may be asked for at this address.
+
+    A script of a foreign site may read an answer of this host's loopback if the site's own name
+    points there (DNS rebinding). Its requests have that name as their Host.
+    """
+    if not ip_address(local.partition("%")[0]).is_loopback or host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _sentence(status: HTTPStatus, text: str) -> Page:

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool import logs
 from kvpool.errors import Closed, DeadlineExceeded, KvpoolError, Overloaded, PeerError
-from kvpool.protocols import Handler
+from kvpool.protocols import Caller, Handler
 from kvpool.wire.frames import (
     PROTOCOL_VERSION,
     Envelope,
@@ -126,7 +126,7 @@ class PendingRequests:
             future.set_result(DeadlineExceeded(f"master {self._address} did not answer in time"))
 
 
-def answer(handler: Handler, cluster: int, message: bytes, caller: str) -> bytes | None:
+def answer(handler: Handler, cluster: int, message: bytes, caller: Caller) -> bytes | None:
     """The reply to one request; None for a message too short to have an id.
 
     An error of the handler becomes an `Error` message. It never raises: a bug in one handler must

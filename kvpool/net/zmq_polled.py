@@ -12,7 +12,7 @@ from typing import Final
 
 import zmq
 
-from kvpool.net.zmq_rpc import master_keys, open_dealer
+from kvpool.net.zmq_rpc import curve_keys, open_dealer
 from kvpool.types import Cluster
 from kvpool.wire.frames import cluster_id, encode_envelope
 
@@ -31,7 +31,7 @@ class PolledLinks:
         """Begin to connect. Raises ConfigError for an address that is not valid."""
         self.cluster = cluster_id(cluster.name)
         self._addresses = list(addresses)
-        self._keys = master_keys(cluster) if cluster.secret else None
+        self._keys = curve_keys(cluster) if cluster.secret else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
         self._sockets: list[zmq.Socket[bytes]] = []

@@ -21,13 +21,11 @@ import zmq
 from zmq.utils import z85
 
 from kvpool import logs
-from kvpool.errors import (
-    Closed,
-    ConfigError,
-    DeadlineExceeded,
-)
+from kvpool.audit import LOG_EVERY_S, AuditLog
+from kvpool.errors import Closed, ConfigError, DeadlineExceeded, Unauthenticated
 from kvpool.net.requests import PENDING_MAX, PendingRequests, answer
-from kvpool.protocols import Handler, Link, Listener
+from kvpool.protocols import Caller, Handler, Link, Listener
+from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
 from kvpool.wire import auth
 from kvpool.wire.frames import (
@@ -52,14 +50,26 @@ _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 _POLLIN, _NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
+#: Where libzmq asks who may connect (ZeroMQ RFC 27, ZAP), and for which sockets.
+_GATE_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"kvpool"
+
 
 class ZmqNetwork:
     """The control plane in production. One zmq context, closed with the network."""
 
-    def __init__(self, cluster: Cluster | None = None) -> None:
+    def __init__(self, cluster: Cluster | None = None, tenants: TenantKeys | None = None) -> None:
+        """With `tenants`, callers are asked for a key of their own: of the cluster or a tenant."""
         cluster = cluster or Cluster()
         self._cluster = cluster_id(cluster.name)
-        self._keys = master_keys(cluster) if cluster.secret else None
+        self._tenant = cluster.tenant
+        self._keys = curve_keys(cluster) if cluster.secret else None
+        self._callers = None
+        if tenants is not None:
+            if self._keys is None or self._keys.masters_secret is None:
+                raise ConfigError("tenants need a cluster with a secret (setting secret_file)")
+            self._callers = KnownCallers(self._keys.public, tenants)
+        self._gate: Gate | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
         self._pid = os.getpid()
@@ -81,11 +91,24 @@ class ZmqNetwork:
     async def serve(self, address: str, handler: Handler) -> Listener:
         """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is taken."""
         where = endpoint(address)
+        if self._tenant:
+            raise ConfigError(
+                f"a tenant's key makes no master: give the cluster's secret, not the key of tenant "
+                f"{self._tenant!r} (setting secret_file)"
+            )
+        if self._callers is not None and self._gate is None:
+            # Before the first socket that needs it: without it, libzmq would admit everybody who
+            # knows the masters' public key.
+            self._gate = Gate(self._context, self._callers)
         socket = self._context.socket(zmq.ROUTER)
         _limit(socket)
         if self._keys is not None:
+            assert self._keys.masters_secret is not None
             socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = self._keys
+            socket.curve_secretkey = self._keys.masters_secret
+            socket.curve_publickey = self._keys.masters_public
+        if self._callers is not None:
+            socket.zap_domain = ZAP_DOMAIN
         try:
             socket.bind(where)
         except zmq.ZMQError as error:
@@ -94,7 +117,7 @@ class ZmqNetwork:
                 f"cannot listen on {address}: {zmq.strerror(error.errno or 0)}; "
                 "choose another with --bind"
             ) from None
-        listener = _ZmqListener(socket, handler, self._cluster)
+        listener = _ZmqListener(socket, handler, self._cluster, self._callers)
         self._listeners.append(listener)
         return listener
 
@@ -107,22 +130,33 @@ class ZmqNetwork:
             link.close()
         for listener in self._listeners:
             listener.stop()
+        if self._gate is not None and self._callers is not None:
+            self._gate.close()
+            self._callers.close()
         self._context.destroy(linger=0)
 
 
-class MasterKeys(NamedTuple):
-    """The masters' CURVE keys, derived from the cluster's secret.
+class CurveKeys(NamedTuple):
+    """Keys for CURVE, in Z85: those of the masters as far as this process may know them, and its
+    own (`public`, `secret`) as a caller.
 
-    The public key is never sent, so a peer that has it knows the secret. (design: authentication)
+    In a cluster without tenants the masters' public key is never sent, so a peer that has it knows
+    the secret (design: authentication). A tenant's client has it, and no `masters_secret`.
     """
 
+    masters_public: bytes
+    masters_secret: bytes | None
     public: bytes
     secret: bytes
 
 
-def master_keys(cluster: Cluster) -> MasterKeys:
-    secret = z85.encode(auth.master_key(cluster))
-    return MasterKeys(zmq.curve_public(secret), secret)
+def curve_keys(cluster: Cluster) -> CurveKeys:
+    """The keys that are made from a cluster's secret, or a tenant's."""
+    own = z85.encode(auth.client_key(cluster))
+    if cluster.tenant:
+        return CurveKeys(cluster.masters_key, None, zmq.curve_public(own), own)
+    masters = z85.encode(auth.master_key(cluster))
+    return CurveKeys(zmq.curve_public(masters), masters, zmq.curve_public(own), own)
 
 
 def endpoint(address: str) -> str:
@@ -153,7 +187,7 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
 
 
 def open_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: MasterKeys | None
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None
 ) -> zmq.Socket[bytes]:
     """A caller's socket to the master at `address`, which connects and reconnects by itself.
 
@@ -168,8 +202,8 @@ def open_dealer(
     # the next master at that address, seconds after the caller's deadline.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     if keys is not None:
-        socket.curve_serverkey = keys.public
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = keys.masters_public
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     try:
         socket.connect(where)
     except zmq.ZMQError as error:
@@ -180,12 +214,12 @@ def open_dealer(
 
 class _Socket:
     """A zmq socket on the running loop: calls `receive` for each message, and with `with_caller`
-    passes the address of the peer, too."""
+    passes its first frame, too, which knows who sent it."""
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        receive: Callable[[list[bytes], str], None],
+        receive: Callable[[list[bytes], zmq.Frame | None], None],
         *,
         with_caller: bool = False,
     ) -> None:
@@ -218,18 +252,16 @@ class _Socket:
             # The check is cheaper than the exception that an empty queue raises.
             if self.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
                 return False
-            caller = ""
+            frame = None
             if self._with_caller:
                 # Only a frame has the peer's address. It costs 1.5 µs more than plain bytes.
                 frame = self._socket.recv(_NOBLOCK, copy=False)
                 parts = [frame.bytes]
-                with contextlib.suppress(zmq.ZMQError):  # an ipc peer has none
-                    caller = str(frame.get("Peer-Address"))
             else:
                 parts = [self._socket.recv(_NOBLOCK)]
             while self._socket.get(_RCVMORE):
                 parts.append(self._socket.recv(_NOBLOCK))
-            self._receive(parts, caller)
+            self._receive(parts, frame)
             if self._loop.time() > until:
                 break
         return True
@@ -265,7 +297,7 @@ class _ZmqLink:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         cluster: int,
-        keys: MasterKeys | None,
+        keys: CurveKeys | None,
     ) -> None:
         self._context = context
         self._address = address
@@ -296,7 +328,7 @@ class _ZmqLink:
             self._reconnect()
             raise
 
-    def _on_message(self, parts: list[bytes], _: str) -> None:
+    def _on_message(self, parts: list[bytes], _: zmq.Frame | None) -> None:
         self._unanswered_since = None
         self._requests.on_reply(parts[-1])
 
@@ -340,9 +372,16 @@ class _ZmqLink:
 
 
 class _ZmqListener:
-    def __init__(self, socket: zmq.Socket[bytes], handler: Handler, cluster: int) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        handler: Handler,
+        cluster: int,
+        callers: KnownCallers | None,
+    ) -> None:
         self._handler = handler
         self._cluster = cluster
+        self._callers = callers
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._socket = _Socket(socket, self._receive, with_caller=True)
 
@@ -356,12 +395,99 @@ class _ZmqListener:
     def stop(self) -> None:
         self._socket.close()
 
-    def _receive(self, parts: list[bytes], caller: str) -> None:
+    def _receive(self, parts: list[bytes], frame: zmq.Frame | None) -> None:
         if len(parts) != 2:
             return  # not a request of this protocol: no reply
         identity, message = parts
-        reply = answer(self._handler, self._cluster, message, caller)
+        handler, caller = self._handler, Caller(_property(frame, "Peer-Address"))
+        if self._callers is not None:
+            # Looked up for each message: a connection outlives the secret that opened it.
+            tenant = self._callers.tenant_of_user(_property(frame, "User-Id"))
+            if tenant is None:
+                handler = _revoked
+                self._callers.refused(caller.address, "any", "its secret is not valid any more")
+            caller = caller._replace(tenant=tenant or "")
+        reply = answer(handler, self._cluster, message, caller)
         if reply is not None:
             # A full queue means that this peer does not read. Its reply is dropped and its request
             # ends at its deadline; other peers do not wait.
             self._socket.send([identity, reply])
+
+
+def _property(frame: zmq.Frame | None, name: str) -> str:
+    """What zmq knows of the peer that sent a frame; empty if it does not know that."""
+    with contextlib.suppress(zmq.ZMQError):  # an ipc peer has no address
+        return str(frame.get(name)) if frame is not None else ""
+    return ""
+
+
+def _revoked(type: int, body: bytes, caller: Caller) -> tuple[int, bytes]:
+    """The handler for those whose secret is good no more."""
+    raise Unauthenticated("the secret of this connection is not valid any more")
+
+
+class KnownCallers:
+    """Whose key for CURVE is whose: servers, operators and masters have one, made from the
+    cluster's secret; the clients of a tenant have that of their tenant.
+
+    What libzmq keeps of a connection and shows with each message, the User-Id, is that key, so a
+    key that is revoked is good for nothing from then on.
+    """
+
+    def __init__(self, ours: bytes, tenants: TenantKeys) -> None:
+        self._ours = ours
+        self._tenants = tenants
+        self._audit = AuditLog()
+        self._flush: asyncio.TimerHandle | None = None
+
+    def tenant_of_user(self, user: str) -> str | None:
+        """The tenant; empty for the cluster's own; None: nobody who may say anything."""
+        key = user.encode()
+        return "" if key == self._ours else self._tenants.tenant_of_key(key)
+
+    def refused(self, address: str, request: str, why: str) -> None:
+        """Record that a key is not good, or not any more."""
+        loop = asyncio.get_running_loop()
+        now, who = loop.time(), {"tenant": "unknown", "client": "", "address": address}
+        self._audit.refused(now, **who, request=request, why=why)
+        if self._flush is None:
+            self._flush = loop.call_later(LOG_EVERY_S, self._write_rest)
+
+    def close(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+
+    def _write_rest(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._audit.flush(loop.time())
+        self._flush = loop.call_later(LOG_EVERY_S, self._write_rest) if len(self._audit) else None
+
+
+class Gate:
+    """Answers libzmq, for each new connection, whether its key is known (ZAP, on this loop)."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], callers: KnownCallers) -> None:
+        self._callers = callers
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(_GATE_ADDRESS)
+        self._socket = _Socket(socket, self._receive)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self, parts: list[bytes], _: zmq.Frame | None) -> None:
+        if len(parts) < 8:
+            return  # not of libzmq
+        identity, _empty, version, request, _domain, address, _routing, mechanism = parts[:8]
+        credentials = parts[8:]
+        user = b""
+        if version == b"1.0" and mechanism == b"CURVE" and len(credentials) == 1:
+            user = z85.encode(credentials[0])
+        admitted = bool(user) and self._callers.tenant_of_user(user.decode()) is not None
+        if not admitted:
+            why = "its key is made from no secret that is valid here"
+            self._callers.refused(address.decode("ascii", "replace"), "connect", why)
+        status, text = (b"200", b"OK") if admitted else (b"400", b"unknown key")
+        answer = [version, request, status, text, user if admitted else b"", b""]
+        self._socket.send([identity, b"", *answer])

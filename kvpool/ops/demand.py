@@ -9,8 +9,9 @@ from typing import Final
 from rich.markup import escape
 from rich.table import Table
 
-from kvpool.ops.tables import human
+from kvpool.tenants import tenant_of
 from kvpool.types import Demand, Member
+from kvpool.units import human
 
 #: Memory in live working sets: with less than the first prompts miss what they could hit; with the
 #: second any policy hits nearly all.
@@ -21,8 +22,11 @@ OBSERVED_S: Final = 120.0
 _ROWS_MAX: Final = 8
 
 
-def tenant_of(name: str) -> str:
-    """The tenant in a namespace's name, `... tenant=NAME ...`; empty if it has none."""
+def labelled_tenant(name: str) -> str:
+    """The tenant of a namespace: the one with a secret whose it is, or that which an engine has
+    written into the name, `... tenant=NAME ...`; empty if it has none."""
+    if tenant := tenant_of(name):
+        return tenant
     pairs = (word.partition("=") for word in name.split(" "))
     return next((value for field, _, value in pairs if field == "tenant"), "")
 
@@ -41,7 +45,7 @@ def judged(demand: Demand, memory: int) -> tuple[str, str]:
     text = f"{human(memory)} of memory, {ratio:.2f} times the live working set of {human(size)}"
     by_tenant: Counter[str] = Counter()
     for one in demand.working_sets:
-        by_tenant[tenant_of(one.namespace.name)] += one.size
+        by_tenant[labelled_tenant(one.namespace.name)] += one.size
     if len(by_tenant) > 1:
         tenant, most = by_tenant.most_common(1)[0]
         text += f" ({most / size:.0%} of it: {f'tenant {tenant}' if tenant else 'no tenant'})"
@@ -61,7 +65,7 @@ def demand_table(demand: Demand, members: Iterable[Member]) -> Table:
     for one in demand.working_sets[:_ROWS_MAX]:
         table.add_row(
             escape(one.namespace.name),
-            escape(tenant_of(one.namespace.name)) or "-",
+            escape(labelled_tenant(one.namespace.name)) or "-",
             human(one.size),
             f"{one.blocks:,}",
         )

@@ -183,6 +183,7 @@ async def _pool(settings: Config) -> list[Finding]:
             findings += compared(await pool.namespaces())
             findings += differing([member for member in members if member.alive])
             findings += await _memory(pool, members)
+            findings += crowded([member for member in members if member.alive])
     except KvpoolError:
         return []
     for member in members:
@@ -224,6 +225,21 @@ async def _memory(pool: Pool, members: list[Member]) -> list[Finding]:
     return findings
 
 
+def crowded(members: list[Member]) -> list[Finding]:
+    """Servers that will soon have no connection left for one more client."""
+    findings = []
+    for member in members:
+        counters = member.stats.counters
+        open_now, limit = counters.get("connections", 0), counters.get("connections_max", 0)
+        if limit and open_now >= _CROWDED * limit:
+            text = f"{member.server} has {open_now} of {limit} connections"
+            advice = "raise server.connections_max (100 KiB of memory each), or add servers"
+            findings.append(Finding("connections", "warn", text, advice))
+    return findings
+
+
+#: The share of a server's connections that is worth a line.
+_CROWDED = 0.8
 #: The share of blocks behind a missing one that is worth a line.
 _HOLES_MAX = 0.05
 
@@ -349,6 +365,8 @@ async def _trial(settings: Config, member: Member, scheme: str, spec: str) -> Fi
             took_ms = (time.perf_counter() - started) * 1e3
             await pool.remove(namespace, [key])
     except KvpoolError as error:
+        if isinstance(error, ConfigError) and cluster_of(settings).tenant:
+            return Finding(check, "ok", "not for clients of tenants, which use tcp")
         return Finding(check, "fail", str(error), "check firewalls, user ids and namespaces")
     if not written.present or not result.status.hit:
         text = f"write: {written.label}, read: {result.status.label}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool import logs
@@ -23,6 +24,16 @@ log = logs.get("kvpool.events")
 _WARN_EVERY_S: Final = 60.0
 
 
+@dataclass(slots=True)
+class EngineCounts:
+    """What a relay has had of its engine. `lag_s`: between the time that the engine wrote into its
+    last batch, by the clock of its host, and its publication here."""
+
+    batches: int = 0
+    lost: int = 0  # how often routers were told to forget the engine
+    lag_s: float = 0.0
+
+
 async def publish_pool(
     events: AsyncIterator[PoolEvent], stream: PoolStream, publisher: EventPublisher
 ) -> None:
@@ -36,7 +47,7 @@ async def publish_pool(
         if event.kind is PoolEventKind.RESET:
             log.info("the map is read anew")
         elif event.kind is PoolEventKind.LIVE:
-            log.info("the stream is live", copies=len(stream), batches=publisher.sent)
+            log.info("the stream is live", copies=len(stream), batches=publisher.counts.batches)
         if stream.left_out > left_out and loop.time() >= warned_at + _WARN_EVERY_S:
             warned_at, left_out = loop.time(), stream.left_out
             log.warning("the stream is full, copies are left out", left_out=left_out)
@@ -47,6 +58,7 @@ async def publish_engine(
     pool: AsyncIterator[PoolEvent],
     stream: EngineStream,
     publisher: EventPublisher,
+    counts: EngineCounts | None = None,
 ) -> None:
     """Publish an engine's batches as they are, and between them where the pool has its blocks.
 
@@ -55,7 +67,7 @@ async def publish_engine(
     """
     turn = asyncio.Lock()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_pass_on(engine, stream, publisher, turn))
+        tasks.create_task(_pass_on(engine, stream, publisher, turn, counts or EngineCounts()))
         tasks.create_task(_add_pool(pool, stream, publisher, turn))
 
 
@@ -64,10 +76,12 @@ async def _pass_on(
     stream: EngineStream,
     publisher: EventPublisher,
     turn: asyncio.Lock,
+    counts: EngineCounts,
 ) -> None:
     async for payload, batch, lost in engine:
         async with turn:
             if lost:
+                counts.lost += 1
                 log.warning("routers are told to forget the engine", reason=lost)
                 for events in stream.on_engine_lost():
                     publisher.publish(events, time.time())
@@ -75,6 +89,8 @@ async def _pass_on(
             if batch is None:
                 continue
             publisher.publish_encoded(payload)
+            counts.batches += 1
+            counts.lag_s = max(0.0, time.time() - batch.seconds)
             if events := stream.on_engine(batch.events):
                 publisher.publish(events, time.time())
 
@@ -93,7 +109,7 @@ async def _add_pool(
                 publisher.publish(events, time.time())
                 await asyncio.sleep(0)
         if event.kind is PoolEventKind.LIVE:
-            log.info("the pool is live", blocks=len(stream), batches=publisher.sent)
+            log.info("the pool is live", blocks=len(stream), batches=publisher.counts.batches)
         if stream.left_out > left_out and loop.time() >= warned_at + _WARN_EVERY_S:
             warned_at, left_out = loop.time(), stream.left_out
             log.warning("too many copies, some are left out", left_out=left_out)

@@ -1,8 +1,10 @@
-"""What a master and a block server say of themselves, for Prometheus and for probes.
+"""What a master, a block server and a publisher of events say of themselves, for Prometheus and
+for probes.
 
     /metrics   every figure of `kvpool status`, and what the process costs
     /health    200 while the loop turns
-    /ready     200 when it is of use: a server when a master knows it
+    /ready     200 when it is of use: a server when a master knows it, a publisher when it has told
+               all that the pool has
 
 Names are `kvpool_<subject>_<unit>`, sizes in bytes, times in seconds. A master tells of every
 server that it knows (label `server`), so that scraping masters is enough; a server of itself.
@@ -26,16 +28,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from kvpool.client.pool_events import EventReader
 from kvpool.master.service import Master
+from kvpool.net.event_publisher import EventPublisher
 from kvpool.net.http_server import Page
-from kvpool.ops.demand import tenant_of
+from kvpool.ops.demand import labelled_tenant
+from kvpool.ops.engine_stream import EngineStream
+from kvpool.ops.event_service import EngineCounts
+from kvpool.ops.pool_stream import PoolStream
 from kvpool.server.block_server import BlockServer
-from kvpool.types import Demand, Figure, Member, ServerStats, TierUsage
+from kvpool.types import Consumer, Demand, Figure, Member, ServerStats, TierUsage
 
 #: Of a server's counters, those that go up and down.
 _LEVELS: Final = frozenset(
     (
         "connections",
+        "connections_max",
         "quarantined",
         "quarantined_bytes",
         "sessions",
@@ -49,6 +57,9 @@ _LEVELS: Final = frozenset(
 #: Counters come from servers over the wire; what could be no name of ours is left out.
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_total)")
 
+#: A publisher that has not read all changes of the pool for so long is not ready.
+_BEHIND_S: Final = 5.0
+
 #: What a master knows of a server besides the figures that the server reports.
 _SEEN_BY_MASTER: Final[Mapping[Figure, Callable[[Member], float]]] = {
     Figure("up", "1 while it and a master hear of each other"): lambda m: m.alive,
@@ -57,7 +68,7 @@ _SEEN_BY_MASTER: Final[Mapping[Figure, Callable[[Member], float]]] = {
 }
 
 
-def figures_of(stats: type[ServerStats | TierUsage]) -> dict[str, Figure]:
+def figures_of(stats: type[ServerStats | TierUsage | Consumer]) -> dict[str, Figure]:
     """The fields of a struct that are metrics, by name of the field."""
     hints = get_type_hints(stats, include_extras=True)
     return {
@@ -68,8 +79,15 @@ def figures_of(stats: type[ServerStats | TierUsage]) -> dict[str, Figure]:
     }
 
 
+#: Of the metrics of one subject.
+_LABELS: Final = {
+    "server": ["server"],
+    "tier": ["server", "tier"],
+    "consumer": ["server", "by", "name"],
+}
 _SERVER_FIGURES: Final = figures_of(ServerStats)
 _TIER_FIGURES: Final = figures_of(TierUsage)
+_CONSUMER_FIGURES: Final = figures_of(Consumer)
 _SERVER_METRICS: Final = {figure.metric for figure in (*_SEEN_BY_MASTER, *_SERVER_FIGURES.values())}
 
 
@@ -88,12 +106,27 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         yield requests
         refusals = CounterMetricFamily(
             "kvpool_master_refusals",
-            "messages in the name of a server, by reason",
+            "messages in the name of a server, and what tenants may not ask for, by reason",
             labels=["reason"],
         )
         for reason, count in sorted(master.refusals.items()):
             refusals.add_metric([reason], count)
         yield refusals
+        matches = CounterMetricFamily(
+            "kvpool_master_matches", "of clients, by what ended them", labels=["stopped"]
+        )
+        for status, count in sorted(master.matches.items()):
+            matches.add_metric([status.name.lower()], count)
+        yield matches
+        asked = "blocks that clients asked for in matches"
+        yield CounterMetricFamily("kvpool_master_asked_blocks", asked, master.asked_blocks)
+        found = "of these, in the pool from the first on without a gap"
+        yield CounterMetricFamily("kvpool_master_found_blocks", found, master.found_blocks)
+        yield CounterMetricFamily(
+            "kvpool_master_unknown_spans",
+            "matches that clients had to ask a second time, with keys (design: match)",
+            master.unknown_spans,
+        )
         yield CounterMetricFamily(
             "kvpool_master_map_differences",
             "heartbeats after which the map was not what the server held",
@@ -113,6 +146,56 @@ def pages_of_server(server: BlockServer) -> dict[str, Callable[[], Page]]:
         return None if server.registered else "no master knows this server yet"
 
     return _pages(lambda: _of_members([_member(server, now())]), unready)
+
+
+def pages_of_events(
+    publisher: EventPublisher,
+    stream: PoolStream | EngineStream,
+    pool: EventReader,
+    engine: EngineCounts | None = None,
+) -> dict[str, Callable[[], Page]]:
+    """For `http.pages`, on the loop that runs `kvpool events`; `engine` of a relay."""
+
+    def collect() -> Iterator[Metric]:
+        counts = publisher.counts
+        for name, help, value in (
+            ("batches", "messages that were published", counts.batches),
+            ("batch_bytes", "of these messages", counts.bytes),
+            ("replays", "requests for what was missed, answered to the end", counts.replays),
+            ("snapshots", "requests for all that is there, answered to the end", counts.snapshots),
+            ("replays_too_late", "that began before the first batch kept", counts.too_late),
+            ("readers_given_up", "of a replay, that took nothing or had gone", counts.given_up),
+            ("refused_messages", "to the replay address, that were no requests", counts.refused),
+            ("left_out", "copies of blocks beyond the limit", stream.left_out),
+        ):
+            yield CounterMetricFamily(f"kvpool_events_{name}", help, value=value)
+        for name, help, level in (
+            ("kept_batches", "for replay", len(publisher.buffer)),
+            ("kept_bytes", "for replay", publisher.buffer.bytes),
+            ("readers", "of replays and snapshots", publisher.readers),
+            ("blocks", "copies in the pool, or blocks that the engine has told of", len(stream)),
+            ("behind_seconds", "since all changes of the pool were read", pool.behind_s),
+        ):
+            yield _gauge(f"kvpool_events_{name}", help, level)
+        if engine is not None:
+            yield CounterMetricFamily(
+                "kvpool_events_engine_batches", "that were passed on", value=engine.batches
+            )
+            yield CounterMetricFamily(
+                "kvpool_events_engine_lost",
+                "how often routers were told to forget the engine",
+                value=engine.lost,
+            )
+            yield _gauge(
+                "kvpool_events_engine_lag_seconds", "of the last batch, by its time", engine.lag_s
+            )
+
+    def unready() -> str | None:
+        if pool.behind_s < _BEHIND_S:
+            return None
+        return f"the pool's changes were read {pool.behind_s:.0f} s ago"
+
+    return _pages(collect, unready)
 
 
 def _pages(
@@ -175,6 +258,22 @@ def _of_members(members: Iterable[Member]) -> Iterator[Metric]:
             yield _family("tier", figure, values, "reason")
         else:
             yield _family("tier", figure, values)
+    yield from _of_consumers(members)
+
+
+def _of_consumers(members: Iterable[Member]) -> Iterator[Metric]:
+    """Each server names a bounded number of them, those that have most (design: usage)."""
+    found = [([m.server, one.by, one.name], one) for m in members for one in m.stats.consumers]
+    for field, figure in _CONSUMER_FIGURES.items():
+        samples = [(labels, getattr(one, field)) for labels, one in found]
+        more = {"tiers": ["tier"], "evicted_by": ["by_tenant"]}.get(field, [])
+        if more:
+            samples = [
+                ([*labels, name], value)
+                for labels, values in samples
+                for name, value in sorted(values.items())
+            ]
+        yield _family("consumer", figure, samples, *more)
 
 
 def _of_demand(demand: Demand) -> Iterator[Metric]:
@@ -185,7 +284,7 @@ def _of_demand(demand: Demand) -> Iterator[Metric]:
     )
     for one in demand.working_sets:
         name = one.namespace.name
-        sizes.add_metric([name, str(one.namespace.parts), tenant_of(name)], one.size)
+        sizes.add_metric([name, str(one.namespace.parts), labelled_tenant(name)], one.size)
     yield sizes
     yield _gauge("kvpool_master_chain_servers", "a prompt is read from", demand.chain_servers)
     yield _gauge(
@@ -203,8 +302,7 @@ def _family(
 ) -> Metric:
     """One metric, with a sample for every server or tier that has a value."""
     kind = CounterMetricFamily if figure.grows else GaugeMetricFamily
-    labels = ["server", "tier"] if subject == "tier" else ["server"]
-    labels += more_labels
+    labels = [*_LABELS[subject], *more_labels]
     family = kind(f"kvpool_{subject}_{figure.metric}", figure.help, labels=labels)
     for values, sample in samples:
         if sample is not None:

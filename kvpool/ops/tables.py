@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import structs
 from rich.markup import escape
 from rich.table import Table
 
-from kvpool.types import Member, TierUsage
+from kvpool.ops.bars import FillBar
+from kvpool.tenants import tenant_of
+from kvpool.types import Member, Namespace, TierUsage
+from kvpool.units import human
 
 #: In this order in the table of servers.
 _HINTS = ("accepted", "clipped", "refused")
+#: Of the bars that show how full something is, in cells.
+_BAR_WIDTH = 8
 
 
 def members_table(members: list[Member]) -> Table:
@@ -22,6 +28,7 @@ def members_table(members: list[Member]) -> Table:
     numbers = (
         "capacity",
         "used",
+        "",
         "blocks",
         "evicted",
         "pins",
@@ -42,6 +49,7 @@ def members_table(members: list[Member]) -> Table:
             escape(", ".join(m.tiers)),
             human(m.capacity),
             f"{human(stats.used)} ({share:.0%})",
+            FillBar(share, _BAR_WIDTH),
             f"{stats.blocks:,}",
             f"{stats.counters.get('evicted_blocks', 0):,}",
             f"{stats.pins:,}",
@@ -51,7 +59,7 @@ def members_table(members: list[Member]) -> Table:
             human(stats.rss),
         )
     if not members:
-        table.add_row("no server has registered", *[""] * 11)
+        table.add_row("no server has registered", *[""] * 12)
     return table
 
 
@@ -85,13 +93,20 @@ def clients_table(members: list[Member]) -> Table:
     return table
 
 
-def human(size: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+def tenants_table(namespaces: Iterable[tuple[Namespace, int]]) -> Table | None:
+    """The tenants that have blocks, from `Pool.namespaces`; None if there are none."""
+    counts: dict[str, list[int]] = {}
+    for namespace, blocks in namespaces:
+        counts.setdefault(tenant_of(namespace.name), []).append(blocks)
+    if not counts.keys() - {""}:
+        return None
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tenant")
+    for name in ("namespaces", "blocks"):
+        table.add_column(name, justify="right")
+    for tenant, blocks_of in sorted(counts.items()):
+        table.add_row(escape(tenant) or "-", f"{len(blocks_of):,}", f"{sum(blocks_of):,}")
+    return table
 
 
 def tiers_table(members: list[Member]) -> Table:
@@ -106,6 +121,7 @@ def tiers_table(members: list[Member]) -> Table:
     for name in (
         "capacity",
         "used",
+        "",
         "blocks",
         "hits",
         "down",
@@ -124,6 +140,7 @@ def tiers_table(members: list[Member]) -> Table:
                 _tier_name(tier),
                 human(tier.capacity),
                 f"{human(tier.used)} ({tier.used / max(1, tier.capacity):.0%})",
+                FillBar(tier.used / max(1, tier.capacity), _BAR_WIDTH),
                 f"{tier.blocks:,}",
                 f"{tier.hits:,} ({tier.hits / max(1, hits):.0%})",
                 f"{human(tier.write_rate)}/s, {tier.write_block_rate:,.0f} blocks/s",
@@ -168,4 +185,6 @@ def as_json_object(member: Member) -> dict[str, Any]:
     seen = {name: value for name, value in member._asdict().items() if name != "stats"}
     usage = [structs.asdict(tier) for tier in member.stats.usage]
     clients = [structs.asdict(client) for client in member.stats.clients]
-    return {**seen, **structs.asdict(member.stats), "usage": usage, "clients": clients}
+    consumers = [structs.asdict(one) for one in member.stats.consumers]
+    lists = {"usage": usage, "clients": clients, "consumers": consumers}
+    return {**seen, **structs.asdict(member.stats), **lists}

@@ -7,10 +7,11 @@ OSError. `kvpool.testing` checks an implementation against these contracts (desi
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
 
-from kvpool.protocols.network import Handler, Link, Network
+from kvpool.protocols.network import Caller, Handler, Link, Network
 from kvpool.protocols.policy import B, Decision, Evictable, LearnsFromArrivals, Policy
 from kvpool.protocols.tier import (
     Addressable,
+    BelongsToOwner,
     DeviceAddressable,
     DeviceMemory,
     Mappable,
@@ -28,6 +29,7 @@ from kvpool.protocols.transport import (
     NeedsMeasurement,
     Peer,
     ReadOptions,
+    RequiresCertificates,
     ReserveRequest,
     SupportsDrain,
     SupportsFetch,
@@ -42,7 +44,9 @@ from kvpool.protocols.transport import (
 __all__ = [
     "Addressable",
     "B",
+    "BelongsToOwner",
     "BlockStore",
+    "Caller",
     "Channel",
     "Connection",
     "Decision",
@@ -62,6 +66,7 @@ __all__ = [
     "Policy",
     "ReadOptions",
     "ReportsDropped",
+    "RequiresCertificates",
     "ReserveRequest",
     "SupportsDrain",
     "SupportsFetch",

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpool.protocols.transport import Listener
 
-#: Answers one request: (type, body, caller) to (type, body). `caller` is the address of the host
-#: that the request came from, without a port; empty if the network does not know it. Synchronous,
-#: so no other request can run while a master's state is half changed. A KvpoolError becomes an
-#: `Error` message to that peer.
-Handler = Callable[[int, bytes, str], tuple[int, bytes]]
+
+class Caller(NamedTuple):
+    """Who sent a request: the address of its host, without a port (empty if the network does not
+    know it), and the tenant whose secret it knows; no tenant: a server, an operator, or a client of
+    a pool without tenants."""
+
+    address: str = ""
+    tenant: str = ""
+
+
+#: Answers one request: (type, body, caller) to (type, body). Synchronous, so no other request can
+#: run while a master's state is half changed. A KvpoolError becomes an `Error` message to that
+#: peer.
+Handler = Callable[[int, bytes, Caller], tuple[int, bytes]]
 
 
 class Link(Protocol):

@@ -175,6 +175,17 @@ class PersistentTier(Protocol):
 
 
 @runtime_checkable
+class BelongsToOwner(Protocol):
+    """A persistent tier that keeps for whom it stores, so that nobody else is served from it."""
+
+    def claim(self, owner: bytes) -> None:
+        """Before `recover`: these 16 bytes name the cluster of this server, and its secret.
+
+        `recover` then raises ConfigError for contents of another owner.
+        """
+
+
+@runtime_checkable
 class ReportsDropped(Protocol):
     """A persistent tier that counts what `recover` did not return."""
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvpool.errors import Overloaded
+from kvpool.errors import KvpoolError
 from kvpool.protocols.tier import Tier
+from kvpool.tenants import TenantKeys
 from kvpool.types import (
     Cluster,
     DrainOrder,
@@ -37,9 +38,16 @@ class ClientLink(Protocol):
         """A value that is equal to that of the last call if since then no byte has moved, and only
         the client could move one."""
 
-    def hang_up(self, why: Overloaded) -> None:
+    def hang_up(self, why: KvpoolError) -> None:
         """End the connection, and tell the client why if that is possible. `Connection.close`
         follows in the usual order, when nothing uses the memory any more."""
+
+    def idle_since(self) -> float | None:
+        """Since when (loop time) the client has asked for nothing and holds nothing; None while it
+        does."""
+
+    def retire(self) -> None:
+        """End an idle connection, without a word: its client connects again for its next call."""
 
 
 class Peer(NamedTuple):
@@ -54,6 +62,13 @@ class Peer(NamedTuple):
     transport: str = ""
     link: ClientLink | None = None
     address: str = ""
+    #: What a client of a tenant has proved that it knows; None for every other client.
+    proved: Cluster | None = None
+
+    @property
+    def tenant(self) -> str:
+        """The tenant whose client it is; empty: one with the cluster's secret, or no secret."""
+        return self.proved.tenant if self.proved is not None else ""
 
 
 class ReserveRequest(NamedTuple):
@@ -216,6 +231,15 @@ class BlockStore(Protocol):
     def cluster(self) -> Cluster:
         """The server's cluster. A transport refuses clients of other clusters and, if the cluster
         has a secret, clients that do not prove that they know it (design: authentication)."""
+
+    @property
+    def tenants(self) -> TenantKeys:
+        """The secrets of tenants, none in a pool without tenants. A transport admits a client that
+        proves one of them if it shows that client nothing but answers, and passes what it has
+        proved on (`Peer.proved`); or it refuses such clients (design: tenants)."""
+
+    def forbidden(self, peer: Peer, message: str, why: str) -> None:
+        """Record that a client of a tenant asked for what belongs to others."""
 
     @property
     def server(self) -> str:
@@ -459,6 +483,15 @@ class SupportsReachability(Protocol):
 
     def can_reach(self, address: str) -> bool:
         """False when no connection to `address` can ever succeed from this process."""
+
+
+@runtime_checkable
+class RequiresCertificates(Protocol):
+    """A transport that may ask its clients for certificates, in place of a secret."""
+
+    @property
+    def requires_certificates(self) -> bool:
+        """Only clients with a certificate of the right authority are served."""
 
 
 @runtime_checkable

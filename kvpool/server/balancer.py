@@ -32,6 +32,8 @@ _PLAN_GAP_MAX_S: Final = 640.0
 _PLAN_SHARE: Final = 50
 #: Blocks that are looked at in one turn of the loop.
 _STEP: Final = 512
+#: Of a server: a larger chain stays. It would leave and come back with little use between.
+CHAIN_SHARE: Final = 1 / 8
 
 _FAILURES: Final = (Unavailable, PeerError, Overloaded)
 _AGAIN: Final = (FetchStatus.NOT_YET, FetchStatus.IN_PROGRESS)
@@ -250,8 +252,10 @@ class RoomOfOthers:
         self._sent: dict[str, tuple[int, int, int]] = {}  # epoch and use as known, bytes since
 
     def fits(self, info: wire.MemberInfo, size: int, store: TieredStore) -> bool:
-        """Whether so many bytes make this server neither full, nor fuller than the `store` that
-        they come from is without them."""
+        """Whether so many bytes are a small share of this server, and make it neither full, nor
+        fuller than the `store` that they come from is without them."""
+        if size > CHAIN_SHARE * info.capacity:
+            return False
         known = info.epoch, info.stats.used
         *before, sent = self._sent.get(info.server, (*known, 0))
         if tuple(before) != known:  # a heartbeat has come since

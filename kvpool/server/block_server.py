@@ -6,7 +6,9 @@ balancer.py      hands over chains to servers that have room, while this one is 
 copy_keeper.py   has copies made of what is read
 drainer.py       hands over all blocks before the server leaves
 fetcher.py       blocks from and to other servers, which peer_servers.py reaches
+consumers.py     who has what of this server
 prefetcher.py    blocks that come up from a slower tier before they are read
+quota_keeper.py  what each tenant may have of each tier
 announcer.py     one master's view of this server
 tier_mover.py    bytes between tiers
 state/, eviction/   pure: which block lies where, and which one is evicted next
@@ -16,19 +18,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool import logs
 from kvpool.config import WRITE_BACK, ServerConfig, check_bind, parse_transport
-from kvpool.errors import ConfigError, Overloaded, Unavailable
+from kvpool.errors import ConfigError, Unauthenticated, Unavailable
 from kvpool.protocols import (
     Addressable,
+    BelongsToOwner,
     Connection,
     Listener,
     Network,
     Peer,
     PersistentTier,
+    RequiresCertificates,
     Tier,
     Transport,
 )
@@ -43,12 +48,15 @@ from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
 from kvpool.server.peer_servers import PeerServers
 from kvpool.server.prefetcher import Prefetcher
+from kvpool.server.quota_keeper import QuotaKeeper
 from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import DRAIN_S
-from kvpool.types import ARRIVED, Cluster, DrainReport, HintStatus, ServerStats
+from kvpool.tenants import Tenant, TenantKeys, qualified
+from kvpool.types import ARRIVED, NAME_MAX, Cluster, DrainReport, HintStatus, ServerStats
+from kvpool.wire import auth
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -79,8 +87,12 @@ class BlockServer:
         rng: random.Random | None = None,
         secret: bytes = b"",
         keeps_secret: bool = False,
+        tenants: TenantKeys | None = None,
     ) -> None:
         self._config = config
+        self._has_tenants = tenants is not None
+        #: The secrets of tenants, as they are now (design: tenants).
+        self.tenants = tenants or TenantKeys()
         self.host = host or this_host()
         self._network = network
         self._transports = transports
@@ -101,7 +113,7 @@ class BlockServer:
         store.front.limits = Limits.of(
             config.pinned_max or memory // 4, config.reserved_max or default_reserved_max(memory)
         )
-        self._context = ServerContext(self.server, store, self.tiers)
+        self._context = ServerContext(self.server, store, self.tiers, config.connections_max)
         self._peers = PeerServers(
             self.server,
             self.host,
@@ -117,6 +129,8 @@ class BlockServer:
         self._prefetcher = Prefetcher(
             store, context.mover, context.on_change, rate=config.prefetch_rate
         )
+        #: What each tenant may have; `apply` it before `start` (design: quotas).
+        self.quotas = QuotaKeeper(store, context.on_change)
         durable = len(tiers) > 1 and isinstance(tiers[-1], PersistentTier)
         self._drainer = Drainer(self._context, self._peers, durable=durable)
         self._balancer = Balancer(self._context, self._peers, enabled=config.balance)
@@ -164,15 +178,24 @@ class BlockServer:
         open.
         """
         config, context = self._config, self._context
-        addresses = [parse_transport(text).address or text for text in config.listen]
-        for address in addresses:
-            check_scheme(address, self._transports)
-            transport = self._transports[address.partition("://")[0]]
-            if not transport.same_host:
-                asked = bool(self.cluster.secret) and transport.authenticated
-                check_bind(address, config.insecure or asked)
         try:
+            self._check_trust()
+            addresses = [parse_transport(text).address or text for text in config.listen]
+            for address in addresses:
+                check_scheme(address, self._transports)
+                transport = self._transports[address.partition("://")[0]]
+                if not transport.same_host:
+                    certified = (
+                        isinstance(transport, RequiresCertificates)
+                        and transport.requires_certificates
+                    )
+                    asked = transport.authenticated and (bool(self.cluster.secret) or certified)
+                    check_bind(address, config.insecure or asked)
+            for tier in self.tiers:
+                if isinstance(tier, BelongsToOwner):
+                    tier.claim(auth.file_owner(self.cluster))
             await context.mover.recover()
+            self.quotas.trim()
             context.mover.start()
             self._prefetcher.start()
             for address in addresses:
@@ -239,6 +262,7 @@ class BlockServer:
             await listener.close()
         await self._peers.close()
         await self._prefetcher.close()
+        await self.quotas.close()
         is_lazy = context.store.write_back is not None
         await context.mover.close(self._config.flush_s if is_lazy else DRAIN_S)
         for tier in self.tiers:
@@ -247,10 +271,10 @@ class BlockServer:
     # --- for the transports -------------------------------------------------------------
 
     def connect(self, peer: Peer) -> Connection:
-        """One more client. Raises Overloaded above `connections_max`."""
+        """One more client. Raises Overloaded when it may not have one more connection."""
         context = self._context
-        if len(context.connections) >= self._config.connections_max:
-            raise Overloaded(f"{len(context.connections)} clients are connected, the limit")
+        peer = _as_shown(peer)
+        context.admit(peer, asyncio.get_running_loop().time())
         self._connection_id += 1
         connection = ServerConnection(
             context,
@@ -261,11 +285,64 @@ class BlockServer:
             self._connection_id,
             peer,
         )
-        context.connections[connection] = None
+        context.connected(connection)
         return connection
 
     def count(self, event: str) -> None:
         self._context.counters[event] += 1
+
+    def forbidden(self, peer: Peer, message: str, why: str) -> None:
+        self._context.counters["forbidden_requests"] += 1
+        self._context.audit.refused(
+            asyncio.get_running_loop().time(),
+            tenant=peer.tenant,
+            client=_as_shown(peer).name,
+            address=peer.address,
+            request=message,
+            why=why,
+        )
+
+    # --- tenants --------------------------------------------------------------------------
+
+    def tenants_changed(self, tenants: Mapping[str, Tenant]) -> None:
+        """The tenants file says something else now, and so does `self.tenants`: take over quotas
+        and rates, and end the connections whose secret is not good any more. The first call comes
+        before `start`."""
+        self.quotas.apply(tenants)
+        self._context.rates.replace({one.name: one.rate for one in tenants.values()})
+        ended: Counter[str] = Counter()
+        for connection in list(self._context.connections):
+            proved, link = connection.peer.proved, connection.peer.link
+            if proved is None or proved.secret in self.tenants.secrets_of(proved.tenant):
+                continue
+            self._context.counters["revoked_connections"] += 1
+            ended[proved.tenant] += 1
+            if link is not None:
+                link.hang_up(Unauthenticated("the secret of this tenant was revoked"))
+        for tenant, count in ended.items():
+            log.info("connections of a revoked secret end", tenant=tenant, connections=count)
+
+    def _check_trust(self) -> None:
+        """Raises ConfigError for what cannot keep tenants apart."""
+        if self.cluster.tenant:
+            raise ConfigError(
+                f"a tenant's key makes no server: give the cluster's secret, not the key of tenant "
+                f"{self.cluster.tenant!r} (setting secret_file)"
+            )
+        if not self._has_tenants:
+            return
+        if not self.cluster.secret:
+            raise ConfigError("tenants need a cluster with a secret (setting secret_file)")
+        open_to_all = sorted(
+            {parse_transport(text).scheme for text in self._config.listen}
+            & {scheme for scheme, one in self._transports.items() if not one.authenticated}
+        )
+        if open_to_all and not self._config.insecure:
+            raise ConfigError(
+                f"transport {open_to_all[0]!r} does not ask its peers for a secret, so tenants "
+                "would reach each other's blocks: leave it out of --listen, or pass --insecure if "
+                "only operators can reach its port"
+            )
 
     # --- for the masters ------------------------------------------------------------------
 
@@ -290,6 +367,7 @@ class BlockServer:
     def stats(self, now: float) -> ServerStats:
         """The figures of this server now; masters, `kvpool status` and `/metrics` show them."""
         context, store = self._context, self._context.store
+        context.audit.flush(now)
         front, base = store.front, store.backing
         clients = context.clients(now)
         drained = self._drainer.report()
@@ -307,8 +385,13 @@ class BlockServer:
                 "fetched_bytes": 0,  # a server that cannot fetch does not have it
                 "handed_over_blocks": 0,
                 "handed_over_bytes": 0,
+                # Prometheus sees no increase from nothing to one: what alerts ask for is there.
+                "corrupt_blocks": 0,
+                "refused_connections": 0,
+                "rejected_victims": 0,
                 **context.counters,
                 "connections": len(context.connections),
+                "connections_max": self._config.connections_max,
                 "unlisted_blocks": sum(one.unlisted for one in context.announcers),
                 "map_differences": sum(one.differences for one in context.announcers),
                 "evicted_blocks": store.evicted,
@@ -327,7 +410,15 @@ class BlockServer:
             draining=context.draining,
             drain_left_blocks=drained.left_blocks,
             drain_left_bytes=drained.left_bytes,
+            consumers=context.consumers.report(),
         )
+
+
+def _as_shown(peer: Peer) -> Peer:
+    """With the name that logs and figures show: a client of a tenant has none of anybody else."""
+    if not peer.tenant:
+        return peer
+    return peer._replace(name=qualified(peer.tenant, peer.name)[:NAME_MAX])
 
 
 def default_reserved_max(memory: int) -> int:

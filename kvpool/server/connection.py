@@ -33,6 +33,7 @@ from kvpool.types import (
     Reservation,
     WriteStatus,
 )
+from kvpool.units import human
 
 log = logs.get("kvpool.server")
 
@@ -44,6 +45,7 @@ _REMOVE_VISIBLE_S: Final = 1.0
 #: they may, is answered after this long: a server must not look dead because its disk is slow
 #: (design: unresponsive-servers).
 _PIN_WAIT_S: Final = 0.05
+_NO_ROOM: Final = Pin(ReadStatus.REFUSED)
 #: A client that moves no byte for so long is cut off while others wait for what it holds.
 STALLED_S: Final = 2.0
 
@@ -83,6 +85,39 @@ class ServerConnection:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         wait_until = now + (deadline - now) / 2
+        tenant = self.peer.tenant
+        if not self._context.rates.rate(tenant):
+            return await self._reserve_all(request, wait_until)
+        if not await self._may_write_now(tenant, wait_until):
+            self._context.counters["over_rate_writes"] += 1
+            self._context.audit.refused(
+                self._loop.time(),
+                tenant=tenant,
+                client=self.peer.name,
+                address=self.peer.address,
+                request="Reserve",
+                why=f"it writes more than its rate, {human(self._context.rates.rate(tenant))}/s",
+            )
+            return [Reservation(WriteStatus.REFUSED)] * len(request.digests)
+        size, granted = sum(request.sizes), 0
+        self._context.rates.begin(tenant, size, self._loop.time())
+        try:
+            answers = await self._reserve_all(request, wait_until)
+            granted = sum(answer.extent.size for answer in answers if answer.extent is not None)
+        finally:
+            self._context.rates.give_back(tenant, max(0, size - granted))
+        return answers
+
+    async def _may_write_now(self, tenant: str, until: float) -> bool:
+        """Wait until this tenant's earlier writes are paid for; False, at once, if that is later
+        than `until`."""
+        while wait_s := self._context.rates.wait_s(tenant, now := self._loop.time()):
+            if now + wait_s > until:
+                return False
+            await asyncio.sleep(wait_s)
+        return True
+
+    async def _reserve_all(self, request: ReserveRequest, wait_until: float) -> list[Reservation]:
         if self._context.draining:
             answers = self._already_stored(request)
         else:
@@ -136,12 +171,14 @@ class ServerConnection:
         self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
     ) -> list[WriteStatus]:
         now = self._loop.time()
+        sealed_before = self._store.front.sealed_bytes
         statuses = [
             self._store.seal(self._id, id, sum_, now)
             for id, sum_ in zip(ids, checksums, strict=True)
         ]
         self._store.front.cancel_rest(self._id)
         self._context.counters["written_blocks"] += len(statuses)
+        self._context.counters["written_bytes"] += self._store.front.sealed_bytes - sealed_before
         self._context.on_change()
         if visible:
             await self._context.wait_until_announced(deadline)
@@ -168,12 +205,15 @@ class ServerConnection:
             mover.promote(namespace, part, later)  # while the reader is busy with the others
         elif later:
             until = self._loop.time() + _PIN_WAIT_S
+            has_room = True
             if self._store.front.peek(namespace, part, later[0]) is not None:
                 await self._context.wait_for_space(until)  # other readers have pinned all they may
             else:
-                await mover.promote_and_wait(namespace, part, later, until)
+                has_room = await mover.promote_and_wait(namespace, part, later, until)
             if self._open:
                 pins = self._pin(namespace, part, digests, buffer_sizes, view=view)
+            if not has_room:
+                pins = [_NO_ROOM if pin.status is ReadStatus.NOT_YET else pin for pin in pins]
         return pins
 
     def _pin(
@@ -191,11 +231,16 @@ class ServerConnection:
         hits = [pin.extent.size for pin in pins if pin.extent is not None]
         counters = self._context.counters
         counters["read_blocks"] += len(hits)
-        counters["read_bytes"] += sum(hits)
+        size, missed = sum(hits), 0
+        counters["read_bytes"] += size
         if len(hits) < len(pins):
             later = sum(pin.status is ReadStatus.NOT_YET for pin in pins)
-            counters["missed_blocks"] += len(pins) - len(hits) - later
+            missed = len(pins) - len(hits) - later
+            counters["missed_blocks"] += missed
             self._context.publish()
+        if hits or missed:
+            last = _last_hit(pins)
+            self._context.consumers.read(namespace, part, digests[last], len(hits), size, missed)
         return pins
 
     def unpin(self, pins: Sequence[Pin]) -> None:
@@ -213,6 +258,15 @@ class ServerConnection:
         checksums: Sequence[int] = (),
     ) -> list[bool]:
         removed = self._store.remove(namespace, digests, part=part, checksums=checksums)
+        if any(removed):
+            self._context.audit.removed(
+                self._loop.time(),
+                tenant=self.peer.tenant,
+                client=self.peer.name,
+                address=self.peer.address,
+                blocks=sum(removed),
+                request="Remove",
+            )
         self._fetcher.revoke(namespace, digests, part)
         self._context.on_change()
         await self._context.mover.erase()  # it must not be back after a restart
@@ -342,7 +396,7 @@ class ServerConnection:
         quarantined = front.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
         self._quarantined_bytes = front.quarantined_bytes - before
         if not quarantined:  # else it counts as connected, until its client has disconnected
-            self._context.connections.pop(self, None)
+            self._context.disconnected(self)
         else:
             log.warning(
                 "memory is in quarantine",
@@ -356,7 +410,7 @@ class ServerConnection:
         return quarantined
 
     def writer_exited(self) -> None:
-        self._context.connections.pop(self, None)
+        self._context.disconnected(self)
         self._store.front.writer_exited(self._id)
         self._context.on_change()
 
@@ -368,3 +422,8 @@ async def _checksum_of(data: memoryview, seed: int) -> int:
         digest.update(data[start : start + _HASH_STEP])
         await asyncio.sleep(0)
     return digest.intdigest()
+
+
+def _last_hit(pins: Sequence[Pin]) -> int:
+    """The position of the last block that is pinned; the first one if none is."""
+    return next((n for n in range(len(pins) - 1, -1, -1) if pins[n].extent is not None), 0)

@@ -9,13 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvpool import logs
-from kvpool.protocols import Addressable, ReserveRequest, Tier
+from kvpool.audit import AuditLog
+from kvpool.errors import Overloaded
+from kvpool.protocols import Addressable, Peer, ReserveRequest, Tier
 from kvpool.server.announcer import Announcer
 from kvpool.server.compactor import Compactor
+from kvpool.server.consumers import Consumers
 from kvpool.server.state.clearing import MAKING_ROOM
+from kvpool.server.state.connection_shares import ConnectionShares
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.state.write_rates import WriteRates
 from kvpool.server.tier_mover import TierMover
+from kvpool.tenants import marker_of
 from kvpool.types import ClientUsage, Reservation, WriteStatus
 
 log = logs.get("kvpool.server")
@@ -33,6 +39,10 @@ class Holder(Protocol):
     def usage(self, now: float) -> ClientUsage | None:
         """The memory that it holds."""
 
+    @property
+    def peer(self) -> Peer:
+        """Its client."""
+
 
 class ServerContext:
     """The index of the blocks, their memory, and the two things that a call may wait for.
@@ -42,7 +52,9 @@ class ServerContext:
     with a deadline. The server itself only makes a context and fills `announcers`.
     """
 
-    def __init__(self, server: str, store: TieredStore, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self, server: str, store: TieredStore, tiers: Sequence[Tier], connections_max: int
+    ) -> None:
         self.server = server
         self.store = store
         memory = tiers[store.front_tier]
@@ -51,14 +63,19 @@ class ServerContext:
         self.memory: Addressable = memory
         self.mover = TierMover(store, tiers, self.on_change)
         self.compactor = Compactor(store.front, memory, self.on_change)
+        self.consumers = Consumers(store, [tier.name for tier in tiers])
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
         #: In the order in which they came: that of a set of objects differs from run to run.
         self.connections: dict[Holder, None] = {}
+        self.shares = ConnectionShares(connections_max)
         for one in store.stores:
             one.on_rejected_victim = self._policy_is_wrong
         #: This server will leave: it takes no blocks any more (design: drain).
         self.draining = False
+        #: Who removed what, and who asked for what is not theirs.
+        self.audit = AuditLog()
+        self.rates = WriteRates()
         self._waiting_for_space: dict[asyncio.Future[None], float] = {}  # until when
         self._sampled_at = 0.0
 
@@ -68,6 +85,41 @@ class ServerContext:
             key = victim.digest.hex()[:12]
             log.error("policy chose a block that may not be evicted", block=key)
         self.counters["rejected_victims"] += 1
+
+    def admit(self, peer: Peer, now: float) -> None:
+        """Make sure that this client may have one more connection; raises Overloaded if it may not.
+
+        An idle one may end for it: of the client that has most, the one that is idle for the
+        longest time (design: connection-shares).
+        """
+        if problem := self.shares.problem(_sharer(peer)):
+            self.counters["refused_connections"] += 1
+            raise Overloaded(problem)
+        if not self.shares.full:
+            return
+        idle = []
+        for connection in self.connections:
+            link = connection.peer.link
+            since = link.idle_since() if link is not None else None
+            if link is not None and since is not None:
+                idle.append((self.shares.held(_sharer(connection.peer)), now - since, link))
+        if not idle:
+            self.counters["refused_connections"] += 1
+            raise Overloaded(
+                f"all {self.shares.limit} connections are at work (server.connections_max)"
+            )
+        max(idle, key=lambda one: one[:2])[2].retire()
+        self.counters["retired_connections"] += 1
+
+    def connected(self, connection: Holder) -> None:
+        self.connections[connection] = None
+        self.shares.opened(_sharer(connection.peer))
+
+    def disconnected(self, connection: Holder) -> None:
+        """Idempotent."""
+        if connection in self.connections:
+            del self.connections[connection]
+            self.shares.closed(_sharer(connection.peer))
 
     def publish(self) -> None:
         """Queue the store's changes for every master, and wake the mover."""
@@ -179,6 +231,12 @@ class ServerContext:
                     await future
         finally:  # the deadline came first, or the writer has gone
             self._waiting_for_space.pop(future, None)
+
+
+def _sharer(peer: Peer) -> str:
+    """Who shares connections with the others: a client, or a tenant with all of its clients, which
+    could have as many names as they like."""
+    return marker_of(peer.tenant) or peer.name
 
 
 def _sum(one: ClientUsage, other: ClientUsage) -> ClientUsage:

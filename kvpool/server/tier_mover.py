@@ -254,8 +254,12 @@ class TierMover:
 
     async def promote_and_wait(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
-    ) -> None:
-        """`promote`, and wait until a good part of them is in memory, or `until`."""
+    ) -> bool:
+        """`promote`, and wait until a good part of them is in memory, or `until`.
+
+        False, at once, where waiting is of no use: memory has no room for any of them, and nothing
+        is under way that would free some (design: promotion).
+        """
         self.promote(namespace, part, digests)
         waiter = _PromotionWaiter(asyncio.get_running_loop().create_future())
         for digest in digests:
@@ -263,7 +267,10 @@ class TierMover:
             if waiting is not None:
                 waiting.append(waiter)
                 waiter.remaining += 1
+        if not waiter.remaining and not self._store.is_held:
+            return False
         await asyncio.wait([waiter.ready], timeout=max(0.0, until - _now()))
+        return True
 
     async def _promote(self, copy: TierTransfer) -> bool:
         good = False

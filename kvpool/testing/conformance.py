@@ -3,6 +3,7 @@
     await check_transport(CarrierTransport)
     await check_tier(lambda capacity: FileTier(path, capacity))
     check_policy(MyPolicy)
+    check_connector(make_engine)
 
 or, with a test runner:
 
@@ -11,7 +12,8 @@ or, with a test runner:
         await check(CarrierTransport)
 
 A check that fails raises ConformanceError, which names the check, what was expected and what
-happened instead. Each opens its own server, takes well under a second, and may be run alone.
+happened instead. Each opens its own server and may be run alone; all take well under a second,
+except those of connectors, which run engines.
 """
 
 from __future__ import annotations
@@ -22,18 +24,27 @@ from types import ModuleType
 from typing import Any, Final, TypeVar
 
 from kvpool.protocols import Policy, Tier, Transport
+from kvpool.testing import (
+    connector_checks,
+    move_checks,
+    policy_checks,
+    tier_checks,
+    transport_checks,
+)
 from kvpool.testing import lifecycle_checks as ending_checks
-from kvpool.testing import move_checks, policy_checks, tier_checks, transport_checks
+from kvpool.testing.connector_checks import ConnectorCheck, MakeEngine
 from kvpool.testing.harness import ConformanceError, NotDeclared, TransportCheck
 from kvpool.testing.policy_checks import PolicyCheck
 from kvpool.testing.tier_checks import TierCheck
 
 __all__ = [
+    "CONNECTOR_CHECKS",
     "POLICY_CHECKS",
     "TIER_CHECKS",
     "TRANSPORT_CHECKS",
     "ConformanceError",
     "NotDeclared",
+    "check_connector",
     "check_policy",
     "check_tier",
     "check_transport",
@@ -52,6 +63,7 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
 TRANSPORT_CHECKS: Final = _defined(TransportCheck, transport_checks, ending_checks, move_checks)
 TIER_CHECKS: Final = _defined(TierCheck, tier_checks)
 POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks)
+CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 
 
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
@@ -87,3 +99,16 @@ def check_policy(make: Callable[[int], Policy[Any]]) -> None:
     """
     for check in POLICY_CHECKS.values():
         check(make)
+
+
+def check_connector(make: MakeEngine) -> None:
+    """What the engines that `make` starts promise their users, with every kind of pool.
+
+    `make` gets the address of a master, or "" for no pool, and "" or one of `VARIANTS`: what
+    differs about this engine. It raises NotDeclared for what it cannot vary. The engines load
+    whatever the pool has, also where computing is faster. Raises ConformanceError at the first
+    check that fails.
+    """
+    for check in CONNECTOR_CHECKS.values():
+        with contextlib.suppress(NotDeclared):
+            check(make)

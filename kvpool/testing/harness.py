@@ -173,6 +173,7 @@ class Recorder:
     def __init__(self, server: BlockServer) -> None:
         self._server = server
         self.cluster = server.cluster
+        self.tenants = server.tenants
         self.peers: list[Peer] = []
         #: Each `reserve`, with its deadline.
         self.asked: list[tuple[ReserveRequest, float]] = []
@@ -222,6 +223,9 @@ class Recorder:
 
     def count(self, event: str) -> None:
         self._server.count(event)
+
+    def forbidden(self, peer: Peer, message: str, why: str) -> None:
+        self._server.forbidden(peer, message, why)
 
     def answer(self, name: str, *arguments: Any) -> Any:
         """Record a request about moves. What is laid down for it; None if nothing is."""

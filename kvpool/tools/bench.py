@@ -27,7 +27,8 @@ from rich.table import Table
 
 from kvpool import registry
 from kvpool import runtime as process
-from kvpool.client.pool import Pool, connect
+from kvpool.client.opening import connect
+from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Corrupt
 from kvpool.net.zmq_rpc import ZmqNetwork

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from kvpool.tools.policy_study import MIN, Study
 from kvpool.tools.replay_report import ReplayReport, quantiles
+from kvpool.units import human
 
 _WIDTH, _HEIGHT = 960, 560
-_INK, _QUIET, _GRID = "#1b2733", "#62707d", "#e3e8ed"
-_LINES = ("#9db4c7", "#d98c5f", "#12805c", "#7a5aa8", "#c2a83e", "#b0457b", "#3d7fb5")
+INK, QUIET, GRID = "#1b2733", "#62707d", "#e3e8ed"
+LINE_COLOURS = ("#9db4c7", "#d98c5f", "#12805c", "#7a5aa8", "#c2a83e", "#b0457b", "#3d7fb5")
 _POOL, _OTHER, _WEAK = "#12805c", "#9db4c7", "#d98c5f"
 
 
@@ -34,31 +35,23 @@ class BarGroup(NamedTuple):
 def draw(report: ReplayReport) -> str:
     """The picture: hit rates as bars, the hit rate over time, and the headline figures."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="Helvetica, Arial, sans-serif">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(40, 48, "kvpool", 26, _INK, weight="bold"),
-        _text(140, 48, report.name, 16, _QUIET),
+        text(40, 48, "kvpool", 26, INK, weight="bold"),
+        text(140, 48, report.name, 16, QUIET),
         *_bars(report),
         *_line(report),
         *_figures(report),
-        "</svg>",
     ]
-    return "\n".join(parts)
+    return svg(_WIDTH, _HEIGHT, parts)
 
 
 def curves(study: Study) -> str:
     """A dry replay: hit rate over capacity, a line for each policy."""
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 480" '
-        'font-family="Helvetica, Arial, sans-serif">',
-        '<rect width="640" height="480" fill="#ffffff"/>',
-        _text(60, 36, "blocks found, by capacity in blocks", 18, _INK, weight="bold"),
-        _text(60, 58, study.name, 13, _QUIET),
+        text(60, 36, "blocks found, by capacity in blocks", 18, INK, weight="bold"),
+        text(60, 58, study.name, 13, QUIET),
         *_panel(study, 60, 80, 430, 350),
-        "</svg>",
     ]
-    return "\n".join(parts)
+    return svg(640, 480, parts)
 
 
 def grouped_bars(title: str, subtitle: str, groups: Sequence[BarGroup]) -> str:
@@ -67,33 +60,30 @@ def grouped_bars(title: str, subtitle: str, groups: Sequence[BarGroup]) -> str:
     A name has one colour in all groups. The scale begins at 0. Raises ValueError without a bar.
     """
     names = list(dict.fromkeys(name for group in groups for name in group.bars))
-    colours = dict(zip(names, (_OTHER, _POOL, _WEAK, *_LINES), strict=False))
+    colours = dict(zip(names, (_OTHER, _POOL, _WEAK, *LINE_COLOURS), strict=False))
     ceiling = _round_up(max(bar.high for group in groups for bar in group.bars.values()))
     left, top, width, height = 70, 120, _WIDTH - 110, 330
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="Helvetica, Arial, sans-serif">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(40, 40, title, 20, _INK, weight="bold"),
-        _text(40, 64, subtitle, 13, _QUIET),
+        text(40, 40, title, 20, INK, weight="bold"),
+        text(40, 64, subtitle, 13, QUIET),
     ]
     for number, name in enumerate(names):
         key = left + 200 * number
         parts += [
             f'<rect x="{key}" y="84" width="14" height="14" fill="{colours[name]}"/>',
-            _text(key + 20, 96, name, 13, _INK),
+            text(key + 20, 96, name, 13, INK),
         ]
     for step in range(5):
         y = top + height * (1 - step / 4)
         parts += [
-            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{_GRID}"/>',
-            _text(left - 8, y + 4, f"{ceiling * step / 4:g}", 12, _QUIET, "end"),
+            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{GRID}"/>',
+            text(left - 8, y + 4, f"{ceiling * step / 4:g}", 12, QUIET, "end"),
         ]
     room = width / len(groups)
     thick = min(36.0, room * 0.8 / max(len(group.bars) for group in groups))
     for place, group in enumerate(groups):
         middle = left + room * (place + 0.5)
-        parts.append(_text(middle, top + height + 24, group.label, 13, _INK, "middle"))
+        parts.append(text(middle, top + height + 24, group.label, 13, INK, "middle"))
         for number, (name, bar) in enumerate(group.bars.items()):
             x = middle + thick * (number - len(group.bars) / 2)
             tall, low, high = (height * value / ceiling for value in bar)
@@ -101,17 +91,17 @@ def grouped_bars(title: str, subtitle: str, groups: Sequence[BarGroup]) -> str:
                 f'<rect x="{x:.1f}" y="{top + height - tall:.1f}" width="{thick - 2:.1f}" '
                 f'height="{tall:.1f}" fill="{colours[name]}"/>',
                 f'<line x1="{x + thick / 2 - 1:.1f}" x2="{x + thick / 2 - 1:.1f}" '
-                f'y1="{top + height - low:.1f}" y2="{top + height - high:.1f}" stroke="{_INK}"/>',
-                _text(
+                f'y1="{top + height - low:.1f}" y2="{top + height - high:.1f}" stroke="{INK}"/>',
+                text(
                     x + thick / 2 - 1,
                     top + height - high - 6,
                     f"{bar.median:.2g}" if bar.median < 100 else f"{bar.median:.0f}",
                     11,
-                    _QUIET,
+                    QUIET,
                     "middle",
                 ),
             ]
-    return "\n".join([*parts, "</svg>"])
+    return svg(_WIDTH, _HEIGHT, parts)
 
 
 def _round_up(value: float) -> float:
@@ -133,14 +123,14 @@ def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[s
     for step in range(5):
         y = top + height * (1 - step / 4)
         parts += [
-            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{_GRID}"/>',
-            _text(left - 6, y + 4, f"{ceiling * step / 4:.0%}", 11, _QUIET, "end"),
+            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{GRID}"/>',
+            text(left - 6, y + 4, f"{ceiling * step / 4:.0%}", 11, QUIET, "end"),
         ]
     for capacity in capacities:
-        parts.append(_text(x(capacity), top + height + 18, f"{capacity:,}", 11, _QUIET, "middle"))
+        parts.append(text(x(capacity), top + height + 18, f"{capacity:,}", 11, QUIET, "middle"))
     policies = list(dict.fromkeys(row.policy for row in study.rows))
     for number, policy in enumerate(policies):
-        colour = _LINES[number % len(_LINES)] if policy != MIN else _INK
+        colour = LINE_COLOURS[number % len(LINE_COLOURS)] if policy != MIN else INK
         points = [
             (x(capacity), top + height * (1 - study.rate(policy, capacity) / ceiling))
             for capacity in capacities
@@ -155,7 +145,7 @@ def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[s
         parts.append(
             f'<rect x="{left + width + 16}" y="{key - 6}" width="14" height="4" fill="{colour}"/>'
         )
-        parts.append(_text(left + width + 36, key, policy, 12, colour))
+        parts.append(text(left + width + 36, key, policy, 12, colour))
     return parts
 
 
@@ -166,27 +156,27 @@ def _bars(report: ReplayReport) -> list[str]:
         (f"{report.clients} isolated caches, same memory", report.offline_isolated, _WEAK),
         ("ideal, memory without end", report.offline_ideal, _OTHER),
     ]
-    parts = [_text(40, 96, "blocks found in the cache", 14, _QUIET)]
+    parts = [text(40, 96, "blocks found in the cache", 14, QUIET)]
     for number, (label, rate, colour) in enumerate(rows):
         top = 112 + 42 * number
         parts += [
-            _text(40, top + 20, label, 15, _INK),
-            f'<rect x="300" y="{top}" width="520" height="28" rx="3" fill="{_GRID}"/>',
+            text(40, top + 20, label, 15, INK),
+            f'<rect x="300" y="{top}" width="520" height="28" rx="3" fill="{GRID}"/>',
             f'<rect x="300" y="{top}" width="{520 * rate:.1f}" height="28" rx="3" '
             f'fill="{colour}"/>',
-            _text(832, top + 20, f"{rate:.1%}", 16, _INK, weight="bold"),
+            text(832, top + 20, f"{rate:.1%}", 16, INK, weight="bold"),
         ]
     return parts
 
 
 def _line(report: ReplayReport) -> list[str]:
     left, top, width, height = 40, 320, 540, 190
-    parts = [_text(left, top - 14, "hit rate so far, over time", 14, _QUIET)]
+    parts = [text(left, top - 14, "hit rate so far, over time", 14, QUIET)]
     for percent in (0, 50, 100):
         y = top + height * (1 - percent / 100)
         parts += [
-            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{_GRID}"/>',
-            _text(left + width + 8, y + 4, f"{percent} %", 12, _QUIET),
+            f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="{GRID}"/>',
+            text(left + width + 8, y + 4, f"{percent} %", 12, QUIET),
         ]
     if len(report.timeline) > 1:
         end = report.timeline[-1][0] or 1.0
@@ -197,19 +187,19 @@ def _line(report: ReplayReport) -> list[str]:
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{_POOL}" stroke-width="2.5"/>'
         )
-        parts.append(_text(left + width, top + height + 20, f"{end:.0f} s", 12, _QUIET, "end"))
+        parts.append(text(left + width, top + height + 20, f"{end:.0f} s", 12, QUIET, "end"))
     return parts
 
 
 def _figures(report: ReplayReport) -> list[str]:
     read = sum(path.read_bytes for path in report.transports.values())
     rates = [
-        f"{name} {path.read_bytes / 1e9 / max(path.read_s, 1e-9):.2f} GB/s"
+        f"{name} {human(path.read_bytes / max(path.read_s, 1e-9))}/s"
         for name, path in report.transports.items()
     ]
     figures = [
         ("wrong bytes", f"{report.wrong_bytes:,}"),
-        ("bytes read and checked", f"{read / 1e9:.2f} GB"),
+        ("bytes read and checked", human(read)),
         ("read speed", ", ".join(rates)),
         ("match p50 / p99", "{:.2f} / {:.2f} ms".format(*_milli(report.match_s))),
         ("read p50 / p99", "{:.2f} / {:.2f} ms".format(*_milli(report.read_s))),
@@ -219,8 +209,8 @@ def _figures(report: ReplayReport) -> list[str]:
     for number, (label, figure) in enumerate(figures):
         y = 318 + 36 * number
         parts += [
-            _text(660, y, label, 12, _QUIET),
-            _text(660, y + 17, figure, 15, _INK, weight="bold"),
+            text(660, y, label, 12, QUIET),
+            text(660, y + 17, figure, 15, INK, weight="bold"),
         ]
     return parts
 
@@ -230,7 +220,7 @@ def _milli(values: list[float]) -> tuple[float, float]:
     return p50 * 1e3, p99 * 1e3
 
 
-def _text(
+def text(
     x: float,
     y: float,
     text: str,
@@ -239,7 +229,21 @@ def _text(
     anchor: str = "start",
     weight: str = "normal",
 ) -> str:
+    """Text at this place; `anchor` is start, middle or end."""
     return (
         f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" '
         f'text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+    )
+
+
+def svg(width: float, height: float, parts: Sequence[str]) -> str:
+    """A picture of this size on white."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            'font-family="Helvetica, Arial, sans-serif">',
+            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+            *parts,
+            "</svg>",
+        ]
     )

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from kvpool.client.shared_copies import needs_copy
@@ -66,12 +67,12 @@ class Loss(NamedTuple):
     mean: float
 
 
-class HeldBlock(NamedTuple):
-    """A block that is being read from this server, and stays there."""
+class HeldRun(NamedTuple):
+    """Blocks that are being read from this server, and stay there."""
 
     server: str
     store: Store  # of the process that ran when the read began
-    pin: Pin
+    pins: list[Pin]
 
 
 @dataclass(slots=True)
@@ -83,7 +84,6 @@ class DryServer:
     store: Store
     phase_s: float  # of its heartbeats
     heard: int = 0  # the number of the last hint
-    beat_at: float = -1.0
 
 
 @dataclass(slots=True)
@@ -123,7 +123,6 @@ class DryPool:
         self._hints = HintLog()
         self._turns = itertools.count()
         self._policy = policy
-        self._next_beat_at = 0.0
         size = capacity // count * BLOCK_SIZE
         self.servers: dict[str, DryServer] = {}
         self._epochs: dict[str, int] = {}
@@ -134,6 +133,8 @@ class DryPool:
             self.servers[name] = DryServer(name, host, store, phase_s)
             self._epochs[name] = 1
             self._register(self.servers[name], size)
+        # When each sends its next one; those of the second before the beginning are due at once.
+        self._beats = [(one.phase_s - heartbeat_s, name) for name, one in self.servers.items()]
 
     @property
     def stores(self) -> list[Store]:
@@ -176,16 +177,14 @@ class DryPool:
 
     def match(self, chain: Sequence[bytes]) -> Match:
         """The longest prefix of the chain that the pool has."""
-        runs, reasons = self._directory.find(_NAMESPACE, chain, prefix=True)
-        length = runs[-1].last + 1 if runs else 0
-        return Match(tuple(runs), length, reasons.get(length, ReadStatus.HIT))
+        return self._directory.match(_NAMESPACE, chain)
 
-    def pin(self, match: Match, chain: Sequence[bytes], host: str, now: float) -> list[HeldBlock]:
+    def pin(self, match: Match, chain: Sequence[bytes], host: str, now: float) -> list[HeldRun]:
         """Read each run of it from one server: on the reader's host, or where the run before was.
 
         The blocks stay until `unpin`. Raises InvariantViolated if one is not where the map says.
         """
-        pins: list[HeldBlock] = []
+        pins: list[HeldRun] = []
         used: dict[str, None] = {}
         for run in match.runs:
             holders = [replica.server for replica in run.replicas]
@@ -196,19 +195,20 @@ class DryPool:
             used[name] = None
             store = self.servers[name].store
             digests = chain[run.first : run.last + 1]
-            for pin in store.pin(_OWNER, _NAMESPACE, 0, digests, now):
-                if pin.status is not ReadStatus.HIT:
-                    raise InvariantViolated("a block is not where the map says")
-                pins.append(HeldBlock(name, store, pin))
+            held = store.pin(_OWNER, _NAMESPACE, 0, digests, now)
+            if any(pin.status is not ReadStatus.HIT for pin in held):
+                raise InvariantViolated("a block is not where the map says")
+            pins.append(HeldRun(name, store, held))
         if used:
             self.played.hit_prompts += 1
             self.played.servers_of_hits += len(used)
         return pins
 
-    def unpin(self, pins: Iterable[HeldBlock]) -> None:
+    def unpin(self, pins: Iterable[HeldRun]) -> None:
         """These reads have ended."""
-        for _, store, pin in pins:
-            store.unpin(_OWNER, pin.id)
+        for _, store, held in pins:
+            for pin in held:
+                store.unpin(_OWNER, pin.id)
 
     def store(
         self,
@@ -248,16 +248,14 @@ class DryPool:
 
     def exchange_heartbeats(self, now: float) -> None:
         """What every server has sent and received until now; each has its own phase."""
-        if now < self._next_beat_at:
-            return
-        every_s = self._heartbeat_s
-        self._next_beat_at = math.inf
-        for server in self.servers.values():
-            due = (now - server.phase_s) // every_s * every_s + server.phase_s
-            self._next_beat_at = min(self._next_beat_at, due + every_s)
-            if due <= server.beat_at:
-                continue
-            server.beat_at = due
+        beats, every_s = self._beats, self._heartbeat_s
+        while beats and beats[0][0] <= now:
+            due, name = heappop(beats)
+            server = self.servers.get(name)
+            if server is None:
+                continue  # it is lost
+            due = max(due, (now - server.phase_s) // every_s * every_s + server.phase_s)
+            heappush(beats, (due + every_s, server.name))
             store = server.store
             stats = ServerStats(
                 used=store.allocator.allocated,
@@ -317,7 +315,9 @@ class DryPool:
         """Returns the server on which the blocks begin, if it is the one that the master chose."""
         size = BLOCK_SIZE * len(digests)
         started = time.perf_counter()
-        placed = self._directory.place(_NAMESPACE, digests, parent, size, host)
+        placed = self._directory.place(
+            _NAMESPACE, digests, parent, size, host, session=hint.session if hint else ""
+        )
         self.played.place_s.append(time.perf_counter() - started)
         parents = [parent, *digests[:-1]]
         blocks = [

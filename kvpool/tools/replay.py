@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 
 from kvpool import registry
-from kvpool.client.pool import connect
+from kvpool.client.opening import connect
 from kvpool.config import ClientConfig, ServerConfig, parse_tier
 from kvpool.errors import ConfigError, ServerLost
 from kvpool.runtime import task_group

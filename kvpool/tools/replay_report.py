@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvpool.ops.tables import as_json_object
 from kvpool.types import Member
+from kvpool.units import human
 
 
 @dataclass(slots=True)
@@ -107,8 +108,8 @@ def _now(report: ReplayReport, seconds: float) -> Table:
     table.add_row(
         f"{done:,} / {report.requests:,}",
         f"[bold green]{report.hit_rate:.1%}[/]",
-        f"{read / 1e9:.2f} GB ({read / 1e9 / max(seconds, 0.1):.2f} GB/s)",
-        f"{written / 1e9:.2f} GB",
+        f"{human(read)} ({human(read / max(seconds, 0.1))}/s)",
+        human(written),
         f"{quantiles(report.match_s[-1000:])[0] * 1e3:.2f} ms",
         f"{'[green]' if not report.wrong_bytes else '[bold red]'}{report.wrong_bytes}[/]",
     )
@@ -130,7 +131,7 @@ def tables(report: ReplayReport) -> list[Table]:
 
 def _hit_table(report: ReplayReport) -> Table:
     where = f"{report.servers} servers, {report.clients} engine instances"
-    memory = f"{report.capacity / 2**20:.4g} MiB of {report.block_size / 1024:.4g} KiB blocks"
+    memory = f"{human(report.capacity)} of {human(report.block_size)} blocks"
     table = Table(title=f"{report.name}: {report.requests:,} requests, {where}, {memory}")
     table.add_column("hit rate")
     table.add_column("", justify="right")
@@ -156,16 +157,14 @@ def _byte_table(report: ReplayReport) -> Table:
     for name, path in report.transports.items():
         table.add_row(
             name,
-            f"{path.read_bytes / 1e9:.2f} GB",
-            f"{path.read_bytes / 1e9 / max(path.read_s, 1e-9):.2f} GB/s",
-            f"{path.written_bytes / 1e9:.2f} GB",
-            f"{path.written_bytes / 1e9 / max(path.write_s, 1e-9):.2f} GB/s",
+            human(path.read_bytes),
+            f"{human(path.read_bytes / max(path.read_s, 1e-9))}/s",
+            human(path.written_bytes),
+            f"{human(path.written_bytes / max(path.write_s, 1e-9))}/s",
         )
     for member in report.members:
-        rss, capacity = member.stats.rss / 2**20, member.capacity / 2**20
-        table.add_row(
-            f"{member.server}: capacity {capacity:.4g} MiB, RSS {rss:.4g} MiB", "", "", "", ""
-        )
+        capacity, rss = human(member.capacity), human(member.stats.rss)
+        table.add_row(f"{member.server}: capacity {capacity}, RSS {rss}", "", "", "", "")
     return table
 
 

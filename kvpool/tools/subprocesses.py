@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvpool.client.pool import connect
+from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
 from kvpool.errors import ServerLost
 from kvpool.types import Member

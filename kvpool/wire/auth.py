@@ -11,6 +11,10 @@ A proof is an HMAC-SHA256 over who proves and both nonces, so none is good for a
 for the other side. Control plane: zmq's CURVE, which encrypts, too; the master's long-term key is
 made from the secret and its public half is never sent, so that who lacks the secret can say
 nothing that the master would open, nor answer in its place.
+
+A client of a tenant proves the tenant's secret instead. It cannot make the masters' key from that,
+so it is given the public half; with that half known to tenants, masters ask each client for a key
+of its own, which is made from its secret, too (design: tenants).
 """
 
 from __future__ import annotations
@@ -19,21 +23,27 @@ import hashlib
 import hmac
 from typing import Final
 
+from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
 
 NONCE_SIZE: Final = 32
 PROOF_SIZE: Final = 32
 TOKEN_SIZE: Final = 16
+KEY_ID_SIZE: Final = 8
 
 
-def server_proof(cluster: Cluster, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """That a server knows the secret."""
-    return _proof(cluster, b"server", client_nonce, server_nonce)
+def server_proof(
+    cluster: Cluster, client_nonce: bytes, server_nonce: bytes, binding: bytes = b""
+) -> bytes:
+    """That a server knows the secret, and shows the certificate that `binding` is the hash of."""
+    return _proof(cluster, b"server", client_nonce, server_nonce, binding)
 
 
-def client_proof(cluster: Cluster, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """That a client does."""
-    return _proof(cluster, b"client", client_nonce, server_nonce)
+def client_proof(
+    cluster: Cluster, client_nonce: bytes, server_nonce: bytes, binding: bytes = b""
+) -> bytes:
+    """That a client knows the secret, and was shown that certificate."""
+    return _proof(cluster, b"client", client_nonce, server_nonce, binding)
 
 
 def same(proof: bytes, expected: bytes) -> bool:
@@ -47,6 +57,35 @@ def master_key(cluster: Cluster) -> bytes:
     return hmac.digest(cluster.secret, b"kvpool master key 1" + name, "sha256")
 
 
+def client_key(cluster: Cluster) -> bytes:
+    """The secret key for CURVE of everybody who knows this secret: of a tenant's clients, or of
+    masters, servers and operators. 32 bytes."""
+    return hmac.digest(cluster.secret, b"kvpool client key 1" + _names(cluster), "sha256")
+
+
+def key_id(cluster: Cluster, nonce: bytes) -> bytes:
+    """Which of a tenant's secrets a client has. It differs with each nonce, so that who listens
+    cannot count the clients of a tenant."""
+    return hmac.digest(cluster.secret, b"kvpool key id 1" + nonce, "sha256")[:KEY_ID_SIZE]
+
+
+def find_tenant(
+    keys: TenantKeys, cluster: Cluster, tenant: str, key: bytes, nonce: bytes
+) -> Cluster | None:
+    """The cluster as a client of that tenant sees it, if one of the tenant's secrets fits to the
+    `key` of its `Hello`; None if there is none, or no such tenant."""
+    for secret in keys.secrets_of(tenant):
+        seen = Cluster(cluster.name, secret, tenant)
+        if same(key_id(seen, nonce), key):
+            return seen
+    return None
+
+
+def file_owner(cluster: Cluster) -> bytes:
+    """What names this cluster in a server's files, 16 bytes. It differs with name and secret."""
+    return hmac.digest(cluster.secret, b"kvpool file 1" + _names(cluster), "sha256")[:TOKEN_SIZE]
+
+
 def server_token(secret: bytes, master: str) -> bytes:
     """What a server shows to the master at this address, so that no other process has its id.
 
@@ -56,7 +95,14 @@ def server_token(secret: bytes, master: str) -> bytes:
     return hmac.digest(secret, b"kvpool server token 1" + master.encode(), "sha256")[:TOKEN_SIZE]
 
 
-def _proof(cluster: Cluster, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    name = hashlib.sha256(cluster.name.encode()).digest()
-    message = b"kvpool proof 1" + side + name + client_nonce + server_nonce
+def _proof(
+    cluster: Cluster, side: bytes, client_nonce: bytes, server_nonce: bytes, binding: bytes
+) -> bytes:
+    message = b"kvpool proof 1" + side + _names(cluster) + client_nonce + server_nonce + binding
     return hmac.digest(cluster.secret, message, "sha256")
+
+
+def _names(cluster: Cluster) -> bytes:
+    """What a proof or a key is good for: the cluster, and the tenant if there is one."""
+    names = hashlib.sha256(cluster.name.encode()).digest()
+    return names + hashlib.sha256(cluster.tenant.encode()).digest() if cluster.tenant else names

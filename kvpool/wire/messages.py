@@ -20,8 +20,17 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvpool.errors import BadMessage, KvpoolError, Overloaded, Unauthenticated, VersionMismatch
+from kvpool.errors import (
+    BadMessage,
+    Forbidden,
+    KvpoolError,
+    MessageTooNew,
+    Overloaded,
+    Unauthenticated,
+    VersionMismatch,
+)
 from kvpool.fingerprint import FINGERPRINT_SIZE
+from kvpool.spans import MARK_SIZE, MarkedChain, unpack_marks
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
@@ -39,11 +48,13 @@ from kvpool.types import (
     Text,
     Total,
 )
-from kvpool.wire.auth import NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
+from kvpool.wire.auth import KEY_ID_SIZE, NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
 from kvpool.wire.frames import PROTOCOL_VERSION
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
+#: Spans before the keys of one question, or behind them.
+SPANS_MAX: Final = 2048
 #: Namespaces in one answer: with names of the maximum length it still fits into a message.
 NAMESPACES_MAX: Final = 256
 #: Blocks that one announcement carries, so that applying it never stalls a master's loop.
@@ -58,6 +69,7 @@ HINT_ANSWERS_MAX: Final = 256
 Small = Annotated[int, Meta(ge=0, lt=2**16)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+Marks = Annotated[bytes, Meta(max_length=SPANS_MAX * MARK_SIZE)]
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
 WireHint = tuple[SessionName, Seconds, Seconds | None]
@@ -102,13 +114,16 @@ class Keys(Message, frozen=True):
 class Hello(Message, frozen=True, omit_defaults=True):
     """First message on a stream. With a nonce, the server must prove that it knows the secret.
 
-    With shm, a `writer` asks for a writable descriptor.
+    With shm, a `writer` asks for a writable descriptor. A client of a `tenant` asks for a proof
+    with that tenant's secret; `key` says which of its secrets, see `kvpool.wire.auth`.
     """
 
     cluster: Name
     client: Name
     nonce: Annotated[bytes, Meta(max_length=NONCE_SIZE)] = b""
     writer: bool = False
+    tenant: Annotated[str, Meta(max_length=32)] = ""
+    key: Annotated[bytes, Meta(max_length=KEY_ID_SIZE)] = b""
 
 
 class Challenge(Message, frozen=True):
@@ -455,20 +470,38 @@ class Find(Keys, frozen=True, omit_defaults=True):
     observes: bool = False
 
 
+class FindChain(Keys, frozen=True, omit_defaults=True):
+    """A match of a chain of which not all keys are sent (design: match).
+
+    `before` are marks of spans in front of the keys, 8 bytes each, `behind` those of the spans that
+    follow the keys: these are not looked up, and count as asked for.
+    """
+
+    before: Marks = b""
+    behind: Marks = b""
+    session: SessionName = ""
+    observes: bool = False
+
+
 class FindReply(Message, frozen=True):
-    """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one)."""
+    """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one).
+
+    An answer to `FindChain` that has no such byte, and ends inside of the spans of `before`: the
+    master does not know the next one, and has to be asked for the keys of its blocks.
+    """
 
     runs: Annotated[list[WireRun], Meta(max_length=DIGESTS_MAX)]
     misses: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
 
 
-class Place(Keys, frozen=True):
-    """Where to write `copies` copies of blocks of `size` bytes in all."""
+class Place(Keys, frozen=True, omit_defaults=True):
+    """Where to write `copies` copies of blocks of `size` bytes in all, of this `session`."""
 
     parent: Annotated[bytes, Meta(max_length=DIGEST_SIZE_MAX)]
     size: Count
     host: Name
     copies: Annotated[int, Meta(ge=1, le=COPIES_MAX)]
+    session: SessionName = ""
 
 
 class PlaceReply(Message, frozen=True):
@@ -573,7 +606,7 @@ class Demands(Message, frozen=True):
 class DemandsReply(Message, frozen=True):
     """`Demand` of the types: seconds of observation, and for each namespace its name, parts, and
     the bytes and blocks of its live working set; servers of a chain, and the share of blocks behind
-    a missing one."""
+    a missing one; blocks of all matches, and those that were found."""
 
     seconds: Seconds
     working_sets: Annotated[
@@ -582,6 +615,8 @@ class DemandsReply(Message, frozen=True):
     ]
     chain_servers: Annotated[float, Meta(ge=0, le=4096)]
     beyond_hole: Annotated[float, Meta(ge=0, le=1)]
+    asked_blocks: Total = 0
+    found_blocks: Total = 0
 
 
 class MapChange(Message, frozen=True, omit_defaults=True):
@@ -695,6 +730,7 @@ TYPES: Final[dict[type[Message], int]] = {
     ChangesReply: 57,
     Snapshot: 58,
     SnapshotReply: 59,
+    FindChain: 60,
 }
 PAYLOAD: Final = 6
 
@@ -709,8 +745,10 @@ M = TypeVar("M", bound=Message)
 #: not sent any. Such a field has a default, which stands for what a peer of protocol 3 means; its
 #: struct omits defaults. With the next version these lines go (design: protocol-versions).
 NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
-    ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes"}),
+    Hello: frozenset({"tenant", "key"}),
+    ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes", "consumers"}),
     Find: frozenset({"session", "observes"}),
+    Place: frozenset({"session"}),
     HeartbeatReply: frozenset({"others_have_room"}),
     Heartbeat: frozenset({"hint_answers"}),
     Reserve: frozenset({"copies"}),
@@ -735,6 +773,7 @@ NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
         ChangesReply,
         Snapshot,
         SnapshotReply,
+        FindChain,
     }
 )
 
@@ -759,7 +798,7 @@ def translate(number: int, body: bytes, version: int) -> bytes:
 
 def _as_of(version: int, message: Message) -> Message:
     if type(message) in NEW_MESSAGES:
-        raise VersionMismatch(
+        raise MessageTooNew(
             f"{type(message).__name__} needs protocol {PROTOCOL_VERSION}, the peer speaks {version}"
         )
     old = _without_new_fields(message)
@@ -797,7 +836,7 @@ def decode(expected: type[M], number: int, body: bytes) -> M:
 
 
 _REFUSALS: Final[dict[str, type[KvpoolError]]] = {
-    kind.__name__: kind for kind in (VersionMismatch, Unauthenticated, Overloaded)
+    kind.__name__: kind for kind in (VersionMismatch, Unauthenticated, Forbidden, Overloaded)
 }
 
 
@@ -841,6 +880,24 @@ def unpack_keys(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     if not digests:
         raise BadMessage("no digests")
     return checked_namespace(keys.namespace, keys.parts), digests
+
+
+def unpack_chain(keys: Find | FindChain) -> tuple[Namespace, MarkedChain]:
+    """Namespace and blocks of a chain, of which at least one has a key. Raises BadMessage."""
+    count, rest = divmod(len(keys.digests), keys.digest_size)
+    if rest or not 0 < count <= DIGESTS_MAX:
+        unpack_keys(keys)  # says what is wrong
+    before = unpacked_marks(keys.before) if isinstance(keys, FindChain) else ()
+    chain = MarkedChain(keys.digest_size, keys.digests, before)
+    return checked_namespace(keys.namespace, keys.parts), chain
+
+
+def unpacked_marks(packed: bytes) -> tuple[int, ...]:
+    """The marks of spans. Raises BadMessage."""
+    try:
+        return unpack_marks(packed)
+    except ValueError as error:
+        raise BadMessage(str(error)) from None
 
 
 def unpack_batch(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:

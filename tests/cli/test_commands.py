@@ -55,6 +55,16 @@ def test_status(pool: LocalPool) -> None:
     assert member["blocks"] == 3
 
 
+def test_a_shell_completes_commands_and_options() -> None:
+    def completed(line: str) -> list[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        asked = {"_KVPOOL_COMPLETE": "complete_bash", **words}
+        return CliRunner().invoke(app, prog_name="kvpool", env=asked).stdout.split()
+
+    assert completed("kvpool sta") == ["status"]
+    assert "--tier" in completed("kvpool server --t")
+
+
 def test_status_without_a_server_is_a_failure(pool: LocalPool) -> None:
     done = kvpool("status", "--masters", "127.0.0.1:9")
     assert done.exit_code == 1
@@ -195,3 +205,15 @@ def test_doctor_fails_without_a_pool() -> None:
 )
 def test_numbers_out_of_range_are_usage_errors(arguments: tuple[str, ...]) -> None:
     assert kvpool(*arguments).exit_code == 2
+
+
+def test_usage(pool: LocalPool) -> None:
+    (of_pool,) = as_json("usage", "--masters", pool.master)
+    assert of_pool["name"] == ""
+    assert sum(of_pool["used_bytes"].values()) > 0
+    namespaces = as_json("usage", "--by", "namespace", "--masters", pool.master)
+    assert namespaces
+    done = kvpool("usage", "--masters", pool.master)
+    assert done.exit_code == 0
+    assert "(the pool)" in done.stdout
+    assert kvpool("usage", "--by", "colour", "--masters", pool.master).exit_code == 2

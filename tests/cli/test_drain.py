@@ -83,6 +83,17 @@ async def test_a_server_is_drained_while_clients_read_and_then_stopped() -> None
         await read_all(pool, blocks)
 
 
+@pytest.mark.parametrize("cancel", [False, True])
+async def test_a_name_that_no_server_has_is_a_usage_error(cancel: bool) -> None:
+    async with ProcessCluster(servers=2) as cluster, cluster.client() as pool:
+        flags = ["--cancel"] if cancel else []
+        code, output = await drain(cluster, "server-17", *flags)
+        assert code == 2, output
+        assert "no server has the name 'server-17': there are server-" in output
+        assert "kvpool status" in output
+        assert not any(one.stats.draining for one in await pool.members())
+
+
 async def test_what_has_no_room_is_exit_1_and_a_table_and_it_may_stay() -> None:
     async with ProcessCluster(servers=2, capacity="16MiB") as cluster, cluster.client() as pool:
         blocks = await fill(pool, "server-0", 40, BLOCK)
@@ -95,7 +106,7 @@ async def test_what_has_no_room_is_exit_1_and_a_table_and_it_may_stay() -> None:
         assert "server-0 stays" in (await drain(cluster, "server-0", "--cancel"))[1]
         await read_all(pool, blocks)
         code, output = await drain(cluster, "nobody")
-        assert (code, "nobody" in output, "Traceback" in output) == (1, True, False)
+        assert (code, "nobody" in output, "Traceback" in output) == (2, True, False)
 
 
 @pytest.mark.parametrize("victim", ["server-1", "server-0"], ids=["a receiver", "the source"])

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import urllib.request
 
 import pytest
 import zmq
@@ -17,7 +18,7 @@ from kvpool import dev
 from kvpool.cli.app import app
 from kvpool.kv_events import StoredEvent, decode_batch, short_hash
 from kvpool.net.event_publisher import EventPublisher
-from tests.conftest import NAMESPACE, keys, values
+from tests.conftest import NAMESPACE, keys, patient, values
 
 ENGINE = "tcp://127.0.0.1:1"
 
@@ -29,6 +30,7 @@ ENGINE = "tcp://127.0.0.1:1"
         (["--engine-replay", ENGINE], "--engine-replay needs --engine"),
         (["--topic", "a\nb"], "--topic: expected at most 256 characters that can be printed"),
         (["--topic", "a" * 257], "--topic: expected at most 256 characters"),
+        (["--http", "0.0.0.0:7453"], "0.0.0.0:7453"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: list[str], message: str) -> None:
@@ -58,7 +60,7 @@ async def test_it_reads_an_engine_and_publishes_where_the_pool_has_its_blocks() 
         command = ["events", "--namespace", NAMESPACE.name, "--masters", serving.address]
         command += ["--engine", engine.endpoint, "--engine-replay", engine.replay_endpoint]
         command += ["--publish", "tcp://127.0.0.1:0", "--form", "plain", "--die-with-parent"]
-        command += ["--topic", "kv@pod@model"]
+        command += ["--topic", "kv@pod@model", "--http", "127.0.0.1:0"]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvpool", *command, stdout=asyncio.subprocess.PIPE
         )
@@ -83,6 +85,16 @@ async def test_it_reads_an_engine_and_publishes_where_the_pool_has_its_blocks() 
                     medium = getattr(event, "medium", None)
                     media.append((type(event).__name__, medium, len(hashes)))
             assert ("StoredEvent", "GPU", 3) in media
+            url = (await asyncio.wait_for(process.stdout.readline(), 10)).decode().split()[-1]
+            page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}/metrics").read())
+            figures = dict(one.split() for one in page.decode().splitlines() if one[0] != "#")
+            assert float(figures["kvpool_events_engine_batches_total"]) == 2
+            assert float(figures["kvpool_events_batches_total"]) >= 4
+            assert float(figures["kvpool_events_blocks"]) == 3
+            assert 0 <= float(figures["kvpool_events_engine_lag_seconds"]) < patient(5)
+            assert 0 <= float(figures["kvpool_events_behind_seconds"]) < patient(5)
+            ready = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}/ready").status)
+            assert ready == 200
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 10) in (0, -signal.SIGTERM, 143)
         finally:

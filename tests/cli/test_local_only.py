@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import kvpool
-from kvpool import ClientConfig, Cluster, MasterLost, local_secret, runtime
+from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, local_secret, runtime
 from kvpool.config import load, local_secret_file
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool_transports.tcp import TcpTransport
-from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.conftest import NAMESPACE, buffers, key, keys, values
 from tests.net.test_secret import command, run
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
@@ -47,10 +48,7 @@ async def pool_of_one_user() -> AsyncIterator[str]:
 
 async def test_processes_of_this_user_share_a_pool() -> None:
     async with pool_of_one_user() as address:
-        for _ in range(50):  # the server may still be on its way to the master
-            code, said, _ = await run("status", "--masters", address, "--local-only")
-            if code == 0:
-                break
+        code, said, _ = await run("status", "--masters", address, "--local-only")
         assert code == 0, said
         chain = keys("own", 3)
         cluster = Cluster("default", local_secret())
@@ -70,11 +68,7 @@ async def test_a_process_without_the_secret_is_refused_on_every_port() -> None:
         assert "requires a secret" in why
         cluster = Cluster("default", local_secret())
         async with await kvpool.connect(address, cluster=cluster) as pool:
-            for _ in range(100):  # the server may still be on its way to the master
-                if members := await pool.members():
-                    break
-                await asyncio.sleep(0.05)
-            (member,) = members
+            (member,) = await pool.members()
         (tcp,) = [a for a in member.addresses if a.startswith("tcp://127.0.0.1:")]
         with pytest.raises(Unauthenticated):
             await TcpTransport().connect(
@@ -219,3 +213,18 @@ async def test_a_host_with_several_users_is_told_once() -> None:
     finally:
         other.kill()
         await other.wait()
+
+
+async def test_a_server_says_that_it_is_there_when_a_master_knows_it() -> None:
+    """Who waits for its line writes next: without a known server, that is SERVER_LOST."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    server = command("server", "--masters", address, "--capacity", "4MiB", says="server ")
+    async with AsyncExitStack() as stack:
+        starting = asyncio.create_task(stack.enter_async_context(server))
+        await asyncio.sleep(1.0)  # time enough for a line that would be too early
+        await stack.enter_async_context(command("master", "--bind", address, says="master at"))
+        await starting
+        async with await kvpool.connect(address) as pool:
+            assert await pool.write(NAMESPACE, [key("first")], [b"x"]) == [WriteStatus.STORED]

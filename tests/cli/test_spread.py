@@ -36,7 +36,7 @@ async def test_a_receiver_is_killed_in_the_middle_of_a_spread() -> None:
         await put(pool, "server-0", CHAIN)
         receivers = [f"server-{number}" for number in range(1, 5)]  # the first feeds the last two
         spreading = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=receivers, timeout=60))
-        await asyncio.sleep(0.2)
+        await begun(pool)
         assert not spreading.done()
         await cluster.servers["server-1"].kill()
         report = await spreading
@@ -59,7 +59,7 @@ async def test_when_the_source_is_killed_the_others_share_what_arrived() -> None
         await put(pool, "server-0", CHAIN)
         receivers = ["server-1", "server-2", "server-3"]
         spreading = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=receivers, timeout=60))
-        await asyncio.sleep(0.2)
+        await begun(pool)
         await cluster.servers["server-0"].kill()
         report = await asyncio.wait_for(spreading, 40)
         most = max(one.blocks for one in report.servers)
@@ -102,6 +102,16 @@ async def test_what_is_read_has_two_copies_again_after_a_server_was_killed() -> 
                 assert await holders(pool, chains[number]) == held - {lost}
 
 
+async def begun(pool: Pool) -> None:
+    """Wait until a second server has the head of the chain."""
+    for _ in range(2000):
+        (head,) = await pool.explain(NAMESPACE, CHAIN[:1])
+        if len(head.replicas) > 1:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("nothing has arrived in 10 s")
+
+
 async def holders(pool: Pool, chain: Sequence[bytes]) -> set[str]:
     """The servers that live and have all of the chain."""
     living = {one.server for one in await pool.members() if one.alive}
@@ -138,11 +148,17 @@ async def test_the_command_spreads_a_chain_and_says_what_each_server_has() -> No
         report = json.loads(output)
         assert (code, report["complete"], report["length"]) == (0, True, 32), output
         assert {one["server"]: one["fetched"] for one in report["servers"]}["server-3"] == 32
-        # What the pool does not have, and a server that nobody knows, are no success.
+        # What the pool does not have, and a name that no server has, are no success.
         code, output = await spread(cluster, *keys_, keys("none", 1)[0].hex(), "--to", "1")
         assert (code, "32 of 33 blocks: never written" in output) == (1, True), output
-        code, output = await spread(cluster, *keys_, "--to", "nobody")
-        assert (code, "server lost" in output) == (1, True), output
+        code, output = await spread(cluster, *keys_, "--to", "server-1,sever-3")
+        assert code == 1, output
+        line = next(line for line in output.splitlines() if line.startswith("no server or host"))
+        assert "'sever-3': there are server-3, server-" in line, "the likeliest one first"
+        assert "kvpool status" in line
+        rows = [line.split(maxsplit=3) for line in output.splitlines()]
+        assert ["sever-3", "0", "0", "no such name"] in rows, output
+        assert ["server-1", "32", "0"] in rows, "the others get it"
         for wrong in (("not-hex", "--to", "1"), (*keys_, "--to", "0"), (*keys_, "--to", ",")):
             code, output = await spread(cluster, *wrong)
             assert (code, "Traceback" in output) == (2, False), output

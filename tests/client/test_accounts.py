@@ -252,7 +252,7 @@ async def write(
     ("failure", "meaning"),
     [
         (LinkBroken("gone"), WriteStatus.SERVER_LOST),
-        (Overloaded("too many connections"), WriteStatus.SERVER_LOST),
+        (Overloaded("too many connections"), WriteStatus.REFUSED),
         (BadMessage("not an answer"), WriteStatus.SERVER_LOST),
         (DeadlineExceeded("late"), WriteStatus.DEADLINE),
     ],

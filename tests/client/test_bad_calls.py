@@ -72,6 +72,8 @@ async def test_every_call_checks_its_digests(watched: dev.Dev) -> None:
             lambda: pool.read(NAMESPACE, wrong, buffers(1)),
             lambda: pool.write(NAMESPACE, wrong, [bytes(100)]),
             lambda: pool.match(NAMESPACE, wrong),
+            lambda: pool.contains(NAMESPACE, wrong),
+            lambda: pool.contains(NAMESPACE, []),
             lambda: pool.explain(NAMESPACE, wrong),
             lambda: pool.remove(NAMESPACE, wrong),
             lambda: pool.remove(NAMESPACE, []),

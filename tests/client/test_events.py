@@ -14,7 +14,7 @@ from kvpool.errors import MasterLost
 from kvpool.runtime import this_host
 from kvpool.types import EventPosition
 from kvpool.wire.messages import ChangesReply, Message
-from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.conftest import NAMESPACE, eventually, keys, patient, values
 
 
 async def until(events: AsyncIterator[PoolEvent], kind: PoolEventKind) -> PoolEvent:
@@ -76,7 +76,8 @@ async def test_a_lost_master_and_its_return_are_in_the_log_once(
 
     masters = Masters()
     reader = pool_events.EventReader(masters, lambda: 0.0, EventPosition(b"s", 7))
-    reading = asyncio.create_task(anext(reader.events()))  # type: ignore[arg-type]
+    assert reader.behind_s == 0.0
+    reading = asyncio.create_task(anext(reader))  # type: ignore[arg-type]
     with caplog.at_level("INFO", "kvpool.client"):
         await eventually(lambda: masters.asked > 8)
     reading.cancel()
@@ -86,6 +87,21 @@ async def test_a_lost_master_and_its_return_are_in_the_log_once(
         "changes of the map arrive again",
     ]
     assert "no master answers" in words[0]
+
+
+async def test_a_reader_tells_for_how_long_it_has_known_nothing_new(pool_dev: dev.Dev) -> None:
+    async with pool_dev.pool() as pool:
+        events = pool.events()
+        await anext(events)  # RESET: the snapshot has begun
+        await asyncio.sleep(0.2)
+        assert events.behind_s >= 0.2
+        reading = asyncio.create_task(until(events, PoolEventKind.LOST))
+        await eventually(lambda: events.behind_s < 0.2)
+        await asyncio.sleep(0.4)
+        assert events.behind_s < patient(0.3)
+        await pool_dev.master.close()
+        await eventually(lambda: events.behind_s > 1)
+        reading.cancel()
 
 
 async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev.Dev) -> None:
@@ -110,10 +126,11 @@ async def test_who_observes_asks_for_nothing(pool_dev: dev.Dev) -> None:
     chain = keys("chain", 3)
     asked: list[int] = []
     meter = pool_dev.master._demand
-    before, meter.asked = meter.asked, lambda *of: asked.append(len(of[1]))  # type: ignore[method-assign]
+    before = meter.asked_chain
+    meter.asked_chain = lambda *of: asked.append(len(of[1]))  # type: ignore[method-assign]
     async with pool_dev.pool() as pool:
         await pool.where(NAMESPACE, chain)
         assert not asked
         await pool.match(NAMESPACE, chain)
         assert asked == [3]
-    meter.asked = before  # type: ignore[method-assign]
+    meter.asked_chain = before  # type: ignore[method-assign]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
+
+import kvpool
 
 #: A server, a master, tools; and libraries that take long to import and are often not needed.
 NOT_LOADED = (
@@ -32,10 +37,29 @@ def run(source: str) -> str:
 
 
 def test_a_client_loads_what_it_needs() -> None:
-    loaded = run("import sys, kvpool; print(*sys.modules)").split()
+    loaded = run("import sys, kvpool; kvpool.connect; print(*sys.modules)").split()
     assert "kvpool.client.pool" in loaded
     heavy = [name for name in loaded if any(f"{name}.".startswith(f"{one}.") for one in NOT_LOADED)]
     assert not heavy
+
+
+def test_a_command_that_prints_help_loads_neither_a_client_nor_a_loop() -> None:
+    program = "import sys, kvpool.cli.app; print(*sys.modules)"
+    unwanted = {"asyncio", "ctypes", "kvpool.client", "kvpool.net", "kvpool.ops", "numpy", "zmq"}
+    assert not unwanted & set(run(program).split())
+
+
+def test_each_public_name_is_what_type_checkers_believe() -> None:
+    """The imports for type checkers, and where `__getattr__` finds the names, are two lists."""
+    believed = {}
+    for node in ast.walk(ast.parse(Path(str(kvpool.__file__)).read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvpool"):
+            believed |= {alias.name: node.module for alias in node.names}
+    assert set(believed) == set(kvpool.__all__)
+    for name, module in believed.items():
+        home = import_module(str(module))
+        assert getattr(kvpool, name) is getattr(home, name), name
+    assert set(kvpool.__all__) <= set(dir(kvpool))
 
 
 def test_sync_and_dev_are_there_after_import_kvpool() -> None:

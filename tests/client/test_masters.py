@@ -15,8 +15,9 @@ from unittest.mock import AsyncMock, Mock
 import msgspec
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, spans
 from kvpool.client import lookup as lookup_module
+from kvpool.client import masters as masters_module
 from kvpool.client import pool as pool_module
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
@@ -207,7 +208,9 @@ async def test_a_namespace_that_cannot_be_is_no_answer() -> None:
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks in a message, so that ten take three."""
-    monkeypatch.setattr(lookup_module, "_FIND_KEYS", 4)
+    for name in ("_FIND_KEYS", "_MATCH_KEYS", "_FIRST_KEYS"):
+        monkeypatch.setattr(lookup_module, name, 4)
+    monkeypatch.setattr(spans, "SPAN_BLOCKS", 2)
     monkeypatch.setattr(lookup_module, "BATCH_BLOCKS_MAX", 4)
     monkeypatch.setattr(pool_module, "BATCH_BLOCKS_MAX", 4)
 
@@ -223,10 +226,8 @@ async def test_a_chain_that_takes_several_messages_is_matched_and_read(
         match = await reader.match(NAMESPACE, chain)
         assert (match.length, match.stopped) == (10, ReadStatus.HIT)
         assert [(run.first, run.last, run.replicas[0].server) for run in match.runs] == [
-            (0, 3, "dev-0"),
-            (4, 4, "dev-0"),
-            (5, 7, "dev-1"),
-            (8, 9, "dev-1"),
+            (0, 4, "dev-0"),
+            (5, 9, "dev-1"),
         ]
         got = buffers(10)
         results = await reader.read(NAMESPACE, chain, got, match=match)
@@ -440,3 +441,47 @@ async def test_a_pool_closes_while_a_master_is_silent() -> None:
     match = await pool.match(Namespace("x"), keys("x", 3))
     assert match.stopped is ReadStatus.NO_MASTER
     await pool.close()
+
+
+# --- what the log has of a lost pool -----------------------------------------------------------
+
+
+async def test_the_log_has_once_that_the_pool_is_lost_and_once_that_it_is_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masters_module, "_LOST_AFTER_S", 0.03)
+    caplog.set_level("INFO", logger="kvpool.client.masters")
+    network = ScriptedNetwork(a=lambda question: wire.NamespacesReply([], False))
+    masters = Masters(network, config(network, attempt_s=0.02))
+
+    async def ask(times: int) -> int:
+        failures = 0
+        for _ in range(times):
+            try:
+                await masters.ask(wire.Namespaces("", 0), wire.NamespacesReply, later(0.02))
+            except MasterLost:
+                failures += 1
+        return failures
+
+    def logged() -> list[tuple[str, str]]:
+        return [(record.levelname, record.message) for record in caplog.records]
+
+    assert await ask(2) == 0
+    network.masters["a"].is_silent = True
+    assert await ask(1) == 1
+    network.masters["a"].is_silent = False
+    await ask(1)
+    assert logged() == []  # one late answer is no loss
+    for _ in range(2):
+        network.masters["a"].is_silent = True
+        assert await ask(4) == 4
+        network.masters["a"].is_silent = False
+        assert await ask(2) == 0
+    lost, back, *again = logged()
+    assert lost == (
+        "WARNING",
+        "kvpool: the pool is lost, no master answers masters=a why='a is silent'",
+    )
+    assert back[0] == "INFO"
+    assert back[1].startswith("kvpool: the pool is back masters=a lost_s=0.")
+    assert [level for level, _ in again] == ["WARNING", "INFO"]

@@ -24,6 +24,7 @@ from kvpool import (
     ReadStatus,
     UsageError,
     dev,
+    spans,
 )
 from kvpool.client import lookup as lookup_module
 from kvpool.errors import Overloaded
@@ -102,6 +103,12 @@ def until(poller: MatchPoller, within_s: float = 10.0) -> tuple[Match, ...]:
     raise AssertionError("the lookup did not end")
 
 
+def small_pages(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    monkeypatch.setattr(lookup_module, "_MATCH_KEYS", blocks)
+    monkeypatch.setattr(lookup_module, "_FIRST_KEYS", blocks)
+    monkeypatch.setattr(spans, "SPAN_BLOCKS", 2)
+
+
 def miss(status: ReadStatus = ReadStatus.NEVER_WRITTEN) -> FindReply:
     return FindReply([], bytes([status]))
 
@@ -110,7 +117,7 @@ def test_answers_are_those_of_a_pool(
     dev_in_thread: dev.Dev, open_poller: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole chains, prefixes and nothing; of several pages; and several chains at once."""
-    monkeypatch.setattr(lookup_module, "_FIND_KEYS", 4)
+    small_pages(monkeypatch, 4)
     chain, other = keys("chain", 11), keys("other", 3)
     config = ClientConfig(masters=[dev_in_thread.address], transports=["tcp"])
     with kvpool.sync.connect(config=config) as pool:
@@ -290,7 +297,7 @@ def test_a_request_that_has_ended_is_not_ended_again(
 def test_all_pages_of_a_lookup_have_one_deadline(
     fakes: Callable[[int], list[FakeMaster]], open_poller: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup_module, "_FIND_KEYS", 2)
+    small_pages(monkeypatch, 2)
     (master,) = fakes(1)
     clock = Clock()
     poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=20.0)

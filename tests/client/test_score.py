@@ -16,6 +16,7 @@ from kvpool.client.load_estimate import (
     ReadRates,
 )
 from kvpool.config import ClientConfig
+from kvpool.protocols.network import Caller
 from kvpool.runtime import Host, this_host
 from kvpool.server.block_server import BlockServer
 from kvpool.types import Replica, ServerStats, TierUsage
@@ -70,7 +71,8 @@ async def test_each_host_has_its_own_near_blocks_and_the_rest_is_far(hosts: dev.
 
 def stats(running: dev.Dev) -> list[TierUsage]:
     """Of each server, as the master knows it."""
-    listed = [info.stats.usage for info in running.master._members(wire.Members()).members]
+    members = running.master._members(wire.Members(), Caller()).members
+    listed = [info.stats.usage for info in members]
     return [usage[0] if usage else TierUsage("dram") for usage in listed]
 
 
@@ -88,7 +90,7 @@ async def test_one_question_for_all_hosts_and_no_demand(
             return await ask(message, *rest, **others)
 
         monkeypatch.setattr(pool._masters, "ask", counted)
-        monkeypatch.setattr(hosts.master._demand, "asked", lambda *of: demand.append(of))
+        monkeypatch.setattr(hosts.master._demand, "asked_chain", lambda *of: demand.append(of))
         for _ in range(3):
             await pool.score(NAMESPACE, CHAIN, [f"host-{number}" for number in range(1000)])
     assert asked.count("Find") == 3

@@ -113,7 +113,7 @@ async def test_what_has_no_room_or_is_lost_is_explained() -> None:
         assert found[full.server].problem == "no room"
         assert 0 < found[full.server].blocks < 100
         assert found[gone.server] == SpreadTo(gone.server, 0, 0, "server lost")
-        assert found["no such"] == SpreadTo("no such", 0, 0, "server lost")
+        assert found["no such"] == SpreadTo("no such", 0, 0, "no such name")
         assert found[good.server] == SpreadTo(good.server, 100, 100, "")
         count = found[full.server].blocks
         here = [full.stack.peek(NAMESPACE, 0, one) is not None for one in CHAIN]
@@ -132,7 +132,7 @@ async def test_a_server_that_leaves_is_not_chosen() -> None:
         report = await pool.spread(NAMESPACE, CHAIN, to=3)
         assert [one.server for one in report.servers] == [staying.server]
         report = await pool.spread(NAMESPACE, CHAIN, to=[leaving.server])
-        assert report.servers == (SpreadTo(leaving.server, 0, 0, "server lost"),)
+        assert report.servers == (SpreadTo(leaving.server, 0, 0, "leaving"),)
 
 
 async def test_it_ends_by_its_timeout_and_goes_on_later() -> None:

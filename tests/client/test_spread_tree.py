@@ -299,6 +299,18 @@ def test_names_are_servers_or_hosts_that_live() -> None:
         member("b", "h1", used=10),
         member("c", "h2", alive=False),
         member("d", "h3", draining=True),
+        member("h4", "h4", alive=False),
+        member("e", "h4"),
     ]
-    assert receivers_at(members, ["h1", "a", "b"]) == (["b", "a"], [])
-    assert receivers_at(members, ["h2", "d", "h3", "?"]) == ([], ["h2", "d", "h3", "?"])
+    assert receivers_at(members, ["h1", "a", "b"]) == (["b", "a"], {})
+    assert receivers_at(members, ["h4"]) == (["e"], {}), "its host, when the server has ended"
+    assert receivers_at(members, ["h2", "c", "d", "h3", "?"]) == (
+        [],
+        {
+            "h2": "server lost",
+            "c": "server lost",
+            "d": "leaving",
+            "h3": "leaving",
+            "?": "no such name",
+        },
+    )

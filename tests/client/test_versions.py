@@ -67,8 +67,9 @@ async def far_apart(two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch) -> de
         size: int,
         host: str,
         copies: int = 1,
+        session: str = "",
     ) -> Placement:
-        placed = place(namespace, digests, parent, size, host, copies)
+        placed = place(namespace, digests, parent, size, host, copies, session)
         return placed._replace(servers=tuple(sorted(placed.servers, reverse=host == "b")))
 
     monkeypatch.setattr(two_servers.master.directory, "place", by_host)
@@ -144,7 +145,7 @@ async def test_a_named_server_that_refuses_is_an_answer(
     monkeypatch.setattr(ServerConnection, "seal", refuse)
     async with two_servers.pool() as pool:
         status = await pool.write_to("dev-1", NAMESPACE, keys("refused", 1)[0], b"a" * 5000)
-        assert status is WriteStatus.SERVER_LOST
+        assert status is WriteStatus.REFUSED
 
 
 async def test_nothing_is_added_to_bytes_that_cannot_be_read(two_servers: dev.Dev) -> None:

@@ -154,6 +154,9 @@ async def test_made_up_servers_and_blocks_are_bounded(
         assert "'liar-000' has 256 blocks" in answer.problem
     found = (await ask(link, wire.Members(), wire.MembersReply)).blocks
     assert found == 256 + len(CHAIN)
+    for server, epoch in (("nobody", 7), ("liar-001", 8)):
+        leave = wire.Leave(server, epoch, TOKEN)
+        assert not (await ask(link, leave, wire.HeartbeatReply)).known
     assert (await ask(link, wire.Leave("liar-001", 7, TOKEN), wire.HeartbeatReply)).known
     assert (await ask(link, liar, wire.Registered)).accepted  # in its place
 

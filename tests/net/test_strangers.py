@@ -103,7 +103,7 @@ def strangers_of(running: dev.Dev, scheme: str = "tcp") -> Strangers:
     (server,) = running.servers
     (listener,) = [one for one in server._listeners if one.address.startswith(scheme)]
     holder = listener._sessions if scheme == "tcp" else listener  # type: ignore[attr-defined]
-    found = holder._strangers
+    found = holder.strangers if scheme == "tcp" else holder._strangers  # type: ignore[attr-defined]
     assert isinstance(found, Strangers)
     return found
 

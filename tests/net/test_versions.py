@@ -80,7 +80,8 @@ async def test_a_client_works_with_masters_and_servers_of_the_release_before(
             results = await pool.read(NAMESPACE, chain, got)
             assert {result.status for result in results} == {ReadStatus.HIT}
             assert got == values(chain, 4096)
-            assert (await pool.match(NAMESPACE, chain)).length == 64
+            for _ in range(2):  # the second one with what the first has found
+                assert (await pool.match(NAMESPACE, chain)).length == 64
             # What an older server does not know is refused, and the connection stays.
             below = Run(0, 63, (Replica(pool._servers.rank(pool._servers._records)[0], "nvme"),))
             match = Match((below,), 64, ReadStatus.HIT)
@@ -94,11 +95,12 @@ async def test_a_client_works_with_masters_and_servers_of_the_release_before(
             assert member.stats.blocks in (0, 64)
             if master == "old":  # and without a loop
                 poller = MatchPoller(config, Cluster())
-                poller.start("a", [(NAMESPACE, chain)])
-                end = time.monotonic() + 10
-                while not (ended := poller.poll(0.005)):
-                    assert time.monotonic() < end
-                assert ended[0].matches[0].length == 64
+                for _ in range(3):
+                    poller.start("a", [(NAMESPACE, chain)])
+                    end = time.monotonic() + 10
+                    while not (ended := poller.poll(0.005)):
+                        assert time.monotonic() < end
+                    assert ended[0].matches[0].length == 64
                 poller.close()
 
 

@@ -300,6 +300,7 @@ async def test_nonsense_harms_nobody(
     last = publisher.buffer.next - 1
     answers = await client.ask(struct.pack(">Q", last))
     assert [number for number, _ in answers] == [last]
+    assert publisher.counts.refused == 3
 
 
 @pytest.mark.parametrize("number", [10**12, 2**64 - 1])
@@ -325,7 +326,33 @@ async def test_a_reader_that_never_reads_is_given_up(
     # And everybody else is served.
     last = publisher.buffer.next - 1
     assert [number for number, _ in await client.ask(struct.pack(">Q", last))] == [last]
+    assert (publisher.counts.given_up, publisher.counts.replays) == (1, 1)
     silent.close()
+
+
+async def test_a_publisher_counts_what_it_has_sent_and_what_it_could_not() -> None:
+    stream = PoolStream(ONE)
+    one = EventPublisher(
+        *("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+        buffer=ReplayBuffer(first=1, kept_max=10),
+        snapshot=stream.snapshot,
+    )
+    one.start()
+    asking = Client(one)
+    try:
+        for number in range(20):
+            one.publish(taken(stream, stored("a", ONE, number)), time.time())
+        for first in (10, 11, 20, 21):  # 10 is not kept any more, 21 has not come yet
+            await asking.ask(struct.pack(">Q", first))
+        await asking.ask(SNAPSHOT)
+        counts = one.counts
+        assert (counts.batches, counts.replays, counts.snapshots) == (20, 4, 1)
+        assert counts.too_late == 1
+        assert one.buffer.bytes < counts.bytes
+        assert one.readers == 0
+    finally:
+        asking.close()
+        one.close()
 
 
 def test_the_buffer_is_bounded_in_batches_and_bytes() -> None:

@@ -19,7 +19,7 @@ from kvpool.master.service import Master
 from kvpool.ops import metrics
 from kvpool.ops.tables import as_json_object
 from kvpool.server.block_server import BlockServer
-from kvpool.types import ClientUsage, Member, ServerStats, TierUsage
+from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
 from kvpool.wire import messages as wire
 from tests.wire.offline import NoNetwork
 
@@ -38,7 +38,11 @@ def distinct(stats: type[TierUsage | ServerStats], first: int) -> dict[str, Any]
 
 def reported() -> ServerStats:
     usage = TierUsage(**distinct(TierUsage, 2000))
-    lists = {"usage": [usage], "clients": [ClientUsage("engine", "shm", 2, 3, 4.0, 5)]}
+    lists = {
+        "usage": [usage],
+        "clients": [ClientUsage("engine", "shm", 2, 3, 4.0, 5)],
+        "consumers": [Consumer("tenant", "acme", {"dram": 31}, 32, 33, 34, {"b": 35})],
+    }
     return ServerStats(**{**distinct(ServerStats, 1000), "counters": {"n": 7}, **lists})
 
 
@@ -61,7 +65,7 @@ async def test_every_figure_is_in_metrics() -> None:
         ("tier", stats.usage[0], '{server="s",tier="dram"}'),
     ):
         figures = metrics.figures_of(type(one))
-        lists = {"counters", "usage", "clients"}
+        lists = {"counters", "usage", "clients", "consumers"}
         shown = {field.name for field in structs.fields(one)} - NO_METRIC - lists
         assert set(figures) == shown, "a field without a `Figure`"
         for field, figure in figures.items():
@@ -72,6 +76,17 @@ async def test_every_figure_is_in_metrics() -> None:
                 expected[name + by_reason] = value["unnamed"]
             else:
                 expected[name + labels] = value
+    of_acme = 'by="tenant",name="acme",server="s"'
+    for metric, labels, value in (
+        ("used_bytes", f'{of_acme},tier="dram"', 31),
+        ("hit_blocks_total", of_acme, 32),
+        ("hit_bytes_total", of_acme, 33),
+        ("missed_blocks_total", of_acme, 34),
+        ("evicted_bytes_total", 'by="tenant",by_tenant="b",name="acme",server="s"', 35),
+    ):
+        expected[f"kvpool_consumer_{metric}{{{labels}}}"] = value
+    consumer = {field.name for field in structs.fields(Consumer)} - {"by", "name"}
+    assert set(metrics.figures_of(Consumer)) == consumer, "a field without a `Figure`"
     assert {name: float(lines[name]) for name in expected} == expected
 
 
@@ -83,10 +98,11 @@ async def test_every_figure_is_in_status_json() -> None:
     assert info.stats == stats
     shown = as_json_object(Member(**structs.asdict(info)))
     for field in structs.fields(ServerStats):
-        if field.name not in ("usage", "clients"):
+        if field.name not in ("usage", "clients", "consumers"):
             assert shown[field.name] == getattr(stats, field.name), field.name
     assert shown["usage"] == [structs.asdict(stats.usage[0])]
     assert shown["clients"] == [structs.asdict(stats.clients[0])]
+    assert shown["consumers"] == [structs.asdict(stats.consumers[0])]
 
 
 async def test_a_server_measures_every_figure(pool_dev: dev.Dev) -> None:

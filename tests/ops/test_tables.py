@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.ops.tables import clients_table, human, members_table, tiers_table
+from kvpool.ops.tables import clients_table, members_table, tiers_table
 from kvpool.types import ClientUsage, Member, ServerStats, TierUsage
+from kvpool.units import human, parse_size
 
 
 def member(server: str = "a", *, alive: bool = True, **stats: object) -> Member:
@@ -61,6 +62,11 @@ def test_sizes(size: int, text: str) -> None:
     assert human(size) == text
 
 
+@pytest.mark.parametrize("size", [1, 1536, 70 << 20, 3 << 30, 5 << 40])
+def test_a_size_that_is_printed_can_be_a_setting(size: int) -> None:
+    assert parse_size(human(size)) == size
+
+
 def test_one_line_for_each_server_sorted() -> None:
     counters = {
         "evicted_blocks": 12345,
@@ -72,7 +78,9 @@ def test_one_line_for_each_server_sorted() -> None:
     stats = {"used": 1 << 30, "blocks": 1000, "pins": 4, "victim_age_s": 61.6, "rss": 2 << 20}
     table = members_table([member("b", alive=False), member("a", counters=counters, **stats)])
     _, first, second = lines(table)
-    assert " ".join(first) == "a up dram 4 GiB 1 GiB (25%) 1,000 12,345 4 3 62 s 5/6/7 2 MiB"
+    assert (
+        " ".join(first) == "a up dram 4 GiB 1 GiB (25%) ██░░░░░░ 1,000 12,345 4 3 62 s 5/6/7 2 MiB"
+    )
     assert second[:4] == ["b", "silent", "7", "s"]
 
 
@@ -104,6 +112,6 @@ def test_tiers_share_the_hits_and_add_up_their_errors() -> None:
         status_text="no more errors accepted",
     )
     _, first, second = (" ".join(line) for line in lines(tiers_table([member(usage=[dram, nvme])])))
-    assert first.startswith("a dram 100 MiB 50 MiB (50%) 1,200 30 (75%)")
-    assert second.startswith("a nvme, lost 1 GiB 256 MiB (25%) 5 10 (25%)")
+    assert first.startswith("a dram 100 MiB 50 MiB (50%) ████░░░░ 1,200 30 (75%)")
+    assert second.startswith("a nvme, lost 1 GiB 256 MiB (25%) ██░░░░░░ 5 10 (25%)")
     assert "2 MiB/s - 5 no more errors accepted" in second

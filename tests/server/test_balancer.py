@@ -189,7 +189,9 @@ async def test_a_chain_for_which_another_one_would_evict_stays() -> None:
         await assert_readable(pool, theirs)
 
 
-async def test_what_was_sent_since_the_last_heartbeat_counts() -> None:
+async def test_what_was_sent_since_the_last_heartbeat_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with joining(servers=2) as running, running.pool() as pool:
         first, other = running.servers
         other._context.draining = False
@@ -198,6 +200,8 @@ async def test_what_was_sent_since_the_last_heartbeat_counts() -> None:
         await known(running)
         info = (await first._peers.members(now() + 5))[other.server]
         room = RoomOfOthers()
+        assert not room.fits(info, 17 * SIZE, first.stack), "a large share of that server"
+        monkeypatch.setattr("kvpool.server.balancer.CHAIN_SHARE", 1.0)
         assert room.fits(info, 19 * SIZE, first.stack)
         assert not room.fits(info, 21 * SIZE, first.stack), "it would be the fuller one"
         room.sent(other.server, 10 * SIZE)
@@ -206,6 +210,28 @@ async def test_what_was_sent_since_the_last_heartbeat_counts() -> None:
         stats = msgspec.structs.replace(info.stats, used=info.stats.used + 1)
         newer = msgspec.structs.replace(info, stats=stats)
         assert room.fits(newer, 19 * SIZE, first.stack)
+
+
+async def test_a_chain_that_is_a_large_share_of_a_server_stays() -> None:
+    """Its turn comes again before what it displaces there has been of use."""
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        newcomer._context.draining = False
+        large = owned(newcomer, running, 2, 17)  # of 128 blocks
+        small = owned(newcomer, running, 8, 15)[2:]
+        for chain in [*large, *small]:
+            await put(pool, first, chain)
+        await join(running)
+        for _ in range(400):
+            if handed_over(first):
+                break
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        assert handed_over(first) in (15, 30, 45, 60, 75, 90), (
+            "whole chains, of the small ones alone"
+        )
+        for chain in large:
+            assert all(first.stack.peek(NAMESPACE, 0, one) for one in chain)
 
 
 async def test_copies_stay_two_and_what_is_shared_stays() -> None:

@@ -153,6 +153,17 @@ def test_parts_leave_together_so_the_latest_use_of_them_counts() -> None:
     assert store.stored == 2
 
 
+def test_parts_leave_together_so_a_hint_about_one_of_them_counts() -> None:
+    """Another session wrote one part, too: hints are about the other parts only."""
+    store = Store(2 * PAGE, alignment=PAGE)
+    for part, now, hint in ((0, 10.0, None), (1, 11.0, SessionHint("agent", 60.0))):
+        request = ReserveRequest(TWO, part, [key("a")], [ROOT], [PAGE], hint)
+        (answer,) = store.reserve(1, request, now)
+        store.seal(1, answer.id, 7, now)
+    assert write(store, 2, key("fetched"), 50.0, last_used=us(20.0)) in ("NO_SPACE", "BYPASSED")
+    assert store.stored == 2
+
+
 def demote(stack: TieredStore, now: float) -> None:
     while copies := stack.next_writebacks(1 << 30, 1 << 10, now):
         for copy in copies:

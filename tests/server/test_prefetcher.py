@@ -19,7 +19,7 @@ from kvpool.server.state import prefetches, tiered_store
 from kvpool.server.state.fetches import FetchBudget
 from kvpool.server.state.prefetches import Chain, PrefetchedBlocks, PrefetchQueue
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, SessionHint
+from kvpool.types import ROOT, Namespace, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.server.test_tiered_store import ONE, PAGE, Server
 
@@ -172,6 +172,29 @@ def test_it_evicts_no_block_of_a_session_that_is_needed_sooner(announced: str) -
     assert all(tiers.in_memory(new)) is not evicts
 
 
+def test_parts_leave_together_so_a_hint_about_one_of_them_keeps_all() -> None:
+    """Another session wrote one part, too: hints are about the other parts only."""
+    tiers = Tiers()
+    tiers.store(keys("old", 4), "returns")
+    tiers.stack.resume("returns", 60.0, tiers.now)
+    two, chain = Namespace("two", parts=2), keys("new", 4)
+    for part, session in ((0, "one"), (1, "other"), (0, "other")):
+        hint = SessionHint(session)
+        request = ReserveRequest(two, part, chain, [ROOT, *chain[:-1]], [PAGE] * 4, hint)
+        for digest, answer in zip(chain, tiers.stack.reserve(7, request, tiers.now), strict=True):
+            if answer.extent is not None:
+                tiers.memory[0][answer.extent.offset] = (two, part, digest)
+                tiers.stack.seal(7, answer.id, hash((two, part, digest)) & 0xFFFF, tiers.now)
+    tiers.settle()
+    tiers.stack.resume("other", 5.0, tiers.now)
+    assert tiers.prefetch(keys("old", 4)) == 0
+    tiers.stack.end("other", tiers.now)
+    assert tiers.prefetch(keys("old", 4)) == 0, "the part that no session owns was just used"
+    tiers.now += prefetches.FRESH_S + 0.1
+    assert tiers.prefetch(keys("old", 4)) == 4
+    tiers.stack.check()
+
+
 def test_a_block_that_is_removed_on_its_way_does_not_come_back() -> None:
     tiers, old, _ = filled()
     copies = tiers.stack.start_promotions(ONE, 0, old, 1 << 30, tiers.now, prefetch=True)
@@ -202,9 +225,9 @@ def test_giving_up_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetches, "_STEP", 3)
     tiers, old, _ = filled()
     tiers.prefetch(old)
-    assert len(tiers.blocks.give_up()) == 3
+    assert len(tiers.blocks.give_up(lambda entry: True)) == 3
     assert [entry.digest for entry in tiers.blocks] == old[:1], "tails first"
-    assert len(Store(PAGE).prefetched.give_up()) == 0
+    assert len(Store(PAGE).prefetched.give_up(lambda entry: True)) == 0
 
 
 # --- a server ----------------------------------------------------------------------------

@@ -134,6 +134,7 @@ async def test_a_session_whose_prompt_has_arrived_returns_now(
         assert in_memory() == 0
         await asyncio.sleep(0.2)  # an arrival so soon after the write may be that of the write
         await pool.arrived("a")
-        await eventually(lambda: in_memory() == 6, within_s=8)
+        # A step that a busy machine holds up makes the ones after it wait, by the budget.
+        await eventually(lambda: in_memory() == 6, within_s=30)
         counters = server.stats(asyncio.get_running_loop().time()).counters
         assert counters["returned_blocks"] == counters["prefetched_blocks"] == 6

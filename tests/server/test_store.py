@@ -470,7 +470,7 @@ def test_a_block_that_comes_back_between_its_parent_and_its_children_is_linked_a
     chain = keys("chain", 3)
     for digest, parent in zip(chain, [ROOT, *chain], strict=False):
         assert reserved(books, digest, parent, 0.0)
-    assert books.remove(ONE, chain[1:2], 0.5)
+    assert books.remove(ONE, chain[1:2])
     assert reserved(books, chain[1], chain[0], 1.0)
     assert books.circles_cut == 0
     assert reserved(books, key("one more"), ROOT, 2.0)

@@ -10,18 +10,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
+from kvpool import Cluster, Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tier
 from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.tools.subprocesses import Child, process_of, servers_up
+from kvpool.types import Reservation
 from kvpool_tiers.dram import Dram
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values
 
@@ -101,6 +102,25 @@ async def test_the_file_evicts_tails_first_when_it_is_full(tiered: dev.Dev, pool
     assert match.stopped is ReadStatus.EVICTED
     assert set(await read(pool, first[: match.length])) <= {ReadStatus.HIT}
     assert set(await read(pool, rest[-1])) == {ReadStatus.HIT}
+
+
+async def test_a_block_that_memory_has_no_room_for_is_refused_at_once(
+    tiered: dev.Dev, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has the head of its chain, which the file has lost: no wait would free any of it."""
+    chain = keys("head in memory", 33)
+    await write(pool, chain)
+    await saved(tiered)
+    assert set(await read(pool, chain[:32])) == {ReadStatus.HIT}
+    stack = tiered.servers[0].stack
+    refused = [Reservation(WriteStatus.BYPASSED)]
+    monkeypatch.setattr(stack.backing, "reserve", lambda *of, **named: refused)
+    stack.stores[1].remove(NAMESPACE, chain[31:32])
+    assert stack.front.stored == 32
+    began = asyncio.get_running_loop().time()
+    assert await read(pool, chain[32:]) == [ReadStatus.REFUSED]
+    assert asyncio.get_running_loop().time() - began < 5
+    assert set(await read(pool, chain[:32])) == {ReadStatus.HIT}
 
 
 @pytest.mark.parametrize("promotion", [False, True])
@@ -556,3 +576,23 @@ def test_status_as_json_names_the_fields_of_a_tier() -> None:
     member = Member("s", 1, "h", (), ("dram",), True, 0.0, 0, ServerStats(usage=[usage]))
     found = json.loads(json.dumps(as_json_object(member)))
     assert found["usage"][0]["name"] == "dram"
+
+
+async def test_a_file_of_another_cluster_is_refused_and_left_as_it_is(file: Path) -> None:
+    """Its blocks are those of other people, perhaps of other weights under the same names."""
+    chain = keys("theirs", 8)
+    bank = Cluster("bank", b"the secret of the bank, 32 bytes")
+
+    def serve(cluster: Cluster) -> AbstractAsyncContextManager[dev.Dev]:
+        tiers = [MEMORY, f"nvme:{file}:16MiB"]
+        return dev.serve(tiers=tiers, cluster=cluster)
+
+    async with serve(bank) as running, running.pool() as pool:
+        await write(pool, chain)
+        await saved(running)
+    for other in (Cluster("default"), Cluster("bank"), bank._replace(secret=b"x" * 32)):
+        with pytest.raises(ConfigError, match="belongs to another cluster"):
+            async with serve(other):
+                pass
+    async with serve(bank) as running, running.pool() as pool:
+        assert await read(pool, chain) == [ReadStatus.HIT] * 8

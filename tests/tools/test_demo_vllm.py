@@ -111,7 +111,9 @@ def test_a_pool_that_is_killed_in_the_middle_does_not_end_it(start: Start, pids:
 
 
 @pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "terminate"]
+    ("sent", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["Ctrl-C", "terminate", "closed terminal"],
 )
 @pytest.mark.parametrize("number", [1, 3], ids=["first engine", "the two others"])
 def test_it_leaves_no_process_when_it_is_stopped(

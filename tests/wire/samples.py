@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvpool.types import ClientUsage, ServerStats, TierUsage
+from kvpool.types import ClientUsage, Consumer, ServerStats, TierUsage
 from kvpool.wire import messages
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
@@ -17,12 +17,14 @@ KEYS: Final[dict[str, Any]] = {
 }
 USAGE: Final = TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0)
 CLIENT: Final = ClientUsage("engine", "shm", 1, 2, 0.5, 3)
+CONSUMER: Final = Consumer("tenant", "acme", {"dram": 1}, 2, 3, 4, {"b": 5})
 STATS: Final = ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1}, [USAGE], 7, 0.5, 8, [CLIENT])
 MEMBER: Final = messages.MemberInfo("s", 1, "h", ["tcp://x:1"], ["dram"], True, 0.5, 9, STATS)
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
     messages.Hello("default", "client"),
     messages.Hello("default", "client", bytes(32)),
+    messages.Hello("default", "client", bytes(32), False, "acme", bytes(8)),
     messages.Challenge(bytes(32), bytes(32)),
     messages.Proof(bytes(32)),
     messages.Welcome("server", 1 << 30),
@@ -91,6 +93,8 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.NamespacesReply([("n", 1, 5)], False),
     messages.Find(**KEYS, prefix=True, session="chat"),
     messages.Find(**KEYS, prefix=False, observes=True),
+    messages.FindChain(**KEYS),
+    messages.FindChain(**KEYS, before=bytes(8), behind=bytes(16), session="chat", observes=True),
     messages.Changes(7, 3),
     messages.ChangesReply(
         7, 4, [messages.MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False

@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.types import (
     ClientUsage,
+    Consumer,
     FetchStatus,
     HintStatus,
     ReadStatus,
@@ -19,7 +20,7 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire import frames, messages
-from tests.wire.samples import CLIENT, KEYS, MEMBER, SAMPLES, STATS, USAGE
+from tests.wire.samples import CLIENT, CONSUMER, KEYS, MEMBER, SAMPLES, STATS, USAGE
 
 TEXT = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 #: Structs inside of messages, which have lines of their own.
@@ -27,6 +28,7 @@ NESTED: tuple[type[msgspec.Struct], ...] = (
     messages.BlockChanges,
     messages.MemberInfo,
     ClientUsage,
+    Consumer,
     ServerStats,
     TierUsage,
 )
@@ -34,6 +36,7 @@ MEMBERS: dict[type[msgspec.Struct], msgspec.Struct] = {
     messages.BlockChanges: messages.BlockChanges(**KEYS, part=0, tier=0, status=0),
     messages.MemberInfo: MEMBER,
     ClientUsage: CLIENT,
+    Consumer: CONSUMER,
     ServerStats: STATS,
     TierUsage: USAGE,
 }

@@ -71,6 +71,8 @@ NAME, SECONDS, REPLICA, CHANGES = "n" * 256, 0.5, ("s", "dram", 0), {**KEYS, "pa
 SIZES: list[tuple[type[messages.Message], str, object, int, int]] = [
     (messages.Hello, "nonce", b"x", 0, 32),
     (messages.Hello, "client", "x", 0, 256),
+    (messages.Hello, "tenant", "x", 0, 32),
+    (messages.Hello, "key", b"x", 0, 8),
     (messages.Challenge, "nonce", b"x", 32, 32),
     (messages.Challenge, "proof", b"x", 32, 32),
     (messages.Register, "token", b"x", 16, 16),

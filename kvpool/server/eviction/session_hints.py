@@ -30,11 +30,14 @@ from typing import Final
 from kvpool.errors import InvariantViolated
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.state.entry import Entry, Session
-from kvpool.types import ROOT, HintStatus, SessionHint
+from kvpool.server.state.entry import Entry, Index, Session
+from kvpool.tenants import tenant_of
+from kvpool.types import OTHERS, ROOT, HintStatus, SessionHint, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
 SESSIONS_MAX: Final = 65_536
+#: Programs whose bytes are counted apart.
+PROGRAMS_MAX: Final = 1024
 #: Leaves of one session to which hints apply. A session is one conversation, with a few branches.
 LEAVES_MAX: Final = 256
 #: Seconds. Hints further ahead are cut to this: nobody can predict a prompt more than an hour away.
@@ -55,6 +58,8 @@ _SAME_TIME_S: Final = 0.1
 _STEPS_MAX: Final = 256
 #: Later than the last use of any block, in microseconds.
 _JUST_NOW: Final = 1 << 62
+#: Seconds without a use after which no policy prefers a stored block to a new one (G9).
+_LONG_S: Final = 86_400.0
 #: Assumed seconds from the last use of a block without a hint to its next use.
 _UNANNOUNCED_S: Final = 10.0
 
@@ -83,6 +88,8 @@ class SessionAwarePolicy:
         self.announced_bytes = 0
         self.waiting = 0  # sessions whose prompt has arrived and was not served yet
         self.counters: Counter[str] = Counter()
+        #: Bytes of the sessions of each program (design: usage).
+        self.program_bytes: Counter[str] = Counter()
         self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._superseded: OrderedDict[Entry, None] = OrderedDict()  # leaves of superseded branches
@@ -98,6 +105,10 @@ class SessionAwarePolicy:
 
     # --- calls of the store ----------------------------------------------------------------
 
+    def order_of(self, index: Index) -> SessionAwarePolicy:
+        """The order of the blocks of one index: this one has all (design: quotas)."""
+        return self
+
     def open_session(
         self, session_hint: SessionHint | None, now: float, *, moved: bool = False
     ) -> Session | None:
@@ -111,6 +122,7 @@ class SessionAwarePolicy:
         session = self._sessions.get(session_hint.session)
         if session is None:
             session = self._sessions[session_hint.session] = Session(session_hint.session)
+            session.program = self._program_of(session.name)
             self._gone.pop(session.name, None)
             if len(self._sessions) > SESSIONS_MAX:
                 self._withdraw(self._sessions.popitem(last=False)[1])
@@ -131,6 +143,8 @@ class SessionAwarePolicy:
         if session is not None:
             size = self._rounded(entry.size)
             session.bytes += size
+            if session.program:
+                self.program_bytes[session.program] += size
             if session.due is not None:
                 self.announced_bytes += size
 
@@ -336,6 +350,9 @@ class SessionAwarePolicy:
         evictable: Callable[[Entry], bool],
         now: float,
         last_used: int = _JUST_NOW,
+        *,
+        foreign: bool = False,
+        owed: bool = False,
     ) -> Entry | Decision | None:
         """First leaves of superseded and ended sessions, then extra copies, then those that are
         expected latest.
@@ -343,9 +360,12 @@ class SessionAwarePolicy:
         An extra copy that is fetched takes the place of those that were used before `last_used`.
         A block without a resume hint is expected `_UNANNOUNCED_S` after its last use. Beyond the
         budget, sessions with a hint are evicted first. BYPASS when `newcomer` is expected later
-        than every evictable block.
+        than every evictable block. Of a `foreign` one, another tenant's, nothing is expected: the
+        hints order what is here, and refuse nothing. Space that is `owed` the policy cannot refuse,
+        either: it is asked as if the blocks were not used for long.
         """
         self._expire(now)
+        asked_at = now + _LONG_S if owed and foreign else now
         if self._superseded or self._ended:
             useless = self.next_useless(evictable)
             if useless is not None:
@@ -355,9 +375,9 @@ class SessionAwarePolicy:
             if found is not None:
                 return found
         if not self._by_next_use:
-            return self.policy.victim(newcomer, evictable, now)
+            return self.policy.victim(newcomer, evictable, asked_at)
         found = self.policy.victim(
-            newcomer, lambda entry: evictable(entry) and not self._protects(entry), now
+            newcomer, lambda entry: evictable(entry) and not self._protects(entry), asked_at
         )
         if found is Decision.NOT_YET:
             return found
@@ -365,6 +385,8 @@ class SessionAwarePolicy:
         if far is None or far.session is None or far.session.due is None:
             return found
         over = self.announced_bytes > self.budget
+        if foreign and (found is None or isinstance(found, Decision)):
+            return far
         if found is None or isinstance(found, Decision):
             expected = self._expected(newcomer, now)
             unannounced = newcomer.session is None or newcomer.session.due is None
@@ -406,6 +428,20 @@ class SessionAwarePolicy:
             del self._ended[session]
         return None
 
+    def rank(self, now: float) -> tuple[int, float]:
+        """How soon the next victim goes, compared with those of other orders; lower is sooner.
+
+        A number for its kind (0: of no use, 1: an extra copy, 2: any other), and the time of its
+        last use, which may be an older one than the last.
+        """
+        if self._superseded or self._ended:
+            return 0, 0.0
+        if self._extra_listed:
+            return 1, 0.0
+        age = self.policy.victim_age(now)
+        announced = self._by_next_use.first() if not age else None
+        return 2, announced[1].last_use if announced is not None else now - age
+
     def victim_age(self, now: float) -> float:
         oldest = next(iter(self._superseded), None)
         return max(0.0, now - oldest.last_used / 1e6) if oldest else self._victim_age(now)
@@ -417,12 +453,15 @@ class SessionAwarePolicy:
         """True when the block can be chosen as a victim. For `Store.check`."""
         return entry.is_candidate or entry in self._superseded or self._protects(entry)
 
-    def check(self, entries: Collection[Entry]) -> None:
-        """Check every invariant, for the stored blocks. Raises InvariantViolated."""
+    def check(self, entries: Collection[Entry], tenant: str | None = None) -> None:
+        """Check every invariant, for the stored blocks, all of one tenant if it is given. Raises
+        InvariantViolated."""
         sizes: Counter[Session] = Counter()
         for entry in entries:
             if entry.session is not None:
                 sizes[entry.session] += self._rounded(entry.size)
+        if tenant is not None and any(tenant_of(one.name) != tenant for one in sizes):
+            raise InvariantViolated(f"a block of tenant {tenant!r} is in a session of another one")
         here = set(entries)
         for session in {*self._sessions.values(), *sizes}:
             if session.bytes != sizes[session]:
@@ -432,6 +471,12 @@ class SessionAwarePolicy:
         waiting = [s for s in {*self._sessions.values(), *sizes} if s.arrived is not None]
         if len(waiting) != self.waiting or any(session.due is None for session in waiting):
             raise InvariantViolated(f"{self.waiting} sessions wait, there are {len(waiting)}")
+        programs: Counter[str] = Counter()
+        for session, size in sizes.items():
+            programs[session.program] += size
+        del programs[""]
+        if programs != self.program_bytes:
+            raise InvariantViolated(f"programs have {programs}, not {self.program_bytes}")
         announced = sum(session.bytes for session in sizes if session.due is not None)
         if announced != self.announced_bytes:
             raise InvariantViolated(
@@ -516,6 +561,12 @@ class SessionAwarePolicy:
             self._extra_listed.discard(entry)
             self._extra.remove(entry)
 
+    def _program_of(self, session: str) -> str:
+        """What the bytes of a session count for: a program, or all those beyond the bound."""
+        program = program_of(session)
+        known = not program or program in self.program_bytes
+        return program if known or len(self.program_bytes) < PROGRAMS_MAX else OTHERS
+
     def _listed(self, entry: Entry) -> bool:
         return entry.is_candidate or (entry.session is not None and entry in entry.session.leaves)
 
@@ -526,6 +577,10 @@ class SessionAwarePolicy:
             del session.chain_ends[entry.index]
         size = self._rounded(entry.size)
         session.bytes -= size
+        if session.program:
+            self.program_bytes[session.program] -= size
+            if not self.program_bytes[session.program]:
+                del self.program_bytes[session.program]
         if session.due is not None:
             self.announced_bytes -= size
 

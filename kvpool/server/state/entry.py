@@ -9,6 +9,7 @@ from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.server.state.budget import Budget
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.quota import Account
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     Extent,
@@ -34,11 +35,13 @@ class Session:
         "last_use",
         "leaves",
         "name",
+        "program",
         "waits_since",
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.program = ""  # that its bytes count for
         self.bytes = 0  # whole extents of stored blocks that this session alone uses
         self.chain_ends: dict[Index, Entry] = {}  # the end of its last chain
         self.leaves: dict[Entry, None] = {}  # its evictable leaves, oldest first
@@ -54,15 +57,24 @@ class Session:
 class Index:
     """The blocks of one part of one namespace on this server."""
 
-    __slots__ = ("blocks", "namespace", "orphans", "part", "seed", "tier")
+    __slots__ = ("account", "blocks", "namespace", "orphans", "part", "seed", "tier", "used")
 
-    def __init__(self, namespace: Namespace, part: int, tier: int) -> None:
+    def __init__(
+        self, namespace: Namespace, part: int, tier: int, account: Account | None = None
+    ) -> None:
+        self.account = account or Account("")  # of the tenant whose namespace it is
+        self.used = 0  # bytes of whole extents, as the account counts them
         self.namespace = namespace
         self.part = part
         self.tier = tier
         self.seed = location_seed(namespace, part, tier)
         self.blocks: PiecewiseDict[bytes, Entry] = PiecewiseDict()  # RESERVED and STORED
         self.orphans: dict[bytes, int] = {}  # parent that is not stored -> number of its children
+
+    def count(self, size: int) -> None:
+        """A block has got an extent of `size` bytes, or with a negative size given it back."""
+        self.used += size
+        self.account.used += size
 
 
 class Entry:

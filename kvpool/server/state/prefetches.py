@@ -6,7 +6,7 @@ Pure, as the stores are: `now` is an argument. `prefetcher.py` has the blocks mo
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -127,9 +127,12 @@ class PrefetchedBlocks:
             self.drop(entry)
         return over
 
-    def give_up(self) -> list[Entry]:
-        """Drop those that came last, some at a time, and return them: tails before heads."""
-        last = list(islice(reversed(self._until), _STEP))
+    def give_up(self, helps: Callable[[Entry], bool]) -> list[Entry]:
+        """Drop those that came last, some at a time, and return them: tails before heads.
+
+        Of them only what `helps`: blocks that could go, but for this list.
+        """
+        last = list(filter(helps, islice(reversed(self._until), _STEP)))
         for entry in last:
             self.drop(entry)
         return last

@@ -12,7 +12,8 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvpool.errors import BadMessage, InvariantViolated
@@ -22,12 +23,15 @@ from kvpool.protocols.policy import Decision, Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
+from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.budget import Budget, Limits
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
 from kvpool.server.state.entry import MOVER, Change, ChangeLog, Entry, Index, Owner, Session
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.prefetches import PrefetchedBlocks
+from kvpool.server.state.quota import Account, Accounts, Quota
+from kvpool.tenants import tenant_of
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -58,10 +62,13 @@ _UNLIMITED: Final = 1 << 62
 #: Later than the last use of any block, in microseconds.
 _JUST_NOW: Final = 1 << 62
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
+_NO_SPACE: Final = Reservation(WriteStatus.NO_SPACE)
 _PIN_LATER: Final = Pin(ReadStatus.NOT_YET)
 _VIEW_REFUSED: Final = Pin(ReadStatus.REFUSED)
 
 
+#: Of a block that nobody writes: room is made for it, and nothing else.
+_NOBODY: Final = Namespace("nobody")
 #: Never written to.
 _NO_BLOCKS: Final[PiecewiseDict[bytes, Entry]] = PiecewiseDict()
 
@@ -95,11 +102,12 @@ class Store:
     ) -> None:
         self.allocator = Allocator(capacity, alignment, from_front=from_front)
         budget = int(self.allocator.capacity * hint_budget)
-        self.policy = (
+        self.policy: SessionAwarePolicy | TenantOrders = (
             policy
             if isinstance(policy, SessionAwarePolicy)
             else SessionAwarePolicy(policy or LRU(), budget, self.allocator.rounded)
         )
+        self._hint_budget = budget
         self.change_log = ChangeLog(tombstones_max)
         #: What connections may pin and reserve (design: budgets).
         self.limits = Limits.none()
@@ -111,6 +119,7 @@ class Store:
         self.drops_useless = False
         self.dirty = 0  # blocks that must still be copied
         self.dirty_bytes = 0  # whole extents
+        self.sealed_bytes = 0  # of all blocks that were sealed here
         self.spared = 0  # blocks that were evicted without it
         self.spared_bytes = 0
         #: `reserve` does bounded work in a call, and may begin a `clearing`: then it answers
@@ -138,6 +147,8 @@ class Store:
         self.rejected_victims = 0  # that a wrong policy chose although they may not be evicted
         #: Called with each of those.
         self.on_rejected_victim: Callable[[Entry], None] | None = None
+        #: The bytes of each tenant (design: quotas).
+        self.accounts = Accounts()
         self._indexes: dict[tuple[Namespace, int], Index] = {}
         self._owners: dict[int, Owner] = {}
         self._quarantine: dict[int, list[Entry]] = {}
@@ -170,15 +181,17 @@ class Store:
         """
         namespace, part = request.namespace, request.part
         index = self._index(namespace, part)
+        account = index.account
         holder = self._owner(owner)
         reservations = holder.reservations
         left = self.limits.writes.left(holder.reserved_bytes) if holder.limited else _UNLIMITED
         blocks_at = self.blocks_at
-        session = self._open_session(request, owner, now)
+        session = self._open_session(request, owner, index, now)
         granted: list[Entry] = []
         answers: list[Reservation] = []
-        refusal: Reservation | None = None
+        refusal = self._refusal_above_limit(owner, account)
         in_steps = self.in_steps and owner != MOVER
+        mask = self.allocator.alignment - 1
         self._steps_left = _STEPS_MAX if in_steps else _UNLIMITED
         # Granted, and not yet linked. A batch is linked at once, and always before the policy is
         # asked for a victim or touches another block: so its order is that of single calls.
@@ -190,8 +203,8 @@ class Store:
                 answers.append(self._already_here(known, session, now, copies))
             elif size > self.allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
-            elif refusal is not None:
-                answers.append(refusal)
+            elif refusal is not None or size > account.limit:
+                answers.append(refusal or _NO_SPACE)
             elif left <= 0:
                 refusal = _ASK_AGAIN if reservations else Reservation(WriteStatus.NO_SPACE)
                 answers.append(refusal)
@@ -203,7 +216,8 @@ class Store:
                 entry = Entry(index, digest, parent, 0, size, id)
                 entry.session = session
                 entry.copies = copies
-                offset = self.allocator.allocate(size)
+                over = account.used + ((size + mask) & ~mask) > account.limit
+                offset = None if over else self.allocator.allocate(size)
                 if offset is None:
                     self._link_all(fresh, now)
                     made = self._make_room(entry, owner, now, stamp)
@@ -212,21 +226,18 @@ class Store:
                         answers.append(refusal)
                         continue
                     offset = made
-                    self._indexes[namespace, part] = index  # evictions may have emptied it
+                    self._keep(index)  # evictions may have emptied it
                 entry.offset = offset
                 blocks_at[offset] = fresh[digest] = reservations[id] = entry
-                left -= self._charge_write(holder, size)
+                held = self._charge_write(holder, size)
+                index.count(held)
+                left -= held
                 granted.append(entry)
                 answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
         self._link_all(fresh, now)
         self._drop_if_empty(index)  # perhaps nothing was granted
         if session is not None and granted:
-            if owner == MOVER and self.demotes:
-                self.policy.chain_promoted(session)
-            else:
-                ends = granted[0], granted[-1]
-                is_fetched = request.last_used is not None
-                self.policy.chain_extended(session, *ends, fetched=is_fetched)
+            self._session_wrote(session, granted, request, owner)
         return answers
 
     def seal(
@@ -258,6 +269,7 @@ class Store:
             entry.last_used = min(entry.last_used, last_used)
         self.stored += 1
         self.stored_bytes += entry.size
+        self.sealed_bytes += entry.size
         if not from_other_tier:
             self.tombstones.came_back(entry.index.namespace, entry.digest)
             self.change_log.append(entry, ReadStatus.HIT, self.tier)
@@ -347,11 +359,12 @@ class Store:
         self._next_id = id
         holder.pinned_bytes += first_left - left
         budget.used += first_left - left
-        touch = self.policy.touch
-        for entry in used:
-            touch(entry, now)
         if used:
-            self.policy.answered(used[-1], now)
+            order = self.policy.order_of(used[-1].index)
+            touch = order.touch
+            for entry in used:
+                touch(entry, now)
+            order.answered(used[-1], now)
         return answers
 
     def unpin(self, owner: int, id: int) -> None:
@@ -529,6 +542,7 @@ class Store:
         entry.copies = copies
         entry.state = State.STORED
         self.blocks_at[offset] = entry
+        index.count(self.allocator.rounded(size))
         self._link(entry, restored=True)
         self.stored += 1
         self.stored_bytes += size
@@ -604,6 +618,60 @@ class Store:
         for part in self._parts(entry):
             part.copies = max(part.copies, copies)
 
+    # --- tenants ---------------------------------------------------------------------
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """Apply what each tenant may have here; a tenant that is missing has no quota any more.
+
+        The first call comes before the first block. Blocks above a limit that was lowered are
+        evicted by the next writes of their tenant, and by `evict_beyond_limits`.
+        """
+        if isinstance(self.policy, SessionAwarePolicy):
+            if self.blocks_at:
+                raise InvariantViolated("a store that has blocks cannot begin to have tenants")
+            self.policy = TenantOrders(
+                self.accounts,
+                self.policy,
+                self._new_order,
+                lambda entry: self._bytes(self._parts(entry)),
+                self.allocator.rounded,
+            )
+        self.policy.forget(self.accounts.configure(quotas))
+
+    def _new_order(self) -> SessionAwarePolicy:
+        """An order as that of the pool."""
+        assert isinstance(self.policy, TenantOrders)
+        make = self.policy.kind
+        return SessionAwarePolicy(
+            make(self.allocator.capacity), self._hint_budget, self.allocator.rounded
+        )
+
+    def evict_beyond_limits(self, now: float, steps: int = _STEPS_MAX) -> bool:
+        """Evict blocks of tenants that are above their limit, in a bounded number of steps; False
+        when no more of them may go now."""
+        for account in self.accounts:
+            while account.used > account.limit:
+                if steps <= 0:
+                    return True
+                steps -= _STEPS_OF_EVICTION
+                newcomer = Entry(Index(_NOBODY, 0, self.tier, account), b"", ROOT, 0, 1, 0)
+                victim = self.policy.victim(newcomer, self._evictable, now)
+                if victim is None or victim is Decision.BYPASS:
+                    break
+                if isinstance(victim, Decision):
+                    continue
+                if self._evictable(victim):
+                    self._count_eviction(victim, account)
+                    self._evict(victim)
+                else:
+                    self._reject(victim)
+        return False
+
+    def keeps(self, entry: Entry) -> bool:
+        """Whether this copy of a block is within the guarantee of its tenant in this tier."""
+        account = entry.index.account
+        return account.configured and account.spare <= 0
+
     # --- looking ---------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
@@ -617,6 +685,11 @@ class Store:
         change_log = self.change_log
         changes, change_log.changes = change_log.changes, []
         return changes
+
+    @property
+    def indexes(self) -> Iterable[Index]:
+        """One for each namespace and part that has blocks here. Live: do not keep it."""
+        return self._indexes.values()
 
     def inventory_steps(self) -> Iterator[tuple[Index, list[Entry]]]:
         """The sealed blocks, in small steps between which the store may change.
@@ -696,6 +769,28 @@ class Store:
         if sizes != self.allocator.extents():
             raise InvariantViolated("allocated extents and blocks disagree (G3)")
         self._check_owners(held)
+        self._check_accounts(held.values())
+
+    def _check_accounts(self, held: Iterable[Entry]) -> None:
+        """Each account counts exactly what lies in the extents of its tenant's blocks."""
+        used: Counter[Account] = Counter()
+        for entry in held:
+            used[entry.index.account] += self.allocator.rounded(entry.size)
+        indexes = Counter(index.account for index in self._indexes.values())
+        accounts = set(self.accounts)
+        for account in accounts.union(used, indexes):
+            if (account.used, account.indexes) != (used[account], indexes[account]):
+                raise InvariantViolated(f"{account!r}: its blocks have {used[account]} bytes")
+            if account not in accounts:
+                raise InvariantViolated(f"{account!r} is forgotten, and counts still")
+        sizes: Counter[Index] = Counter()
+        for entry in held:
+            sizes[entry.index] += self.allocator.rounded(entry.size)
+        for index in self._indexes.values():
+            if index.used != sizes[index]:
+                raise InvariantViolated(f"{index.namespace}: its blocks have {sizes[index]} bytes")
+            if index.account is not self.accounts.of(index.namespace.name):
+                raise InvariantViolated(f"{index.namespace} counts for {index.account!r}")
 
     def _check_prefetched(self) -> None:
         blocks = self.prefetched
@@ -786,12 +881,45 @@ class Store:
     def _index(self, namespace: Namespace, part: int) -> Index:
         index = self._indexes.get((namespace, part))
         if index is None:
-            index = self._indexes[namespace, part] = Index(namespace, part, self.tier)
+            account = self.accounts.of(namespace.name)
+            index = Index(namespace, part, self.tier, account)
+            self._keep(index)
         return index
 
-    def _open_session(self, request: ReserveRequest, owner: int, now: float) -> Session | None:
+    def _keep(self, index: Index) -> None:
+        """Enter an index, unless it is there."""
+        key = index.namespace, index.part
+        if key not in self._indexes:
+            self._indexes[key] = index
+            index.account.indexes += 1
+
+    def _open_session(
+        self, request: ReserveRequest, owner: int, index: Index, now: float
+    ) -> Session | None:
+        hint = request.session_hint
+        if hint is not None and not self._may_name(index, hint.session):
+            return None
         moved = owner == MOVER or request.last_used is not None
-        return self.policy.open_session(request.session_hint, now, moved=moved)
+        return self.policy.order_of(index).open_session(hint, now, moved=moved)
+
+    def _refusal_above_limit(self, owner: int, account: Account) -> Reservation | None:
+        """What is above a lowered limit goes in steps, not all at once for a block that moves."""
+        is_lowered = owner == MOVER and account.used > account.limit
+        return Reservation(WriteStatus.NO_SPACE) if is_lowered else None
+
+    def _session_wrote(
+        self, session: Session, granted: Sequence[Entry], request: ReserveRequest, owner: int
+    ) -> None:
+        order = self.policy.order_of(granted[0].index)
+        if owner == MOVER and self.demotes:
+            order.chain_promoted(session)
+        else:
+            is_fetched = request.last_used is not None
+            order.chain_extended(session, granted[0], granted[-1], fetched=is_fetched)
+
+    def _may_name(self, index: Index, session: str) -> bool:
+        """Whether hints about a session apply to blocks of this index: not across tenants."""
+        return not self.accounts.has_tenants or tenant_of(session) == index.account.name
 
     def _owner(self, owner: int) -> Owner:
         held = self._owners.get(owner)
@@ -832,9 +960,10 @@ class Store:
         So little more is evicted than is written, whatever sizes are mixed (design: allocator).
         """
         size = self.allocator.rounded(newcomer.size)
+        account = newcomer.index.account
         clearing = self.clearing
         if clearing is not None and clearing.owner == owner:
-            if clearing.is_for(newcomer.digest, size):
+            if clearing.is_for(newcomer.digest, size) and not account.exceeds(size):
                 return clearing.take() if clearing.is_ready else MAKING_ROOM
             clearing.abandon()  # its block found a place, or another writer has begun it
             clearing = None
@@ -847,10 +976,10 @@ class Store:
         if gave_up is not None and gave_up[0] == newcomer.digest:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
-        searched = False
-        wrong = 0
+        searched, wrong, has_tenants = False, 0, self.accounts.has_tenants
         while self._steps_left > 0:
-            if in_steps and self.allocator.available >= enough:
+            exceeds = account.used + size > account.limit
+            if in_steps and not exceeds and self.allocator.available >= enough:
                 if searched or clearing is not None:
                     break
                 searched = True
@@ -860,7 +989,7 @@ class Store:
                 enough = self.allocator.available + size // _SEARCHES
             victim = self.policy.victim(newcomer, self._evictable, now, last_used)
             if victim is None:
-                if last_used == _JUST_NOW and self._give_up_prefetched():
+                if last_used == _JUST_NOW and self._give_up_prefetched(account, size):
                     continue
                 return Reservation(WriteStatus.NO_SPACE)
             if isinstance(victim, Decision):
@@ -883,6 +1012,10 @@ class Store:
             if self._is_spared(victim, newcomer, owner, last_used):
                 self.policy.add_candidate(victim)
                 return Reservation(WriteStatus.NO_SPACE)
+            leaving = self._count_eviction(victim, account) if has_tenants else 0
+            if exceeds and account.used - leaving + size > account.limit:
+                self._evict(victim)  # its extent alone does not make enough room within the limit
+                continue
             offset = self._evict(victim, newcomer.size)
             if offset is not None:
                 return offset
@@ -901,10 +1034,17 @@ class Store:
             pass_on = pass_on and self.allocator.may_pass_on(entry.offset, size)
             if pass_on:
                 passed_on = entry.offset
+                entry.index.count(-self.allocator.rounded(entry.size))
             self._remove_entry(entry, Event.EVICT, ReadStatus.EVICTED, free=not pass_on)
         if passed_on is not None or not size:
             return passed_on
         return self.allocator.allocate(size)
+
+    def _count_eviction(self, victim: Entry, by: Account) -> int:
+        """Count a victim for its tenant: the bytes that leave with it."""
+        size = self._bytes(self._parts(victim))
+        victim.index.account.evicted_by[by.name] += size
+        return size
 
     def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
         """Choose a range to empty, if there is one; None when a few more victims may help."""
@@ -921,11 +1061,12 @@ class Store:
 
     def _free(self, entry: Entry) -> None:
         del self.blocks_at[entry.offset]
-        self.allocator.release(entry.offset)
+        entry.index.count(-self.allocator.release(entry.offset))
 
     def relocate(self, entry: Entry, target: int) -> None:
         """The bytes of a block are at `target`, too, which was allocated for it: it lies there."""
-        self._free(entry)
+        del self.blocks_at[entry.offset]
+        self.allocator.release(entry.offset)
         entry.offset = target
         self.blocks_at[target] = entry
 
@@ -949,7 +1090,8 @@ class Store:
             return True
         if owner == MOVER and self.demotes and last_used != _JUST_NOW:
             # A block that is prefetched: what it evicts has a copy below, and would be missed here.
-            useless = self.policy.is_over(victim) or _is_due_before(newcomer, victim)
+            over = all(self.policy.is_over(part) for part in self._parts(victim))
+            useless = over or self._is_due_before(newcomer, victim)
             return self._last_use(victim) >= last_used and not useless
         # An extra copy is worth less than one that another server hands over (design: lost-copies).
         if newcomer.copies and not victim.copies:
@@ -964,10 +1106,16 @@ class Store:
     def _last_use(self, entry: Entry) -> int:
         """When a block was used last, by any part that is here; of one whose session has announced
         its return: later than any other."""
-        session = entry.session
-        if session is not None and session.due is not None:
-            return _JUST_NOW
-        return max(part.last_used for part in self._parts(entry))
+        # All parts leave together, and another session may have written one of them, too.
+        return max(
+            part.last_used if _due(part) is None else _JUST_NOW for part in self._parts(entry)
+        )
+
+    def _is_due_before(self, newcomer: Entry, victim: Entry) -> bool:
+        """By the hints of all sessions the newcomer is needed first."""
+        due, others = _due(newcomer), [_due(part) for part in self._parts(victim)]
+        announced = [other for other in others if other is not None]
+        return due is not None and bool(announced) and due < min(announced)
 
     def _parts(self, entry: Entry) -> list[Entry]:
         """The parts of the block that are on this server, this one included."""
@@ -1008,9 +1156,16 @@ class Store:
             for part in parts
         )
 
-    def _give_up_prefetched(self) -> bool:
-        """Nothing else may be evicted: let some prefetched blocks go; False if there are none."""
-        given_up = self.prefetched.give_up()
+    def _give_up_prefetched(self, account: Account, size: int) -> bool:
+        """Nothing else may be evicted: let some prefetched blocks go; False if none of those that
+        came last may make room for `size` bytes of this tenant."""
+        exceeds = account.exceeds(size)
+
+        def may_go(entry: Entry) -> bool:
+            other = entry.index.account
+            return other is account or (other.spare > 0 and not exceeds)
+
+        given_up = self.prefetched.give_up(may_go)
         for entry in given_up:
             self._add_candidate(entry)
         return bool(given_up)
@@ -1150,16 +1305,15 @@ class Store:
             self._add_candidate(entry)  # its other parts: they could not be evicted without it
 
     def _drop_if_empty(self, index: Index) -> None:
-        if not index.blocks and not index.orphans:
-            self._indexes.pop((index.namespace, index.part), None)
+        if index.blocks or index.orphans:
+            return
+        if self._indexes.pop((index.namespace, index.part), None) is not None:
+            index.account.indexes -= 1
 
 
-def _is_due_before(newcomer: Entry, victim: Entry) -> bool:
-    """By the hints of both sessions the newcomer is needed first."""
-    one, other = newcomer.session, victim.session
-    if one is None or one.due is None or other is None or other.due is None:
-        return False
-    return one.due < other.due
+def _due(entry: Entry) -> float | None:
+    """When the session of a block resumes, by its hint."""
+    return entry.session.due if entry.session is not None else None
 
 
 def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:

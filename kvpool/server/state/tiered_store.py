@@ -941,6 +941,9 @@ class TieredStore:
             if store.tier != tier and store.peek(namespace, part, entry.digest) is not None
         ]
         if tier == self.backing_tier and event is Event.EVICT and self.write_back is None:
+            copies = (store.peek(namespace, part, entry.digest) for store in others)
+            if any(one is not None and self.stores[one.index.tier].keeps(one) for one in copies):
+                return False  # its tenant is guaranteed the memory (design: quotas)
             self._evicting = True  # their `_on_leave` must not announce
             for store in others:
                 store.remove(namespace, [entry.digest], ReadStatus.EVICTED, part)

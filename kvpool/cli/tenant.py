@@ -1,0 +1,85 @@
+"""The command for tenants: make the key file of a tenant's clients."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.shared import ClusterName, ConfigFile, SecretFile, console, fail, settings_of
+from kvpool.config import TenantKey, cluster_of, read_secret
+from kvpool.errors import ConfigError, KvpoolError
+from kvpool.tenants import is_tenant_name
+from kvpool.types import Cluster
+
+
+def tenant_key(
+    name: Annotated[str, typer.Argument(help="Name of the tenant, e.g. acme.")],
+    tenant_secret: Annotated[
+        Path,
+        typer.Option(
+            help="File with this tenant's secret, as the tenants file names it, e.g. "
+            "/etc/kvpool/acme.secret; made if it is not there."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="File to write, for this tenant's clients, e.g. acme.key.")
+    ],
+    config: ConfigFile = None,
+    cluster: ClusterName = None,
+    secret_file: SecretFile = None,
+) -> None:
+    """Make the key file of a tenant, which its clients take as their secret file.
+
+    It holds the tenant's name and secret and the masters' public key: its owner can be a client of
+    this tenant, and neither a master nor a server.
+    """
+    settings = settings_of(config, {"cluster": cluster, "secret_file": secret_file})
+    try:
+        made = _make(name, tenant_secret, out, cluster_of(settings))
+    except KvpoolError as error:
+        fail(error)
+    if made:
+        console.print(f"secret of tenant {name}: {tenant_secret}", markup=False, soft_wrap=True)
+    console.print(f"key for clients of tenant {name}: {out}", markup=False, soft_wrap=True)
+
+
+def _make(name: str, secret_path: Path, out: Path, cluster: Cluster) -> bool:
+    """Write the key; True when the tenant's secret was made, too. Raises ConfigError."""
+    import secrets
+
+    import msgspec
+
+    from kvpool.net.zmq_rpc import curve_keys
+
+    if not is_tenant_name(name):
+        raise ConfigError(
+            f"tenant {name!r}: expected 1 to 32 lower-case letters, digits and hyphens, no hyphen "
+            "first"
+        )
+    if not cluster.secret or cluster.tenant:
+        raise ConfigError("give the secret of the cluster: --secret-file")
+    made = not secret_path.exists()
+    if made:
+        _write(secret_path, secrets.token_hex(32).encode() + b"\n")
+    secret = read_secret(str(secret_path))
+    if secret == cluster.secret:
+        raise ConfigError(
+            f"{secret_path} holds the cluster's secret, expected one of the tenant's own"
+        )
+    masters_key = curve_keys(cluster).masters_public.decode()
+    key = TenantKey(1, cluster.name, name, masters_key, secret)
+    _write(out, msgspec.json.encode(key) + b"\n")
+    return made
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A new file that only this user can read. Raises ConfigError, also if it is there."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

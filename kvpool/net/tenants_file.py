@@ -1,0 +1,200 @@
+"""The tenants file of a process: read at the start, and again whenever it or a secret changes.
+
+A file that is not valid changes nothing: one warning says what is wrong with it, and the tenants
+and secrets of before stay (design: tenants).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from kvpool import logs
+from kvpool.config import Config, cluster_of, read_secret
+from kvpool.errors import ConfigError
+from kvpool.tenants import Tenant, TenantKeys, parse_tenants
+from kvpool.types import Cluster
+from kvpool.wire import auth
+
+log = logs.get("kvpool.tenants")
+
+#: Files are looked at so often.
+_LOOK_EVERY_S: Final = 1.0
+#: Bytes of a tenants file: some 1,000 tenants.
+_FILE_SIZE_MAX: Final = 1 << 20
+
+#: What shows that a file has changed: its inode, its size and the time; None: it is not there.
+_Stamp = tuple[int, int, int] | None
+
+
+class _Loaded(NamedTuple):
+    """What one version of the files says."""
+
+    tenants: dict[str, Tenant]
+    secrets: dict[str, tuple[bytes, ...]]
+    client_keys: dict[bytes, str]
+
+
+class TenantsFile:
+    """The tenants of a process, as the file says now.
+
+    `keys` is one object that changes; who needs more registers with `on_change`.
+    """
+
+    def __init__(self, path: str, cluster: Cluster) -> None:
+        """Read it. Raises ConfigError: one sentence with the file, the tenant and what is wrong."""
+        self._path = Path(path)
+        self._cluster = cluster
+        self.tenants: Mapping[str, Tenant] = {}
+        self.keys = TenantKeys()
+        self._on_change: list[Callable[[Mapping[str, Tenant]], None]] = []
+        self._look_now = asyncio.Event()
+        #: Every file that was looked at, as it was just before it was read.
+        self._stamps: dict[Path, _Stamp] = {}
+        self._apply(self._read(self._stamps))
+
+    def __repr__(self) -> str:
+        return f"<TenantsFile {self._path} {len(self.tenants)} tenants>"
+
+    def on_change(self, use: Callable[[Mapping[str, Tenant]], None]) -> None:
+        """Call `use` with the tenants, now and after each change."""
+        self._on_change.append(use)
+        use(self.tenants)
+
+    @classmethod
+    def of(cls, settings: Config) -> TenantsFile | None:
+        """The one that the settings name; None if there are no tenants. Raises ConfigError."""
+        return cls(settings.tenants_file, cluster_of(settings)) if settings.tenants_file else None
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Inside it, changes are noticed within a second, and at once on SIGHUP."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._look_now.set)
+        watching = loop.create_task(self._watch())
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+            watching.cancel()
+            await asyncio.wait([watching])
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._look_now.wait()
+            except TimeoutError:
+                pass
+            asked = self._look_now.is_set()
+            self._look_now.clear()
+            try:
+                await self.look(asked=asked)
+            except Exception:  # a bug must not end the watch: a later file may revoke a secret
+                log.exception("cannot look at the tenants file")
+
+    async def look(self, *, asked: bool = False) -> bool:
+        """Read the files if they have changed, or if `asked`; True when they are used now."""
+        now = await asyncio.to_thread(lambda: {path: _stamp(path) for path in self._stamps})
+        if now == self._stamps and not asked:
+            return False
+        self._stamps = {}  # also of a bad file: it is warned of once
+        try:
+            # In a thread: files may be slow, and keys of many tenants take their time.
+            loaded = await asyncio.to_thread(self._read, self._stamps)
+        except ConfigError as error:
+            log.warning("the tenants file is refused, the one before stays", why=str(error))
+            return False
+        self._apply(loaded)
+        return True
+
+    def _apply(self, loaded: _Loaded) -> None:
+        before, self.tenants = self.tenants, loaded.tenants
+        self.keys.replace(loaded.secrets, loaded.client_keys)
+        if before:
+            log.info(
+                "the tenants file was read",
+                tenants=len(loaded.tenants),
+                added=sorted(loaded.tenants.keys() - before.keys()),
+                removed=sorted(before.keys() - loaded.tenants.keys()),
+            )
+        for use in self._on_change:
+            use(self.tenants)
+
+    def _read(self, stamps: dict[Path, _Stamp]) -> _Loaded:
+        """Read every file, in a thread, and write down in `stamps` what it was before."""
+        stamps[self._path] = _stamp(self._path)
+        tenants = parse_tenants(_read_yaml(self._path), str(self._path))
+        secrets: dict[str, tuple[bytes, ...]] = {}
+        owners = {self._cluster.secret: "the cluster"}
+        client_keys: dict[bytes, str] = {}
+        for name, tenant in tenants.items():
+            what = f"tenants file {self._path}: tenant {name!r}"
+            read = []
+            for file in tenant.secret_files:
+                path = self._path.parent / file
+                stamps[path] = _stamp(path)
+                try:
+                    secret = read_secret(str(path))
+                except ConfigError as error:
+                    raise ConfigError(f"{what}: {error}") from None
+                if secret in owners:
+                    raise ConfigError(
+                        f"{what}: the secret in {file} is that of {owners[secret]}, expected one "
+                        "of its own: openssl rand -hex 32 makes a good one"
+                    )
+                owners[secret] = f"tenant {name!r}, too"
+                read.append(secret)
+                seen = Cluster(self._cluster.name, secret, name)
+                client_keys[zmq.curve_public(z85.encode(auth.client_key(seen)))] = name
+            secrets[name] = tuple(read)
+        return _Loaded(tenants, secrets, client_keys)
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_yaml(path: Path) -> object:
+    import yaml  # not at the top (design: import-time)
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a setting that is written twice, of which YAML would take the last."""
+
+    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[object, object]:
+        pairs = [
+            (loader.construct_object(key, deep=True), loader.construct_object(value, deep=True))
+            for key, value in node.value
+        ]
+        names = [key for key, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"tenants file {path}: {name!r} stands twice in one place")
+        return dict(pairs)
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_FILE_SIZE_MAX + 1)
+        if len(text) > _FILE_SIZE_MAX:
+            raise ConfigError(f"tenants file {path}: larger than {_FILE_SIZE_MAX} bytes")
+        return yaml.load(text, Loader)
+    except OSError as error:
+        raise ConfigError(f"tenants file {path}: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # besides YAMLError: a date 2020-13-45 is a bare ValueError
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(f"tenants file {path}: {why}") from None

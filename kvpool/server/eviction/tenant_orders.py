@@ -1,0 +1,286 @@
+"""One order of eviction for each tenant, and which of them gives up a block (design: quotas).
+
+With one order for all, a policy whose next victims are all protected would be walked past each of
+them, for each block that is written. So each tenant has an order of its own: a policy with its
+session hints, which therefore apply to no other tenant. The order that gives up a block is chosen
+by the rules, in this sequence; `Account` has the bytes that they are about:
+
+1. A tenant that would be above its limit evicts its own.
+2. From a tenant nothing is taken for others that it would miss within its guarantee.
+3. A tenant that stays within its guarantee takes from others what is beyond theirs. No policy and
+   no hint of others can refuse that. Only if nothing of theirs may go, it evicts its own.
+4. Else its own blocks and what is beyond the guarantees of others are one store: the block goes
+   that was used least recently, of those that each order would evict next; blocks that are of no
+   use by the hints of their sessions go before it, and then extra copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
+
+from kvpool.protocols.policy import Decision, Policy
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
+from kvpool.server.state.entry import Entry, Index, Session
+from kvpool.server.state.quota import Account, Accounts
+from kvpool.tenants import tenant_of
+from kvpool.types import HintStatus
+
+#: Later than the last use of any block, in microseconds.
+_JUST_NOW: Final = 1 << 62
+#: Evictions of one order between two comparisons of all.
+_TURNS: Final = 32
+#: Orders of which one call asks for a victim, at most.
+_ASKED_MAX: Final = 64
+#: Victims that are younger than the order seemed to be: so many are put back in one call.
+_YOUNGER_MAX: Final = 8
+_NEVER: Final = (3, math.inf)
+
+
+class TenantOrders:
+    """What the store calls instead of one `SessionAwarePolicy`, when it has tenants.
+
+    `extent` gives the bytes that leave with a block, `rounded` those of one of this size.
+    """
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        pool: SessionAwarePolicy,
+        make: Callable[[], SessionAwarePolicy],
+        extent: Callable[[Entry], int],
+        rounded: Callable[[int], int],
+    ) -> None:
+        self._accounts = accounts
+        self._orders: dict[Account, SessionAwarePolicy] = {accounts.pool: pool}
+        self._make = make
+        self._extent = extent
+        self._rounded = rounded
+        #: Orders that have no victim until one of their blocks or sessions changes.
+        self._dry: set[Account] = set()
+        #: The order with the least recently used victim, how long it stays so, and turns left.
+        self._turn: Account | None = None
+        self._until = _NEVER
+        self._turns = 0
+        self._useless_of: Account = accounts.pool
+        #: The class of the policies inside: a new order has one of its own.
+        self.kind: Callable[[int], Policy[Entry]] = type(pool.policy)
+
+    def order_of(self, index: Index) -> SessionAwarePolicy:
+        """The order of the blocks of one index, in which a block may become a victim now."""
+        self._dry.discard(index.account)
+        return self._order(index.account)
+
+    def _order(self, account: Account) -> SessionAwarePolicy:
+        order = self._orders.get(account)
+        if order is None:
+            order = self._orders[account] = self._make()
+        return order
+
+    def forget(self, accounts: Collection[Account]) -> None:
+        """Nothing counts in these accounts any more."""
+        for account in accounts:
+            self._orders.pop(account, None)
+            self._dry.discard(account)
+        self._turn = None
+        self._useless_of = self._accounts.pool
+
+    # --- about one block or session ----------------------------------------------------------
+
+    def touch(self, entry: Entry, now: float) -> None:
+        self._order(entry.index.account).touch(entry, now)
+
+    def add_candidate(self, entry: Entry) -> None:
+        self.order_of(entry.index).add_candidate(entry)
+
+    def remove(self, entry: Entry) -> None:
+        self.order_of(entry.index).remove(entry)
+
+    def reject(self, entry: Entry) -> None:
+        self._order(entry.index.account).reject(entry)
+
+    def block_added(self, entry: Entry) -> None:
+        self._order(entry.index.account).block_added(entry)
+
+    def block_shared(self, entry: Entry) -> None:
+        self.order_of(entry.index).block_shared(entry)
+
+    def answered(self, entry: Entry, now: float) -> None:
+        self.order_of(entry.index).answered(entry, now)
+
+    def is_over(self, entry: Entry) -> bool:
+        return self._order(entry.index.account).is_over(entry)
+
+    def holds(self, entry: Entry) -> bool:
+        return self._order(entry.index.account).holds(entry)
+
+    def end(self, name: str, now: float) -> HintStatus:
+        order = self._of_session(name)
+        return order.end(name, now) if order is not None else HintStatus.UNKNOWN
+
+    def resume(self, name: str, resume_in: float, now: float, *, age_s: float = 0.0) -> HintStatus:
+        order = self._of_session(name)
+        if order is None:
+            return HintStatus.UNKNOWN
+        return order.resume(name, resume_in, now, age_s=age_s)
+
+    def arrive(self, name: str, now: float, *, age_s: float = 0.0) -> HintStatus:
+        order = self._of_session(name)
+        return order.arrive(name, now, age_s=age_s) if order is not None else HintStatus.UNKNOWN
+
+    # --- about all of them -----------------------------------------------------------------------
+
+    def victim(
+        self,
+        newcomer: Entry,
+        evictable: Callable[[Entry], bool],
+        now: float,
+        last_used: int = _JUST_NOW,
+    ) -> Entry | Decision | None:
+        """As `SessionAwarePolicy.victim`, of the order that the rules choose.
+
+        BYPASS only where the newcomer has no right to a place: above its limit, or beyond its
+        guarantee.
+        """
+        mine = newcomer.index.account
+        size = self._rounded(newcomer.size)
+        own = self._order(mine)
+        if mine.exceeds(size):
+            above = mine.used > mine.limit  # what is too much goes, also for a block of less worth
+            return own.victim(newcomer, evictable, now, last_used, foreign=above, owed=above)
+        owed = mine.owns(size)
+        asked: set[Account] = set()
+        younger = 0
+        while len(asked) < _ASKED_MAX:
+            account = self._next(mine, owed, asked, now)
+            if account is None:
+                return own.victim(newcomer, evictable, now, last_used) if owed else None
+            order = self._orders[account]
+            foreign = account is not mine
+            found = order.victim(newcomer, evictable, now, last_used, foreign=foreign, owed=owed)
+            if found is None:
+                self._dry.add(account)
+                asked.add(account)
+            elif found is Decision.BYPASS and owed:
+                asked.add(account)
+            elif isinstance(found, Decision):
+                return found
+            elif foreign and account.spare < (needed := self._extent(found)):
+                account.needed = needed
+                order.add_candidate(found)
+                asked.add(account)
+            elif (
+                younger < _YOUNGER_MAX
+                and account is self._turn
+                and found.copies
+                and not order.is_over(found)
+                and (2, found.last_used / 1e6) > self._until
+            ):
+                younger += 1  # its place in the order was old: it was used again
+                order.add_candidate(found)
+                self._turn = None
+            else:
+                return found
+        return Decision.NOT_YET
+
+    def next_useless(self, evictable: Callable[[Entry], bool]) -> Entry | None:
+        """As `SessionAwarePolicy.next_useless`, of all orders."""
+        for account in (self._useless_of, *self._orders):
+            found = self._orders[account].next_useless(evictable)
+            if found is not None:
+                self._useless_of = account
+                return found
+        return None
+
+    def next_return(self, until: float) -> Session | None:
+        found = (order.next_return(until) for order in self._orders.values())
+        return next((session for session in found if session is not None), None)
+
+    def victim_age(self, now: float) -> float:
+        """Of blocks that are beyond the guarantees; of all if there are none."""
+        beyond = [
+            order.victim_age(now)
+            for account, order in self._orders.items()
+            if account.spare > 0 and account not in self._dry
+        ]
+        return max(beyond or [order.victim_age(now) for order in self._orders.values()])
+
+    @property
+    def counters(self) -> Counter[str]:
+        return sum((order.counters for order in self._orders.values()), Counter[str]())
+
+    @property
+    def program_bytes(self) -> Counter[str]:
+        return sum((order.program_bytes for order in self._orders.values()), Counter[str]())
+
+    @property
+    def sessions(self) -> int:
+        return sum(order.sessions for order in self._orders.values())
+
+    @property
+    def announced_bytes(self) -> int:
+        return sum(order.announced_bytes for order in self._orders.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(order.waiting for order in self._orders.values())
+
+    def check(self, entries: Collection[Entry]) -> None:
+        """Check every invariant, for the stored blocks. Raises InvariantViolated."""
+        of: dict[Account, list[Entry]] = {account: [] for account in self._orders}
+        for entry in entries:
+            of.setdefault(entry.index.account, []).append(entry)
+        for account, blocks in of.items():
+            self._order(account).check(blocks, account.name)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _of_session(self, name: str) -> SessionAwarePolicy | None:
+        account = self._accounts.get(tenant_of(name))
+        if account is None:
+            return None
+        self._dry.discard(account)
+        return self._orders.get(account)
+
+    def _next(self, mine: Account, owed: bool, asked: set[Account], now: float) -> Account | None:
+        """The account whose order gives up a block for a newcomer of `mine`, by rules 2 to 4."""
+        found, rank = self._oldest(asked, now)
+        # What is beyond its guarantee is compared above, as that of others is.
+        if not owed and mine.spare < mine.needed and mine not in asked and mine not in self._dry:
+            order = self._orders.get(mine)
+            if order is not None and order.rank(now) <= rank:
+                return mine
+        return found
+
+    def _oldest(self, asked: set[Account], now: float) -> tuple[Account | None, tuple[int, float]]:
+        """The account that is beyond its guarantee with the least recently used victim."""
+        turn = self._turn
+        if (
+            turn is not None
+            and self._turns
+            and turn.spare >= turn.needed
+            and turn not in asked
+            and turn not in self._dry
+        ):
+            rank = self._orders[turn].rank(now)
+            if rank <= self._until:
+                self._turns -= 1
+                return turn, rank
+        ranked = sorted(self._ranks(asked, now), key=lambda one: one[0])[:2]
+        if not ranked:
+            self._turn = None
+            return None, _NEVER
+        rank, self._turn = ranked[0]
+        self._until = ranked[1][0] if len(ranked) > 1 else _NEVER
+        self._turns = _TURNS
+        return self._turn, rank
+
+    def _ranks(
+        self, asked: set[Account], now: float
+    ) -> Iterator[tuple[tuple[int, float], Account]]:
+        for account, order in self._orders.items():
+            is_open = account not in asked and account not in self._dry
+            if is_open and account.spare >= account.needed:
+                yield order.rank(now), account

@@ -1,0 +1,77 @@
+"""What the tenants file says, as bytes of each tier of this server (design: quotas)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from kvpool import logs
+from kvpool.server.state.quota import Quota
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.tenants import Tenant
+from kvpool.units import human
+
+log = logs.get("kvpool.server")
+
+
+class QuotaKeeper:
+    """Gives each store its quotas, and evicts what is above a limit that was lowered.
+
+    `on_change` is called after evictions.
+    """
+
+    def __init__(self, store: TieredStore, on_change: Callable[[], None]) -> None:
+        self._store = store
+        self._on_change = on_change
+        self._trimming: asyncio.Task[None] | None = None
+
+    def apply(self, tenants: Mapping[str, Tenant]) -> None:
+        """From now on these are the tenants. The first call comes before the first block."""
+        for store in self._store.stores:
+            store.set_quotas(quotas_of(tenants, store.allocator.capacity, store.tier))
+        self.trim()
+
+    def trim(self) -> None:
+        """Evict what is above the limits, in steps; idempotent. Nothing, where no loop runs yet."""
+        if self._trimming is not None and not self._trimming.done():
+            return
+        if any(one.used > one.limit for store in self._store.stores for one in store.accounts):
+            self._trimming = asyncio.get_running_loop().create_task(self._trim())
+
+    async def close(self) -> None:
+        """Idempotent."""
+        trimming, self._trimming = self._trimming, None
+        if trimming is not None:
+            trimming.cancel()
+            await asyncio.wait([trimming])
+
+    async def _trim(self) -> None:
+        loop = asyncio.get_running_loop()
+        goes_on = True
+        while goes_on:
+            stores = self._store.stores
+            goes_on = any(store.evict_beyond_limits(loop.time()) for store in stores)
+            self._on_change()
+            await asyncio.sleep(0)
+
+
+def quotas_of(tenants: Mapping[str, Tenant], capacity: int, tier: int = 0) -> dict[str, Quota]:
+    """The quotas of a tier with this capacity, in bytes.
+
+    If the guaranteed shares are more than the tier has, each is cut in proportion: a server must
+    start with a file that suits the others.
+    """
+    wanted = {name: one.guaranteed.of(capacity) for name, one in tenants.items()}
+    total = sum(wanted.values())
+    if total > capacity:
+        log.warning(
+            "guaranteed shares are cut",
+            why=f"they are {human(total)} together, and the tier has {human(capacity)}",
+            tier=tier,
+        )
+        wanted = {name: size * capacity // total for name, size in wanted.items()}
+    quotas = {}
+    for name, tenant in tenants.items():
+        limit = tenant.limit.of(capacity)
+        quotas[name] = Quota(min(wanted[name], limit), limit)
+    return quotas

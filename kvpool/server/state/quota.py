@@ -1,0 +1,117 @@
+"""How much of one tier each tenant holds, and how much of it is its own (design: quotas).
+
+An `Account` counts the bytes of whole extents of a tenant's blocks. A block is counted from the
+moment at which it gets its extent until that is free again:
+
+| counted in                        | not counted any more in                                     |
+|-----------------------------------|-------------------------------------------------------------|
+| `Store.reserve`: a block of a     | `Store._free`: cancelled, evicted, removed, corrupt; after  |
+| client, of another server, or of  | the last unpin; after the quarantine                        |
+| another tier                      | `Store._evict`: its extent goes to another block at once    |
+| `Store.restore`: from a file      |                                                             |
+
+So blocks that are reserved, pinned after their removal, or in quarantine count, and so do extra
+copies and copies in several tiers, each in its tier. A block that is moved within its tier counts
+once. `Store.check` counts again from the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from kvpool.tenants import tenant_of
+
+UNLIMITED: Final = 1 << 62
+
+
+class Quota(NamedTuple):
+    """What one tenant may have of one tier, in bytes.
+
+    Within `guaranteed` its blocks are not evicted for others; above `limit` it evicts its own.
+    """
+
+    guaranteed: int = 0
+    limit: int = UNLIMITED
+
+
+class Account:
+    """The bytes of one tenant in one tier. Compared by identity: an index keeps its account."""
+
+    __slots__ = ("configured", "evicted_by", "indexes", "limit", "name", "needed", "quota", "used")
+
+    def __init__(self, name: str, quota: Quota | None = None) -> None:
+        self.name = name  # empty: the pool itself
+        self.used = 0  # bytes of whole extents
+        self.indexes = 0  # that count here
+        #: Bytes of its blocks that were evicted, by the tenant that they made room for.
+        self.evicted_by: Counter[str] = Counter()
+        #: A block of so many bytes is its next victim: it is none while less than that is spare.
+        self.needed = 1
+        self.set_quota(quota)
+
+    def __repr__(self) -> str:
+        return f"<Account {self.name!r} {self.used} of {self.quota}>"
+
+    def set_quota(self, quota: Quota | None) -> None:
+        """From now on; None: nothing is its own, and nothing limits it."""
+        self.configured = quota is not None
+        self.quota = quota or Quota()
+        self.limit = self.quota.limit
+        self.needed = 1
+
+    @property
+    def spare(self) -> int:
+        """Bytes that others may take from it; 0 or less: it is within its guarantee."""
+        return self.used - self.quota.guaranteed
+
+    def owns(self, size: int) -> bool:
+        """Whether so many bytes more are within its guarantee."""
+        return self.used + size <= self.quota.guaranteed
+
+    def exceeds(self, size: int) -> bool:
+        """Whether so many bytes more are above its limit."""
+        return self.used + size > self.limit
+
+
+class Accounts:
+    """The accounts of one tier, by tenant.
+
+    Without tenants all blocks are the pool's, whatever their names. From the first `configure` on,
+    which comes before the first block, each tenant that has blocks has an account: the quota
+    decides what that means, so a quota that comes, changes or goes moves no block.
+    """
+
+    def __init__(self) -> None:
+        self.pool = Account("")
+        self._accounts: dict[str, Account] = {"": self.pool}
+        self.has_tenants = False
+        self._quotas: Mapping[str, Quota] = {}
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts.values())
+
+    def get(self, tenant: str) -> Account | None:
+        """The account of a tenant, if it has one."""
+        return self._accounts.get(tenant)
+
+    def of(self, namespace: str) -> Account:
+        """The account of the tenant that a namespace of this name belongs to."""
+        tenant = tenant_of(namespace) if self.has_tenants else ""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account(tenant, self._quotas.get(tenant))
+        return account
+
+    def configure(self, quotas: Mapping[str, Quota]) -> list[Account]:
+        """Apply all quotas, by tenant: those that are missing are gone. Returns accounts that
+        nothing counts in any more, which are forgotten."""
+        self.has_tenants = True
+        self._quotas = dict(quotas)
+        idle = []
+        for name, account in list(self._accounts.items()):
+            account.set_quota(self._quotas.get(name))
+            if name and not (account.configured or account.used or account.indexes):
+                idle.append(self._accounts.pop(name))
+        return idle

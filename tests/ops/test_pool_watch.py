@@ -1,0 +1,103 @@
+"""What is worth a line in the last events, and rates that a restart does not spoil."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool.ops.pool_watch import (
+    EVENTS_MAX,
+    SAMPLES_MAX,
+    AskedTotals,
+    PoolWatch,
+    ServerState,
+    state_of,
+)
+from kvpool.types import Member, ServerStats, TierUsage
+
+
+def member(server: str = "a", epoch: int = 1, **changed: Any) -> Member:
+    fields = {"alive": True, "heard_s": 0.5, "capacity": 100} | changed
+    stats = fields.pop("stats", ServerStats())
+    return Member(server, epoch, "host", (), ("dram",), stats=stats, **fields)
+
+
+def moved(read: int, written: int = 0, **more: Any) -> ServerStats:
+    return ServerStats(counters={"read_bytes": read, "written_bytes": written}, **more)
+
+
+@pytest.mark.parametrize(
+    ("changed", "state"),
+    [
+        ({}, ServerState.UP),
+        ({"heard_s": 1.6}, ServerState.LATE),
+        ({"stats": ServerStats(draining=True)}, ServerState.LEAVING),
+        ({"alive": False, "stats": ServerStats(draining=True)}, ServerState.LOST),
+    ],
+)
+def test_states(changed: dict[str, Any], state: ServerState) -> None:
+    assert state_of(member(**changed)) is state
+
+
+def test_the_life_of_a_server_is_told_once_each() -> None:
+    watch = PoolWatch()
+    broken = ServerStats(usage=[TierUsage("nvme", lost=True)])
+    life = [
+        [],
+        [member()],
+        [member(stats=ServerStats(draining=True))],
+        [member()],
+        [member(alive=False)],
+        [member()],
+        [member(epoch=2)],
+        [member(epoch=2, stats=broken)],
+        [member(epoch=2)],
+        [],
+    ]
+    for at, members in enumerate(life):
+        for half in (0.0, 0.5):  # the same again is no news
+            watch.sample(at + half, members, AskedTotals())
+    told = ["joined", "leaving", "stays", "lost", "back", "restarted", "tier", "tier", "forgotten"]
+    assert [one.event for one in watch.events] == told
+    assert [one.at for one in watch.events] == list(range(1, 10))
+
+
+def test_servers_that_were_there_at_the_first_look_are_no_news() -> None:
+    watch = PoolWatch()
+    watch.sample(0.0, [member()], AskedTotals(refusals=7))
+    watch.sample(1.0, [member()], AskedTotals(refusals=7))
+    assert not watch.events
+    watch.sample(2.0, [member()], AskedTotals(refusals=9))
+    assert [(one.event, one.text[:10]) for one in watch.events] == [("refused", "2 messages")]
+
+
+def test_rates_are_means_and_a_restart_is_no_negative_traffic() -> None:
+    watch = PoolWatch()
+    for at, read in enumerate((5000, 6000, 7000, 8000)):
+        watch.sample(at, [member(stats=moved(read))], AskedTotals())
+    assert watch.points[-1].read_bytes_s == pytest.approx(1000)
+    watch.sample(4.0, [member(epoch=2, stats=moved(300))], AskedTotals())
+    assert watch.points[-1].read_bytes_s == pytest.approx((1000 + 1000 + 300) / 3)
+    assert min(point.read_bytes_s for point in watch.points) >= 0
+    assert 0 < watch.rates["a"][0] <= 1000
+    watch.sample(4.5, [member(epoch=2, alive=False, stats=moved(300))], AskedTotals())
+    assert watch.rates["a"] == (0.0, 0.0)
+    watch.sample(5.0, [], AskedTotals())
+    assert not watch.rates
+
+
+def test_the_hit_rate_is_of_what_was_asked_lately() -> None:
+    watch = PoolWatch()
+    for at, (asked, found) in enumerate([(100, 0), (100, 0), (110, 9), (120, 18)]):
+        watch.sample(at, [], AskedTotals(asked, found))
+    assert [point.hit_rate for point in watch.points] == [None, 0.9, 0.9]
+
+
+def test_all_that_is_kept_is_bounded() -> None:
+    watch = PoolWatch()
+    for at in range(SAMPLES_MAX + 20):
+        watch.sample(at, [member(f"server-{at}")], AskedTotals())
+    assert len(watch.points) == SAMPLES_MAX
+    assert len(watch.events) == EVENTS_MAX
+    assert len(watch.rates) == 1

@@ -1,0 +1,189 @@
+"""The JSON behind the status page: the figures of `kvpool status`, bounded, not for other sites."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+import kvpool
+from kvpool import dev
+from kvpool.config import MasterConfig
+from kvpool.master.service import Master
+from kvpool.net import http_server
+from kvpool.net.http_server import Page, PageView, pages
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.ops import status_page as status_page_module
+from kvpool.ops.status_page import SERVERS_MAX, StatusPage, status_page
+from kvpool.ops.tables import as_json_object
+from kvpool.types import Cluster, ServerStats, TierUsage
+from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.net.test_http_server import raw
+
+
+@pytest.fixture
+async def address(pool_dev: dev.Dev) -> AsyncIterator[str]:
+    async with (
+        status_page(pool_dev.master, 1.5) as views,
+        pages(views, "127.0.0.1:0") as serving,
+    ):
+        assert serving is not None
+        yield serving.address
+
+
+async def get(address: str, path: str, host: str = "localhost:7452") -> tuple[int, str, str]:
+    """Status, head and body."""
+    answer = await raw(address, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    return int(head.split()[1]), head, body
+
+
+async def look(address: str, path: str) -> Any:
+    status, _, body = await get(address, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+async def test_its_figures_are_those_of_status(pool_dev: dev.Dev, address: str) -> None:
+    async with await kvpool.connect(pool_dev.address) as pool:
+        stored = keys("page", 3)
+        await pool.write(NAMESPACE, stored, values(stored))
+        await pool.match(NAMESPACE, [*stored, keys("page", 4)[3]])
+        await pool.hint("someone/with/a/long/name", resume_in=30.0)
+
+        def listed() -> bool:
+            return pool_dev.master.directory.members(0.0)[0].stats.blocks == 3
+
+        await eventually(listed)
+        await asyncio.sleep(status_page_module._FRESH_S)
+        [shown] = (await look(address, "/api/v1/servers"))["servers"]
+        [member] = await pool.members()
+    found = json.loads(json.dumps(as_json_object(member)))
+    assert shown.keys() == found.keys() | {"state", "rates"}
+    moving = {"heard_s", "rss", "counters", "victim_age_s", "clients"}
+    assert {name: shown[name] for name in found.keys() - moving} == {
+        name: found[name] for name in found.keys() - moving
+    }
+    whole = await look(address, "/api/v1/pool")
+    assert (whole["version"], whole["kvpool"]) == (1, kvpool.__version__)
+    assert whole["servers"] == {"up": 1, "late": 0, "leaving": 0, "lost": 0}
+    assert whole["memory"]["blocks"] == 3
+    assert whole["memory"]["used"] == member.stats.used
+    assert whole["matches"] == {
+        "asked_blocks": 4,
+        "found_blocks": 3,
+        "stopped": {"never written": 1},
+    }
+    assert whole["attention"] == []
+    [session] = whole["sessions"]
+    assert (session["session"], session["hint"]) == ("someone/with...", "resumes")
+
+
+async def test_traffic_and_the_hit_rate_have_a_history(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_page_module, "_SAMPLE_S", 0.05)
+    async with status_page(pool_dev.master, 1.5) as views:
+        shown = views["/api/v1/pool"]
+        assert isinstance(shown, PageView)
+        async with await kvpool.connect(pool_dev.address) as pool:
+            await asyncio.sleep(0.1)
+            stored = keys("page", 3)
+            await pool.write(NAMESPACE, stored, values(stored))
+            await pool.match(NAMESPACE, stored)
+            await asyncio.sleep(1.5)  # the figures come with a heartbeat
+        history = json.loads(shown.answer({}).body)["history"]
+    written = sum(len(value) for value in values(stored))
+    # Each point is the mean of three steps, so what was written is in three of them.
+    assert sum(history["written_bytes_s"]) * 0.05 == pytest.approx(written, rel=0.6)
+    assert max(rate for rate in history["hit_rate"] if rate is not None) == 1.0
+
+
+async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
+    network = ZmqNetwork(Cluster())
+    master = Master(MasterConfig(servers_per_host_max=1024), network)
+    names = sorted(f"server-{number:04}" for number in range(1000))
+    for name in names:
+        stats = ServerStats(counters=dict.fromkeys(_COUNTERS, 2**40), usage=[TierUsage("dram")])
+        master.directory.register(name, 1, "h", ("tcp://x:1",), ("dram",), 1, 0.0, token=b"t" * 16)
+        master.directory.heartbeat(name, 1, stats, 0.0, 0)
+    page = StatusPage(master, 1e9)
+    found: list[str] = []
+    after: str | None = ""
+    spent: list[float] = []
+    while after is not None:
+        began = time.perf_counter()
+        body = page._servers_page({"after": after} if after else {}).body
+        spent.append(time.perf_counter() - began)
+        assert len(body) < 512 << 10
+        answer = json.loads(body)
+        assert len(answer["servers"]) <= SERVERS_MAX
+        found += [one["server"] for one in answer["servers"]]
+        after = answer["after"]
+    assert found == names
+    whole = page.routes()["/api/v1/pool"]
+    assert isinstance(whole, PageView)
+    assert len(whole.answer({}).body) < 64 << 10
+    for after in names:  # what is kept for the next second does not grow with what is asked for
+        page._servers_page({"after": after})
+        page._made = {name: (at - 1, body) for name, (at, body) in page._made.items()}
+    assert len(page._made) <= 2
+    network.close()
+
+
+_COUNTERS = [f"counter_{number:02}" for number in range(60)]
+
+
+async def test_a_query_that_means_nothing_is_refused(address: str) -> None:
+    status, _, body = await get(address, "/api/v1/servers?before=x")
+    assert (status, "expected: after" in body) == (400, True)
+    status, _, _ = await get(address, "/api/v1/servers?" + "&".join(f"a{n}=1" for n in range(99)))
+    assert status == 400
+    assert (await look(address, "/api/v1/servers?after=zzz"))["servers"] == []
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7452", "127.0.0.1.evil.eu", ""])
+async def test_another_site_whose_name_points_here_gets_nothing(address: str, host: str) -> None:
+    for path in ("/", "/api/v1/pool", "/api/v1/servers"):
+        status, _, body = await get(address, path, host)
+        assert (status, "{" in body) == (403, False)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:9", "[::1]", "127.0.0.1"])
+async def test_this_host_may_look(address: str, host: str) -> None:
+    assert (await get(address, "/api/v1/pool", host))[0] == 200
+
+
+async def test_a_flood_of_views_is_refused_and_probes_are_not() -> None:
+    made = []
+
+    def view(query: Any) -> Page:
+        made.append(query)
+        return Page(HTTPStatus.OK, b"x")
+
+    probe = Page(HTTPStatus.OK, b"alive\n")
+    async with pages({"/": PageView(view), "/health": lambda: probe}, "127.0.0.1:0") as serving:
+        assert serving is not None
+        answers = [(await get(serving.address, "/"))[0] for _ in range(150)]
+        assert (await get(serving.address, "/health"))[0] == 200
+        assert set(answers) == {200, 429}
+        assert len(made) < 150
+        await asyncio.sleep(3 / http_server._VIEWS_PER_S)
+        assert (await get(serving.address, "/"))[0] == 200
+
+
+async def test_only_the_script_of_the_page_runs(address: str) -> None:
+    status, head, body = await get(address, "/")
+    assert (status, body.count("<script>")) == (200, 1)
+    assert "Content-Security-Policy: default-src 'none'; script-src 'sha256-" in head
+    assert "frame-ancestors 'none'" in head
+    assert "X-Content-Type-Options: nosniff" in head
+    for risky in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert risky not in body
+    assert "http://" not in body.replace("http://www.w3.org/2000/svg", "")  # nothing from elsewhere
+    assert "https://" not in body

@@ -1,0 +1,125 @@
+"""Who has what of a server, and what readers get: bounded, and exact where it is listed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import dev
+from kvpool.client.pool import Pool
+from kvpool.server.consumers import NAMES_MAX, Consumers
+from kvpool.server.eviction.session_hints import PROGRAMS_MAX
+from kvpool.server.state.quota import Quota
+from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.types import OTHERS, Consumer, Namespace, SessionHint, program_of
+from tests.conftest import keys
+from tests.server.test_quotas import ACME, BETA, PAGE, POOL, write
+
+
+def stack_of(pages: int, *, tenants: bool = True) -> TieredStore:
+    stack = TieredStore([Store(pages * PAGE)])
+    if tenants:
+        stack.front.set_quotas({"acme": Quota()})
+    return stack
+
+
+def named(report: list[Consumer], kind: str) -> dict[str, Consumer]:
+    return {one.name: one for one in report if one.by == kind}
+
+
+@pytest.mark.parametrize(
+    ("session", "program"),
+    [
+        ("program=agent;conversation 7", "agent"),
+        ("@acme/program=agent;c", "@acme/agent"),
+        ("@acme/tenant=t/program=agent;c", "@acme/tenant=t/agent"),
+        ("program=;c", ""),
+        ("program=agent", ""),
+        ("my program=agent;c", ""),
+        (f"program={'a' * 65};c", ""),
+    ],
+)
+def test_a_program_is_a_label_of_a_session(session: str, program: str) -> None:
+    assert program_of(session) == program
+
+
+def test_bytes_of_tenants_namespaces_and_programs() -> None:
+    stack = stack_of(64)
+    consumers = Consumers(stack, ["dram"])
+    write(stack.front, ACME, keys(1, 5), 1.0, session=SessionHint("@acme/program=a;1"))
+    write(stack.front, ACME, keys(2, 3), 1.0, session=SessionHint("@acme/program=a;2"))
+    write(stack.front, POOL, keys(3, 7), 1.0)
+    report = consumers.report()
+    assert named(report, "tenant")["acme"].tiers == {"dram": 8 * PAGE}
+    assert named(report, "tenant")[""].tiers == {"dram": 7 * PAGE}
+    assert named(report, "namespace")["@acme/llm"].tiers == {"dram": 8 * PAGE}
+    assert named(report, "namespace")["llm"].tiers == {"dram": 7 * PAGE}
+    assert named(report, "program")["@acme/a"].tiers == {"dram": 8 * PAGE}
+    stack.remove(ACME, keys(1, 5))
+    assert named(consumers.report(), "program")["@acme/a"].tiers == {"dram": 3 * PAGE}
+    stack.remove(ACME, keys(2, 3))
+    assert not named(consumers.report(), "program")
+    stack.check()
+
+
+def test_who_evicted_whom() -> None:
+    stack = stack_of(4)
+    write(stack.front, ACME, keys(1, 4), 1.0)
+    write(stack.front, BETA, keys(2, 3), 2.0)
+    tenants = named(Consumers(stack, ["dram"]).report(), "tenant")
+    assert tenants["acme"].evicted_by == {"beta": 3 * PAGE}
+
+
+def test_the_list_is_bounded_and_the_rest_is_summed() -> None:
+    stack = stack_of(4096, tenants=False)
+    for n in range(100):
+        write(stack.front, Namespace(f"n{n}"), keys(n, 1 + (n == 50)), 1.0)
+    namespaces = named(Consumers(stack, ["dram"]).report(), "namespace")
+    assert len(namespaces) == 9
+    assert namespaces["n50"].tiers == {"dram": 2 * PAGE}
+    assert namespaces[OTHERS].tiers == {"dram": (101 - 2 - 7) * PAGE}
+
+
+def test_made_up_names_fill_one_line() -> None:
+    consumers = Consumers(stack_of(16), ["dram"])
+    for n in range(3 * NAMES_MAX):
+        consumers.read(Namespace(f"made up {n}"), 0, bytes(32), 0, 0, 2)
+    assert len(consumers._reads["namespace"]) == 1
+    for n in range(3 * NAMES_MAX):
+        consumers.read(Namespace(f"real {n}"), 0, bytes(32), 1, 10, 0)
+    assert len(consumers._reads["namespace"]) == NAMES_MAX
+    report = named(consumers.report(), "namespace")
+    assert sum(one.hit_blocks for one in report.values()) == 3 * NAMES_MAX
+    assert sum(one.missed_blocks for one in report.values()) == 6 * NAMES_MAX
+
+
+def test_programs_are_bounded() -> None:
+    stack = stack_of(PROGRAMS_MAX + 64)
+    for n in range(PROGRAMS_MAX + 10):
+        session = SessionHint(f"program=p{n};1")
+        write_quickly(stack.front, keys(n, 1), session)
+    assert len(stack.front.policy.program_bytes) == PROGRAMS_MAX + 1
+    assert stack.front.policy.program_bytes[OTHERS] == 10 * PAGE
+    stack.check()
+
+
+def write_quickly(books: Store, digests: list[bytes], session: SessionHint) -> None:
+    from kvpool.protocols import ReserveRequest
+    from kvpool.types import ROOT
+
+    request = ReserveRequest(POOL, 0, digests, [ROOT], [PAGE], session)
+    for answer in books.reserve(1, request, 1.0):
+        books.seal(1, answer.id, 0, 1.0)
+
+
+async def test_reads_count_once_for_each_answer(pool_dev: dev.Dev, pool: Pool) -> None:
+    digests = keys(1, 4)
+    await pool.write(POOL, digests, [bytes(1000)] * 4, session="program=agent;1")
+    buffers = [bytearray(1000) for _ in range(4)]
+    await pool.read(POOL, digests, buffers)
+    await pool.read(POOL, digests, buffers)
+    report = [one for server in pool_dev.servers for one in server.stats(0.0).consumers]
+    for kind, name in (("tenant", ""), ("namespace", "llm"), ("program", "agent")):
+        found = [one for one in report if (one.by, one.name) == (kind, name)]
+        assert sum(one.hit_blocks for one in found) == 8, kind
+        assert sum(one.hit_bytes for one in found) == 8000, kind

@@ -1,0 +1,481 @@
+"""What tenants may keep of one tier: exactly counted, and kept when others write (G12)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.errors import InvariantViolated
+from kvpool.protocols import ReserveRequest
+from kvpool.protocols.policy import Policy
+from kvpool.server.eviction.arc import ARC
+from kvpool.server.eviction.density import Density
+from kvpool.server.eviction.lease import Lease
+from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.tenant_orders import TenantOrders
+from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.quota import Quota
+from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.types import (
+    ROOT,
+    HintStatus,
+    Namespace,
+    ReadStatus,
+    Record,
+    SessionHint,
+    WriteStatus,
+)
+from tests.conftest import keys
+
+PAGE = 4096
+POOL, ACME, BETA = Namespace("llm"), Namespace("@acme/llm"), Namespace("@beta/llm")
+HALVES = Namespace("@acme/halves", 2)
+_SEEDS = itertools.count()
+POLICIES = pytest.mark.parametrize("policy", [LRU, ARC, Lease, Density], ids=lambda p: p.__name__)
+
+
+def pages(**quotas: tuple[int, int]) -> dict[str, Quota]:
+    """Guaranteed and limit in pages, by tenant."""
+    return {name: Quota(low * PAGE, high * PAGE) for name, (low, high) in quotas.items()}
+
+
+def store(
+    size: int, policy: Callable[[int], Policy[Entry]] = LRU, **quotas: tuple[int, int]
+) -> Store:
+    books = Store(size * PAGE, policy=policy(size * PAGE))
+    books.set_quotas(pages(**quotas))
+    return books
+
+
+def write(
+    books: Store,
+    namespace: Namespace,
+    digests: list[bytes],
+    now: float,
+    *,
+    size: int = PAGE,
+    part: int = 0,
+    chain: bool = False,
+    session: SessionHint | None = None,
+) -> list[WriteStatus]:
+    """Reserve and seal blocks, each of its own chain or all of one, and check the books."""
+    parents = [ROOT, *digests[:-1]] if chain else [ROOT] * len(digests)
+    request = ReserveRequest(namespace, part, digests, parents, [size] * len(digests), session)
+    answers = books.reserve(1, request, now)
+    for answer in answers:
+        if answer.status is WriteStatus.RESERVED:
+            books.seal(1, answer.id, 0, now)
+    books.check()
+    return [answer.status for answer in answers]
+
+
+def fresh(count: int) -> list[bytes]:
+    return keys(next(_SEEDS), count)
+
+
+def there(books: Store, namespace: Namespace, digests: list[bytes]) -> int:
+    return sum(books.peek(namespace, 0, digest) is not None for digest in digests)
+
+
+def used(books: Store, tenant: str) -> int:
+    """Pages."""
+    account = books.accounts.get(tenant)
+    return account.used // PAGE if account is not None else 0
+
+
+def stored(statuses: list[WriteStatus]) -> bool:
+    return set(statuses) == {WriteStatus.RESERVED}
+
+
+# --- the account -------------------------------------------------------------------------------
+
+
+def test_every_way_in_and_out_is_counted_once() -> None:
+    books = store(16, acme=(4, 16))
+    (first, second, third, fourth) = fresh(4)
+    write(books, ACME, [first, second], 1.0, size=PAGE + 1)
+    assert used(books, "acme") == 4  # whole extents
+    (pin,) = books.pin(2, ACME, 0, [first], 2.0)
+    books.remove(ACME, [first])
+    assert used(books, "acme") == 4  # a reader still has it
+    books.unpin(2, pin.id)
+    assert used(books, "acme") == 2
+    request = ReserveRequest(ACME, 0, [third, fourth], [ROOT, ROOT], [PAGE, PAGE])
+    answers = books.reserve(3, request, 3.0)
+    books.cancel(3, answers[0].id)
+    books.drop_owner(3, writer_may_be_alive=True)
+    assert used(books, "acme") == 3  # its writer may still write there
+    books.check()
+    books.writer_exited(3)
+    books.remove(ACME, [second], ReadStatus.CORRUPT)
+    assert used(books, "acme") == 0
+    books.check()
+
+
+def test_recovered_blocks_count_for_their_tenants() -> None:
+    books = store(8, acme=(4, 8))
+    records = [
+        Record(namespace, 0, digest, ROOT, n * PAGE, PAGE, 0, n + 1, 1)
+        for n, (namespace, digest) in enumerate(
+            zip([ACME, ACME, BETA, POOL], fresh(4), strict=True)
+        )
+    ]
+    entries = [books.restore(record) for record in records]
+    books.activate_restored([one for one in entries if one is not None], 1.0)
+    books.check()
+    assert (used(books, "acme"), used(books, "beta"), used(books, "")) == (2, 1, 1)
+    assert stored(write(books, POOL, fresh(6), 2.0))  # beta has no quota: its block is ordinary
+    assert (used(books, "acme"), used(books, "beta"), used(books, "")) == (2, 0, 6)
+
+
+def test_an_extent_that_goes_from_one_tenant_to_another_counts_for_the_new_one() -> None:
+    books = store(4, acme=(0, 4))
+    write(books, ACME, fresh(4), 1.0)
+    assert stored(write(books, BETA, fresh(3), 2.0))
+    assert (used(books, "acme"), used(books, "beta")) == (1, 3)
+    account = books.accounts.get("acme")
+    assert account is not None
+    assert account.evicted_by == {"beta": 3 * PAGE}
+
+
+def test_a_block_that_moves_to_make_room_counts_once() -> None:
+    books = store(8, acme=(8, 8))
+    books.in_steps = True
+    for digest in (blocks := fresh(8)):
+        write(books, ACME, [digest], 1.0)
+    books.remove(ACME, blocks[::2])
+    request = ReserveRequest(ACME, 0, fresh(1), [ROOT], [3 * PAGE])
+    books.reserve(1, request, 2.0)
+    clearing = books.clearing
+    assert clearing is not None
+    while not (clearing.over or clearing.is_ready):
+        for move in clearing.next_moves(8, 1 << 20):
+            clearing.move_done(move, good=True)
+            books.check()
+    assert books.reserve(1, request, 3.0)[0].extent is not None
+    books.check()
+    assert used(books, "acme") == 7
+
+
+def test_without_tenants_all_is_the_pools() -> None:
+    books = Store(4 * PAGE)
+    assert stored(write(books, ACME, fresh(2), 1.0))
+    assert [account.name for account in books.accounts] == [""]
+    with pytest.raises(InvariantViolated, match="begin to have tenants"):
+        books.set_quotas({})
+
+
+# --- the guarantee -----------------------------------------------------------------------------
+
+
+@POLICIES
+def test_what_is_guaranteed_is_not_evicted_for_others(
+    policy: Callable[[int], Policy[Entry]],
+) -> None:
+    books = store(16, policy, acme=(6, 16))
+    own = fresh(6)
+    write(books, ACME, own, 1.0)
+    for n in range(50):
+        write(books, BETA if n % 2 else POOL, fresh(1), 1000.0 * n + 2.0)
+    assert there(books, ACME, own) == 6
+    assert used(books, "beta") + used(books, "") == 10
+
+
+def test_a_tenant_keeps_its_guarantee_to_the_byte_where_blocks_differ_in_size() -> None:
+    books = store(16, acme=(5, 16))
+    small, large = fresh(4), fresh(1)
+    write(books, ACME, large, 1.0, size=3 * PAGE)
+    write(books, ACME, small, 2.0)  # 7 of 5 pages; without the large one it would have 4
+    for n in range(40):
+        write(books, POOL, fresh(1), 3.0 + n)
+    assert there(books, ACME, large) == 1
+    assert used(books, "acme") == 7
+    books.pin(2, ACME, 0, large, 50.0)  # now a small one is its next victim
+    for n in range(40):
+        write(books, POOL, fresh(1), 60.0 + n)
+    assert used(books, "acme") >= 5
+
+
+@POLICIES
+def test_guaranteed_space_that_others_use_is_given_back(
+    policy: Callable[[int], Policy[Entry]],
+) -> None:
+    books = store(16, policy, acme=(6, 16))
+    now = 0.0
+    for _ in range(40):
+        write(books, BETA, fresh(1), now := now + 100.0)
+    assert used(books, "beta") == 16
+    first = fresh(6)
+    for digest in first:  # young blocks of the other one go for it, and none of its own
+        now += 0.001
+        assert stored(write(books, ACME, [digest], now))
+    assert (used(books, "acme"), used(books, "beta")) == (6, 10)
+    assert there(books, ACME, first) == 6
+
+
+def test_beyond_the_guarantee_the_least_recently_used_goes_whoever_has_it() -> None:
+    """Six thousand steps beside a list that is kept here: exactly the order of one store."""
+    rng = random.Random(5)
+    books = store(24, acme=(0, 24), beta=(0, 24))
+    mine: list[tuple[Namespace, bytes]] = []  # least recently used first
+    for step in range(6000):
+        now = float(step + 1)
+        if mine and rng.random() < 0.5:
+            namespace, digest = rng.choice(mine)
+            (pin,) = books.pin(2, namespace, 0, [digest], now)
+            books.unpin(2, pin.id)
+            mine.remove((namespace, digest))
+        else:
+            namespace, (digest,) = rng.choice([POOL, ACME, BETA]), fresh(1)
+            request = ReserveRequest(namespace, 0, [digest], [ROOT], [PAGE])
+            (answer,) = books.reserve(1, request, now)
+            books.seal(1, answer.id, 0, now)
+            del mine[: len(mine) - 23]
+        mine.append((namespace, digest))
+    books.check()
+    assert all(books.peek(namespace, 0, digest) is not None for namespace, digest in mine)
+
+
+def test_a_tenant_within_its_guarantee_evicts_its_own_where_nothing_else_may_go() -> None:
+    books = store(8, acme=(4, 8), beta=(4, 8))
+    write(books, BETA, fresh(4), 1.0)
+    write(books, ACME, fresh(3), 1.0)
+    books.pin(2, BETA, 0, [], 1.0)
+    held = fresh(1)
+    write(books, POOL, held, 1.0)
+    books.pin(2, POOL, 0, held, 2.0)
+    assert stored(write(books, ACME, fresh(2), 3.0))
+    assert (used(books, "acme"), used(books, "beta"), used(books, "")) == (3, 4, 1)
+
+
+def test_parts_of_a_block_leave_together_or_stay_together() -> None:
+    books = store(8, acme=(3, 8))
+    digests = fresh(2)
+    for part in (0, 1):
+        write(books, HALVES, digests, 1.0, part=part)
+    for n in range(20):
+        write(books, POOL, fresh(1), 2.0 + n)
+    assert used(books, "acme") == 4  # a whole block would leave 2 of 3 pages
+
+
+def test_ten_thousand_protected_blocks_are_not_walked_past() -> None:
+    """A burst beside a large tenant looks at a few blocks for each that it evicts."""
+    books = store(11_000, acme=(10_000, 11_000))
+    write(books, ACME, fresh(10_000), 1.0)
+    write(books, POOL, fresh(1_000), 2.0)
+    looked = 0
+    evictable = books._evictable
+
+    def counted(entry: Entry) -> bool:
+        nonlocal looked
+        looked += 1
+        return evictable(entry)
+
+    books._evictable = counted  # type: ignore[method-assign]
+    request = ReserveRequest(POOL, 0, fresh(500), [ROOT] * 500, [PAGE] * 500)
+    books.reserve(1, request, 3.0)
+    assert looked < 4 * 500
+
+
+# --- the limit ---------------------------------------------------------------------------------
+
+
+def test_a_tenant_at_its_limit_evicts_its_own_even_where_space_is_free() -> None:
+    books = store(16, acme=(2, 6))
+    others, own = fresh(4), fresh(9)
+    write(books, POOL, others, 1.0)
+    for n, digest in enumerate(own):
+        assert stored(write(books, ACME, [digest], 2.0 + n))
+        assert used(books, "acme") <= 6
+    assert there(books, ACME, own[-6:]) == 6
+    assert there(books, POOL, others) == 4
+
+
+def test_the_limit_holds_to_the_extent_within_one_write() -> None:
+    books = store(16, acme=(0, 5))
+    statuses = write(books, ACME, fresh(8), 1.0, size=PAGE + 1)
+    assert used(books, "acme") == 4  # three of two pages each would be 6
+    assert WriteStatus.NO_SPACE in statuses
+    assert stored(write(books, ACME, fresh(1), 2.0))
+    assert used(books, "acme") == 5
+
+
+def test_a_block_larger_than_the_limit_is_refused_at_once() -> None:
+    books = store(16, acme=(0, 4))
+    assert write(books, ACME, fresh(1), 1.0, size=5 * PAGE) == [WriteStatus.NO_SPACE]
+    assert write(books, POOL, fresh(1), 1.0, size=5 * PAGE) == [WriteStatus.RESERVED]
+
+
+def test_at_the_limit_nothing_is_evicted_for_blocks_that_are_pinned() -> None:
+    books = store(16, acme=(0, 4))
+    own = fresh(4)
+    write(books, ACME, own, 1.0)
+    books.pin(2, ACME, 0, own, 2.0)
+    assert write(books, ACME, fresh(1), 3.0) == [WriteStatus.NO_SPACE]
+
+
+# --- hints -------------------------------------------------------------------------------------
+
+
+def test_hints_of_one_tenant_do_not_keep_space_that_another_one_is_owed() -> None:
+    books = store(12, acme=(6, 12))
+    write(books, BETA, fresh(12), 1.0, chain=True, session=SessionHint("@beta/s", 5.0))
+    assert books.resume("@beta/s", 3.0, 1.5) is not HintStatus.UNKNOWN
+    assert stored(write(books, ACME, fresh(6), 2.0))
+    assert (used(books, "acme"), used(books, "beta")) == (6, 6)
+
+
+def test_a_session_of_another_tenant_is_no_session_of_this_one() -> None:
+    books = store(12, acme=(0, 12))
+    (own,) = fresh(1)
+    write(books, ACME, [own], 5.0, session=SessionHint("@beta/s"))
+    assert books.end("@beta/s", 6.0) is HintStatus.UNKNOWN
+    write(books, POOL, fresh(11), 1.0)
+    write(books, POOL, fresh(5), 7.0)
+    assert there(books, ACME, [own]) == 1
+
+
+def test_a_session_is_ended_in_its_tenant() -> None:
+    books = store(12, acme=(0, 12))
+    own = fresh(3)
+    write(books, POOL, fresh(9), 1.0)
+    write(books, ACME, own, 5.0, chain=True, session=SessionHint("@acme/s"))
+    assert books.end("@acme/s", 6.0) is HintStatus.ACCEPTED
+    write(books, POOL, fresh(3), 7.0)
+    assert there(books, ACME, own) == 0  # before older ones: nobody will use them
+
+
+# --- changes -----------------------------------------------------------------------------------
+
+
+def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
+    books = store(12)
+    own = fresh(6)
+    write(books, ACME, own, 1.0)
+    write(books, POOL, fresh(6), 2.0)
+    books.set_quotas(pages(acme=(6, 12)))
+    write(books, POOL, fresh(20), 3.0)
+    assert there(books, ACME, own) == 6
+    books.set_quotas(pages(acme=(3, 12)))
+    write(books, POOL, fresh(20), 4.0)
+    assert used(books, "acme") == 3
+    books.set_quotas({})
+    write(books, POOL, fresh(20), 5.0)
+    assert used(books, "acme") == 0
+    books.set_quotas({})
+    assert [account.name for account in books.accounts] == [""]
+    books.check()
+    books.set_quotas(pages(acme=(4, 4)))
+    write(books, ACME, fresh(9), 6.0)
+    assert used(books, "acme") == 4
+
+
+def test_a_lowered_limit_is_reached_in_bounded_steps_and_by_the_next_write() -> None:
+    books = store(600, acme=(0, 600))
+    write(books, ACME, fresh(600), 1.0)
+    books.set_quotas(pages(acme=(0, 100)))
+    goes_on = books.evict_beyond_limits(2.0, 80)
+    assert goes_on
+    assert 560 <= used(books, "acme") < 600
+    request = ReserveRequest(ACME, 0, fresh(1), [ROOT], [PAGE])
+    assert books.reserve(MOVER, request, 3.0)[0].status is WriteStatus.NO_SPACE
+    assert stored(write(books, ACME, fresh(1), 4.0))
+    assert used(books, "acme") == 100
+    assert not books.evict_beyond_limits(5.0)
+    books.check()
+
+
+@pytest.mark.parametrize("policy", [Lease, Density])
+def test_a_policy_does_not_keep_what_is_above_a_lowered_limit(
+    policy: Callable[[int], Policy[Entry]],
+) -> None:
+    books = store(64, policy, acme=(0, 64))
+    write(books, ACME, fresh(64), 1.0)
+    books.set_quotas(pages(acme=(0, 10)))
+    while books.evict_beyond_limits(1.5):
+        pass
+    assert used(books, "acme") == 10
+
+
+# --- with several tiers ------------------------------------------------------------------------
+
+
+def two_tiers(memory: int, disk: int, **quotas: tuple[int, int]) -> TieredStore:
+    stack = TieredStore([Store(memory * PAGE), Store(disk * PAGE)])
+    for one in stack.stores:
+        one.set_quotas(pages(**quotas))
+    return stack
+
+
+def write_through(
+    stack: TieredStore, namespace: Namespace, digests: list[bytes], now: float
+) -> None:
+    for digest in digests:
+        request = ReserveRequest(namespace, 0, [digest], [ROOT], [PAGE])
+        (answer,) = stack.reserve(1, request, now)
+        stack.seal(1, answer.id, 0, now)
+        for copy in stack.next_writebacks(1 << 30, 100, now):
+            stack.transfer_done(copy, good=True, now=now)
+        stack.check()
+
+
+def test_a_copy_in_memory_that_is_guaranteed_outlives_the_one_on_the_disk() -> None:
+    stack = two_tiers(8, 8, acme=(4, 8))
+    own = fresh(4)
+    write_through(stack, ACME, own, 1.0)
+    stack.backing.set_quotas(pages(acme=(0, 8)))
+    write_through(stack, POOL, fresh(12), 2.0)
+    assert used(stack.backing, "acme") == 0
+    assert there(stack.front, ACME, own) == 4
+    assert all(stack.peek(ACME, 0, digest) is not None for digest in own)
+
+
+def test_each_tier_counts_its_own_copies() -> None:
+    stack = two_tiers(4, 16, acme=(2, 16))
+    own = fresh(6)
+    write_through(stack, ACME, own, 1.0)
+    assert [used(one, "acme") for one in stack.stores] == [4, 6]
+    (copy,) = stack.start_promotions(ACME, 0, own[:1], 1 << 20, 2.0)
+    stack.transfer_done(copy, good=True, now=2.0)
+    stack.check()
+    assert [used(one, "acme") for one in stack.stores] == [4, 6]
+
+
+def test_a_promotion_takes_nothing_that_another_tenant_is_guaranteed() -> None:
+    stack = two_tiers(4, 16, acme=(2, 16), beta=(2, 16))
+    theirs, own = fresh(2), fresh(6)
+    write_through(stack, BETA, theirs, 1.0)
+    write_through(stack, ACME, own, 2.0)
+    for digest in own * 3:
+        for copy in stack.start_promotions(ACME, 0, [digest], 1 << 20, 3.0):
+            stack.transfer_done(copy, good=True, now=3.0)
+    assert there(stack.front, BETA, theirs) == 2
+
+
+def test_the_orders_of_many_tenants_cost_little_each() -> None:
+    """A thousand tenants, of which all are beyond their guarantee: the orders are compared once
+    for many evictions."""
+    quotas = {f"t{n}": (1, 3000) for n in range(1000)}
+    books = store(3000, **quotas)
+    for n in range(1000):
+        request = ReserveRequest(Namespace(f"@t{n}/x"), 0, fresh(3), [ROOT] * 3, [PAGE] * 3)
+        for answer in books.reserve(1, request, 1.0 + n):
+            books.seal(1, answer.id, 0, 1.0 + n)
+    orders = books.policy
+    assert isinstance(orders, TenantOrders)
+    compared = 0
+    ranks = orders._ranks
+
+    def counted(*arguments: object) -> object:
+        nonlocal compared
+        compared += 1
+        return ranks(*arguments)  # type: ignore[arg-type]
+
+    orders._ranks = counted  # type: ignore[method-assign, assignment]
+    write(books, POOL, fresh(400), 2000.0)
+    assert used(books, "") == 400
+    assert compared <= 400

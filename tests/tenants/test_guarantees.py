@@ -1,0 +1,71 @@
+"""What tenants are guaranteed, through a pool: a master, a server, and clients with their keys."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from kvpool.client.pool import Pool
+from kvpool.types import WriteStatus
+from tests.conftest import keys
+from tests.support.tenant_pool import MODEL, TenantPool, tenant, tenant_pool
+
+SIZE = 8192
+
+
+def used(pool: TenantPool, name: str) -> int:
+    account = pool.server.store.accounts.get(name)
+    return account.used if account is not None else 0
+
+
+async def write(client: Pool, seed: int, count: int) -> list[bytes]:
+    digests = keys(seed, count)
+    statuses = await client.write(MODEL, digests, [bytes(SIZE)] * count)
+    assert set(statuses) <= {WriteStatus.STORED, WriteStatus.NO_SPACE}
+    return digests
+
+
+async def found(client: Pool, digests: list[bytes]) -> int:
+    return (await client.match(MODEL, digests)).length
+
+
+async def test_a_burst_of_one_tenant_leaves_the_other_what_it_is_guaranteed(
+    tmp_path: Path,
+) -> None:
+    async with tenant_pool(tmp_path, capacity=4 << 20) as pool:
+        pool.write_tenants(guaranteed="30%", limit="90%")
+        assert all(await pool.read_again())
+        acme, blue = await pool.client(tenant("acme")), await pool.client(tenant("blue"))
+        own = await write(acme, 1, 100)  # 800 KiB of 4 MiB
+        for n in range(12):
+            await write(blue, 100 + n, 100)
+        assert await found(acme, own) == 100
+        assert used(pool, "blue") <= 0.9 * (4 << 20)
+        again = await write(acme, 2, 50)  # within the guarantee: others make room for it
+        assert await found(acme, own) == 100
+        assert await found(acme, again) == 50
+        pool.server.stack.check()
+        await acme.close()
+        await blue.close()
+
+
+async def test_a_lowered_limit_is_reached_without_a_write(tmp_path: Path) -> None:
+    async with tenant_pool(tmp_path, capacity=4 << 20) as pool:
+        blue = await pool.client(tenant("blue"))
+        for n in range(5):
+            await write(blue, 100 + n, 100)
+        assert used(pool, "blue") > 3 << 20
+        pool.write_tenants(limit="1MiB")
+        await pool.read_again()
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if used(pool, "blue") <= 1 << 20:
+                break
+        assert used(pool, "blue") <= 1 << 20
+        assert used(pool, "blue") > 900 << 10  # and no more than that
+        pool.write_tenants(only="acme")
+        await pool.read_again()
+        account = pool.server.store.accounts.get("blue")
+        assert account is not None
+        assert not account.configured
+        await blue.close()

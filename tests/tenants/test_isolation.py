@@ -1,0 +1,436 @@
+"""A tenant gets nothing of another one, by any message on either plane."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvpool import ConfigError, MasterLost, ReadStatus, WriteStatus
+from kvpool.client.pool import Pool
+from kvpool.errors import Forbidden, Unauthenticated, UsageError
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.types import HintStatus, Namespace, ServerStats
+from kvpool.wire import messages as wire
+from kvpool.wire.access import TENANT_MAY, Access, check_access, names_of
+from tests.conftest import buffers, eventually, keys, values
+from tests.support.raw_peers import REGISTER, ask, frame, payload, raw
+from tests.support.tenant_pool import (
+    MODEL,
+    OF_ACME,
+    OPERATOR,
+    TenantPool,
+    tenant,
+    tenant_pool,
+)
+
+CHAIN = keys("tenants", 4)
+PACKED = b"".join(CHAIN)
+ACME = {"namespace": OF_ACME.name, "parts": 1, "digest_size": 32, "digests": PACKED}
+TOKEN = bytes(16)
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[TenantPool]:
+    async with tenant_pool(tmp_path) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def acme(pool: TenantPool) -> AsyncIterator[Pool]:
+    """The victim, which has written CHAIN in a session."""
+    async with await pool.client(tenant("acme")) as acme:
+        statuses = await acme.write(MODEL, CHAIN, values(CHAIN), session="chat")
+        assert statuses == [WriteStatus.STORED] * 4
+        yield acme
+
+
+@pytest.fixture
+async def blue(pool: TenantPool, acme: Pool) -> AsyncIterator[Pool]:
+    async with await pool.client(tenant("blue")) as blue:
+        yield blue
+
+
+# --- the table ------------------------------------------------------------------------------
+
+
+def test_every_message_has_a_row() -> None:
+    assert TENANT_MAY.keys() == wire.TYPES.keys()
+
+
+def test_what_names_something_is_no_row_of_those_that_name_nothing() -> None:
+    for kind, access in TENANT_MAY.items():
+        fields = {field.name for field in msgspec.structs.fields(kind)}
+        names = fields & {"namespace", "session", "sessions"}
+        assert access is not Access.ANSWERED or not names, kind
+        assert access is not Access.OWN or names, kind
+    # A new field that has a name in it must be known to `names_of`.
+    texts = {
+        field.name
+        for kind, access in TENANT_MAY.items()
+        if access in (Access.OWN, Access.ANSWERED)
+        for field in msgspec.structs.fields(kind)
+        if "str" in str(field.type)
+    }
+    assert texts == {"namespace", "session", "host", "source", "after"}
+
+
+def test_an_unknown_message_is_for_operators() -> None:
+    class New(wire.Message, frozen=True):
+        pass
+
+    check_access("", New())
+    with pytest.raises(Forbidden):
+        check_access("acme", New())
+
+
+def test_both_names_of_a_message_are_checked() -> None:
+    own = wire.Find(**ACME, prefix=True, session="@acme/chat")
+    assert list(names_of(own)) == ["@acme/llama", "@acme/chat"]
+    check_access("acme", own)
+    check_access("acme", wire.Find(**ACME, prefix=True))
+    for foreign in ("chat", "@blue/chat", "@acme", "@acm/chat", "@acme2/chat"):
+        with pytest.raises(Forbidden):
+            check_access("acme", wire.Find(**ACME, prefix=True, session=foreign))
+        with pytest.raises(Forbidden):
+            check_access("acme", wire.Find(**{**ACME, "namespace": foreign}, prefix=True))
+
+
+# --- the data plane -------------------------------------------------------------------------
+
+DATA_PLANE = [
+    wire.Read(**ACME, part=0, buffer_sizes=[1 << 20] * 4),
+    wire.Reserve(**ACME, part=0, parents=bytes(32 * 4), sizes=[64] * 4, wait_s=1.0),
+    wire.Remove(**ACME),
+    wire.Remove(**ACME, part=0, checksums=[0] * 4),
+    wire.ReportCorruption(**ACME, part=0),
+    wire.Fetch(**ACME, part=0, source="s", wait_s=1.0),
+    wire.Prefetch(**ACME, part=0),
+    wire.Propose(**ACME, part=0, receiver="s"),
+    wire.Drain(),
+    wire.Drain(begin=True, within_s=1.0),
+]
+
+
+@pytest.mark.parametrize("message", DATA_PLANE, ids=lambda m: type(m).__name__)
+async def test_a_server_does_nothing_with_blocks_of_others(
+    pool: TenantPool, acme: Pool, message: wire.Message
+) -> None:
+    before = pool.server.stats(0.0)
+    async with pool.raw(tenant("blue")) as peer:
+        await peer.send(frame(message))
+        assert await peer.refusal() == "Forbidden"
+    after = pool.server.stats(0.0)
+    assert (after.used, after.blocks, after.draining) == (before.used, before.blocks, False)
+    assert after.counters["forbidden_requests"] == 1
+    assert after.counters.get("read_blocks", 0) == before.counters.get("read_blocks", 0)
+    got = buffers(4)
+    assert all(one.status.hit for one in await acme.read(MODEL, CHAIN, got))
+    assert got == values(CHAIN)
+
+
+@pytest.mark.parametrize("name", ["llama", "@pool/llama", "@blue2/llama", "@blue", " @blue/x"])
+async def test_nor_with_those_of_the_pool_itself(pool: TenantPool, name: str) -> None:
+    async with pool.raw(tenant("blue")) as peer:
+        keys_of_pool = {**ACME, "namespace": name}
+        await peer.send(frame(wire.Read(**keys_of_pool, part=0, buffer_sizes=[64] * 4)))
+        assert await peer.refusal() == "Forbidden"
+
+
+async def test_a_write_in_the_session_of_another_is_refused(pool: TenantPool, acme: Pool) -> None:
+    own = {**ACME, "namespace": "@blue/llama"}
+    reserve = wire.Reserve(
+        **own, part=0, parents=bytes(32 * 4), sizes=[64] * 4, wait_s=1.0, session="@acme/chat"
+    )
+    async with pool.raw(tenant("blue")) as peer:
+        await peer.send(frame(reserve))
+        assert await peer.refusal() == "Forbidden"
+
+
+async def test_a_reservation_of_another_cannot_be_sealed(pool: TenantPool) -> None:
+    """Ids are numbers that one can guess; they are good on their own connection only."""
+    digest = keys("seal", 1)
+    of_acme = wire.Reserve(
+        "@acme/llama", 1, 32, digest[0], part=0, parents=bytes(32), sizes=[64], wait_s=1.0
+    )
+    async with pool.raw(tenant("acme")) as victim, pool.raw(tenant("blue")) as thief:
+        theirs = await victim.ask(of_acme, wire.Reserved)
+        own = msgspec.structs.replace(of_acme, namespace="@blue/llama")
+        mine = await thief.ask(own, wire.Reserved)
+        await thief.send(payload(64))
+        await thief.send(frame(wire.Seal(theirs.ids, [0], False, 0.5)))
+        assert await thief.refusal() == "BadMessage"
+        assert mine.ids != theirs.ids
+        assert pool.server.store.peek(OF_ACME, 0, digest[0]) is None
+        await victim.send(payload(64))
+        sealed = await victim.ask(wire.Seal(theirs.ids, [0], False, 0.5), wire.Sealed)
+        assert list(sealed.statuses) == [WriteStatus.STORED]
+
+
+async def test_an_unpin_ends_only_what_its_own_connection_has_pinned(
+    pool: TenantPool, acme: Pool
+) -> None:
+    """`Unpin` names no block, so there is none of another that it could name."""
+    assert set(wire.Unpin.__struct_fields__) == {"confirm"}
+    (held,) = pool.server.store.pin(
+        999_999, OF_ACME, 0, CHAIN[:1], asyncio.get_running_loop().time(), [1 << 20]
+    )
+    assert held.extent is not None
+    async with pool.raw(tenant("blue")) as peer:
+        await peer.send(frame(wire.Unpin(confirm=True)))
+        await peer.refusal()
+    assert pool.server.store.pins == 1
+    pool.server.store.unpin(999_999, held.id)
+
+
+async def test_a_name_of_another_client_takes_no_share_of_its_connections(
+    pool: TenantPool, acme: Pool
+) -> None:
+    async with pool.raw(tenant("blue")) as peer:
+        own = wire.Reserve(
+            "@blue/llama", 1, 32, CHAIN[0], part=0, parents=bytes(32), sizes=[64], wait_s=1.0
+        )
+        await peer.ask(own, wire.Reserved)
+        assert [one.name for one in pool.server.stats(0.0).clients] == ["@blue/raw"]
+        shares = pool.server._context.shares
+        assert shares.held("@blue/") == 1
+        assert shares.held("raw") == 0
+
+
+# --- the control plane ----------------------------------------------------------------------
+
+CONTROL_PLANE = [
+    wire.Find(**ACME, prefix=True),
+    wire.Find(**{**ACME, "namespace": "@blue/llama"}, prefix=True, session="@acme/chat"),
+    wire.FindChain(**ACME, before=bytes(8)),
+    wire.FindChain(**{**ACME, "namespace": "@blue/llama"}, session="@acme/chat"),
+    wire.Place(**ACME, parent=b"", size=64, host="h", copies=1),
+    wire.Place(
+        **{**ACME, "namespace": "@blue/llama"},
+        parent=b"",
+        size=64,
+        host="h",
+        copies=1,
+        session="@acme/chat",
+    ),
+    wire.Explain(**ACME),
+    wire.Hint("@acme/chat", None),
+    wire.Hint("chat", 0.0),
+    wire.ExplainSession("@acme/chat"),
+    wire.Changes(1, 0),
+    wire.Snapshot(),
+    wire.Snapshot("@acme/llama", 1),
+    REGISTER,
+    wire.Heartbeat("s", 1, TOKEN, ServerStats()),
+    wire.Leave("s", 1, TOKEN),
+    wire.Announce("s", 1, TOKEN, 1, []),
+    wire.Inventory("s", 1, TOKEN, 1, 0, True, []),
+]
+
+
+@pytest.mark.parametrize("message", CONTROL_PLANE, ids=lambda m: type(m).__name__)
+async def test_a_master_tells_nothing_of_others(
+    pool: TenantPool, acme: Pool, message: wire.Message
+) -> None:
+    network = ZmqNetwork(tenant("blue"))
+    link = network.connect(pool.master.address)
+    try:
+        with pytest.raises(Forbidden):
+            await ask(link, message, wire.Error)
+    finally:
+        network.close()
+    name = type(message).__name__.lower()
+    assert pool.master.refusals[f"forbidden {name}"] == 1
+    assert [one.alive for one in await acme.members()] == [True]
+    report = await acme.explain_session("chat")
+    assert report.hints == []
+
+
+async def test_lists_have_what_is_the_tenants_own(pool: TenantPool, blue: Pool, acme: Pool) -> None:
+    await blue.write(Namespace("mistral"), CHAIN[:2], values(CHAIN[:2]))
+    assert await acme.namespaces() == [(MODEL, 4)]
+    assert await blue.namespaces() == [(Namespace("mistral"), 2)]
+    async with await pool.client(OPERATOR) as operator:
+        found = await operator.namespaces()
+        assert found == [(OF_ACME, 4), (Namespace("@blue/mistral"), 2)]
+        await operator.write(MODEL, CHAIN[:1], values(CHAIN[:1]))
+    assert await acme.namespaces() == [(MODEL, 4)]
+    (explained,) = await blue.explain(Namespace("mistral"), CHAIN[:1])
+    assert explained.key.namespace == Namespace("mistral")
+
+
+async def test_a_list_is_not_cut_off_by_what_others_have(pool: TenantPool, acme: Pool) -> None:
+    """A page of a master's list could be full of names that this tenant may not see."""
+    async with await pool.client(OPERATOR) as operator:
+        many = [Namespace(f"0{number:04}") for number in range(wire.NAMESPACES_MAX + 2)]
+        await asyncio.gather(*(operator.write(one, CHAIN[:1], [bytearray(1)]) for one in many))
+        assert len(await operator.namespaces()) == len(many) + 1
+    assert await acme.namespaces() == [(MODEL, 4)]
+
+
+async def test_demand_is_that_for_the_tenants_own(pool: TenantPool, blue: Pool, acme: Pool) -> None:
+    for _ in range(3):
+        await acme.match(MODEL, CHAIN)
+    async with await pool.client(OPERATOR) as operator:
+        assert [one.namespace for one in (await operator.demand()).working_sets] == [OF_ACME]
+        assert (await operator.demand()).chain_servers > 0
+    assert [one.namespace for one in (await acme.demand()).working_sets] == [MODEL]
+    theirs = await blue.demand()
+    assert (theirs.working_sets, theirs.chain_servers, theirs.beyond_hole) == ((), 0.0, 0.0)
+
+
+async def test_figures_of_servers_are_hidden(pool: TenantPool, blue: Pool, acme: Pool) -> None:
+    await eventually(lambda: next(iter(pool.master.directory.members(0.0))).stats.blocks == 4)
+    (member,) = await blue.members()
+    assert member.stats == ServerStats()
+    assert member.capacity == 4 << 20
+    async with await pool.client(OPERATOR) as operator:
+        (member,) = await operator.members()
+        assert member.stats.blocks == 4
+
+
+async def test_events_are_not_for_tenants(blue: Pool) -> None:
+    with pytest.raises(UsageError, match="events are of the whole pool"):
+        blue.events()
+
+
+async def test_users_of_two_tenants_may_use_the_same_names(
+    pool: TenantPool, blue: Pool, acme: Pool
+) -> None:
+    """And get their own bytes: nothing that either of them does touches the other's."""
+    assert (await blue.match(MODEL, CHAIN)).length == 0
+    assert [r.status for r in await blue.read(MODEL, CHAIN, buffers(4))] == [
+        ReadStatus.NEVER_WRITTEN
+    ] * 4
+    other = [bytearray(b"b" * len(value)) for value in values(CHAIN)]
+    assert await blue.write(MODEL, CHAIN, other, session="chat") == [WriteStatus.STORED] * 4
+    assert await blue.end("chat") is HintStatus.ACCEPTED
+    assert (await acme.explain_session("chat")).hints == []
+    assert await blue.remove(MODEL, CHAIN) == [True] * 4
+    got = buffers(4)
+    assert all(one.status.hit for one in await acme.read(MODEL, CHAIN, got))
+    assert got == values(CHAIN)
+    assert (await blue.match(MODEL, CHAIN)).length == 0
+
+
+async def test_a_foreign_prefix_is_like_an_unknown_one(
+    pool: TenantPool, blue: Pool, acme: Pool
+) -> None:
+    """What `blue` asks about, `acme` has: the answers are those about what nobody has, word for
+    word, and the same work is done for both."""
+    unknown = keys("nobody has these", 4)
+    for chain in (CHAIN, unknown):
+        assert await acme.where(MODEL, chain) is not None
+    (explained,), (of_unknown,) = (
+        await blue.explain(MODEL, CHAIN[:1]),
+        await blue.explain(MODEL, unknown[:1]),
+    )
+    assert (explained.status, explained.replicas) == (of_unknown.status, of_unknown.replicas)
+    assert explained.text == of_unknown.text
+    assert await blue.match(MODEL, CHAIN) == await blue.match(MODEL, unknown)
+    assert await blue.where(MODEL, CHAIN) == await blue.where(MODEL, unknown)
+    assert await blue.remove(MODEL, CHAIN) == await blue.remove(MODEL, unknown)
+    assert await blue.write(MODEL, CHAIN, values(CHAIN)) == [WriteStatus.STORED] * 4
+    assert await blue.write(MODEL, unknown, values(unknown)) == [WriteStatus.STORED] * 4
+
+
+# --- who is who -----------------------------------------------------------------------------
+
+
+async def test_a_tenants_key_makes_no_master_and_no_server(
+    pool: TenantPool, tmp_path: Path
+) -> None:
+    from kvpool import ServerConfig
+    from kvpool.config import MasterConfig
+    from kvpool.master.service import Master
+    from kvpool.server.block_server import BlockServer
+    from kvpool.server.eviction.lru import LRU
+    from kvpool_tiers.dram import Dram
+    from kvpool_transports.tcp import TcpTransport
+
+    network = ZmqNetwork(tenant("blue"))
+    master = Master(MasterConfig(bind="127.0.0.1:0"), network)
+    with pytest.raises(ConfigError, match="a tenant's key makes no master"):
+        await master.start()
+    server = BlockServer(
+        ServerConfig(id="t", masters=[pool.master.address]),
+        cluster=tenant("blue"),
+        network=network,
+        transports={"tcp": TcpTransport()},
+        tiers=[Dram(1 << 20, prefault=False)],
+        policy=LRU(),
+    )
+    with pytest.raises(ConfigError, match="a tenant's key makes no server"):
+        await server.start()
+    network.close()
+
+
+async def test_a_master_made_by_a_tenant_is_not_believed() -> None:
+    """It knows the masters' public key and a tenant's secret; a client asks for more."""
+    import zmq
+
+    from kvpool import ClientConfig, connect
+    from kvpool.net.zmq_rpc import curve_keys
+
+    known = curve_keys(tenant("blue"))
+    assert known.masters_secret is None
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+        impostor.curve_server = True
+        # The best that it can do: the true public key, with a secret one of its own.
+        impostor.curve_secretkey, impostor.curve_publickey = known.secret, known.masters_public
+        port = impostor.bind_to_random_port("tcp://127.0.0.1")
+        for victim in (tenant("acme"), tenant("blue"), OPERATOR):
+            config = ClientConfig(masters=[f"127.0.0.1:{port}"], timeout_s=0.5)
+            with pytest.raises(MasterLost):
+                await connect(config=config, cluster=victim)
+        assert impostor.poll(0) == 0
+
+
+@pytest.mark.parametrize("secret", [b"0123456789abcdef-wrong", OPERATOR.secret])
+async def test_a_wrong_secret_opens_neither_plane(pool: TenantPool, secret: bytes) -> None:
+    wrong = tenant("acme", secret)
+    with pytest.raises(MasterLost):
+        await pool.client(wrong, timeout_s=0.5)
+    with pytest.raises(Unauthenticated):
+        async with pool.raw(wrong):
+            pass
+
+
+async def test_the_secret_of_one_tenant_is_no_proof_for_another(pool: TenantPool) -> None:
+    """Nor does anybody without a tenant's name come in with it."""
+    for name in ("acme", "", "nobody"):
+        posing = tenant("blue")._replace(tenant=name)
+        with pytest.raises(Unauthenticated):
+            async with pool.raw(posing):
+                pass
+
+
+async def test_a_random_key_is_not_admitted_by_masters(
+    pool: TenantPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a pool without tenants the masters' public key is the proof: here tenants know it."""
+    import zmq
+
+    network = ZmqNetwork(tenant("blue"))
+    assert network._keys is not None
+    public, secret = zmq.curve_keypair()
+    network._keys = network._keys._replace(public=public, secret=secret)
+    link = network.connect(pool.master.address)
+    try:
+        with pytest.raises(Exception, match="did not answer in time"):
+            await ask(link, wire.Members(), wire.MembersReply)
+    finally:
+        network.close()
+    (line,) = [one for one in caplog.records if one.name == "kvpool.audit"]
+    assert (line.request, line.address) == ("connect", "127.0.0.1")  # type: ignore[attr-defined]
+
+
+async def test_half_a_handshake_opens_nothing(pool: TenantPool) -> None:
+    """Without the secret there is not even the server's proof, which one could try guesses on."""
+    for key in (b"", bytes(8)):
+        async with raw(pool) as peer:  # type: ignore[arg-type]
+            await peer.send(frame(wire.Hello("default", "raw", bytes(32), False, "acme", key)))
+            assert await peer.refusal() == "Unauthenticated"
