@@ -11,7 +11,8 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from kvpool.client.pool import Pool, connect
+from kvpool.client.opening import connect
+from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import ServerLost, Unavailable
 from kvpool.tools.subprocesses import Child, process_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -260,7 +261,7 @@ def pod_settings(
 ) -> Config:
     """What the only container of a workload would run with."""
     one = container(workload)
-    fields = {"status.podIP": POD_IP, "spec.nodeName": "node-7"}
+    fields = {"status.podIP": POD_IP, "spec.nodeName": "node-7", "metadata.name": "engine-1"}
     environment = {
         variable["name"]: variable.get("value")
         or fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
@@ -285,6 +286,48 @@ def test_manifests_are_all_applied() -> None:
     files = {path.name for path in MANIFESTS} - {"kustomization.yaml"}
     assert set(kustomization["resources"]) == files
     assert kustomization["namespace"] == of_kind("Namespace")["metadata"]["name"]
+
+
+EXAMPLES = sorted((DEPLOY / "kubernetes/examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", [*MANIFESTS, *EXAMPLES], ids=lambda path: path.stem)
+def test_manifests_are_what_kubernetes_takes(path: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install 'kvpool[test]'")
+    for document in yaml.safe_load_all(path.read_text()):
+        if document["kind"] != "Kustomization":  # it never reaches a cluster
+            validator.validate(document, "1.37", strict=True)
+
+
+def test_a_server_has_the_time_to_hand_its_blocks_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = of_kind("DaemonSet")
+    found = pod_settings(servers, tmp_path, monkeypatch).server
+    granted = servers["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert 60 <= found.drain_s < found.drain_s + found.flush_s < granted
+
+
+def test_the_engine_and_its_sidecar_run_what_kvpool_understands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (deployment,) = yaml.safe_load_all((DEPLOY / "kubernetes/examples/engine.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (sidecar,), (engine,) = pod["initContainers"], pod["containers"]
+    assert sidecar["restartPolicy"] == "Always", "an init container that ends"
+    with_sidecar = {"spec": {"template": {"spec": {**pod, "containers": [sidecar]}}}}
+    found = pod_settings(with_sidecar, tmp_path, monkeypatch)
+    check(found)
+    assert ports(found) == {"tcp": 7460}
+    assert found.server.drain_s + found.server.flush_s < pod["terminationGracePeriodSeconds"]
+    given = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
+    extra = given["kv_connector_extra_config"]
+    assert extra["masters"] == found.client.masters
+    assert extra["secret_file"] == found.secret_file
+    mounts = {one["name"]: one["mountPath"] for one in engine["volumeMounts"]}
+    assert extra["secret_file"].startswith(mounts["secret"])
+    volumes = {one["name"] for one in pod["volumes"]}
+    assert {m["name"] for c in (sidecar, engine) for m in c["volumeMounts"]} <= volumes
 
 
 def test_the_master_is_where_everybody_looks(

@@ -12,7 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = ["kvpool", "transports", "tiers", "connector", "examples", "benchmarks"]
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-PLUGINS = ("kvpool_transports", "kvpool_tiers", "kvpool_connector")
+PLUGINS = (
+    "kvpool_transports",
+    "kvpool_tiers",
+    "kvpool_connector",
+    "kvpool_lmcache",
+    "kvpool_sglang",
+    "kvpool_transformers",
+)
 PURE_STDLIB = {
     "__future__",
     "bisect",
@@ -54,10 +61,11 @@ def files(*folders: str) -> list[Path]:
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
-    ("types", "units", "backoff", "piecewise_dict", "kv_events"),
+    ("types", "units", "tenants", "backoff", "piecewise_dict", "spans", "kv_events", "tracing"),
     (
         *("protocols", "config", "wire"),
-        *("checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
+        *("audit", "checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
+        "device",
     ),
     ("net", "registry"),
     ("client", "server", "master"),
@@ -69,9 +77,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 #: Of their own layer these may import, too; nobody else imports a neighbour.
 NEIGHBOURS = {
+    "tenants": {"units"},
     "wire": {"protocols", "fingerprint"},
     "config": {"wire"},
     "checksum": set(),
+    "device": {"checksum", "device_copy"},
     "testing": {"dev"},
 }
 FLEET_PLAYS = tuple(f"kvpool_connector.{one}" for one in ("planner", "values", "messages"))
@@ -132,7 +142,16 @@ def module_of(name: str, modules: Mapping[str, Path]) -> str | None:
 
 def test_the_pure_rooms_are_pure() -> None:
     """No clock, no randomness, no I/O: what they import cannot reach any of it."""
-    ours = ("types", "errors", "tombstones", "fingerprint", "piecewise_dict", "protocols")
+    ours = (
+        "types",
+        "errors",
+        "tombstones",
+        "fingerprint",
+        "piecewise_dict",
+        "spans",
+        "protocols",
+        "tenants",
+    )
     for path in files(*PURE):
         for name in imports(path):
             known = within(name, *(f"kvpool.{one}" for one in ours), *PURE)
@@ -145,7 +164,7 @@ def test_the_pure_rooms_are_pure() -> None:
 
 
 def test_transports_and_tiers_know_contracts_only() -> None:
-    helpers = ("checksum", "device_copy", "huge_pages", "logs")
+    helpers = ("checksum", "device", "device_copy", "huge_pages", "logs")
     allowed = ("types", "errors", "protocols", "wire", *helpers)
     for path in files("transports", "tiers"):
         for name in imports(path):
@@ -155,7 +174,7 @@ def test_transports_and_tiers_know_contracts_only() -> None:
 
 def test_connectors_and_examples_use_the_public_api() -> None:
     public = {"sync", "dev", "types", "errors", "protocols", "checksum", "backoff", "testing"}
-    public |= {"kv_events"}
+    public |= {"kv_events", "tracing"}
     rooms = {room for layer in LAYERS for room in layer}
     for path in files("connector", "examples"):
         for name in imports(path):
@@ -196,5 +215,6 @@ def test_a_function_fits_a_screen() -> None:
 
 
 def test_every_package_is_typed() -> None:
-    for package in ("kvpool", *(f"{p.split('_')[1]}/{p}" for p in PLUGINS)):
-        assert (ROOT / package / "py.typed").exists(), package
+    for package in ("kvpool", *PLUGINS):
+        rooms = [room for room in (ROOT / package, *ROOT.glob(f"*/{package}")) if room.is_dir()]
+        assert [room for room in rooms if (room / "py.typed").exists()] == rooms != [], package

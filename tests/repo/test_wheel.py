@@ -16,7 +16,15 @@ import kvpool
 from tests.support.wheel import build
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("kvpool", "kvpool_transports", "kvpool_tiers", "kvpool_connector")
+PACKAGES = (
+    "kvpool",
+    "kvpool_transports",
+    "kvpool_tiers",
+    "kvpool_connector",
+    "kvpool_lmcache",
+    "kvpool_sglang",
+    "kvpool_transformers",
+)
 #: What only developers need. It stays in the repository.
 NOT_SHIPPED = ("tests", "simulation", "chaos", "planted", "benchmarks", "examples", "fuzz")
 

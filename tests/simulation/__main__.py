@@ -51,6 +51,7 @@ _WORLDS: Final = (
     "moves",
     "joins",
     "copies",
+    "tenants",
 )
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, *_WORLDS)
 _OPS: Final = 40

@@ -17,6 +17,9 @@ from kvpool.server.state.entry import Entry
 WAIT_S: Final = 120.0
 #: An arrival so soon after a use may count as that use.
 _SAME_TIME_S: Final = 0.1
+#: A hint expires after so many times its distance, and not before so many seconds.
+_HINT_TIMES: Final = 3.0
+_HINT_S: Final = 10.0
 
 
 class ArrivalOracle:
@@ -44,6 +47,12 @@ class ArrivalOracle:
             self._perhaps_until[name] = came + WAIT_S
             if came > used:
                 self._until[name] = came + WAIT_S
+
+    def came(self, name: str, resume_in: float, now: float) -> None:
+        """A block is fetched whose session waits at another server, or returns soon: it is
+        announced here, too (seed 403419)."""
+        lapses = now + max(_HINT_S, _HINT_TIMES * resume_in)
+        self._perhaps_until[name] = max(self._perhaps_until.get(name, 0.0), lapses)
 
     def ended(self, name: str, now: float) -> None:
         self._drop(name)
@@ -80,6 +89,11 @@ class ArrivalOracle:
         within = self._policy.announced_bytes <= self._policy.budget
         if within and not superseded and self.now < self._until.get(session.name, 0.0):
             self._fail(f"arrivals: {entry!r} was evicted while a prompt of its session waits")
+
+    def left(self, entry: Entry) -> None:
+        """It has left. With its last block the store forgets a session, and what it waits for."""
+        if entry.session is not None and entry.session.name not in self._policy._sessions:
+            self._drop(entry.session.name)
 
     def bypassed(self, name: str) -> None:
         """The store has refused a block of this session, or of none; its policy alone refuses none.

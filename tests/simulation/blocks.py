@@ -15,6 +15,10 @@ ONE: Final = Namespace("sim/one")
 TWO: Final = Namespace("sim/two", 2)
 
 
+#: Namespaces of tenants, in worlds with tenants.
+OF_TENANTS: Final = (Namespace("@a/one"), Namespace("@b/one"), Namespace("@b/halves", 2))
+
+
 #: Namespaces in which writers disagree about the bytes of a block.
 CONTESTED: Final = (Namespace("sim/contested"), Namespace("sim/contested halves", 2))
 
@@ -79,13 +83,14 @@ class BlockCatalog:
                 ]
             self.chains.append(prefix + fresh)
         self.last_written: tuple[Namespace, list[bytes]] = ONE, self.chains[0]
+        self.others: tuple[Namespace, ...] = ()  # besides ONE and TWO
         self.extra: list[bytes] = []  # what write storms and the final check write
         self._contested: list[bytes] = []
 
     def every_key(self) -> list[tuple[Namespace, bytes]]:
         digests = dict.fromkeys(digest for chain in self.chains for digest in chain)
         return (
-            [(namespace, digest) for namespace in (ONE, TWO) for digest in digests]
+            [(namespace, digest) for namespace in (ONE, TWO, *self.others) for digest in digests]
             + [(ONE, digest) for digest in self.extra]
             + [(namespace, digest) for namespace in CONTESTED for digest in self._contested]
         )

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.errors import Unavailable
+from kvpool.server import balancer as balancer_module
 from kvpool.server.balancer import Balancer, is_full
 from kvpool.server.state.drain_plan import BlockName
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.share_plan import SHARED_FROM, Shares
-from kvpool.types import ROOT
 from tests.simulation.blocks import ONE
 
 if TYPE_CHECKING:
@@ -40,14 +40,13 @@ class Joins:
         self._moved = 0
         self._rng = world.rng["joins/kills"]
         self._killed: ServerNode | None = None
-        #: Where a server has handed over a block to: what goes on from there follows it.
-        self._went: dict[tuple[str, bytes], str] = {}
 
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
         assert node.server is not None
         balancer = node.server._balancer
         changed = vars(balancer)
+        vars(balancer_module)["CHAIN_SHARE"] = 1.0  # these servers have room for few chains
         others_have_room, hand_over = balancer.others_have_room, balancer._hand_over
         offer, forget = balancer._offer, balancer._forget
         asked: list[tuple[str, float]] = []
@@ -62,12 +61,12 @@ class Joins:
 
         async def watched_offer(target: str, wanted: Sequence[BlockName]) -> int:
             asked[:] = [(target, self._world.loop.now)]
+            self._world.moves.check_alone(node, wanted)
             return await offer(target, wanted)
 
         async def watched_forget(names: Sequence[BlockName]) -> None:
             for name in names:
                 self._check_forgotten(name, *asked[0])
-                self._went[node.name, name.digest] = asked[0][0]
             self._moved += len(names)
             began = self._world.loop.now
             if node.tiers is not None:
@@ -149,9 +148,8 @@ class Joins:
         living = [one for one in self._world.servers if one.process.alive and one.server]
         shares = Shares({one.name: self._world.plan.capacity for one in living})
         names = [one.name for one in living]
+        # The first block that is here decides, also where blocks before it lie elsewhere.
         owner = shares.owner(chain[0].digest, names) if chain else target
-        if chain and chain[0].parent != ROOT:
-            owner = self._went.get((node.name, chain[0].parent), owner)
         if owner != target:
             fail(f"join: a chain that belongs to {owner} goes to {target}")
 

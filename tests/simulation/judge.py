@@ -112,6 +112,8 @@ class Judge:
             return
         if not self._settled(namespace, digest):
             return
+        if status is ReadStatus.REFUSED and self._has_no_room(namespace, digest):
+            return
         if self._held(namespace, digest) and not any(history.corrupted for history in histories):
             self._fail(f"G5: {digest.hex()[:12]} is held, but a read returned: {status.label}")
         if status in (ReadStatus.NO_MASTER, ReadStatus.DEADLINE, ReadStatus.BEING_WRITTEN):
@@ -226,6 +228,21 @@ class Judge:
         ]
         return all(history.holders for history in histories)
 
+    def _has_no_room(self, namespace: Namespace, digest: bytes) -> bool:
+        """A part is on a disk only, below a memory that could evict nothing but its parent."""
+        for node in self._world.servers:
+            if node.server is None:
+                continue
+            stack = node.server.stack
+            for part in range(namespace.parts):
+                entry = stack.peek(namespace, part, digest)
+                if entry is None or stack.front.peek(namespace, part, digest) is not None:
+                    continue
+                leaves = (one for one in stack.front.inventory() if stack.front._evictable(one))
+                if all(leaf.digest == entry.parent for leaf in leaves):
+                    return True
+        return False
+
     def _settled(self, namespace: Namespace, digest: bytes, within_s: float = _NEWS_S) -> bool:
         """The block's replicas have not changed since `within_s` before the call."""
         histories = [
@@ -239,13 +256,13 @@ class Judge:
         histories = [world.truth.history(namespace, digest, p) for p in range(namespace.parts)]
         reasons = set().union(*(history.ends for history in histories))
         lives = set().union(*(history.lives | history.made_up for history in histories))
-        if not all(map(world.truth.is_living, lives)):
-            # The server may have died before it announced why the block left.
+        died = not all(map(world.truth.is_living, lives))
+        if died:  # perhaps before it announced why the block left
             reasons.add(ReadStatus.SERVER_LOST)
         if namespace.parts > 1:
             reasons.add(ReadStatus.PART_MISSING)
         # A server loses its tombstones when it dies, and masters get theirs from servers.
-        forgotten = world.report.faults["kill server"] or any(one.made_up for one in histories)
+        forgotten = died or world.report.faults["kill server"] or any(h.made_up for h in histories)
         if forgotten or not all(history.lives for history in histories):
             reasons.add(ReadStatus.NEVER_WRITTEN)
         return reasons

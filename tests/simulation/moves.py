@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpool.errors import Unavailable
@@ -23,6 +23,8 @@ from tests.simulation.blocks import ONE
 
 if TYPE_CHECKING:
     from kvpool.client.pool import Pool
+    from kvpool.server.state.drain_plan import BlockName
+    from kvpool.server.state.entry import Entry
     from tests.simulation.nodes import ServerNode
     from tests.simulation.users import SimClient
     from tests.simulation.world import World
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _HEAD_IS_MISSING: Final = (FetchStatus.NOT_YET, FetchStatus.NO_ROOM)
 #: A drain has so long.
 _DRAIN_S: Final = (1.0, 4.0, 8.0)
+#: Masters know of a block that a server has had for so long, and of a server that stays again.
+_KNOWN_S: Final = 12.0
 #: The last bytes of a write that had no answer arrive so late at most.
 _ON_ITS_WAY_S: Final = 5.0
 
@@ -293,9 +297,45 @@ class Moves:
             self._world.loop.fail(f"G15: {left} blocks are left, but only {life} has {len(alone)}")
         self._world.truth.probes.add("a server had no time to hand over all of its blocks")
 
+    def check_alone(self, node: ServerNode, names: Iterable[BlockName]) -> None:
+        """Blocks are to be moved from here: no other server that stays has had them for a while."""
+        world = self._world
+        if not world.settled_since(world.loop.now - _KNOWN_S):
+            return
+        for name in names:
+            for other in world.servers:
+                if other is node or other.server is None or other.server._context.draining:
+                    continue
+                # Of a block that lacks a part everywhere masters do not say where its parts are:
+                # no reader can use it (seed 65).
+                parts = range(name.namespace.parts)
+                if self._has_long(other, name, name.part) and all(
+                    any(self._has_long(one, name, part) for one in world.servers) for part in parts
+                ):
+                    world.loop.fail(
+                        f"moves: {name.digest.hex()[:12]} is moved, and {other.name} has it"
+                    )
+
+    def _has_long(self, node: ServerNode, name: BlockName, part: int) -> bool:
+        """Masters know that this server has this part of a block."""
+        history = self._world.truth.history(name.namespace, name.digest, part)
+        now = self._world.loop.now
+        since = history.sealed.get(node.name, now)
+        return self._life(node) in history.holders and since < now - _KNOWN_S
+
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
         assert node.server is not None
+        drainer = node.server._drainer
+        offer_to = drainer._offer_to
+
+        async def watched_offer_to(
+            target: str, entries: dict[BlockName, Entry], reasons: dict[BlockName, str]
+        ) -> None:
+            self.check_alone(node, entries)
+            await offer_to(target, entries, reasons)
+
+        vars(drainer)["_offer_to"] = watched_offer_to
         budget = WatchedBudget(self._world.plan.fetch_rate)
         budget.fail = self._world.loop.fail
         node.server._fetcher.budget = budget

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvpool.net.requests import PendingRequests, answer
-from kvpool.protocols import Handler
+from kvpool.protocols import Caller, Handler
 from tests.simulation.endpoint import Endpoint
 from tests.simulation.loop import PROCESS, Process, SimLoop
 
@@ -187,7 +187,7 @@ class Net:
                 self.loop.call_soon(handle, *served, context=served[0].context)
 
         def handle(process: Process, handler: Handler, cluster: int) -> None:
-            reply = answer(handler, cluster, message, source.host)
+            reply = answer(handler, cluster, message, Caller(source.host))
             if reply is not None:
                 self._send(lambda: come_back(process, reply))
 

@@ -17,18 +17,23 @@ from kvpool.master.state.placement import SHARED_FROM, Placement
 from kvpool.master.state.server_record import EARLIER_MAX, Refusal, SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, ChangeLog, Entry, Session
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import HOLD_S
+from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import values
+from tests.simulation.tenants import TenantOracle
 from tests.simulation.truth import BlockPart, GroundTruth
 
 #: The owner of the block that takes the place of all others.
 EVERYTHING: Final = -17
+#: A hint, which is at most an hour ahead, expires after three times that.
+_HINTS_EXPIRE_S: Final = 4 * 3600.0
 
 
 class WatchedAllocator(Allocator):
@@ -142,6 +147,7 @@ class WatchedStore(Store):
         self.prefetch_reads = 0  # bytes of those that were read in time
         self.reserved_at = 0.0
         self.copies: CopyOracle | None = None
+        self.tenants: TenantOracle | None = None
         self._newcomer: Entry | None = None
         self.corrupted: set[tuple[int, int]] = (
             set()
@@ -160,6 +166,10 @@ class WatchedStore(Store):
         allocator = WatchedAllocator(memory.capacity, memory.alignment)
         allocator.held, allocator.fail = self.held, truth.fail
         self.allocator = allocator
+
+    def order_of(self, entry: Entry) -> SessionAwarePolicy:
+        """The order in which a block is evicted."""
+        return self.policy.order_of(entry.index)
 
     def verify(self, entry: Entry, when: str) -> None:
         """The extent of a block holds exactly the block's bytes (G1)."""
@@ -223,12 +233,13 @@ class WatchedStore(Store):
             )
 
     def check_all_can_go(self, now: float) -> None:
-        """When nothing is pinned or reserved, a block as large as the store finds space (G9)."""
+        """When nothing is pinned or reserved, a block as large as the store finds space (G9), at
+        the latest when all hints have expired (seed 403146)."""
         self.check_evictable()
         self.arrivals = None  # its prompts may wait
         size = self.allocator.capacity
         request = ReserveRequest(Namespace("sim/all"), 0, [b"all" * 6], [ROOT], [size])
-        (answer,) = self.reserve(EVERYTHING, request, now)
+        (answer,) = self.reserve(EVERYTHING, request, now + _HINTS_EXPIRE_S)
         if answer.status is not WriteStatus.RESERVED:
             self.truth.fail(
                 f"G9: {self.allocator.allocated} of {size} bytes of {self.life} are in use by "
@@ -250,7 +261,19 @@ class WatchedStore(Store):
     def _evict(self, victim: Entry, size: int = 0) -> int | None:
         if self.copies is not None and self._newcomer is not None and self._newcomer.copies:
             self.copies.evicted(self, victim)
+        if self.tenants is not None:
+            self.tenants.evicting(victim, self._newcomer)
         return super()._evict(victim, size)
+
+    def fits_beside_quarantine(self, size: int) -> bool:
+        """Whether a block of `size` bytes has room between the extents that cannot be moved."""
+        at = 0
+        for offset, entry in sorted(self.blocks_at.items()):
+            if entry.state is State.QUARANTINED:
+                if offset - at >= self.allocator.rounded(size):
+                    return True
+                at = offset + self.allocator.rounded(entry.size)
+        return self.memory.capacity - at >= self.allocator.rounded(size)
 
     def _leave_parent(self, entry: Entry) -> None:
         super()._leave_parent(entry)
@@ -274,10 +297,14 @@ class WatchedStore(Store):
         self.reserved_at = now
         hint, arrivals = request.session_hint, self.arrivals
         if request.last_used is not None:  # no session writes: a server fetches its blocks
+            if arrivals is not None and hint is not None and hint.resume_in is not None:
+                arrivals.came(hint.session, hint.resume_in, now)
             hint = None
         if arrivals is not None:
             arrivals.writes(hint.session if hint is not None else "", now)
         answers = super().reserve(owner, request, now)
+        if self.tenants is not None:
+            self.tenants.answered(request.namespace, answers)
         if arrivals is not None and hint is not None:
             arrivals.written(hint.session)
         if arrivals is not None:
@@ -296,7 +323,10 @@ class WatchedStore(Store):
             elif answer.status is WriteStatus.IN_PROGRESS:
                 self.truth.probes.add("two writers met")
         if self.prefetches is not None and owner == MOVER and self.demotes and request.last_used:
-            session = self.policy._sessions.get(hint.session) if hint is not None else None
+            named = request.session_hint
+            index = self._indexes.get((request.namespace, request.part))
+            orders = self.policy.order_of(index)._sessions if index is not None else {}
+            session = orders.get(named.session) if named is not None else None
             for victim in self._victims:
                 self.prefetches.evicted(now, victim, session)
         newest = max(request.last_used) if request.last_used and not self.demotes else None
@@ -410,9 +440,9 @@ class WatchedStore(Store):
             if now < self.unread.pop(entry, now):
                 self.truth.fail(f"advice: {entry!r} was prefetched, and is let go too early")
 
-    def _give_up_prefetched(self) -> bool:
+    def _give_up_prefetched(self, account: Account, size: int) -> bool:
         before = set(self.prefetched)
-        given_up = super()._give_up_prefetched()
+        given_up = super()._give_up_prefetched(account, size)
         for entry in before.difference(self.prefetched):
             self.unread.pop(entry, None)
             self.truth.probes.add("a prefetched block made room for a writer or a reader")
@@ -435,6 +465,8 @@ class WatchedStore(Store):
         part: int | None = None,
         checksums: Sequence[int] = (),
     ) -> list[bool]:
+        if self.tenants is not None:
+            self.tenants.removing(namespace)
         removed = super().remove(namespace, digests, reason, part, checksums)
         self.inspect_now_and_then()
         return removed
@@ -485,6 +517,8 @@ class WatchedStore(Store):
         before, self.change_log.true_reason = self.change_log.true_reason, reason
         super()._remove_entry(entry, event, reason, free=free)
         self.change_log.true_reason = before
+        if self.arrivals is not None:
+            self.arrivals.left(entry)
 
 
 class WatchedDirectory(Directory):
@@ -558,8 +592,9 @@ class WatchedDirectory(Directory):
         size: int,
         host: str,
         copies: int = 1,
+        session: str = "",
     ) -> Placement:
-        placement = super().place(namespace, digests, parent, size, host, copies)
+        placement = super().place(namespace, digests, parent, size, host, copies, session)
         for server in placement.servers:
             if self._servers[server].stats.draining:
                 self.truth.fail(f"G15: {server}, which will leave, is chosen for a write")

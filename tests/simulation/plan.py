@@ -52,6 +52,7 @@ class WorldPlan:
     prefetch_rate: int = 0  # bytes per second; 0: a quarter of what is measured
     fresh_s: float = 2.0  # what was used so lately is not evicted for a prefetch
     copies_max: int = 0  # copies of a block that servers make by themselves
+    tenants: bool = False  # two tenants beside the pool itself, whose quotas change
 
     @property
     def alignment(self) -> int:
@@ -116,12 +117,16 @@ class WorldPlan:
         rng = random.Random(f"{seed}/maps")
         of_maps = {name for name in FAULTS_OF_MAPS if rng.random() < 0.35}
         plan = replace(plan, faults=plan.faults | (of_maps - without))
+        tenants = random.Random(f"{seed}/tenants").random() < 0.2
+        plan = replace(plan, tenants=tenants and "tenants" not in without)
         pieces = random.Random(f"{seed}/pieces").choice([1, 3, 10, 1024])
         plan = replace(plan, piece_blocks=pieces)
         rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
             sessions = random.Random(f"{seed}/sessions").random() < 0.3
-            return replace(plan, sessions=sessions and "sessions" not in without)
+            # The oracle of waiting prompts looks at one order of eviction.
+            wanted = sessions and not plan.tenants and "sessions" not in without
+            return replace(plan, sessions=wanted)
         extents = rng.randint(6, 24)
         share = rng.choice([0.5, 1.0, 1.0, 1.5, 2.0, 4.0])
         own = {name for name in FAULTS_OF_DISKS if rng.random() < 0.35}

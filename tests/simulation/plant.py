@@ -34,7 +34,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 OPS: Final = 120
 
 
-class _Planter(importlib.abc.MetaPathFinder):
+class Planter(importlib.abc.MetaPathFinder):
     """Imports one module with one bug in it."""
 
     def __init__(self, bug: Bug) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     bug: Bug = arguments.bug
-    sys.meta_path.insert(0, _Planter(bug))
+    sys.meta_path.insert(0, Planter(bug))
     # Imported here, and not above, because from now on the hook changes what is imported.
     from tests.simulation.world import run
 

@@ -1,6 +1,6 @@
 """The planted bugs: mistakes that the simulator must find, each within 200 seeds.
 
-Two of them are rarer: their seeds in `FIRST_SEED` are later ones.
+Three of them are rarer: their seeds in `FIRST_SEED` are later ones.
 
 If the simulator finds none of them, its silence about the real code means nothing. Each bug is a
 mistake that a programmer could make: a few characters in one place of the real source. `plant.py`
@@ -29,6 +29,7 @@ _STORE = "kvpool.server.state.store"
 _DIRECTORY = "kvpool.master.state.directory"
 _PLACEMENT = "kvpool.master.state.placement"
 _LOCATIONS = "kvpool.master.state.locations"
+_BLOCK_MAP = "kvpool.master.state.block_map"
 _SERVER_RECORD = "kvpool.master.state.server_record"
 _LOOKUP = "kvpool.client.lookup"
 _READER = "kvpool.client.reader"
@@ -46,6 +47,8 @@ _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
 _SESSION_HINTS = "kvpool.server.eviction.session_hints"
+_TENANT_ORDERS = "kvpool.server.eviction.tenant_orders"
+_QUOTA = "kvpool.server.state.quota"
 _DRAINER = "kvpool.server.drainer"
 _BALANCER = "kvpool.server.balancer"
 _FETCHER = "kvpool.server.fetcher"
@@ -338,6 +341,20 @@ BUGS: Sequence[Bug] = (
         "        return chain\n",
     ),
     Bug(
+        "copies-are-handed-over",
+        "moves",
+        _BALANCER,
+        "            wanted = [name for name in names if name not in copies]\n",
+        "            wanted = names\n",
+    ),
+    Bug(
+        "drained-although-others-have-it",
+        "moves",
+        _DRAINER,
+        "        for name, holder in held.items():\n",
+        "        for name, holder in ():\n",
+    ),
+    Bug(
         "handed-over-and-still-in-the-file",
         "join",
         _BALANCER,
@@ -384,8 +401,8 @@ BUGS: Sequence[Bug] = (
         "extra-copies-outlive-the-last-one",
         "copies",
         _SESSION_HINTS,
-        "        if self._extra_listed:\n",
-        "        if self._extra_listed and not newcomer.copies:\n",
+        "        if self._extra_listed:\n            found =",
+        "        if self._extra_listed and not newcomer.copies:\n            found =",
     ),
     Bug(
         "receivers-are-not-remembered",
@@ -481,6 +498,29 @@ BUGS: Sequence[Bug] = (
         "timer = self._loop.call_at(deadline + 3600, self._expire, future)",
     ),
     # --- results
+    Bug(
+        "spans-outlive-their-blocks",
+        "G5",
+        _BLOCK_MAP,
+        "            self.spans.discard(tag & _MARK_MASK)\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a-span-of-several-places",
+        "G5",
+        _BLOCK_MAP,
+        "            if tag is None or tag >> MARK_BITS != id:\n",
+        "            if tag is None:\n",
+    ),
+    Bug(
+        "an-unknown-span-is-a-miss",
+        "G5",
+        _LOOKUP,
+        "        at = reached\n    return Match(tuple(runs), len(chain), ReadStatus.HIT)\n",
+        "        if page._unknown:\n"
+        "            return Match(tuple(runs), reached, ReadStatus.NEVER_WRITTEN)\n"
+        "        at = reached\n    return Match(tuple(runs), len(chain), ReadStatus.HIT)\n",
+    ),
     Bug(
         "beyond-the-match-is-a-hit",
         "G1",
@@ -660,7 +700,7 @@ BUGS: Sequence[Bug] = (
         "hash-ignores-removals",
         "G7",
         _DIRECTORY,
-        "        inventory.listed.count(digest, location_seed(namespace, part, tier), -1)\n",
+        "        inventory.listed.count(digest, seed, -1)\n",
         "        inventory.listed.blocks -= 1\n",
     ),
     Bug(
@@ -1020,6 +1060,82 @@ BUGS: Sequence[Bug] = (
         """            self._retire_all(record)
 """,
     ),
+    # --- tenants
+    Bug(
+        "account-drifts-after-a-crash",
+        "G12",
+        _STORE,
+        "        index.count(self.allocator.rounded(size))\n",
+        "        index.count(size)\n",
+    ),
+    Bug(
+        "recovered-for-another-tenant",
+        "G12",
+        _STORE,
+        "        index.count(self.allocator.rounded(size))\n",
+        "        self.accounts.pool.used += self.allocator.rounded(size)\n",
+    ),
+    Bug(
+        "passed-on-extent-counts-twice",
+        "G12",
+        _STORE,
+        "                entry.index.count(-self.allocator.rounded(entry.size))\n",
+        "",
+    ),
+    Bug(
+        "moved-block-is-not-counted",
+        "G12",
+        _STORE,
+        """\
+        del self.blocks_at[entry.offset]
+        self.allocator.release(entry.offset)
+        entry.offset = target""",
+        """\
+        self._free(entry)
+        entry.offset = target""",
+    ),
+    Bug(
+        "guarantee-taken-by-a-burst",
+        "G12",
+        _TENANT_ORDERS,
+        "elif foreign and account.spare < (needed := self._extent(found)):",
+        "elif foreign and account.used < (needed := self._extent(found)):",
+    ),
+    Bug(
+        "limit-off-by-one-extent",
+        "G12",
+        _STORE,
+        "over = account.used + ((size + mask) & ~mask) > account.limit",
+        "over = account.used >= account.limit",
+    ),
+    Bug(
+        "quota-of-a-removed-tenant-kept",
+        "G12",
+        _QUOTA,
+        "            account.set_quota(self._quotas.get(name))\n",
+        "            account.set_quota(self._quotas.get(name, account.quota))\n",
+    ),
+    Bug(
+        "hints-cross-tenants",
+        "G12",
+        _STORE,
+        "return not self.accounts.has_tenants or tenant_of(session) == index.account.name",
+        "return bool(session or index)",
+    ),
+    Bug(
+        "at-its-limit-it-evicts-others",
+        "G12",
+        _TENANT_ORDERS,
+        "        if mine.exceeds(size):\n",
+        "        if mine.exceeds(0):\n",
+    ),
+    Bug(
+        "guaranteed-memory-goes-with-the-disk",
+        "G12",
+        _STORE,
+        "        return account.configured and account.spare <= 0\n",
+        "        return False\n",
+    ),
 )
 
 #: The first seed that found a bug, for bugs that need many seeds: it is played first. When the code
@@ -1046,13 +1162,15 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "old-records-stay": 35,
     "any-header-is-believed": 37,
     "dropped-before-it-is-down": 38,
-    "already-stored-before-announced": 225,
+    "already-stored-before-announced": 742,
     "record-before-payload": 70,
     "rotten-block-stays-on-disk": 81,
     "frozen-writer-is-not-feared": 82,
     "no-hedge": 102,
     "full-disk-cannot-be-read": 17,
     "read-only-for-ever": 17,
+    "copies-are-handed-over": 114,
+    "drained-although-others-have-it": 34,
     "circles-in-files-are-believed": 15,
     "one-copy-of-a-namespace": 16,
     "next-outage-begins-with-the-longest-delay": 83,
@@ -1066,5 +1184,5 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "lost-copies-stay-lost": 18,
     "record-of-a-removed-block": 450,
     "stopped-server-blames-its-disk": 141,
-    "evicted-below-is-written-for-ever": 53,
+    "evicted-below-is-written-for-ever": 464,
 }

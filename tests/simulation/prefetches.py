@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Final
 from kvpool.server import prefetcher
 from kvpool.server.state import tiered_store
 from kvpool.server.state.entry import Entry, Session
-from kvpool.types import Namespace, PrefetchStatus
+from kvpool.types import PrefetchStatus
 from tests.simulation.moves import WatchedBudget
 
 if TYPE_CHECKING:
-    from kvpool.client.pool import Pool
     from tests.simulation.nodes import ServerNode
     from tests.simulation.oracles import Victim, WatchedStore
     from tests.simulation.world import World
@@ -34,17 +33,11 @@ class Prefetches:
         vars(prefetcher)["_STEP_BLOCKS"] = world.plan.step_blocks
         vars(tiered_store)["FRESH_S"] = world.plan.fresh_s
 
-    async def ask(
-        self, pool: Pool, namespace: Namespace, chain: Sequence[bytes], timeout_s: float
-    ) -> None:
+    def asked(self, statuses: Sequence[PrefetchStatus]) -> None:
         """A prompt has arrived: its blocks are read soon, perhaps."""
-        world, began = self._world, self._world.loop.now
-        statuses = await pool.prefetch(namespace, chain, timeout=timeout_s)
-        world.note(f"prefetch {[int(status) for status in statuses]}")
-        if world.loop.now - began > timeout_s + 0.3:
-            world.loop.fail(f"G6: a prefetch took {world.loop.now - began:.3f} s")
+        self._world.note(f"prefetch {[int(status) for status in statuses]}")
         if PrefetchStatus.COMING in statuses:
-            world.truth.probes.add("a prefetch was asked for")
+            self._world.truth.probes.add("a prefetch was asked for")
 
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""

@@ -69,10 +69,13 @@ PINNED_AS_DRAWN = {
 }
 #: Without disks, a seed gives the same world as before disks were added.
 NO_DISK = frozenset(
-    {"disk", "contests", "crowds", "circles", "hoard", "sessions", "moves", "joins", "prefetches"}
+    {
+        *("disk", "contests", "crowds", "circles", "hoard"),
+        *("sessions", "moves", "joins", "prefetches", "tenants"),
+    }
 )
 #: Without write-back and moves, the same as before servers could do that.
-NO_WRITE_BACK = frozenset({"write-back", "moves", "joins", "prefetches"})
+NO_WRITE_BACK = frozenset({"write-back", "moves", "joins", "prefetches", "tenants"})
 #: Without contests, crowds and circles, a seed gives the same world as before they were added.
 NO_CONTESTS = frozenset(
     {
@@ -85,6 +88,7 @@ NO_CONTESTS = frozenset(
         "moves",
         "joins",
         "prefetches",
+        "tenants",
     }
 )
 

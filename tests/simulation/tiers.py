@@ -291,6 +291,8 @@ class WatchedDiskStore(WatchedStore):
         if kept and event is Event.EVICT:
             if self._evicted_below.get(key) == kept.last_used:
                 self.refused.add(key)
+            if self.above and self.above.tenants and self.above.tenants.keeps(index.namespace):
+                self.refused.add(key)  # memory keeps what is guaranteed there
             self._evicted_below[key] = kept.last_used
         super()._remove_entry(entry, event, reason, free=free)
 

@@ -24,6 +24,8 @@ PROBES: Final = (
     "a server had no time to hand over all of its blocks",
     "a chain was spread",
     "a lost copy came back",
+    "a tenant made room for another one",
+    "a tenant reached its limit",
     "a block that is read often has got a copy",
     "copies of a contested block are equal",
     "read of a block that is being written",

@@ -141,6 +141,8 @@ class SimClient:
             kinds.append((0.08, self._spread))
         if world.plan.circles:
             kinds.append((0.06, self._circle))
+        if world.tenants is not None:
+            kinds.append((0.04, self._change_quotas))
         (operation,) = self._rng.choices([k for _, k in kinds], [share for share, _ in kinds])
         self._timeout_s = _TIMEOUT_S
         if "hurry" in world.plan.faults and self._rng.random() < 0.15:
@@ -202,6 +204,8 @@ class SimClient:
         rank = min(int(self._rng.paretovariate(0.8)) - 1, len(chains) - 1)
         chain = chains[rank]
         namespace = TWO if self._rng.random() < 0.2 else ONE
+        if self._world.tenants is not None and self._rng.random() < 0.7:
+            namespace = self._world.tenants.namespace(self._rng)
         return namespace, chain[: self._rng.randint(1, len(chain))]
 
     def _session(self, chain: Sequence[bytes]) -> str:
@@ -227,10 +231,15 @@ class SimClient:
         if world.plan.write_back and self._rng.random() < 0.4:
             session = f"{self.name} {self._rng.randrange(4)}"
             await self.pool.hint(session, resume_in=self._rng.choice([1.0, 4.0, 20.0]), timeout=1.0)
-        await world.prefetches.ask(self.pool, namespace, chain, self._timeout_s)
+        call = self.pool.prefetch(namespace, chain, timeout=self._timeout_s)
+        world.prefetches.asked(await self._timed(call, "a prefetch"))
         await asyncio.sleep(self._rng.choice([0.0, 0.05, 1.0, 3.0]))
         if self._rng.random() < 0.6:
             await self._read_now(namespace, chain, None)
+
+    async def _change_quotas(self) -> None:
+        assert self._world.tenants is not None
+        self._world.tenants.change()
 
     async def _end_session(self) -> None:
         _, chain = self._chain()
@@ -330,6 +339,8 @@ class SimClient:
         session = ""
         if self._world.plan.write_back:
             session = self._rng.choice(["", f"{self.name} {self._rng.randrange(4)}"])
+        if self._world.tenants is not None:
+            session = self._world.tenants.session(self._rng, namespace)
         parent, shared = ROOT, len(PROMPT)
         if self._world.plan.crowds and len(chain) > shared and self._rng.random() < 0.7:
             parent, chain = chain[shared - 1], chain[shared:]  # the pool had the prompt
@@ -602,6 +613,17 @@ class SimClient:
             alone = world.only_incident
             if status is WriteStatus.BYPASSED and world.plan.sessions:
                 return  # for prompts that wait, as the oracle of the store has checked
+            size = len(value(ONE, digest, 0))
+            stores = [node.store for node in world.servers if node.process.alive]
+            if status is WriteStatus.NO_SPACE and world.tenants is not None:
+                return  # what tenants are guaranteed is not for it
+            if status is WriteStatus.NO_SPACE and not any(
+                # Beyond its budget a quarantine is no excuse.
+                store.fits_beside_quarantine(size)
+                or store.quarantined_bytes > store.limits.lent.total
+                for store in stores
+            ):
+                return  # a dozen blocks of a tiny memory, of a stranger that may write into them
             if not status.present and alone is not None and alone.name == "hoard":
                 world.loop.fail(f"G9: beside {stranger} a write returned: {status.label}")
 

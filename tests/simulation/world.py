@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import xxhash
 
-from kvpool import registry
+from kvpool import registry, spans
 from kvpool.config import WRITE_BACK, WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.master.service import Master
@@ -28,12 +28,13 @@ from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
 from kvpool.server import announcer
 from kvpool.server.block_server import BlockServer
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.tcp import TcpTransport
 from tests.simulation.arrivals import WAIT_S, ArrivalOracle
-from tests.simulation.blocks import BlockCatalog
+from tests.simulation.blocks import OF_TENANTS, BlockCatalog
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.copies import Copies
 from tests.simulation.disk import SimDisk
@@ -50,6 +51,7 @@ from tests.simulation.platter import PAGE, Platter
 from tests.simulation.prefetches import Prefetches
 from tests.simulation.random_streams import RandomStreams
 from tests.simulation.sandbox import sandbox
+from tests.simulation.tenants import Tenants
 from tests.simulation.tiers import CircularNvme, DiskMemory, TierOracle, WatchedDiskStore, offset_in
 from tests.simulation.truth import GroundTruth
 from tests.simulation.users import SimClient
@@ -110,6 +112,9 @@ class World:
         self.joins = Joins(self)
         self.prefetches = Prefetches(self)
         self.copies = Copies(self) if plan.copies_max else None
+        self.tenants = Tenants(self) if plan.tenants else None
+        if plan.tenants:
+            self.catalog.others = OF_TENANTS
         self.nemesis: Nemesis
         self._hash = xxhash.xxh3_64()
         self._trace = trace
@@ -262,6 +267,7 @@ class World:
         tier = SimTier(plan.capacity, plan.alignment)
         store = WatchedStore(life, tier, truth, every=plan.check_every)
         if plan.sessions:
+            assert isinstance(store.policy, SessionAwarePolicy)
             store.arrivals = ArrivalOracle(store.policy, truth.fail)
         store.moves = self.moves
         store.copies = self.copies
@@ -308,6 +314,8 @@ class World:
         if isinstance(base, WatchedDiskStore):
             both = node.tiers = TierOracle(server, store, base, truth, self.loop.after_this)
             node.process.on_death.append(lambda: self._save_disk(node, base, both))
+        if self.tenants is not None:
+            self.tenants.watch(node)
         node.process.on_death.append(lambda: truth.life_ended(life))
         await server.start()
 
@@ -401,6 +409,8 @@ class World:
                 raise Violation(f"liveness: {RECOVERY_S:g} s after the last fault: {problem}")
             await asyncio.sleep(0.5)
         self.settled_from = min(self.settled_from, self.loop.now)
+        if self.tenants is not None:
+            self.tenants.remove_all()
         # Prompts that nobody serves keep their blocks for so long, and then no longer.
         await asyncio.sleep(3 + WAIT_S * self.plan.sessions)
         for node in self.servers:
@@ -541,12 +551,28 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def _short_spans() -> Iterator[None]:
+    """Spans of two blocks: chains of 16 blocks have many, and a master learns and forgets them."""
+    before = spans.SPAN_BLOCKS
+    vars(spans)["SPAN_BLOCKS"] = 2
+    try:
+        yield
+    finally:
+        vars(spans)["SPAN_BLOCKS"] = before
+
+
 def run(
     seed: int, *, ops: int = 120, without: frozenset[str] = frozenset(), trace: bool = False
 ) -> HistoryReport:
     """Play one history. `failure` of the report is None when no promise was broken."""
     world = World(WorldPlan.draw(seed, ops, without), trace)
-    with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
+    with (
+        _errors_reported(world.loop),
+        sandbox(world.loop.fail),
+        _no_collection(),
+        _short_spans(),
+    ):
         try:
             world.loop.run(world.history())
         except Violation as violation:

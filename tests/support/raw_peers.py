@@ -25,9 +25,10 @@ class Raw:
         with contextlib.suppress(ConnectionError):  # the server may have closed the link already
             await self._loop.sock_sendall(self.socket, data)
 
-    async def ask(self, message: wire.Message, answer: type[wire.M]) -> wire.M:
-        """One correct exchange."""
-        await self.send(frame(message))
+    async def ask(self, message: wire.Message | None, answer: type[wire.M]) -> wire.M:
+        """One correct exchange; without a message, an answer to what was sent before."""
+        if message is not None:
+            await self.send(frame(message))
         header = await self._exactly(HEADER_SIZE)
         number, body_size, payload_size, _ = decode_header(header)
         body = await self._exactly(body_size)
@@ -63,9 +64,9 @@ async def raw(running: dev.Dev, scheme: str = "tcp") -> AsyncIterator[Raw]:
     (server,) = running.servers
     address = next(a for a in server.addresses if a.startswith(scheme)).partition("://")[2]
     loop = asyncio.get_running_loop()
-    family = socket.AF_INET if scheme == "tcp" else socket.AF_UNIX
+    family = socket.AF_UNIX if scheme == "shm" else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
-        if scheme == "tcp":
+        if scheme != "shm":
             host, _, port = address.rpartition(":")
             await loop.sock_connect(sock, (host, int(port)))
         else:

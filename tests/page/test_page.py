@@ -1,0 +1,212 @@
+"""The status page in a real browser: what people see, and what a hostile name cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpool
+
+playwright = pytest.importorskip("playwright.async_api", reason="see make test-page")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+SCRIPT = "</script><script>document.title='owned'</script>"
+NAMESPACE = kvpool.Namespace(f"model={SCRIPT}")
+ROOT = Path(__file__).parents[2]
+
+
+class RunningPool:
+    """A master with a page and servers, as processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.master, self.http = (f"127.0.0.1:{_free_port()}" for _ in range(2))
+        self.start("master", "master", "--bind", self.master, "--http", self.http)
+
+    def serve(self, name: str) -> None:
+        tiers = ["--tier", "dram:8MiB", "--tier", f"nvme:{self.folder}/{len(self.processes)}:32MiB"]
+        self.start(name, "server", "--masters", self.master, "--id", name, *tiers)
+
+    def start(self, name: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", "kvpool", *arguments, "--die-with-parent"]
+        log = (self.folder / f"log-{len(self.processes)}").open("wb")
+        self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def kill(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].wait()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[RunningPool]:
+    running = RunningPool(tmp_path)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Any]:
+    async with playwright.async_playwright() as driver:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        running = await driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield running
+        await running.close()
+
+
+async def opened(browser: Any, pool: RunningPool, **context: Any) -> Any:
+    page = await (await browser.new_context(**context)).new_page()
+    page.set_default_timeout(20_000)
+    page.problems = []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    for _ in range(100):
+        try:
+            await page.goto(f"http://{pool.http}/")
+            break
+        except playwright.Error:  # the master is still starting
+            await asyncio.sleep(0.2)
+    return page
+
+
+async def connected(pool: RunningPool) -> kvpool.Pool:
+    patient = kvpool.ClientConfig(masters=[pool.master], timeout_s=30.0, attempt_s=10.0)
+    return await kvpool.connect(config=patient)
+
+
+async def fill(pool: RunningPool, servers: int, seconds: float = 0.0) -> None:
+    """Clients of two sessions that write, ask and read."""
+    async with await connected(pool) as client:
+        while len(await client.members()) < servers:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        until = time.monotonic() + seconds
+        turn = 0
+        while turn < 8 or time.monotonic() < until:
+            chain = [_key(turn % 24, n) for n in range(16)]
+            data = [bytes([n]) * (64 << 10) for n in range(16)]
+            if turn % 3 != 2:
+                await client.write(NAMESPACE, chain, data)
+            match = await client.match(
+                NAMESPACE, [*chain, _key(999, turn)], session=f"s-{turn % 5}"
+            )
+            if match.length:
+                buffers = [bytearray(64 << 10) for _ in range(match.length)]
+                await client.read(NAMESPACE, chain[: match.length], buffers, match=match)
+            await client.hint(f"s-{turn % 5}", resume_in=20.0)
+            turn += 1
+            await asyncio.sleep(0.1)
+
+
+async def until(page: Any, box: str, wanted: Callable[[str], object]) -> None:
+    """Wait for a text of the page. Its policy forbids scripts of playwright's that wait there."""
+    async with asyncio.timeout(20):
+        while not wanted(await page.text_content(f"#{box}") or ""):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def _key(chain: int, number: int) -> bytes:
+    return hashlib.sha256(f"{chain} {number}".encode()).digest()
+
+
+async def test_a_killed_server_is_seen_within_three_seconds(
+    pool: RunningPool, browser: Any
+) -> None:
+    for name in ("gpu-1", "gpu-2"):
+        pool.serve(name)
+    page = await opened(browser, pool)
+    await until(page, "servers", lambda text: text == "2 / 2")
+    assert await page.text_content("#state") == "all is well"
+    await fill(pool, 2)
+    pool.kill("gpu-2")
+    began = time.monotonic()
+    await until(page, "attention", lambda text: re.search("gpu-2(late|lost)no heartbeat", text))
+    seen_s = time.monotonic() - began
+    assert seen_s < 3.0
+    assert await page.text_content("#state") == "needs a look"
+    await until(page, "events", lambda text: "lost" in text)
+    await until(page, "servers", lambda text: text == "1 / 2")
+    assert not page.problems
+
+
+async def test_a_master_that_is_gone_is_seen(pool: RunningPool, browser: Any) -> None:
+    page = await opened(browser, pool)
+    await until(page, "state", lambda text: "no server" in text)
+    pool.kill("master")
+    await page.wait_for_selector("#banner.on", timeout=5000)
+    assert "does not answer" in await page.text_content("#banner")
+
+
+async def test_names_of_strangers_are_text(pool: RunningPool, browser: Any) -> None:
+    pool.serve(HOSTILE)
+    page = await opened(browser, pool)
+    await fill(pool, 1)
+    async with await connected(pool) as client:
+        await client.hint(HOSTILE[:12], resume_in=5.0)
+    for box, text in (("all", HOSTILE), ("sessions", HOSTILE[:12])):
+        await until(page, box, lambda shown, text=text: text in shown)
+    assert await page.locator("img").count() == 0
+    assert await page.locator("script").count() == 1
+    assert await page.title() == "1/1 kvpool"
+    assert not page.problems
+
+
+async def test_it_fits_a_phone(pool: RunningPool, browser: Any) -> None:
+    pool.serve("a-server-with-a-name-that-is-quite-long-for-a-narrow-screen-0123456789")
+    page = await opened(browser, pool, viewport={"width": 360, "height": 740})
+    await fill(pool, 1)
+    await until(page, "servers", lambda text: text == "1 / 1")
+    wide = await page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 360
+
+
+@pytest.mark.skipif("DRAW_PICTURES" not in os.environ, reason="draws the pictures of the docs")
+async def test_pictures_for_the_docs(pool: RunningPool, browser: Any) -> None:
+    """DRAW_PICTURES=1 make test-page: docs/pictures/page-*.png."""
+    for name in ("gpu-1", "gpu-2", "gpu-3"):
+        pool.serve(name)
+    sizes = {"desktop": {"width": 1100, "height": 900}, "phone": {"width": 390, "height": 844}}
+    global NAMESPACE
+    NAMESPACE = kvpool.Namespace("vllm model=qwen3-8b dtype=bfloat16")
+    await fill(pool, 3, seconds=15)
+    pool.kill("gpu-3")
+    await fill(pool, 2, seconds=6)
+    for name, size in sizes.items():
+        for look in ("light", "dark"):
+            page = await opened(browser, pool, viewport=size, color_scheme=look)
+            await until(page, "servers", lambda text: text == "2 / 3")
+            path = ROOT / "docs" / "pictures" / f"page-{name}-{look}.png"
+            await page.screenshot(path=path, full_page=name == "desktop")
+            await page.close()
+            assert path.stat().st_size < 150_000
+
+
+def test_the_pictures_are_small_and_there() -> None:
+    text = (ROOT / "docs" / "operate.md").read_text()
+    shown = re.findall(r"\]\((pictures/page-[a-z-]+\.png)\)", text)
+    assert len(shown) >= 2
+    for name in shown:
+        assert (ROOT / "docs" / name).stat().st_size < 150_000
