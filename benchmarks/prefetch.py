@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool import Namespace, Pool
-from kvpool.client.pool import connect
+from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
 from kvpool.tools.subprocesses import process_of, servers_up
 

@@ -29,7 +29,7 @@ from benchmarks.nvme import Bare
 from kvpool import Pool
 from kvpool import runtime as process
 from kvpool.checksum import checksum
-from kvpool.client.pool import connect
+from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
 from kvpool.tools.bench import Row, table
 from kvpool.tools.subprocesses import process_of, servers_up
