@@ -40,6 +40,7 @@ class Joins:
         self._moved = 0
         self._rng = world.rng["joins/kills"]
         self._killed: ServerNode | None = None
+        self._over = False  # a server that is killed now is not started again
 
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
@@ -73,7 +74,8 @@ class Joins:
                 node.tiers.handed_over.update((n.namespace, n.digest, n.part) for n in names)
             await forget(names)
             self._stay_away(node.name, names, began)
-            if self._world.plan.disk and self._killed is None and self._rng.random() < 0.3:
+            may_kill = self._world.plan.disk and self._killed is None and not self._over
+            if may_kill and self._rng.random() < 0.3:
                 self._killed = node  # now: nothing that it has forgotten is on its disk
                 self._world.loop.after_this(node.process.kill)
 
@@ -108,6 +110,7 @@ class Joins:
         if self._moved:
             world.truth.probes.add("a full server handed over chains")
         await asyncio.sleep(1.0)
+        self._over = True  # hand-overs that have begun go on for some seconds (seed 358)
         if self._killed is not None:
             await world.start_server(self._killed)
 

@@ -59,6 +59,7 @@ PINNED_WITH_CONTESTS = {
 }
 #: The same, of 40 operations in worlds with all that can be drawn now.
 PINNED_AS_DRAWN = {
+    358: "(an oracle:) a server was killed after the scenario that starts it again had ended",
     200505: "(an oracle:) a reason is one of the block, also where another part was corrupt",
     200524: "a head that the disk had refused was evicted to make room for its own tail",
     201035: "the budget of hints did not count whole extents: waiting prompts had 88 % of a store",
