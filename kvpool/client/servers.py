@@ -31,6 +31,7 @@ from kvpool.errors import (
     KvpoolError,
     LinkBroken,
     MasterLost,
+    MessageTooNew,
     Overloaded,
     PeerError,
     ServerLost,
@@ -353,6 +354,8 @@ class Servers:
                         last = path == order[-1]
                         channel = await self._connect(record, path, deadline, last=last)
                     result = await operation(channel)
+                except MessageTooNew as error:  # nothing was sent: the path is as good as before
+                    raise ServerLost(f"server {record.server}: {error}") from None
                 except BaseException as error:
                     # Of a cancelled call, too: a trial that hangs is one that has failed.
                     if record.remote is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpool import logs
-from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.errors import MessageTooNew, Overloaded, PeerError, Unavailable
 from kvpool.protocols import SupportsFetch
 from kvpool.server.context import ServerContext
 from kvpool.server.peer_servers import REFRESH_S, PeerServers
@@ -216,6 +216,8 @@ class Balancer:
                 statuses = await channel.fetch(
                     namespace, part, digests, self._peers.server, deadline=until
                 )
+            except MessageTooNew:  # of the release before: it keeps its channel
+                break
             except _FAILURES:
                 self._peers.failed(target)
                 raise

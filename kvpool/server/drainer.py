@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from kvpool import logs
-from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.errors import MessageTooNew, Overloaded, PeerError, Unavailable
 from kvpool.protocols import SupportsFetch
 from kvpool.runtime import task_group
 from kvpool.server.context import ServerContext
@@ -340,6 +340,9 @@ class Drainer:
                 statuses = await channel.fetch(
                     namespace, part, digests, self._peers.server, deadline=until
                 )
+            except MessageTooNew:
+                reasons.update(dict.fromkeys(wanted, "it cannot fetch"))
+                return
             except _FAILURES as error:
                 self._peers.failed(target)
                 log.info("drain: a server does not fetch", target=target, why=str(error))
