@@ -66,8 +66,8 @@ _UPDATES: Final = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
-#: Whether a call of SGLang's has changed weights in this process.
-_changed: list[str] = []
+#: The first call of SGLang's that has changed weights in this process, if one has.
+_changed = ""
 
 
 def fields(arguments: Any, model: str, revision: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def fields(arguments: Any, model: str, revision: str) -> dict[str, str]:
 
 def weights_changed() -> str:
     """The call that changed weights in this process after they were loaded, or ""."""
-    return _changed[0] if _changed else ""
+    return _changed
 
 
 @functools.cache
@@ -124,7 +124,8 @@ def watch_updates() -> None:
 def _noticed(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def noticed(*arguments: Any, **named: Any) -> Any:
-        _changed.append(call.__name__)  # before: a part may be written when it fails
+        global _changed
+        _changed = _changed or call.__name__  # before: a part may be written when it fails
         return call(*arguments, **named)
 
     return noticed

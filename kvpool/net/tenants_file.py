@@ -7,7 +7,6 @@ and secrets of before stay (design: tenants).
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from zmq.utils import z85
 from kvpool import logs
 from kvpool.config import Config, cluster_of, read_secret
 from kvpool.errors import ConfigError
+from kvpool.file_stamp import Stamp, stamp
 from kvpool.tenants import Tenant, TenantKeys, parse_tenants
 from kvpool.types import Cluster
 from kvpool.wire import auth
@@ -30,9 +30,6 @@ log = logs.get("kvpool.tenants")
 _LOOK_EVERY_S: Final = 1.0
 #: Bytes of a tenants file: some 1,000 tenants.
 _FILE_SIZE_MAX: Final = 1 << 20
-
-#: What shows that a file has changed: its inode, its size and the time; None: it is not there.
-_Stamp = tuple[int, int, int] | None
 
 
 class _Loaded(NamedTuple):
@@ -58,7 +55,7 @@ class TenantsFile:
         self._on_change: list[Callable[[Mapping[str, Tenant]], None]] = []
         self._look_now = asyncio.Event()
         #: Every file that was looked at, as it was just before it was read.
-        self._stamps: dict[Path, _Stamp] = {}
+        self._stamps: dict[Path, Stamp] = {}
         self._apply(self._read(self._stamps))
 
     def __repr__(self) -> str:
@@ -103,7 +100,7 @@ class TenantsFile:
 
     async def look(self, *, asked: bool = False) -> bool:
         """Read the files if they have changed, or if `asked`; True when they are used now."""
-        now = await asyncio.to_thread(lambda: {path: _stamp(path) for path in self._stamps})
+        now = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._stamps})
         if now == self._stamps and not asked:
             return False
         self._stamps = {}  # also of a bad file: it is warned of once
@@ -129,9 +126,9 @@ class TenantsFile:
         for use in self._on_change:
             use(self.tenants)
 
-    def _read(self, stamps: dict[Path, _Stamp]) -> _Loaded:
+    def _read(self, stamps: dict[Path, Stamp]) -> _Loaded:
         """Read every file, in a thread, and write down in `stamps` what it was before."""
-        stamps[self._path] = _stamp(self._path)
+        stamps[self._path] = stamp(self._path)
         tenants = parse_tenants(_read_yaml(self._path), str(self._path))
         secrets: dict[str, tuple[bytes, ...]] = {}
         owners = {self._cluster.secret: "the cluster"}
@@ -141,7 +138,7 @@ class TenantsFile:
             read = []
             for file in tenant.secret_files:
                 path = self._path.parent / file
-                stamps[path] = _stamp(path)
+                stamps[path] = stamp(path)
                 try:
                     secret = read_secret(str(path))
                 except ConfigError as error:
@@ -157,14 +154,6 @@ class TenantsFile:
                 client_keys[zmq.curve_public(z85.encode(auth.client_key(seen)))] = name
             secrets[name] = tuple(read)
         return _Loaded(tenants, secrets, client_keys)
-
-
-def _stamp(path: Path) -> _Stamp:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_yaml(path: Path) -> object:

@@ -61,7 +61,10 @@ def files(*folders: str) -> list[Path]:
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
-    ("types", "units", "tenants", "backoff", "piecewise_dict", "spans", "kv_events", "tracing"),
+    (
+        *("types", "units", "tenants", "backoff", "piecewise_dict", "spans", "kv_events"),
+        *("file_stamp", "tracing"),
+    ),
     (
         *("protocols", "config", "wire"),
         *("audit", "checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
@@ -164,7 +167,7 @@ def test_the_pure_rooms_are_pure() -> None:
 
 
 def test_transports_and_tiers_know_contracts_only() -> None:
-    helpers = ("checksum", "device", "device_copy", "huge_pages", "logs")
+    helpers = ("checksum", "device", "device_copy", "file_stamp", "huge_pages", "logs")
     allowed = ("types", "errors", "protocols", "wire", *helpers)
     for path in files("transports", "tiers"):
         for name in imports(path):

@@ -7,8 +7,9 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,6 +18,7 @@ from kvpool.errors import ConfigError, KvpoolError, LinkBroken, Unauthenticated
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import RequiresCertificates, Transport
 from kvpool.wire import auth
+from kvpool_transports import certificates
 from kvpool_transports.streams import server as server_half
 from kvpool_transports.streams import strangers
 from kvpool_transports.tcp import TcpTransport
@@ -221,6 +223,189 @@ async def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -
             task.cancel()
         for _, writer in silent:
             writer.close()
+
+
+async def tls_from(host: str, address: str, *, hang_up: bool = False) -> bytes:
+    """What a peer at `host` gets of a server that it greets well, or after it has hung up."""
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        blind.wrap_bio(received, sent).do_handshake()
+    port = int(address.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
+    try:
+        writer.write(sent.read() if not hang_up else sent.read()[:100])
+        if hang_up:
+            return b""
+        async with asyncio.timeout(5):
+            return await reader.read(1 << 16)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", None])
+async def test_too_many_failed_handshakes_shut_their_address_out_before_tls(
+    greeting: bytes | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Garbage, or a peer that lets the server sign and hangs up: both cost a handshake."""
+    monkeypatch.setattr(strangers, "WRONG_PROOFS_PER_S", 0.0)
+    caplog.set_level("INFO")
+    there = "127.0.0.2"
+    async with serving(SECRET, server_tls()) as running:
+        address, (server,) = address_of(running), running.servers
+
+        def refused() -> int:
+            return server.stats(0.0).counters.get("refused_handshakes", 0)
+
+        assert await tls_from(there, address)  # it is greeted, and hangs up: that is the first
+        for number in range(2, strangers.WRONG_PROOFS_MAX + 1):
+            if greeting is None:
+                await tls_from(there, address, hang_up=True)
+            else:
+                port = int(address.rpartition(":")[2])
+                _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(there, 0))
+                writer.write(greeting)
+                await eventually(lambda number=number: refused() == number)
+                writer.close()
+        await eventually(lambda: refused() == strangers.WRONG_PROOFS_MAX)
+        assert await tls_from(there, address) == b""  # not one byte of TLS
+        await eventually(lambda: refused() == strangers.WRONG_PROOFS_MAX + 1)
+        await connect(TlsTransport(), address, SECRET)  # from another address
+        monkeypatch.setattr(strangers, "WRONG_PROOFS_PER_S", 1e9)
+        assert await tls_from(there, address)
+    lines = [record for record in caplog.records if record.levelname in ("INFO", "WARNING")]
+    about = [line for line in lines if vars(line).get("peer") == there]
+    assert len(about) == 1, about
+    assert vars(about[0])["handshakes"] == 1
+    assert "no TLS" in vars(about[0])["why"]
+    assert not [line for line in caplog.records if line.name == "asyncio" and line.levelno > 10]
+
+
+class Replaced(NamedTuple):
+    """Files of a certificate that a test replaces."""
+
+    cert: Path
+    key: Path
+
+    def by(self, name: str) -> None:
+        """Key first: a server that looks between the two sees a pair that does not fit."""
+        self.key.write_bytes(Path(certificate(name).key).read_bytes())
+        self.cert.write_bytes(Path(certificate(name).cert).read_bytes())
+
+
+async def shown_at(address: str) -> bytes:
+    """The certificate that a server shows now."""
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    port = int(address.rpartition(":")[2])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=blind)
+    shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return shown
+
+
+def pem(name: str) -> bytes:
+    return Path(certificate(name).cert).read_bytes()
+
+
+def der(name: str) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(pem(name).decode())
+
+
+async def test_a_certificate_that_is_replaced_is_shown_and_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(certificates, "LOOK_EVERY_S", 0.0)
+    caplog.set_level("INFO")
+    files = Replaced(tmp_path / "cert.pem", tmp_path / "key.pem")
+    files.by("server")
+
+    def refusals() -> int:
+        return caplog.text.count("new certificates are refused, those before stay")
+
+    transport = TlsTransport(cert=str(files.cert), key=str(files.key))
+    async with serving(SECRET, transport) as running:
+        address = address_of(running)
+        config = ClientConfig(masters=[running.address], transports=["tls"])
+        network = ZmqNetwork(SECRET)
+        async with Pool(
+            config,
+            cluster=SECRET,
+            network=network,
+            transports={"tls": TlsTransport()},
+            owns_network=True,
+        ) as pool:
+            chain = keys("rotated", 4)
+            assert set(await write(pool, chain)) == {WriteStatus.STORED}
+            assert await shown_at(address) == der("server")
+            files.by("other")
+            assert await shown_at(address) == der("other")
+            await connect(TlsTransport(), address, SECRET)  # its proof covers the new one
+            got = buffers(4, BLOCK)  # who was connected, stays
+            assert {r.status for r in await pool.read(NAMESPACE, chain, got)} == {ReadStatus.HIT}
+        for bad in (b"", b"nonsense", None, pem("server")):
+            if bad is None:
+                files.cert.unlink()
+            else:
+                files.cert.write_bytes(bad)
+            before = refusals()
+            for _ in range(3):
+                assert await shown_at(address) == der("other")
+            assert refusals() == before + 1  # once for each bad version
+        await connect(TlsTransport(), address, SECRET)
+        files.by("server")
+        assert await shown_at(address) == der("server")
+    assert caplog.text.count("certificates were read again") == 2
+
+
+async def test_a_client_trusts_a_replaced_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "LOOK_EVERY_S", 0.0)
+    trusted = tmp_path / "ca.pem"
+    trusted.write_bytes(pem("other"))
+    client = TlsTransport(ca=str(trusted))
+    async with serving(OPEN, server_tls()) as running:
+        with pytest.raises(LinkBroken, match=r"(?i)certificate"):
+            await connect(client, address_of(running), OPEN)
+        trusted.write_bytes(pem("server"))
+        await connect(client, address_of(running), OPEN)
+        trusted.write_bytes(pem("other"))
+        with pytest.raises(LinkBroken, match=r"(?i)certificate"):
+            await connect(client, address_of(running), OPEN)
+
+
+async def test_files_are_read_once_and_looked_at_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads: list[str] = []
+    looks: list[str] = []
+
+    def noting(noted: list[str], real: Callable[[str], Any]) -> Callable[[str], Any]:
+        return lambda path: noted.append(path) or real(path)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(certificates, "read", noting(reads, certificates.read))
+    monkeypatch.setattr(certificates, "stamp", noting(looks, certificates.stamp))
+    made = certificate("server")
+    files = certificates.Files("", "", made.cert)
+    used = certificates.Certificates(files, ssl.PROTOCOL_TLS_CLIENT, lambda context: None)
+    first = await used.current()
+    for number in range(1, 4):
+        assert await asyncio.gather(*(used.current() for _ in range(20))) == [first] * 20
+        assert len(looks) == number
+        used._looked -= 1.5  # as if so much time had passed
+    client = TlsTransport()
+    async with serving(SECRET, server_tls()) as running:
+        del reads[:]
+        await connect(client, address_of(running), SECRET)
+        context = client._of_client
+        for _ in range(5):
+            await connect(client, address_of(running), SECRET)
+        assert client._of_client is context
+        assert not reads
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,16 @@ import hashlib
 import socket
 import ssl
 from functools import partial
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvpool.errors import ConfigError, LinkBroken
+from kvpool.errors import ConfigError, KvpoolError, LinkBroken, Unauthenticated
 from kvpool.protocols import BlockStore, Listener
 from kvpool.types import Cluster
+from kvpool_transports.certificates import Certificates, Files, read
 from kvpool_transports.streams.server import HELLO_S, Sessions
-from kvpool_transports.streams.stream import Stream
+from kvpool_transports.streams.stream import Stream, address_of
 from kvpool_transports.tcp import BACKLOG, TcpTransport, parse, tune
 
-_FILE_MAX: Final = 1 << 20
 #: After an accept that failed.
 _ACCEPT_AGAIN_S: Final = 0.1
 
@@ -46,35 +45,32 @@ class TlsTransport(TcpTransport):
         if bool(cert) != bool(key):
             raise ConfigError("tls: cert and key are given together, or none of them")
         super().__init__()
-        self._certificate, self._key, self._ca = cert, key, ca
+        self._files = Files(cert, key, ca)
         self._check_name = check_name
-        for path in filter(None, (cert, key, ca)):
-            _read(path)  # a wrong path is told at the start, not with the first connection
+        self._of_client: Certificates | None = None
+        for path in filter(None, self._files):
+            read(path)  # a wrong path is told at the start, not with the first connection
 
     @property
     def requires_certificates(self) -> bool:
         """A server asks its clients for a certificate, which is good in place of a secret."""
-        return bool(self._ca)
+        return bool(self._files.ca)
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
-        if not self._certificate:
+        if not self._files.cert:
             raise ConfigError(f"{address or 'tls'}: a server needs tls?cert=FILE&key=FILE")
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        if self._ca:
-            context.verify_mode = ssl.CERT_REQUIRED
-        binding = hashlib.sha256(_first_certificate(self._certificate)).digest()
-        sessions = Sessions(store, mapped=False, scheme="tls", binding=binding)
-        return _TlsListener(sessions, context, _listen(address))
+        certificates = Certificates(self._files, ssl.PROTOCOL_TLS_SERVER, self._for_server)
+        sessions = Sessions(store, mapped=False, scheme="tls")
+        return _TlsListener(sessions, certificates, _listen(address))
 
     async def _open(self, host: str, port: int, cluster: Cluster) -> tuple[Stream, bytes]:
-        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = bool(self._ca) and self._check_name
-        if not self._ca:
-            if not cluster.secret:
-                raise ConfigError(
-                    "tls without a secret needs tls?ca=FILE: nothing else says whose server it is"
-                )
-            context.verify_mode = ssl.CERT_NONE  # the proof covers the certificate
+        if not self._files.ca and not cluster.secret:
+            raise ConfigError(
+                "tls without a secret needs tls?ca=FILE: nothing else says whose server it is"
+            )
+        if self._of_client is None:
+            self._of_client = Certificates(self._files, ssl.PROTOCOL_TLS_CLIENT, self._for_client)
+        context, _ = await self._of_client.current()
         try:
             transport, stream = await asyncio.get_running_loop().create_connection(
                 Stream, host, port, ssl=context, server_hostname=host
@@ -85,30 +81,25 @@ class TlsTransport(TcpTransport):
         shown = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
         return stream, hashlib.sha256(shown or b"").digest()
 
-    def _context(self, side: int) -> ssl.SSLContext:
-        """Raises ConfigError for files that are none of certificates and keys."""
-        context = ssl.SSLContext(side)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        try:
-            if self._certificate:
-                context.load_cert_chain(self._certificate, self._key)
-            if self._ca:
-                context.load_verify_locations(self._ca)
-        except (ssl.SSLError, OSError) as error:
-            files = ", ".join(filter(None, (self._certificate, self._key, self._ca)))
-            raise ConfigError(
-                f"tls: {files}: {error.strerror or error}; expected certificates and a key in PEM"
-            ) from None
-        return context
+    def _for_server(self, context: ssl.SSLContext) -> None:
+        if self._files.ca:
+            context.verify_mode = ssl.CERT_REQUIRED
+
+    def _for_client(self, context: ssl.SSLContext) -> None:
+        context.check_hostname = bool(self._files.ca) and self._check_name
+        if not self._files.ca:
+            context.verify_mode = ssl.CERT_NONE  # the proof covers the certificate
 
 
 class _TlsListener:
     """Accepts connections by itself, and not by the loop: a connection counts as a stranger's from
     its first byte on, before TLS, so that silent ones are bounded (design: strangers)."""
 
-    def __init__(self, sessions: Sessions, context: ssl.SSLContext, listening: socket.socket):
+    def __init__(
+        self, sessions: Sessions, certificates: Certificates, listening: socket.socket
+    ) -> None:
         self._sessions = sessions
-        self._context = context
+        self._certificates = certificates
         self._listening = listening
         host, port = listening.getsockname()[:2]
         self._address = f"tls://[{host}]:{port}" if ":" in host else f"tls://{host}:{port}"
@@ -135,7 +126,7 @@ class _TlsListener:
     def _accept(self) -> None:
         for _ in range(BACKLOG):
             try:
-                accepted, _address = self._listening.accept()
+                accepted, peer = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # no descriptor is free: not again in each turn of the loop
@@ -143,26 +134,38 @@ class _TlsListener:
                 self._paused = self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
                 return
             accepted.setblocking(False)
-            arriving = self._sessions.start(self._arrive(accepted))
+            address = address_of(peer)
+            if not self._sessions.admits(address):  # before TLS, which costs a signature
+                accepted.close()
+                continue
+            arriving = self._sessions.start(self._arrive(accepted, address))
             arriving.add_done_callback(partial(_hang_up_cancelled, accepted))
 
-    async def _arrive(self, accepted: socket.socket) -> None:
+    async def _arrive(self, accepted: socket.socket, address: str) -> None:
         task = asyncio.current_task()
         assert task is not None
         arrival, stream = _Arrival(task), Stream()
         if self._sessions.strangers.arrived(arrival):
             self._sessions.count("displaced_handshakes")
         try:
+            context, binding = await self._certificates.current()
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: stream, accepted, ssl=self._context, ssl_handshake_timeout=HELLO_S
+                lambda: stream, accepted, ssl=context, ssl_handshake_timeout=HELLO_S
             )
-        except OSError:  # ssl.SSLError is one
-            self._sessions.count("refused_handshakes")
+        except OSError as error:  # ssl.SSLError is one
+            self._sessions.refused(address, _why(error), costly=True)
             return
         finally:
             self._sessions.strangers.left(arrival)
         tune(transport)
-        self._sessions.accept(stream)
+        self._sessions.accept(stream, binding)
+
+
+def _why(error: OSError) -> KvpoolError:
+    """No TLS is as good as no proof; who has hung up may have been nothing but a probe."""
+    if isinstance(error, ssl.SSLError):
+        return Unauthenticated(f"no TLS: {error.reason or error}")
+    return LinkBroken(f"no TLS: {error.strerror or error}")
 
 
 def _hang_up_cancelled(accepted: socket.socket, arriving: asyncio.Task[None]) -> None:
@@ -194,21 +197,3 @@ def _listen(address: str) -> socket.socket:
         ) from None
     listening.setblocking(False)
     return listening
-
-
-def _read(path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(_FILE_MAX)
-    except OSError as error:
-        raise ConfigError(f"tls: {path}: {error.strerror}") from None
-
-
-def _first_certificate(path: str) -> bytes:
-    """The certificate that a server shows, as DER."""
-    text = _read(path).decode("ascii", "replace")
-    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    _, found, rest = text.partition(begin)
-    if not found or end not in rest:
-        raise ConfigError(f"tls: {path}: expected a certificate in PEM")
-    return ssl.PEM_cert_to_DER_cert(begin + rest.partition(end)[0] + end)

@@ -333,7 +333,15 @@ def test_weights_that_were_changed_end_everything(
     made.register_mem_pool_host(HostPool())
     keys = hashes(prompt(5, 2 * PAGE))
     assert made.batch_set_v1(keys, indices(0, 2)) == [True, True]
-    monkeypatch.setattr(engine_name, "_changed", ["update_weights_from_ipc"])
+    monkeypatch.setattr(engine_name, "_changed", "")
+
+    def update_weights_from_ipc() -> None: ...
+
+    def update_weights_from_disk() -> None: ...
+
+    for call in (update_weights_from_ipc, update_weights_from_disk, update_weights_from_disk):
+        engine_name._noticed(call)()
+    assert engine_name._changed == "update_weights_from_ipc"  # the first, however many follow
     with caplog.at_level(logging.WARNING):
         assert made.batch_exists(keys) == 0
         assert made.batch_get_v1(keys, indices(0, 2)) == [False, False]

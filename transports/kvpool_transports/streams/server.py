@@ -98,10 +98,8 @@ class Sessions:
         mapped: bool,
         scheme: str,
         session: type[StreamSession] | None = None,
-        binding: bytes = b"",
     ) -> None:
         self._store = store
-        self._binding = binding
         self._mapped = mapped
         self._scheme = scheme
         self._session = session or StreamSession
@@ -110,8 +108,11 @@ class Sessions:
         self.strangers = Strangers()
         self._closed = False
 
-    def accept(self, stream: Stream) -> Stream:
-        """Serve the client of a new stream in a task; returns the stream."""
+    def accept(self, stream: Stream, binding: bytes = b"") -> Stream:
+        """Serve the client of a new stream in a task; returns the stream.
+
+        `binding`: the hash of the certificate that was shown to it (design: tls).
+        """
         if self._closed:  # the kernel accepted the connection before `close`
             stream.abort()
             return stream
@@ -122,7 +123,7 @@ class Sessions:
             scheme=self._scheme,
             strangers=self.strangers,
         )
-        session.binding = self._binding
+        session.binding = binding
         task = self.start(session.run())
         # Also when it is cancelled before its first step, and so never comes to its `finally`.
         task.add_done_callback(lambda _: stream.abort())
@@ -139,6 +140,22 @@ class Sessions:
         """Count what happened to a connection before it had a session."""
         self._store.count(what)
 
+    def admits(self, address: str) -> bool:
+        """Whether a connection from there may begin; if not, it is counted as refused."""
+        try:
+            self.strangers.check(address, self._loop.time())
+        except KvpoolError as error:
+            self.refused(address, error)
+            return False
+        return True
+
+    def refused(self, address: str, error: KvpoolError, *, costly: bool = False) -> None:
+        """Count and report a connection that was refused before it had a session.
+
+        `costly`: it counts like a wrong proof, whatever the error.
+        """
+        _report(self._store, self.strangers, self._scheme, address, error, costly=costly)
+
     async def close(self) -> None:
         """End them all. Idempotent."""
         self._closed = True
@@ -153,7 +170,7 @@ class StreamSession:
 
     #: Whether clients of tenants may use it. Never where the client maps the server's memory.
     serves_tenants = True
-    #: The hash of the certificate that this listener shows; proofs cover it (design: tls).
+    #: The hash of the certificate that this client was shown; proofs cover it (design: tls).
     binding = b""
 
     def __init__(
@@ -318,18 +335,13 @@ class StreamSession:
             raise Unauthenticated("the client does not know this cluster's secret")
 
     def _refuse(self, error: KvpoolError) -> None:
-        fields = {"transport": self._scheme, "error": type(error).__name__, "why": str(error)}
         if isinstance(error, Forbidden) and self._connection is not None:
             pass  # the store has it, in an audit that writes one line for many
         elif self._connection is not None:
-            log.info("connection closed", **fields)
+            log.info("connection closed", **_fields(self._scheme, error))
         else:
-            self._store.count("refused_handshakes")
             address = self.stream.peer_address
-            count = self._strangers.refused(address, error, self._loop.time())
-            if count:
-                report = log.warning if isinstance(error, Unauthenticated) else log.info
-                report("connection closed", **fields, peer=address, handshakes=count)
+            _report(self._store, self._strangers, self._scheme, address, error)
         with contextlib.suppress(KvpoolError):
             self.stream.send_now(Error(type(error).__name__, str(error)[:2048]))
 
@@ -532,6 +544,28 @@ _ANSWERS: Final[
     Prefetch: StreamSession._prefetch,
     Drain: StreamSession._drain,
 }
+
+
+def _report(
+    store: BlockStore,
+    strangers: Strangers,
+    scheme: str,
+    address: str,
+    error: KvpoolError,
+    *,
+    costly: bool = False,
+) -> None:
+    """Count a refused handshake, and write one line a minute for each address."""
+    store.count("refused_handshakes")
+    now = asyncio.get_running_loop().time()
+    count = strangers.refused(address, error, now, costly=costly)
+    if count:
+        report = log.warning if isinstance(error, Unauthenticated) else log.info
+        report("connection closed", **_fields(scheme, error), peer=address, handshakes=count)
+
+
+def _fields(scheme: str, error: KvpoolError) -> dict[str, str]:
+    return {"transport": scheme, "error": type(error).__name__, "why": str(error)}
 
 
 def _session_hint(reserve: Reserve) -> SessionHint | None:

@@ -88,13 +88,16 @@ class Strangers:
         if known is not None and known.wrong_now(now) > WRONG_PROOFS_MAX - 1:
             raise Overloaded("too many wrong secrets from this address: try again in a moment")
 
-    def refused(self, address: str, error: KvpoolError, now: float) -> int:
-        """A handshake has failed; for how many of this address a log line is due now, mostly 0."""
+    def refused(self, address: str, error: KvpoolError, now: float, *, costly: bool = False) -> int:
+        """A handshake has failed; for how many of this address a log line is due now, mostly 0.
+
+        It counts as a wrong proof if it was one, or cost as much (`costly`).
+        """
         known = self._addresses.get(address)
         if known is None:
             self._make_room(now)
             known = self._addresses[address] = _Address(0.0, now)
-        wrong = address != "" and isinstance(error, Unauthenticated)
+        wrong = address != "" and (costly or isinstance(error, Unauthenticated))
         known.wrong, known.at = known.wrong_now(now) + wrong, now
         known.unreported += 1
         if now < known.report_at:
