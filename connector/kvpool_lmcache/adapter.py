@@ -39,6 +39,12 @@ _STORED: Final = frozenset({"STORED", "ALREADY_STORED", "IN_PROGRESS", "BYPASSED
 #: Results of single blocks that mean that the pool fails.
 _POOL_FAILED: Final = frozenset({"NO_MASTER", "SERVER_LOST", "DEADLINE"})
 _CLOSE_S: Final = 10.0
+#: Kinds of tasks, and what becomes of their objects.
+_DONE: Final = {"lookups": "found", "loads": "loaded", "stores": "stored"}
+_COUNTERS: Final = (
+    *(name for kind in _DONE for name in (kind, f"{kind}_failed", f"objects_{_DONE[kind]}")),
+    "paused",
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +70,8 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._stored: dict[int, L2StoreResult] = {}
         self._found: dict[int, Bitmap] = {}
         self._resume_at = 0.0
-        #: By what became of them: `lookups`, `loads`, `stores`, each with `_failed`, and `paused`.
-        self.counters: Counter[str] = Counter()
+        #: Tasks, those of them that failed, and the objects that were found, loaded and stored.
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._pool = PoolThread(settings.client(), settings.owner(), log.info, log.warning)
         self._pool.wait(settings.start_wait_s)
 
@@ -205,6 +211,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
         def finish(positions: list[int]) -> None:
             with self._lock:
+                self.counters[f"objects_{_DONE[kind]}"] += len(positions)
                 if not self._closed:
                     end(task, positions)
                     os.eventfd_write(fd, 1)

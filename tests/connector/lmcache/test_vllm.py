@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -20,136 +18,137 @@ import pytest
 pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test-lmcache-long")
 pytest.importorskip("vllm", reason="needs vLLM: make test-lmcache-long")
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-TOKENS = 1100
-ENV = {
-    **os.environ,
-    "LMCACHE_TRACK_USAGE": "false",
-    "LMCACHE_DISABLE_BANNER": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
+from examples import tiny_model
+from kvpool.testing.connector_checks import ProcessPool, prompt
+from tests.connector.vllm.helpers import Engine, free_port, wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+CHUNK = 256  # tokens of an object in the pool
+TOKENS = 1100  # of a prompt: four whole chunks, and a rest
+LOADED = TOKENS // CHUNK * CHUNK
 
 
-def engine(model: str, lmcache_port: str) -> None:
-    """One engine in this process: two prompts, and how much of each came from LMCache."""
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+class LMCacheServer:
+    """`lmcache server` in a process of its own, with kvpool as its second level."""
 
-    transfer = KVTransferConfig(
-        kv_connector="LMCacheMPConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": int(lmcache_port),
-        },
-    )
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=32,
-        kv_cache_memory_bytes=256 << 20,
-        max_model_len=4096,
-        kv_transfer_config=transfer,
-        distributed_executor_backend="uni",
-        disable_log_stats=False,
-    )
-    rng = random.Random(5)
-    prompts = [{"prompt_token_ids": [rng.randrange(5, 1000) for _ in range(TOKENS)]} for _ in "ab"]
-    answers = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))  # type: ignore[arg-type]
-    time.sleep(4)  # LMCache stores in the background
-    told = {
-        "cached": [one.num_cached_tokens for one in answers],
-        "tokens": [list(one.outputs[0].token_ids) for one in answers],
-    }
-    print("TOLD", json.dumps(told))
+    def __init__(self, master: str, log: Path) -> None:
+        self.port, self._http, metrics = (free_port() for _ in range(3))
+        self._log = log
+        plugin = {
+            "type": "plugin",
+            "module_path": "kvpool_lmcache",
+            "class_name": "KVPoolL2Adapter",
+            # Patient, so that a busy machine changes nothing.
+            "adapter_params": {"masters": [master], "lookup_timeout_s": 5.0, "pause_s": 1.0},
+        }
+        command = [str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--http-host", "127.0.0.1"]
+        command += ["--http-port", str(self._http), "--prometheus-port", str(metrics)]
+        command += ["--l1-size-gb", "1", "--no-l1-use-lazy", "--eviction-policy", "LRU"]
+        # By default LMCache itself copies from a GPU: an engine on a CPU would wait for ever.
+        command += ["--supported-transfer-mode", "auto"]
+        command += ["--chunk-size", str(CHUNK), "--l2-adapter", json.dumps(plugin)]
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "OMP_NUM_THREADS": "1"},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
 
+    def ready(self) -> LMCacheServer:
+        """Wait until it serves."""
+        until = time.monotonic() + 240
+        while True:
+            assert self._process.poll() is None, self._log.read_text()[-3000:]
+            assert time.monotonic() < until, self._log.read_text()[-3000:]
+            try:
+                self._ask("healthcheck")
+            except OSError:
+                time.sleep(0.3)
+            else:
+                return self
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    def pool(self) -> dict[str, Any]:
+        """What `lmcache describe` says of the adapter."""
+        (adapter,) = self._ask("status")["storage_manager"]["l2_adapters"]
+        assert isinstance(adapter, dict)
+        return adapter
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, what: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http}/{what}", timeout=10) as answer:
+            return json.load(answer)
 
 
 @contextmanager
-def lmcache_server(master: str, log: Path) -> Iterator[int]:
-    port, http, metrics = free_ports(3)
-    plugin = {
-        "type": "plugin",
-        "module_path": "kvpool_lmcache",
-        "class_name": "KVPoolL2Adapter",
-        "adapter_params": {"masters": [master]},
-    }
-    command = [str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
-    command += ["--prometheus-port", str(metrics), "--l1-size-gb", "1", "--eviction-policy", "LRU"]
-    command += ["--chunk-size", "256", "--no-l1-use-lazy", "--l2-adapter", json.dumps(plugin)]
-    with log.open("a") as out:
-        process = subprocess.Popen(command, env=ENV, stdout=out, stderr=subprocess.STDOUT)
+def serving(master: str, log: Path) -> Iterator[LMCacheServer]:
+    server = LMCacheServer(master, log)
     try:
-        until = time.monotonic() + 240
-        while True:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < until, log.read_text()[-3000:]
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{http}/healthcheck", timeout=1):
-                    break
-            except OSError:
-                time.sleep(0.3)
-        yield port
+        yield server.ready()
     finally:
-        process.terminate()
-        process.wait(20)
+        server.close()
 
 
-def answer(model: Path, port: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__, str(model), str(port)],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD")]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(lines[0][4:])
-    return told
+def behind(server: LMCacheServer) -> dict[str, Any]:
+    """Arguments of an engine."""
+    return {
+        "dtype": "float32",
+        "kv_transfer_config": {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": server.port,
+            },
+        },
+    }
 
 
 def test_a_second_engine_behind_a_fresh_lmcache(tmp_path: Path) -> None:
-    """Nothing but the pool remembers the prompts; a pool that was killed costs hits only."""
-    from examples import tiny_model
-
+    """Nothing but the pool remembers the prompts; a pool that is killed costs hits only."""
     model = tiny_model.make(tmp_path / "model")
-    log = tmp_path / "lmcache.log"
-    command = [sys.executable, "-m", "kvpool", "dev", "--capacity", "256MiB", "--bind"]
-    with subprocess.Popen([*command, "127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as pool:
-        try:
-            assert pool.stdout is not None
-            master = pool.stdout.readline().rpartition(" ")[2].strip()
-            with lmcache_server(master, log) as port:
-                first = answer(model, port)
-            with lmcache_server(master, log) as port:
-                second = answer(model, port)
-                pool.kill()
-            with lmcache_server(master, log) as port:
-                third = answer(model, port)
-        finally:
+    prompts = [prompt(number, TOKENS) for number in range(4)]
+    with ProcessPool("256MiB") as pool:
+        with Engine(model, tmp_path / "first.log", dtype="float32") as engine:
+            engine.ready()
+            right = [engine.generate([one])["tokens"][0] for one in prompts]
+            with serving(pool.address, tmp_path / "lmcache-1.log") as server:
+                engine.start(model, **behind(server))
+                first = engine.generate(prompts[:2])
+                wait_for(lambda: pool.blocks() == 2 * LOADED // CHUNK, 60)
+                assert server.pool()["objects_found"] == 0
+        assert first["cached"] == [0, 0]
+        assert first["tokens"] == right[:2]
+
+        with (
+            serving(pool.address, tmp_path / "lmcache-2.log") as server,
+            Engine(model, tmp_path / "second.log", **behind(server)) as engine,
+        ):
+            second = engine.ready().generate(prompts[:1])
+            assert second["tokens"] == right[:1]
+            assert second["cached"] == [LOADED]
+            told = server.pool()
+            assert told["objects_loaded"] == LOADED // CHUNK
+            assert told["loads_failed"] == 0
+
             pool.kill()
-    assert first["cached"] == [0, 0]
-    assert second["cached"] == [1024, 1024]  # whole chunks of 256 tokens
-    assert third["cached"] == [0, 0]
-    assert first["tokens"] == second["tokens"] == third["tokens"]
+            for number in (1, 2):  # one that was in the pool, and one that nobody has seen
+                lost = engine.generate([prompts[number]])
+                assert lost["tokens"] == [right[number]]
+                assert lost["cached"] == [0]
+            assert server.pool()["objects_loaded"] == LOADED // CHUNK
 
-
-if __name__ == "__main__":
-    engine(*sys.argv[1:])
+            pool.start()
+            wait_for(lambda: bool(server.pool()["is_healthy"]), 60)
+            assert engine.generate([prompts[3]])["tokens"] == [right[3]]
+            wait_for(lambda: pool.blocks() >= LOADED // CHUNK, 60)

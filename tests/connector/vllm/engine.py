@@ -7,8 +7,10 @@ time of a first start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import sys
@@ -72,8 +74,11 @@ def main() -> None:
             llm = None
             gc.collect()
             cleanup_dist_env_and_memory()
-            # A second start looks into all modules, and fails at one object in this one.
-            sys.modules.pop("llvmlite.binding.ffi", None)
+        # A start looks into all modules, and fails at an object of this one. A second start has it;
+        # behind LMCache, which imports numba, a first one, too.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("llvmlite.binding")
+        sys.modules.pop("llvmlite.binding.ffi", None)
         arguments = {**DEFAULTS, **given}
         if (transfer := arguments.pop("kv_transfer_config", None)) is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
