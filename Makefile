@@ -14,12 +14,13 @@ LMCACHE_VENV := .venv-lmcache
 SGLANG_VENV := .venv-sglang
 DOCS_VENV := .venv-docs
 PAGE_VENV := .venv-page
+RAY_VENV := .venv-ray
 PROMETHEUS := .prometheus
 SEEDS ?= 0:2000
 SAMPLE ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm demo-fleet fleet test test-kernels test-vllm test-vllm-long test-routers test-transformers test-lmcache test-lmcache-long test-sglang test-page test-prometheus check bench bench-peers gpu-acceptance sim mutants chaos fuzz docs clean
+.PHONY: help demo demo-vllm demo-fleet fleet test test-kernels test-vllm test-vllm-long test-routers test-transformers test-lmcache test-lmcache-long test-sglang test-page test-ray test-prometheus check bench bench-peers gpu-acceptance sim mutants chaos fuzz docs clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +45,9 @@ test-routers: $(ROUTERS_VENV)/ready  ## what vllm-router and Dynamo believe of o
 
 test-page: $(PAGE_VENV)/ready  ## the status page in a real chromium; skipped where there is none
 	$(PAGE_VENV)/bin/python -m pytest tests/page $(ARGS)
+
+test-ray: $(RAY_VENV)/ready  ## deploy/ray on a Ray cluster of three nodes in this machine, one killed
+	$(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
 
 test-prometheus: $(VENV)/ready $(PROMETHEUS)/usr/bin/promtool  ## alerts and dashboard with a real Prometheus that watches a pool
 	$(BIN)/python -m pytest tests/prometheus $(ARGS)
@@ -169,6 +173,12 @@ $(PAGE_VENV)/ready: pyproject.toml
 	$(PAGE_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-page]'
 	@touch $@
 
+$(RAY_VENV)/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, found none"; exit 1; }
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test-ray]'
+	@touch $@
+
 # The system's Prometheus, or Debian's package, unpacked and not installed.
 $(PROMETHEUS)/usr/bin/promtool:
 	mkdir -p $(PROMETHEUS)/usr/bin
@@ -223,4 +233,4 @@ $(VENV)/mutants-ready: $(VENV)/ready
 	@touch $@
 
 clean:  ## remove virtual environments and what was built
-	rm -rf $(VENV) $(FUZZ_VENV) $(KERNELS_VENV) $(VLLM_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) $(DOCS_VENV) $(PAGE_VENV) $(PROMETHEUS) site demo.svg demo-vllm.svg demo-fleet.svg fleet.html
+	rm -rf $(VENV) $(FUZZ_VENV) $(KERNELS_VENV) $(VLLM_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) $(DOCS_VENV) $(PAGE_VENV) $(RAY_VENV) $(PROMETHEUS) site demo.svg demo-vllm.svg demo-fleet.svg fleet.html
