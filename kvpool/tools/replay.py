@@ -414,7 +414,11 @@ class _Servers:
                 await asyncio.sleep(_POLL_S)
                 report = await pool.drain_report(_id(number))
         if report.state is not DrainState.DONE:
-            raise ServerLost(f"{_id(number)} has {report.left_blocks} blocks left: {report.left}")
+            why = ", ".join(f"{left.blocks} {left.reason}" for left in report.left)
+            raise ServerLost(
+                f"{_id(number)} cannot leave, {report.left_blocks} blocks are left ({why}): give the "
+                "others more room, with a larger --capacity or a tier of a disk"
+            )
         server = self._running.pop(number)
         server.signal(signal.SIGTERM)
         await server.ended()
