@@ -58,6 +58,9 @@ AdmitTokens = Annotated[
 Hog = Annotated[
     float, typer.Option("--hog", help="Prompts a second of a client that repeats none of them.")
 ]
+Guaranteed = Annotated[
+    float, typer.Option(help="Share of the memory that is the sessions' own beside that client.")
+]
 Incidents = Annotated[
     list[str] | None,
     typer.Option(
@@ -107,6 +110,7 @@ def fleet(
     resume_error: ResumeError = 0.25,
     admit_tokens: AdmitTokens = None,
     hog_prompts_s: Hog = 0.0,
+    guaranteed: Guaranteed = 0.0,
     incidents: Incidents = None,
     memory_tokens: MemoryTokens = None,
     block: BlockTokens = 512,

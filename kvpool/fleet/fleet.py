@@ -18,7 +18,7 @@ from kvpool.fleet.memory import FleetMemory, local_memories, shared_pool
 from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
 from kvpool.fleet.prefill import PrefillEngine
-from kvpool.fleet.prompts import Prompt
+from kvpool.fleet.prompts import AGENTS, Prompt, session_name
 from kvpool.fleet.results import FleetResult, measured
 from kvpool.fleet.routers import ROUTERS, RouterFacts
 from kvpool.fleet.sessions import (
@@ -101,7 +101,9 @@ class Fleet:
         blocks = options.memory // options.block
         shared = options.scope is Scope.POOL
         make = shared_pool if shared else local_memories
-        pools = make(options.instances, blocks, partial(registry.policy, options.policy))
+        guaranteed = {AGENTS: options.guaranteed} if options.guaranteed else {}
+        policy = partial(registry.policy, options.policy)
+        pools = make(options.instances, blocks, policy, guaranteed)
         block_bytes = options.block * self._constants.kv_bytes
         return FleetMemory(
             pools,
@@ -208,7 +210,7 @@ class Fleet:
     def _end(self, session: _RunningSession, prompt: Prompt, gap_s: float) -> None:
         del self._running[session.number]
         if (memory := self._hinted(Hints.END)) is not None:
-            memory.end(prompt.engine, str(session.number), self._events.now)
+            memory.end(prompt.engine, session_name(session.number), self._events.now)
         parent = session.parent
         if parent is not None:
             parent.children -= 1
@@ -232,21 +234,21 @@ class Fleet:
 
     def _hint(self, prompt: Prompt) -> SessionHint | None:
         named = self._options.hints and prompt.session >= 0
-        return SessionHint(str(prompt.session)) if named else None
+        return SessionHint(session_name(prompt.session)) if named else None
 
     def _repeat_arrival(self, prompt: Prompt) -> None:
         """As the connector does, at once and while the prompt waits."""
         memory = self._hinted(Hints.ARRIVAL)
         if memory is None or prompt.session < 0 or prompt.began_at:
             return
-        memory.arrived(prompt.engine, str(prompt.session), self._events.now)
+        memory.arrived(prompt.engine, session_name(prompt.session), self._events.now)
         self._events.after(_REPEAT_ARRIVAL_S, self._repeat_arrival, prompt)
 
     def _announce_return(self, prompt: Prompt, gap_s: float) -> None:
         memory = self._hinted(Hints.RESUME)
         if memory is not None:
             in_s = gap_s * self._rng.lognormvariate(0.0, self._options.resume_error)
-            memory.resumes(prompt.engine, str(prompt.session), in_s, self._events.now)
+            memory.resumes(prompt.engine, session_name(prompt.session), in_s, self._events.now)
 
     # --- bad days ------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ sends a part; saves wait on the engine's: what servers receive is not queued.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.links import LinkTransfer, QueuedLink, SharedLink
 from kvpool.tools.dry_pool import DryPool, HeldRun, PolicyOf
-from kvpool.types import ARRIVED, Match, ReadStatus, SessionHint
+from kvpool.types import ARRIVED, Match, Namespace, ReadStatus, SessionHint
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +68,13 @@ class FleetMemory:
         """Bytes that were loaded so far."""
         return sum(link.moved for link in self._receives)
 
-    def match(self, engine: int, chain: Sequence[bytes], now: float) -> Match:
+    def match(self, engine: int, namespace: Namespace, chain: Sequence[bytes], now: float) -> Match:
         """The longest prefix of the chain that this engine can load."""
         if now < self.masters_out_until:
             return Match((), 0, ReadStatus.NO_MASTER)
         pool = self._pool(engine)
         pool.exchange_heartbeats(now)
-        return pool.match(chain)
+        return pool.match(chain, namespace)
 
     def load_s(self, engine: int, blocks: int) -> float:
         """How long a load of so many blocks would take that begins now."""
@@ -83,12 +83,17 @@ class FleetMemory:
         return self._constants.first_byte_s + left / rate
 
     def start_load(
-        self, engine: int, chain: Sequence[bytes], ended: Callable[[PoolLoad], None]
+        self,
+        engine: int,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        ended: Callable[[PoolLoad], None],
     ) -> PoolLoad:
         """Load what is still there of these blocks, and call `ended` when it has come."""
         now = self._events.now
         pool = self._pool(engine)
-        pins = pool.pin(pool.match(chain), chain, self._host(engine), now)
+        match = pool.match(chain, namespace)
+        pins = pool.pin(match, chain, self._host(engine), now, namespace)
         load = PoolLoad(pool, pins, now, self._receives[engine], ended)
         self._loads[load] = None
         if not pins:
@@ -121,12 +126,14 @@ class FleetMemory:
         if load.running:
             load.ended(load)
 
-    def save_ends_at(self, engine: int, chain: Sequence[bytes], now: float) -> float | None:
+    def save_ends_at(
+        self, engine: int, namespace: Namespace, chain: Sequence[bytes], now: float
+    ) -> float | None:
         """When the engine has sent what the pool does not have; None: its link is too busy, or
         no master answers."""
         if now < self.masters_out_until:
             return None
-        blocks = len(chain) - self._pool(engine).match(chain).length
+        blocks = len(chain) - self._pool(engine).match(chain, namespace).length
         link = self._saves[engine]
         if blocks and link.wait_s(now) > self._constants.save_wait_s:
             self.saves_dropped += 1
@@ -134,13 +141,19 @@ class FleetMemory:
         return link.take(blocks * self._block_bytes, now)
 
     def save(
-        self, engine: int, chain: Sequence[bytes], hint: SessionHint | None, now: float
+        self,
+        engine: int,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        hint: SessionHint | None,
+        now: float,
     ) -> None:
         """These blocks have arrived: store what is not there yet."""
         pool = self._pool(engine)
         pool.exchange_heartbeats(now)
-        match = pool.match(chain)
-        pool.store(chain[: max(match.length, pool.capacity)], match, self._host(engine), hint, now)
+        match = pool.match(chain, namespace)
+        kept = chain[: max(match.length, pool.capacity)]
+        pool.store(kept, match, self._host(engine), hint, now, namespace)
 
     def end(self, engine: int, session: str, now: float) -> None:
         """This session has ended; its last prompt was computed by that engine."""
@@ -180,11 +193,15 @@ class FleetMemory:
         return f"host-{engine if self.shared else 0:03}"
 
 
-def shared_pool(servers: int, blocks: int, policy: PolicyOf) -> list[DryPool]:
+def shared_pool(
+    servers: int, blocks: int, policy: PolicyOf, guaranteed: Mapping[str, float] | None = None
+) -> list[DryPool]:
     """One pool of so many servers, with room for `blocks` together."""
-    return [DryPool(servers, blocks, policy)]
+    return [DryPool(servers, blocks, policy, guaranteed=guaranteed)]
 
 
-def local_memories(engines: int, blocks: int, policy: PolicyOf) -> list[DryPool]:
+def local_memories(
+    engines: int, blocks: int, policy: PolicyOf, guaranteed: Mapping[str, float] | None = None
+) -> list[DryPool]:
     """The same room, divided: each engine has its own and reads no other."""
-    return [DryPool(1, blocks // engines, policy) for _ in range(engines)]
+    return [DryPool(1, blocks // engines, policy, guaranteed=guaranteed) for _ in range(engines)]

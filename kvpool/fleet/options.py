@@ -98,9 +98,10 @@ class FleetOptions:
     factor); `events_late_s` how late a precise router learns what engines hold; `admit_tokens` how
     many tokens of context the sessions may have together that are served in turn (the others wait
     for one of these to end; None: no bound); `hog_prompts_s` prompts a second of another client,
-    which nobody asks for again. With `trace` the prompts of that file come at `trace_rate` times
-    their speed, and no `load`. `block` in tokens. `engines` are split (some prefill and others
-    decode) or mixed. Raises ConfigError.
+    which nobody asks for again. That client is another tenant, and `guaranteed` is the share of the
+    memory that the sessions' tenant has for itself. With `trace` the prompts of that file come at
+    `trace_rate` times their speed, and no `load`. `block` in tokens. `engines` are split (some
+    prefill and others decode) or mixed. Raises ConfigError.
     """
 
     gpus: int = GPUS_PER_INSTANCE
@@ -116,6 +117,7 @@ class FleetOptions:
     resume_error: float = 0.25
     admit_tokens: int | None = None
     hog_prompts_s: float = 0.0
+    guaranteed: float = 0.0
     incidents: Sequence[Incident] = ()
     memory_tokens: int | None = None
     block: int = 512
@@ -148,6 +150,8 @@ class FleetOptions:
         for name in ("resume_error", "events_late_s", "hog_prompts_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a number from 0 on")
+        if not 0 <= self.guaranteed <= 1:
+            raise ConfigError(f"guaranteed: {self.guaranteed} is not a share from 0 to 1")
         for incident in self.incidents:
             if incident.kind != "masters" and incident.number >= self.instances:
                 raise ConfigError(

@@ -141,7 +141,7 @@ class PrefillEngine:
 
     def _looked_up(self, prompt: Prompt, serial: int) -> None:
         assert self._memory is not None
-        match = self._memory.match(self.number, prompt.chain, self._events.now)
+        match = self._memory.match(self.number, prompt.namespace, prompt.chain, self._events.now)
         self._planner.on_lookup_result(prompt.id, serial, [match], "")
         self._decide(prompt)
         self._step()
@@ -171,7 +171,7 @@ class PrefillEngine:
         for load in plan.loads:
             self._load(prompt, load, computed + tokens)
         if plan.probe is not None:
-            self._probe(plan.probe)
+            self._probe(prompt, plan.probe)
 
     def _ask_again(self, prompt: Prompt) -> None:
         self._decide(prompt)
@@ -189,7 +189,7 @@ class PrefillEngine:
             elif load.running:  # it may have been given up
                 self._loaded(prompt, load, wanted, last)
 
-        load = memory.start_load(self.number, digests, loaded)
+        load = memory.start_load(self.number, prompt.namespace, digests, loaded)
         self._events.after(request.timeout_s, loaded, load)
 
     def _loaded(self, prompt: Prompt, load: PoolLoad, wanted: float, last: int) -> None:
@@ -204,9 +204,10 @@ class PrefillEngine:
         self._ready(prompt)
         self._step()
 
-    def _probe(self, request: ProbeRequest) -> None:
+    def _probe(self, prompt: Prompt, request: ProbeRequest) -> None:
         assert self._memory is not None
-        self._memory.start_load(self.number, request.blocks[0].digests, self._probed)
+        digests = request.blocks[0].digests
+        self._memory.start_load(self.number, prompt.namespace, digests, self._probed)
 
     def _probed(self, load: PoolLoad) -> None:
         assert self._memory is not None
@@ -241,7 +242,7 @@ class PrefillEngine:
         self._planner.on_request_finished(prompt.id)
         self.cache.add(prompt.chain)
         if self._memory is not None:
-            end = self._memory.save_ends_at(self.number, prompt.chain, now)
+            end = self._memory.save_ends_at(self.number, prompt.namespace, prompt.chain, now)
             if end is not None:
                 self._events.at(end, self._saved, prompt)
         self._prefilled(prompt)
@@ -249,7 +250,9 @@ class PrefillEngine:
 
     def _saved(self, prompt: Prompt) -> None:
         assert self._memory is not None
-        self._memory.save(self.number, prompt.chain, self._hint(prompt), self._events.now)
+        self._memory.save(
+            self.number, prompt.namespace, prompt.chain, self._hint(prompt), self._events.now
+        )
 
 
 def _never_cached(block_id: int, group: int, digest: bytes) -> bool:

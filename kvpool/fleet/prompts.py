@@ -5,6 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+from kvpool.types import Namespace
+
+#: The tenant whose sessions are served, and the one that sends prompts which nobody repeats.
+AGENTS: Final = "agents"
+HOG: Final = "hog"
+_NAMESPACES: Final = {tenant: Namespace(f"@{tenant}/kv") for tenant in (AGENTS, HOG)}
 
 
 class PromptState(enum.Enum):
@@ -22,6 +30,11 @@ class PromptState(enum.Enum):
     READY = "ready"
     COMPUTING = "computing"
     DONE = "done"
+
+
+def session_name(number: int) -> str:
+    """As the pool is told it."""
+    return f"@{AGENTS}/{number}"
 
 
 @dataclass(slots=True)
@@ -49,6 +62,11 @@ class Prompt:
     first_token_at: float = 0.0
     token_s: float = 0.0  # between two tokens of the answer
     done_at: float = 0.0
+
+    @property
+    def namespace(self) -> Namespace:
+        """Of its tenant. A prompt of no session is the hog's."""
+        return _NAMESPACES[HOG if self.session < 0 else AGENTS]
 
     @property
     def hit_tokens(self) -> int:

@@ -91,7 +91,8 @@ class PreciseRouter:
     def _pooled(self, prompt: Prompt, engine: PrefillEngine) -> int:
         """Blocks of the prompt's beginning that this engine could load."""
         assert self._facts.memory is not None
-        return self._facts.memory.match(engine.number, prompt.chain, self._facts.events.now).length
+        now = self._facts.events.now
+        return self._facts.memory.match(engine.number, prompt.namespace, prompt.chain, now).length
 
     def _estimate(self, prompt: Prompt, engine: PrefillEngine, pooled: int) -> tuple[float, int]:
         """Seconds until its prefill has ended there, and how many tokens are not computed."""

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -27,6 +27,7 @@ from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import ReserveRequest, WriteOptions
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.tools.workloads import Request
 from kvpool.types import (
@@ -53,7 +54,6 @@ PolicyOf = Callable[[int], Policy[Entry]]
 BLOCK_SIZE: Final = 4096
 _HINTS_MAX: Final = 1024
 _NAMESPACE: Final = Namespace("dry")
-_OPTIONS: Final = WriteOptions(_NAMESPACE, 0, True)
 _OWNER: Final = 1
 _NO_DEADLINE: Final = float("inf")
 #: Prompts after some moment whose prefixes count as living.
@@ -103,7 +103,8 @@ class Played:
 class DryPool:
     """`count` servers of equal size with room for `capacity` blocks together, on `hosts` hosts.
 
-    The engine that plays a prompt is on one of these hosts, in turn.
+    The engine that plays a prompt is on one of these hosts, in turn. `guaranteed` are the shares of
+    each server that tenants have for themselves.
     """
 
     def __init__(
@@ -113,8 +114,10 @@ class DryPool:
         policy: PolicyOf,
         hosts: int = 0,
         heartbeat_s: float = 1.0,
+        guaranteed: Mapping[str, float] | None = None,
     ) -> None:
         self.capacity = capacity
+        self._guaranteed = guaranteed or {}
         self._heartbeat_s = heartbeat_s
         self._copies_max = ClientConfig().copies_max
         self.played = Played()
@@ -128,7 +131,7 @@ class DryPool:
         self._epochs: dict[str, int] = {}
         for number in range(count):
             name, host = f"server-{number:03}", f"host-{number % self._hosts:03}"
-            store = Store(size, alignment=BLOCK_SIZE, policy=policy(size))
+            store = self._new_store(size)
             phase_s = number / count * heartbeat_s
             self.servers[name] = DryServer(name, host, store, phase_s)
             self._epochs[name] = 1
@@ -175,11 +178,18 @@ class DryPool:
         self.played.hits += held
         return held
 
-    def match(self, chain: Sequence[bytes]) -> Match:
+    def match(self, chain: Sequence[bytes], namespace: Namespace = _NAMESPACE) -> Match:
         """The longest prefix of the chain that the pool has."""
-        return self._directory.match(_NAMESPACE, chain)
+        return self._directory.match(namespace, chain)
 
-    def pin(self, match: Match, chain: Sequence[bytes], host: str, now: float) -> list[HeldRun]:
+    def pin(
+        self,
+        match: Match,
+        chain: Sequence[bytes],
+        host: str,
+        now: float,
+        namespace: Namespace = _NAMESPACE,
+    ) -> list[HeldRun]:
         """Read each run of it from one server: on the reader's host, or where the run before was.
 
         The blocks stay until `unpin`. Raises InvariantViolated if one is not where the map says.
@@ -195,7 +205,7 @@ class DryPool:
             used[name] = None
             store = self.servers[name].store
             digests = chain[run.first : run.last + 1]
-            held = store.pin(_OWNER, _NAMESPACE, 0, digests, now)
+            held = store.pin(_OWNER, namespace, 0, digests, now)
             if any(pin.status is not ReadStatus.HIT for pin in held):
                 raise InvariantViolated("a block is not where the map says")
             pins.append(HeldRun(name, store, held))
@@ -217,15 +227,17 @@ class DryPool:
         host: str,
         hint: SessionHint | None,
         now: float,
+        namespace: Namespace = _NAMESPACE,
     ) -> None:
         """Write what of this chain is not in `match`, which is its prefix in the pool now."""
         held = match.length
         fresh = list(chain[held:])
         if not fresh:
             return
-        server = self._write(fresh, chain[held - 1] if held else ROOT, host, hint, now)
+        options = WriteOptions(namespace, 0, True, hint)
+        server = self._write(options, fresh, chain[held - 1] if held else ROOT, host, now)
         if server:
-            self._copy_shared(server, match.runs, chain[:held], now)
+            self._copy_shared(namespace, server, match.runs, chain[:held], now)
 
     def hint(self, session: str, resume_in_s: float | None, now: float) -> None:
         """The next prompt of this session is expected then; None: it has ended; ARRIVED: its
@@ -241,7 +253,7 @@ class DryPool:
         """This server was killed, and runs again without a block."""
         server = self.servers[name]
         size = server.store.allocator.capacity
-        server.store = Store(size, alignment=BLOCK_SIZE, policy=self._policy(size))
+        server.store = self._new_store(size)
         self._directory.leave(name, self._epochs[name])
         self._epochs[name] += 1
         self._register(server, size)
@@ -303,6 +315,12 @@ class DryPool:
 
     # --- inside --------------------------------------------------------------------------
 
+    def _new_store(self, size: int) -> Store:
+        store = Store(size, alignment=BLOCK_SIZE, policy=self._policy(size))
+        if self._guaranteed:
+            store.set_quotas({t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
+        return store
+
     def _register(self, server: DryServer, size: int) -> None:
         name, epoch = server.name, self._epochs[server.name]
         refusal = self._directory.register(name, epoch, server.host, [], ["dram"], size, 0.0)
@@ -310,13 +328,14 @@ class DryPool:
             raise InvariantViolated(f"{name} is refused: {refusal}")
 
     def _write(
-        self, digests: list[bytes], parent: bytes, host: str, hint: SessionHint | None, now: float
+        self, options: WriteOptions, digests: list[bytes], parent: bytes, host: str, now: float
     ) -> str:
         """Returns the server on which the blocks begin, if it is the one that the master chose."""
         size = BLOCK_SIZE * len(digests)
+        hint = options.session_hint
         started = time.perf_counter()
         placed = self._directory.place(
-            _NAMESPACE, digests, parent, size, host, session=hint.session if hint else ""
+            options.namespace, digests, parent, size, host, session=hint.session if hint else ""
         )
         self.played.place_s.append(time.perf_counter() - started)
         parents = [parent, *digests[:-1]]
@@ -324,18 +343,23 @@ class DryPool:
             WriteBlock(digest, before, (), BLOCK_SIZE)
             for digest, before in zip(digests, parents, strict=True)
         ]
-        batch = BatchState(_OPTIONS, blocks, 1, _NO_DEADLINE, placed.servers)
+        batch = BatchState(options, blocks, 1, _NO_DEADLINE, placed.servers)
         needed = dict.fromkeys(range(len(blocks)), 1)
         while needed and (batches := batch.next_batches(needed)):
             for name, positions in batches.items():
-                answer = self._store(name, batch, positions, hint, now)
+                answer = self._store(name, batch, positions, now)
                 batch.answered(name, positions, answer, needed)
         self.played.statuses.update(batch.results(now))
         first = placed.servers[0] if placed.servers else ""
         return first if first in batch.stored_on[0] else ""
 
     def _copy_shared(
-        self, server: str, runs: Sequence[Run], prefix: Sequence[bytes], now: float
+        self,
+        namespace: Namespace,
+        server: str,
+        runs: Sequence[Run],
+        prefix: Sequence[bytes],
+        now: float,
     ) -> None:
         """As `SharedCopies` and a server that fetches: heads first, for what is used less."""
         holders = [replica.server for replica in runs[-1].replicas] if runs else []
@@ -343,12 +367,12 @@ class DryPool:
             return
         source, target = self.servers[holders[0]].store, self.servers[server].store
         for position, digest in enumerate(prefix):
-            entry = source.peek(_NAMESPACE, 0, digest)
-            if entry is None or target.peek(_NAMESPACE, 0, digest) is not None:
+            entry = source.peek(namespace, 0, digest)
+            if entry is None or target.peek(namespace, 0, digest) is not None:
                 continue
             parents = [prefix[position - 1] if position else ROOT]
             request = ReserveRequest(
-                _NAMESPACE, 0, [digest], parents, [BLOCK_SIZE], last_used=[entry.last_used]
+                namespace, 0, [digest], parents, [BLOCK_SIZE], last_used=[entry.last_used]
             )
             (reservation,) = target.reserve(_OWNER, request, now)
             if reservation.status is not WriteStatus.RESERVED:
@@ -358,22 +382,17 @@ class DryPool:
         self._announce(server)
 
     def _store(
-        self,
-        name: str,
-        batch: BatchState,
-        positions: Sequence[int],
-        hint: SessionHint | None,
-        now: float,
+        self, name: str, batch: BatchState, positions: Sequence[int], now: float
     ) -> list[WriteStatus]:
         """Reserve and seal, as one connection does, and announce what has changed."""
         store = self.servers[name].store
         request = ReserveRequest(
-            _NAMESPACE,
+            batch.options.namespace,
             0,
             [batch.blocks[i].digest for i in positions],
             [batch.blocks[i].parent for i in positions],
             [BLOCK_SIZE] * len(positions),
-            hint,
+            batch.options.session_hint,
         )
         answers = []
         for reservation in store.reserve(_OWNER, request, now):
@@ -386,12 +405,14 @@ class DryPool:
 
     def _announce(self, name: str) -> None:
         changes = self.servers[name].store.take_changes()
-        for status, group in itertools.groupby(changes, key=lambda change: change.status):
+        for (status, namespace), group in itertools.groupby(
+            changes, key=lambda change: (change.status, change.namespace)
+        ):
             digests = [change.digest for change in group]
             if status is ReadStatus.HIT:
-                self._directory.stored(name, _NAMESPACE, 0, 0, digests)
+                self._directory.stored(name, namespace, 0, 0, digests)
             else:
-                self._directory.removed(name, _NAMESPACE, 0, digests, status)
+                self._directory.removed(name, namespace, 0, digests, status)
 
 
 @lru_cache(maxsize=1 << 18)

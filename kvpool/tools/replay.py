@@ -416,8 +416,8 @@ class _Servers:
         if report.state is not DrainState.DONE:
             why = ", ".join(f"{left.blocks} {left.reason}" for left in report.left)
             raise ServerLost(
-                f"{_id(number)} cannot leave, {report.left_blocks} blocks are left ({why}): give the "
-                "others more room, with a larger --capacity or a tier of a disk"
+                f"{_id(number)} cannot leave, {report.left_blocks} blocks are left ({why}): give "
+                "the others more room, with a larger --capacity or a tier of a disk"
             )
         server = self._running.pop(number)
         server.signal(signal.SIGTERM)

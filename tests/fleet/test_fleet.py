@@ -176,6 +176,12 @@ def test_prompts_of_a_hog_are_no_result_and_push_others_out() -> None:
     alone, beside = run(**scarce), run(hog_prompts_s=0.2, **scarce)
     assert beside.prompts <= alone.prompts
     assert beside.hit_rate < alone.hit_rate
+    # It is another tenant: sessions may have memory, and hints, for themselves.
+    ours = run(hog_prompts_s=0.2, guaranteed=0.9, **scarce)
+    assert ours.hit_rate > beside.hit_rate + 0.02
+    known = {"policy": "lease", "hints": Hints.ALL}
+    hinted = run(hog_prompts_s=0.2, guaranteed=0.9, **scarce, **known)
+    assert hinted.hit_rate > ours.hit_rate + 0.015
 
 
 def test_mixed_engines_decode_slower_while_they_compute() -> None:
@@ -211,6 +217,7 @@ def test_a_recorded_trace_comes_at_its_times(tmp_path: Path) -> None:
         ({"incidents": [Incident(1.0, "server", 3)]}, "there is no server 3, the fleet has 3"),
         ({"events_late_s": -1.0}, "events_late_s: -1"),
         ({"hog_prompts_s": float("nan")}, "hog_prompts_s: nan"),
+        ({"guaranteed": 1.1}, "guaranteed: 1.1 is not a share"),
         ({"gpus": 13}, "gpus: 13"),
         ({"concurrent": 0}, "concurrent: 0"),
         ({"concurrent": 73}, "concurrent: 73"),

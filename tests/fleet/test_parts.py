@@ -21,7 +21,7 @@ from kvpool.fleet.prompts import Prompt
 from kvpool.fleet.sessions import LOADS, PromptBlocks
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools.workloads import Turn
-from tests.conftest import key
+from tests.conftest import NAMESPACE, key
 
 
 def test_events_run_in_their_order_and_never_in_the_past() -> None:
@@ -210,14 +210,16 @@ def test_a_load_from_a_server_that_is_lost_ends_at_once_and_is_not_whole() -> No
     pools = shared_pool(1, 16, lambda size: LRU())
     memory = FleetMemory(pools, 1, events, constants, 100.0, shared=True)
     chain = [key(f"chain{n}") for n in range(4)]
-    memory.save(0, chain, None, 0.0)
+    memory.save(0, NAMESPACE, chain, None, 0.0)
     ends: list[tuple[float, float]] = []
-    memory.start_load(0, chain, lambda load: ends.append((events.now, memory.stop_load(load))))
+    memory.start_load(
+        0, NAMESPACE, chain, lambda load: ends.append((events.now, memory.stop_load(load)))
+    )
     events.at(1.0, memory.lose_server, 0)
     events.at(2.0, memory.lose_server, 0)  # again: nothing happens
     events.run()
     assert ends == [(1.0, pytest.approx(100))]  # of 400 bytes
-    assert memory.match(0, chain, 3.0).length == 0
+    assert memory.match(0, NAMESPACE, chain, 3.0).length == 0
 
 
 def test_prompts_grow_as_their_loads_say() -> None:

@@ -67,7 +67,7 @@ TABLES: Final = {
     "trace": FleetTable(
         "a recorded trace", sharing.trace, *(60, 20_000, 1), x="times the recorded speed"
     ),
-    "hog": FleetTable("beside long prompts that nobody repeats", knowledge.hog, sessions=200),
+    "hog": FleetTable("beside long prompts that nobody repeats", knowledge.hog, *(60, 500, 250)),
     "thousand": FleetTable(
         "a thousand GPUs", sharing.thousand, 996, sessions=6_000, concurrent=4_150
     ),

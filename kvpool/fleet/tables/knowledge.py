@@ -28,13 +28,15 @@ def hints(base: FleetOptions) -> list[Case]:
 
 
 def hog(base: FleetOptions) -> list[Case]:
-    """Agents beside a client that sends long prompts, each of them once."""
-    cases = []
-    for rate in (0.0, 0.5, 1.0):
-        hogged = replace(with_memory(base, 1.1), hog_prompts_s=rate)
+    """Agents beside a client that sends long prompts, each of them once; 1.1 working sets."""
+    base = replace(with_memory(base, 1.1), router="least-loaded")
+    cases = [Case("nobody beside them", base)]
+    for rate in (0.5, 1.0, 1.5):
+        hogged = replace(base, hog_prompts_s=rate)
         for name, options in (
-            ("lru", hogged),
+            ("nothing guaranteed", hogged),
             ("lease, end", replace(hogged, policy="lease", hints=Hints.END)),
+            ("guaranteed 90 %", replace(hogged, guaranteed=0.9)),
         ):
             cases.append(Case(f"{rate:g} prompts/s, {name}", options))
     return cases
