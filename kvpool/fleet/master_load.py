@@ -40,7 +40,9 @@ class MasterLoad:
     def lookups_s(self, costs: MasterCosts) -> float:
         """Seconds of CPU in a second for clients."""
         new = self.stored / max(self.places, 1e-9)
-        finds = self.finds * (costs.socket + costs.find.of(self.found))
+        # What was stored since is asked for the first time once, by whoever comes next.
+        known = costs.find_again.of(max(0.0, self.found - new))
+        finds = self.finds * (costs.socket + known + new * costs.find.block)
         return finds + self.places * (costs.socket + costs.place.of(new))
 
     def announcements_s(self, costs: MasterCosts) -> float:
@@ -79,12 +81,12 @@ class Lever(NamedTuple):
 
 def levers(instance: MasterLoad, costs: MasterCosts) -> Iterator[Lever]:
     """What each buys alone, and all together."""
-    half = replace(costs, find=replace(costs.find, block=costs.find.block / 2))
+    half = replace(costs, find=costs.find.half(), find_again=costs.find_again.half())
     sighted = replace(instance, finds=0.0)
     batched = replace(instance, batch=256.0)
     yield _lever("one master", instance, costs)
     yield _lever("three masters", instance, costs, 3)
-    yield _lever("a lookup of a block costs half", instance, half)
+    yield _lever("a lookup costs half", instance, half)
     yield _lever("sightings: no lookup where a session comes back to its engine", sighted, costs)
     yield _lever("announcements of 256 blocks", batched, costs)
     yield _lever("all four", replace(sighted, batch=256.0), half, 3)

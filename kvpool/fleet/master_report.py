@@ -41,9 +41,10 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 def _costs(costs: MasterCosts) -> Table:
     title = f"one master's CPU, measured with {costs.blocks:,} blocks in its map"
     shown = _table(title, ("message", "us", "us for each block"))
-    for name in ("find", "place", "stored", "removed"):
+    for name in ("find", "find_again", "place", "stored", "removed"):
         cost: Cost = getattr(costs, name)
-        shown.add_row(name, f"{cost.message * 1e6:.1f}", f"{cost.block * 1e6:.2f}")
+        label = name.replace("_", " ")
+        shown.add_row(label, f"{cost.message * 1e6:.1f}", f"{cost.block * 1e6:.3f}")
     shown.add_row("heartbeat", f"{costs.heartbeat * 1e6:.1f}", "")
     shown.add_row("its socket, besides", f"{costs.socket * 1e6:.1f}", "")
     shown.add_row("memory", "", f"{costs.bytes:.0f} bytes")

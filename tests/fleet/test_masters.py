@@ -13,14 +13,22 @@ from kvpool.fleet.master_load import MasterLoad, large_pools, levers, of_instanc
 from kvpool.fleet.options import FleetOptions
 
 COSTS = MasterCosts(
-    1_000, Cost(10e-6, 1e-6), Cost(20e-6, 0.0), Cost(5e-6, 2e-6), Cost(5e-6, 3e-6), 5e-6, 50e-6, 150
+    blocks=1_000,
+    find=Cost(10e-6, 1e-6),
+    find_again=Cost(10e-6, 0.1e-6),
+    place=Cost(20e-6, 0.0),
+    stored=Cost(5e-6, 2e-6),
+    removed=Cost(5e-6, 3e-6),
+    heartbeat=5e-6,
+    socket=50e-6,
+    bytes=150,
 )
 #: 100 lookups of 1,000 blocks, as many placements of 10 new ones.
 LOAD = MasterLoad(100, 1_000, 100, 1_000, 10, 4)
 
 
 def test_a_masters_share_is_messages_times_their_cost() -> None:
-    assert LOAD.lookups_s(COSTS) == pytest.approx(100 * 1_060e-6 + 100 * 70e-6)
+    assert LOAD.lookups_s(COSTS) == pytest.approx(100 * (60 + 99 + 10) * 1e-6 + 100 * 70e-6)
     assert LOAD.announcements_s(COSTS) == pytest.approx(100 * (110e-6 + 50e-6) + 4 * 55e-6)
     assert LOAD.times(3).share(COSTS) == pytest.approx(3 * LOAD.share(COSTS))
     # Servers tell every master, clients ask one.
@@ -31,7 +39,7 @@ def test_a_masters_share_is_messages_times_their_cost() -> None:
 
 def test_more_masters_do_not_help_against_announcements() -> None:
     assert LOAD.masters(COSTS) == 1
-    assert LOAD.times(20).masters(COSTS) == math.ceil(2.26 / (0.7 - 20 * 0.01622))
+    assert LOAD.times(40).masters(COSTS) == math.ceil(40 * 0.0239 / (0.7 - 40 * 0.01622))
     assert LOAD.times(50).masters(COSTS) is None
     assert replace(LOAD, batch=100).times(50).masters(COSTS) is not None
 
@@ -58,7 +66,7 @@ def test_the_messages_of_an_instance_are_those_of_its_prompts() -> None:
 
 async def test_a_real_master_is_measured() -> None:
     costs = await measured(1 << 16, lookups=50)
-    for cost in (costs.find, costs.place, costs.stored, costs.removed):
+    for cost in (costs.find, costs.find_again, costs.place, costs.stored, costs.removed):
         assert 0 < cost.of(256) < 0.1
     assert costs.stored.block > 0
     assert 0 < costs.heartbeat < 0.01
