@@ -146,8 +146,10 @@ def parse_tenants(raw: object, source: str) -> dict[str, Tenant]:
     Raises ConfigError: one sentence with `source`, the tenant, the value, and what is expected.
     """
     if not isinstance(raw, Mapping) or raw.keys() != {"tenants"}:
-        keys = ", ".join(sorted(map(str, raw))) if isinstance(raw, Mapping) else repr(raw)[:40]
-        raise ConfigError(f"tenants file {source}: got {keys}, expected one list: `tenants:`")
+        # Not what is in it: it may be the file of a secret.
+        kind = "nothing" if raw is None else type(raw).__name__
+        got = ", ".join(sorted(map(str, raw))) if isinstance(raw, Mapping) else kind
+        raise ConfigError(f"tenants file {source}: got {got}, expected one list: `tenants:`")
     entries = raw["tenants"]
     if not isinstance(entries, list) or len(entries) > TENANTS_MAX:
         raise ConfigError(

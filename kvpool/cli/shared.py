@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from kvpool.types import Member
 
 #: Piped output is for grep: one line per row, not wrapped at 80 columns.
-console = Console(width=None if sys.stdout.isatty() else 200)
-stderr = Console(stderr=True)
+# Names are printed as they are: rich would make a picture of `:x:`.
+console = Console(width=None if sys.stdout.isatty() else 200, emoji=False)
+stderr = Console(stderr=True, emoji=False)
 T = TypeVar("T")
 
 #: Deadline of a command that queries the pool.

@@ -38,7 +38,7 @@ def page(studies: Sequence[FleetStudy], constants: Constants, command: str) -> s
 
 def _html(shown: Table) -> str:
     """The cells of a table as they are printed."""
-    console = Console(width=10_000, color_system=None)
+    console = Console(width=10_000, color_system=None, emoji=False)
 
     def cell(value: object) -> str:
         return escape(console.render_str(str(value)).plain)

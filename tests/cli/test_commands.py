@@ -65,6 +65,10 @@ def test_a_shell_completes_commands_and_options() -> None:
     assert "--tier" in completed("kvpool server --t")
 
 
+def test_names_are_printed_as_they_are() -> None:
+    assert "':x:'" in kvpool("fleet", ":x:").stderr  # and not as a picture
+
+
 def test_status_without_a_server_is_a_failure(pool: LocalPool) -> None:
     done = kvpool("status", "--masters", "127.0.0.1:9")
     assert done.exit_code == 1

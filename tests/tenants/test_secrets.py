@@ -138,7 +138,8 @@ async def test_a_proof_of_a_server_is_none_of_a_client(pool: TenantPool) -> None
     ("text", "why"),
     [
         ("tenants: [", "expected"),
-        ("", "got None, expected one list"),
+        ("", "got nothing, expected one list"),
+        ("root:x:secret", "tenants.yaml: got str, expected one list"),
         ("tenants:\n- {name: acme, secret_file: acme.secret, gold: 1}", "unknown setting 'gold'"),
         ("tenants:\n- {name: acme, secret_file: nowhere}", "'acme': secret file .*No such file"),
         ("tenants:\n- {name: acme, secret_file: acme.secret}\n" * 2, "'tenants' stands twice"),

@@ -87,7 +87,8 @@ def test_a_share_is_of_each_tier() -> None:
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        (None, "got None, expected one list: `tenants:`"),
+        (None, "got nothing, expected one list: `tenants:`"),
+        ("s3cret:x:0", "got str, expected one list"),
         ([], "expected one list"),
         ({"tenant": []}, "got tenant, expected one list"),
         ({"tenants": [], "more": 1}, "got more, tenants, expected one list"),
