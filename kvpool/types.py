@@ -802,9 +802,10 @@ class ReadBlock(NamedTuple):
 
 def check_session(session: str) -> None:
     """Raises UsageError unless `session` is 1 to SESSION_NAME_MAX printable characters."""
-    if not 1 <= len(session) <= SESSION_NAME_MAX or not session.isprintable():
+    named: object = session
+    if not (isinstance(named, str) and 1 <= len(named) <= SESSION_NAME_MAX and named.isprintable()):
         raise UsageError(
-            f"session {session[:40]!r}: expected 1 to {SESSION_NAME_MAX} printable characters"
+            f"session {session!r:.40}: expected 1 to {SESSION_NAME_MAX} printable characters"
         )
 
 
@@ -815,13 +816,18 @@ def check_resume_in(resume_in: float) -> None:
 
 
 def check_digest_size(digests: Sequence[bytes]) -> int:
-    """The length of the first digest, in bytes. Raises BadKey unless it is 16 to 32."""
+    """The length of the first digest, in bytes. Raises BadKey unless it is 16 to 32, and of bytes:
+    whoever has strings, has all of them so."""
     if not digests:
         raise BadKey("empty batch: expected at least one key")
-    size = len(digests[0])
+    first: object = digests[0]
+    if not isinstance(first, bytes):
+        expected = "bytes, as of bytes.fromhex(key)" if isinstance(first, str) else "bytes"
+        raise BadKey(f"keys begin with {first!r:.40}, expected a list of {expected}")
+    size = len(first)
     if not DIGEST_SIZE_MIN <= size <= DIGEST_SIZE_MAX:
         raise BadKey(
-            f"key {bytes(digests[0][:16]).hex()!r} has {size} bytes, "
+            f"key {first[:16].hex()!r} has {size} bytes, "
             f"expected {DIGEST_SIZE_MIN} to {DIGEST_SIZE_MAX}: use a hash of the prefix"
         )
     return size

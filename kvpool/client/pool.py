@@ -668,7 +668,9 @@ class Pool:
     # --- inside --------------------------------------------------------------------------
 
     def _own(self, namespace: Namespace) -> Namespace:
-        """The namespace of this tenant that its users call so."""
+        """The namespace that users of this tenant call so. UsageError for another type."""
+        if not isinstance(namespace, Namespace):
+            raise UsageError(f"namespace is {namespace!r:.40}, expected a kvpool.Namespace")
         return own_namespace(self._tenant, namespace) if self._tenant else namespace
 
     def _as_seen(self, namespace: Namespace) -> Namespace:
@@ -732,8 +734,10 @@ class Pool:
                 "threads, or open one pool in each loop"
             )
         seconds = self._config.timeout_s if timeout is None else timeout
-        if not seconds <= _TIMEOUT_S_MAX:  # also not a number
-            raise UsageError(f"timeout is {seconds}, expected seconds, at most {_TIMEOUT_S_MAX:g}")
+        if isinstance(seconds, str) or not seconds <= _TIMEOUT_S_MAX:  # nor nan
+            raise UsageError(
+                f"timeout is {seconds!r}, expected seconds, at most {_TIMEOUT_S_MAX:g}"
+            )
         return self._loop.time() + seconds
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shlex
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -82,7 +82,24 @@ async def test_every_call_checks_its_digests(watched: dev.Dev) -> None:
                 await call()
 
 
-@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e9])
+async def test_values_of_another_type_are_named(watched: dev.Dev) -> None:
+    asked: Any
+    async with watched.pool() as pool:
+        for asked, says in (
+            (["61" * 16], r"keys begin with '6161.*bytes.fromhex"),
+            (key("a"), "keys begin with [0-9]+, expected a list of bytes"),
+        ):
+            for call in (pool.match, pool.contains, pool.explain, pool.prefetch, pool.remove):
+                with pytest.raises(BadKey, match=says):
+                    await call(NAMESPACE, asked)
+        asked = "model"
+        with pytest.raises(UsageError, match="namespace is 'model', expected"):
+            await pool.match(asked, CHAIN)
+        with pytest.raises(UsageError, match=r"session b.name."):
+            await pool.match(NAMESPACE, CHAIN, session=cast(Any, b"name"))
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e9, "5"])
 async def test_a_timeout_that_is_no_bound(watched: dev.Dev, timeout: float) -> None:
     """G6: it is refused, and no server looks slow to other calls because of it."""
     async with watched.pool() as pool:
