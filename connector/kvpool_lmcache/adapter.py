@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -43,10 +43,24 @@ _CLOSE_S: Final = 10.0
 _DONE: Final = {"lookups": "found", "loads": "loaded", "stores": "stored"}
 _COUNTERS: Final = (
     *(name for kind in _DONE for name in (kind, f"{kind}_failed", f"objects_{_DONE[kind]}")),
-    "paused",
+    "paused_tasks",
 )
 
 log = logging.getLogger(__name__)
+
+
+class Task(NamedTuple):
+    """What LMCache has submitted, and what is to be done with the positions that succeed."""
+
+    kind: str
+    fd: int
+    named: Mapping[Namespace, list[int]]
+    #: One call to the pool, for the positions of one namespace. Raises KvpoolError.
+    work: Callable[[Pool, Namespace, list[int]], Coroutine[Any, Any, list[int]]]
+    #: Leaves the result where LMCache asks for it by the task's number, under the lock.
+    keep: Callable[[int, list[int]], None]
+    #: Tells LMCache's listeners.
+    announce: Callable[[list[int]], None] | None = None
 
 
 class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
@@ -87,24 +101,28 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._load_fd
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Store objects. Their memory is read until the task is done."""
+        """Store objects. Their memory is read until the task is done.
+
+        As LMCache's own adapters do, it counts bytes and announces keys that are new in the pool.
+        """
         views = [memoryview(one.byte_array).cast("B") for one in objects]
         with self._lock:
             named = self._names.of_objects(keys, objects)
+        new: list[int] = []
 
-        async def work(pool: Pool) -> list[int]:
-            return await self._each(named, lambda *of: self._write(pool, keys, views, *of))
+        async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
+            return await self._write(pool, space, keys, views, at, new)
 
-        def end(task: int, stored: list[int]) -> None:
-            if stored:
-                sizes = [views[position].nbytes for position in stored]
-                self._notify_keys_stored([keys[position] for position in stored], sizes)
-            whole = len(stored) == len(keys)
-            self._stored[task] = L2StoreResult(
-                whole, sum(view.nbytes for view in views) if whole else 0
-            )
+        def announce(_: list[int]) -> None:
+            if new:
+                sizes = [views[position].nbytes for position in new]
+                self._notify_keys_stored([keys[position] for position in new], sizes)
 
-        return self._submit("stores", self._store_fd, work, end)
+        def keep(task: int, stored: list[int]) -> None:
+            size = sum(views[position].nbytes for position in new)
+            self._stored[task] = L2StoreResult(len(stored) == len(keys), size)
+
+        return self._submit(Task("stores", self._store_fd, named, work, keep, announce))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         with self._lock:
@@ -118,10 +136,10 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         with self._lock:
             named = self._names.of_lookup(keys, group_layout_descs or {})
 
-        async def work(pool: Pool) -> list[int]:
-            return await self._each(named, lambda *of: self._contains(pool, keys, *of))
+        async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
+            return await self._contains(pool, space, keys, at)
 
-        return self._submit("lookups", self._lookup_fd, work, self._answer_with(len(keys)))
+        return self._submit(Task("lookups", self._lookup_fd, named, work, self._keep(len(keys))))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         with self._lock:
@@ -136,17 +154,15 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         with self._lock:
             named = self._names.of_objects(keys, objects)
 
-        async def work(pool: Pool) -> list[int]:
-            return await self._each(named, lambda *of: self._read(pool, keys, views, *of))
+        async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
+            return await self._read(pool, space, keys, views, at)
 
-        answer = self._answer_with(len(keys))
-
-        def end(task: int, loaded: list[int]) -> None:
+        def announce(loaded: list[int]) -> None:
             if loaded:
                 self._notify_keys_accessed([keys[position] for position in loaded])
-            answer(task, loaded)
 
-        return self._submit("loads", self._load_fd, work, end)
+        keep = self._keep(len(keys))
+        return self._submit(Task("loads", self._load_fd, named, work, keep, announce))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self.query_lookup_and_lock_result(task_id)
@@ -154,18 +170,21 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def delete(self, keys: list[Any]) -> None:
         """Remove objects from the pool, for everybody; only those whose layout is known here."""
         with self._lock:
-            named = self._names.of_removal(keys)
+            named, sizes = self._names.of_removal(keys), self._names.sizes(keys)
 
         async def work() -> None:
             pool = self._pool.pool
-            for space, at in named.items() if pool is not None else ():
+            if pool is None:
+                return
+            for space, at in named.items():
                 try:
-                    assert pool is not None
                     await pool.remove(space, _unique(keys, at))
                 except KvpoolError as error:
                     self._pause(str(error))
-                else:
-                    self._notify_keys_deleted([keys[position] for position in at], [0] * len(at))
+                else:  # also of those that the pool has evicted: LMCache counts bytes
+                    self._notify_keys_deleted(
+                        [keys[position] for position in at], [sizes[position] for position in at]
+                    )
 
         self._pool.start(work)
 
@@ -196,62 +215,66 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- inside --------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        kind: str,
-        fd: int,
-        work: Callable[[Pool], Coroutine[Any, Any, list[int]]],
-        end: Callable[[int, list[int]], None],
-    ) -> int:
-        """Run `work` in the pool's thread; `end` gets the positions that were successful."""
+    def _submit(self, task: Task) -> int:
+        """Run it in the pool's thread. Whatever happens it ends, and its event is set."""
         with self._lock:
             self._task += 1
-            task = self._task
-            self.counters[kind] += 1
+            number = self._task
+            self.counters[task.kind] += 1
 
-        def finish(positions: list[int]) -> None:
-            with self._lock:
-                self.counters[f"objects_{_DONE[kind]}"] += len(positions)
-                if not self._closed:
-                    end(task, positions)
-                    os.eventfd_write(fd, 1)
+        def finish(done: list[int], failed: bool = False) -> None:
+            try:
+                if task.announce is not None:
+                    task.announce(done)  # without the lock: LMCache's listeners may call us
+            finally:
+                with self._lock:
+                    self.counters[f"objects_{_DONE[task.kind]}"] += len(done)
+                    self.counters[f"{task.kind}_failed"] += failed
+                    if not self._closed:
+                        task.keep(number, done)
+                        os.eventfd_write(task.fd, 1)
 
         async def run() -> None:
-            pool, positions = self._pool.pool, list[int]()
+            done: list[int] = []
+            failed = False
             try:
-                if pool is not None:
-                    positions = await work(pool)
-            except Unavailable as error:
-                self.counters[f"{kind}_failed"] += 1
-                self._pause(str(error))
-            except KvpoolError as error:
-                self.counters[f"{kind}_failed"] += 1
-                log.warning("kvpool: %s", error)
+                if (pool := self._pool.pool) is not None:
+                    done, failed = await self._all(pool, task)
             finally:
-                finish(positions)
+                finish(done, failed)
 
         if time.monotonic() < self._resume_at or self._pool.pool is None:
-            self.counters["paused"] += 1
+            with self._lock:
+                self.counters["paused_tasks"] += 1
             finish([])
         elif not self._pool.start(run):
             finish([])
-        return task
+        return number
 
-    async def _each(
-        self,
-        named: Mapping[Namespace, list[int]],
-        call: Callable[[Namespace, list[int]], Coroutine[Any, Any, list[int]]],
-    ) -> list[int]:
-        """The calls for all namespaces at the same time; as a rule it is one."""
-        if len(named) == 1:
-            ((space, at),) = named.items()
-            return await call(space, at)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call(space, at)) for space, at in named.items()]
-        return [position for task in tasks for position in task.result()]
+    async def _all(self, pool: Pool, task: Task) -> tuple[list[int], bool]:
+        """The calls for all namespaces at the same time, as a rule it is one; and whether one
+        failed. One that fails takes nothing from the others."""
+
+        async def attempt(space: Namespace, at: list[int]) -> list[int] | None:
+            try:
+                return await task.work(pool, space, at)
+            except Unavailable as error:
+                self._pause(str(error))
+            except KvpoolError as error:
+                log.warning("kvpool: %s", error)
+            return None
+
+        if len(task.named) == 1:
+            answers = [await attempt(*one) for one in task.named.items()]
+        else:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(attempt(*one)) for one in task.named.items()]
+            answers = [one.result() for one in tasks]
+        done = [position for answer in answers for position in answer or ()]
+        return done, None in answers
 
     async def _contains(
-        self, pool: Pool, keys: Sequence[Any], space: Namespace, at: list[int]
+        self, pool: Pool, space: Namespace, keys: Sequence[Any], at: list[int]
     ) -> list[int]:
         digests = [digest(keys[position]) for position in at]
         there = await pool.contains(space, digests, timeout=self._settings.lookup_timeout_s)
@@ -260,9 +283,9 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     async def _read(
         self,
         pool: Pool,
+        space: Namespace,
         keys: Sequence[Any],
         views: Sequence[memoryview],
-        space: Namespace,
         at: list[int],
     ) -> list[int]:
         results = await pool.read(
@@ -281,31 +304,40 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     async def _write(
         self,
         pool: Pool,
+        space: Namespace,
         keys: Sequence[Any],
         views: Sequence[memoryview],
-        space: Namespace,
         at: list[int],
+        new: list[int],
     ) -> list[int]:
-        of = {digest(keys[position]): views[position] for position in at}  # each key once
+        """The positions of what the pool has now; those that it did not have before go to `new`."""
+        of: dict[bytes, list[int]] = {}  # each key once
+        for position in at:
+            of.setdefault(digest(keys[position]), []).append(position)
         statuses = await pool.write(
             space,
             list(of),
-            list(of.values()),
+            [views[positions[0]] for positions in of.values()],
             parents=[ROOT] * len(of),
             timeout=self._settings.store_timeout_s,
         )
         self._look_at([status.name for status in statuses])
-        kept = {one for one, status in zip(of, statuses, strict=True) if _is_stored(status)}
-        return [position for position in at if digest(keys[position]) in kept]
+        stored: list[int] = []
+        for positions, status in zip(of.values(), statuses, strict=True):
+            if status.name in _STORED:
+                stored += positions
+            if status is WriteStatus.STORED:
+                new.append(positions[0])
+        return stored
 
-    def _answer_with(self, count: int) -> Callable[[int, list[int]], None]:
-        def answer(task: int, positions: list[int]) -> None:
+    def _keep(self, count: int) -> Callable[[int, list[int]], None]:
+        def keep(task: int, positions: list[int]) -> None:
             bitmap = Bitmap(count)
             for position in positions:
                 bitmap.set(position)
             self._found[task] = bitmap
 
-        return answer
+        return keep
 
     def _look_at(self, statuses: list[str]) -> None:
         for name in _POOL_FAILED.intersection(statuses):
@@ -330,10 +362,6 @@ def check_version(found: str) -> None:
 
 def _event_fd() -> int:
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-
-def _is_stored(status: WriteStatus) -> bool:
-    return status.name in _STORED
 
 
 def _unique(keys: Sequence[Any], at: Sequence[int]) -> list[bytes]:

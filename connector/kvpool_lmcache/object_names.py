@@ -2,23 +2,33 @@
 
 LMCache's key has the model's name, rank, group, salt and a hash of the tokens. It has neither the
 type nor the shape of the bytes, which come with the objects; nor the weights, of which LMCache
-knows nothing: for these there is the setting `revision`. (design: other-engines)
+knows nothing: for these there is the setting `revision`. Ranks and groups are part of the digest,
+so that what one task asks for is as a rule in one namespace, and in one message.
+(design: other-engines)
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvpool import Namespace
 from kvpool_connector import namespace
 
 #: Change it when any field, or the bytes of an object, get another meaning.
-_FORMAT: Final = "lmcache/1"
-_DIGEST_SIZE: Final = 32
+_FORMAT: Final = "lmcache/2"
 #: Layouts that are remembered, of models, ranks and groups.
 _LAYOUTS_MAX: Final = 4096
+
+
+class Layout(NamedTuple):
+    """Of the objects of one model, rank and group: what names it, and bytes of an object."""
+
+    text: str
+    size: int
 
 
 class ObjectNames:
@@ -30,8 +40,8 @@ class ObjectNames:
 
     def __init__(self, tenant: str, revision: str) -> None:
         self._fields = {"tenant": tenant, "revision": revision}
-        self._layouts: dict[tuple[str, int, int], str] = {}
-        self._names: dict[tuple[object, ...], Namespace] = {}
+        self._layouts: dict[tuple[str, int, int], Layout] = {}
+        self._names: dict[tuple[str, str, str], Namespace] = {}
 
     def of_objects(
         self, keys: Sequence[Any], objects: Sequence[Any]
@@ -41,7 +51,7 @@ class ObjectNames:
         for position, (key, thing) in enumerate(zip(keys, objects, strict=True)):
             layout = _layout(*_shapes_and_types(thing.metadata))
             self._remember(key, layout)
-            found.setdefault(self._name(key, layout), []).append(position)
+            found.setdefault(self._name(key, layout.text), []).append(position)
         return found
 
     def of_lookup(
@@ -49,24 +59,31 @@ class ObjectNames:
     ) -> Mapping[Namespace, list[int]]:
         """The positions of keys that are looked up. Those of unknown layouts are left out."""
         found: dict[Namespace, list[int]] = {}
-        texts = {group: _layout(desc.shapes, desc.dtypes) for group, desc in layouts.items()}
+        given = {group: _layout(desc.shapes, desc.dtypes) for group, desc in layouts.items()}
         for position, key in enumerate(keys):
-            layout = texts.get(key.object_group_id) or self._layouts.get(_group(key), "")
-            if layout:
-                found.setdefault(self._name(key, layout), []).append(position)
+            layout = given.get(key.object_group_id)
+            if layout is None or not layout.text:
+                layout = self._layouts.get(_group(key))
+            if layout is not None:
+                found.setdefault(self._name(key, layout.text), []).append(position)
         return found
 
     def of_removal(self, keys: Sequence[Any]) -> Mapping[Namespace, list[int]]:
         """The positions of keys to be removed, as far as their layouts are known."""
         return self.of_lookup(keys, {})
 
-    def _remember(self, key: Any, layout: str) -> None:
+    def sizes(self, keys: Sequence[Any]) -> list[int]:
+        """Bytes of the objects with these keys, 0 where no layout is known."""
+        known = [self._layouts.get(_group(key)) for key in keys]
+        return [layout.size if layout is not None else 0 for layout in known]
+
+    def _remember(self, key: Any, layout: Layout) -> None:
         if len(self._layouts) >= _LAYOUTS_MAX:
             self._layouts.clear()
         self._layouts[_group(key)] = layout
 
     def _name(self, key: Any, layout: str) -> Namespace:
-        of = (*_group(key), key.cache_salt, layout)
+        of = (key.model_name, key.cache_salt, layout)
         if (known := self._names.get(of)) is not None:
             return known
         if len(self._names) >= _LAYOUTS_MAX:
@@ -75,8 +92,6 @@ class ObjectNames:
             {
                 **self._fields,
                 "model": key.model_name,
-                "rank": f"{key.kv_rank:#x}",
-                "group": key.object_group_id,
                 "layout": layout,
                 "salt": key.cache_salt,
             },
@@ -87,9 +102,9 @@ class ObjectNames:
 
 
 def digest(key: Any) -> bytes:
-    """32 bytes for a key's hash, whatever its length: all digests of one call are equally long."""
-    raw: bytes = key.chunk_hash
-    return raw if len(raw) == _DIGEST_SIZE else hashlib.sha256(b"short" + raw).digest()
+    """32 bytes for a key's rank, group and hash, whatever the hash's length."""
+    place = b"%x.%x." % (key.kv_rank, key.object_group_id)
+    return hashlib.sha256(place + key.chunk_hash).digest()
 
 
 def _group(key: Any) -> tuple[str, int, int]:
@@ -102,6 +117,12 @@ def _shapes_and_types(metadata: Any) -> tuple[Iterable[Any], Iterable[Any]]:
     return [metadata.shape], [metadata.dtype]
 
 
-def _layout(shapes: Iterable[Any], types: Iterable[Any]) -> str:
-    pairs = zip(shapes, types, strict=True)
-    return " ".join(f"{'x'.join(map(str, shape))}:{kind}" for shape, kind in pairs)
+def _layout(shapes: Iterable[Any], types: Iterable[Any]) -> Layout:
+    return _layout_of(tuple(shapes), tuple(types))
+
+
+@functools.lru_cache(_LAYOUTS_MAX)
+def _layout_of(shapes: tuple[Any, ...], types: tuple[Any, ...]) -> Layout:
+    pairs = list(zip(shapes, types, strict=True))
+    text = " ".join(f"{'x'.join(map(str, shape))}:{kind}" for shape, kind in pairs)
+    return Layout(text, sum(math.prod(shape) * kind.itemsize for shape, kind in pairs))

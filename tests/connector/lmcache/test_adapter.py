@@ -17,7 +17,7 @@ import pytest
 import kvpool
 from kvpool import ConfigError, dev
 from kvpool.testing import CONNECTOR_CHECKS, NotDeclared, Ran
-from kvpool.testing.connector_checks import prompt
+from kvpool.testing.connector_checks import ProcessPool, prompt
 
 pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test-lmcache")
 
@@ -203,6 +203,103 @@ def test_keys_of_two_ranks_groups_and_salts_in_one_task(engine: Engine) -> None:
     assert bits is not None
     assert all(bits.test(at) for at in range(4))
     assert [int(one.raw_data[0]) for one in loaded] == [4, 3, 2, 1]
+
+
+def test_all_ranks_and_groups_of_a_prompt_are_one_call() -> None:
+    """LMCache's own benchmark has a rank for each key: a message for each took 64 times as long."""
+    names = object_names.ObjectNames("", "")
+    keys = [ObjectKey(bytes(32), "m", rank, group) for rank in range(8) for group in range(2)]
+    (positions,) = names.of_objects(keys, [fresh() for _ in keys]).values()
+    assert positions == list(range(16))
+    assert len({object_names.digest(key) for key in keys}) == 16
+    layout = MemoryLayoutDesc([SHAPE], [torch.float16])
+    (positions,) = names.of_lookup(keys, {0: layout, 1: layout}).values()
+    assert positions == list(range(16))
+
+
+def test_ranks_groups_and_hashes_do_not_run_together() -> None:
+    """Rank 1 of group 0x11 is not rank 0x11 of group 1, nor is a digit part of the hash."""
+    keys = [
+        ObjectKey(b"1" * 16, "m", 1, 0x11),
+        ObjectKey(b"1" * 16, "m", 0x11, 1),
+        ObjectKey(b"1" * 15, "m", 0x11, 0x11),
+        ObjectKey(b"1" * 17, "m", 1, 1),
+    ]
+    assert len({object_names.digest(key) for key in keys}) == 4
+
+
+class Listener:
+    """Of LMCache's eviction; it asks the adapter back, as a controller may."""
+
+    def __init__(self, adapter: KVPoolL2Adapter) -> None:
+        self.adapter = adapter
+        self.seen: list[tuple[str, int]] = []
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        self.adapter.report_status()
+        self.seen.append(("stored", len(keys)))
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        self.adapter.report_status()
+        self.seen.append(("accessed", len(keys)))
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self.adapter.report_status()
+        self.seen.append(("deleted", len(keys)))
+
+
+def test_lmcache_counts_each_object_once_until_it_is_deleted(engine: Engine) -> None:
+    """Bytes by salt are what its quotas go by; what is deleted must not stay in them."""
+    assert engine.adapter is not None
+    listener = Listener(engine.adapter)
+    engine.adapter.register_listener(listener)
+    keys = engine.keys(prompt(3, 2 * CHUNK))
+    objects = [fresh() for _ in keys]
+    size = objects[0].get_size()
+    moved = []
+    for _ in range(2):
+        task = engine.adapter.submit_store_task([*keys, keys[0]], [*objects, objects[0]])
+        assert signalled(engine.adapter.get_store_event_fd())
+        result = engine.adapter.pop_completed_store_tasks()[task]
+        assert result.is_successful()
+        moved.append(result.bytes_transferred())
+        assert engine.adapter.get_usage().total_bytes_used == 2 * size
+    assert moved == [2 * size, 0]
+    task = engine.adapter.submit_load_task(keys, objects)
+    assert signalled(engine.adapter.get_load_event_fd())
+    assert engine.adapter.query_load_result(task) is not None
+    engine.adapter.delete(keys[:1])
+    until = time.monotonic() + 10
+    while engine.adapter.get_usage().total_bytes_used != size:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert listener.seen == [("stored", 2), ("accessed", 2), ("deleted", 1)]
+    told = engine.adapter.report_status()
+    assert (told["stores"], told["objects_stored"], told["objects_loaded"]) == (2, 6, 2)
+
+
+def test_a_pool_that_is_gone_ends_each_task() -> None:
+    """Also one for several namespaces; the failure is counted once, and then there is a pause."""
+    with ProcessPool("64MiB") as pool:
+        engine = Engine(pool.address)
+        try:
+            assert engine.adapter is not None
+            engine.run(prompt(1, 2 * CHUNK))
+            engine.settle()
+            pool.kill()
+            keys = [ObjectKey(bytes(32), "m", 0, 0, salt) for salt in ("", "a", "b")]
+            layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
+            task = engine.adapter.submit_lookup_and_lock_task(keys, layout)
+            assert signalled(engine.adapter.get_lookup_and_lock_event_fd())
+            found = engine.adapter.query_lookup_and_lock_result(task)
+            assert found is not None
+            assert not any(found.test(at) for at in range(3))
+            told = engine.adapter.report_status()
+            assert told["lookups_failed"] == 1
+            assert told["paused"]
+            assert told["is_healthy"] is False
+        finally:
+            engine.close()
 
 
 def test_hashes_of_other_lengths(engine: Engine) -> None:
