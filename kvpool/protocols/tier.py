@@ -186,6 +186,19 @@ class BelongsToOwner(Protocol):
 
 
 @runtime_checkable
+class Encrypts(Protocol):
+    """A persistent tier that can encrypt what it keeps."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it does; then it needs a key."""
+
+    def use_key(self, key: bytes) -> None:
+        """Before `recover`: these 32 bytes, which the same cluster has after each start and nobody
+        else has. What the tier encrypts with is derived from them."""
+
+
+@runtime_checkable
 class ReportsDropped(Protocol):
     """A persistent tier that counts what `recover` did not return."""
 

@@ -29,6 +29,7 @@ from kvpool.protocols import (
     Addressable,
     BelongsToOwner,
     Connection,
+    Encrypts,
     Listener,
     Network,
     Peer,
@@ -194,6 +195,8 @@ class BlockServer:
             for tier in self.tiers:
                 if isinstance(tier, BelongsToOwner):
                     tier.claim(auth.file_owner(self.cluster))
+                if isinstance(tier, Encrypts) and tier.encrypted:
+                    tier.use_key(auth.storage_key(self.cluster))
             await context.mover.recover()
             self.quotas.trim()
             context.mover.start()

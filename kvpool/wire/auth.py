@@ -23,6 +23,7 @@ import hashlib
 import hmac
 from typing import Final
 
+from kvpool.errors import ConfigError
 from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
 
@@ -84,6 +85,18 @@ def find_tenant(
 def file_owner(cluster: Cluster) -> bytes:
     """What names this cluster in a server's files, 16 bytes. It differs with name and secret."""
     return hmac.digest(cluster.secret, b"kvpool file 1" + _names(cluster), "sha256")[:TOKEN_SIZE]
+
+
+def storage_key(cluster: Cluster) -> bytes:
+    """What a server's tiers derive the keys from with which they encrypt, 32 bytes.
+
+    HKDF-SHA256 (RFC 5869), extracted and expanded to one block. Raises ConfigError for a cluster
+    without a secret: everybody would have the key.
+    """
+    if not cluster.secret:
+        raise ConfigError("a tier with encrypt=yes needs the cluster's secret (secret_file)")
+    extracted = hmac.digest(b"kvpool storage key 1", cluster.secret, "sha256")
+    return hmac.digest(extracted, _names(cluster) + b"\x01", "sha256")
 
 
 def server_token(secret: bytes, master: str) -> bytes:

@@ -32,7 +32,13 @@ from kvpool.errors import KvpoolError, Unavailable
 from kvpool.types import ROOT, Namespace, Record
 from kvpool_tiers.nvme import format as nvme_format
 from kvpool_tiers.nvme import namespaces as nvme_namespaces
-from kvpool_tiers.nvme.format import COPIES, HEADER_SIZE, Geometry, pack_superblock
+from kvpool_tiers.nvme.format import (
+    COPIES,
+    HEADER_SIZE,
+    SEALED_HEADER_SIZE,
+    Geometry,
+    pack_superblock,
+)
 from kvpool_tiers.nvme.tier import Nvme
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
@@ -106,16 +112,20 @@ class Books:
 class History:
     """One seed."""
 
-    def __init__(self, seed: int, trace: bool = False) -> None:
+    def __init__(self, seed: int, trace: bool = False, *, encrypt: bool = False) -> None:
+        self.encrypt = encrypt
+        self.salts = random.Random(f"{seed}/salts")
         self.rng = rng = random.Random(f"{seed}/torture")
         self.report = HistoryReport(seed)
         self.trace = trace
         self.loop = SimLoop(random.Random(f"{seed}/threads"), 0.001)  # type: ignore[abstract]
         self.capacity = ALIGNMENT * rng.choice([48, 100, 300])
-        self.geometry = Geometry(self.capacity, ALIGNMENT)
-        size = Nvme.disk_size(self.capacity, ALIGNMENT)
+        self.geometry = Geometry(
+            self.capacity, ALIGNMENT, SEALED_HEADER_SIZE if encrypt else HEADER_SIZE
+        )
+        size = Nvme.disk_size(self.capacity, ALIGNMENT, encrypt=encrypt)
         drawn = random.Random(f"{seed}/disk")
-        self.head = pack_superblock(ALIGNMENT)
+        self.head = pack_superblock(ALIGNMENT, header_size=self.geometry.header_size)
         self.platter = Platter(self.loop, size, drawn, name="nvme0", head=self.head)
         self.books = Books(self.capacity // ALIGNMENT)
         silent = rng.random() < 0.5
@@ -166,7 +176,9 @@ class History:
 
     async def live(self) -> None:
         disk = SimDisk(self.platter)
-        tier = Nvme(self.capacity, path="nvme0", disk=disk)
+        tier = Nvme(self.capacity, path="nvme0", disk=disk, encrypt=self.encrypt)
+        if self.encrypt:
+            tier.use_key(bytes(32), self.salts.randbytes)
         while True:
             faulty = self.is_faulty()
             try:
@@ -226,7 +238,7 @@ class History:
 
     def is_header_hit(self, record: Record) -> bool:
         at = self.geometry.header(record.offset)
-        return self.is_hit(at, at + HEADER_SIZE)
+        return self.is_hit(at, at + self.geometry.header_size)
 
     def is_hit(self, start: int, stop: int) -> bool:
         """Something there was damaged, at any time: recovery writes over what it drops."""
@@ -371,9 +383,9 @@ def small_format(rng: random.Random) -> Iterator[None]:
         nvme_format._HEAD_SIZE = 2 * ALIGNMENT * (1 + before[1])
 
 
-def play(seed: int, *, trace: bool = False) -> HistoryReport:
+def play(seed: int, *, trace: bool = False, encrypt: bool = False) -> HistoryReport:
     with small_format(random.Random(f"{seed}/format")):
-        return _play(History(seed, trace))
+        return _play(History(seed, trace, encrypt=encrypt))
 
 
 def _play(history: History) -> HistoryReport:

@@ -20,6 +20,12 @@ def test_a_history_ends_well(seed: int) -> None:
     assert report.failure is None
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_an_encrypted_history_ends_well(seed: int) -> None:
+    pytest.importorskip("cryptography", reason="needs kvpool[encryption]")
+    assert play(seed, encrypt=True).failure is None
+
+
 def test_a_seed_is_one_history() -> None:
     assert play(3) == play(3)
     assert play(3).counts != play(4).counts

@@ -34,6 +34,8 @@ from kvpool.types import COPIES_MAX, DIGEST_SIZE_MAX, Namespace, Record
 PAGE: Final = 4096
 VERSION: Final = 2
 HEADER_SIZE: Final = 128
+#: Of an encrypted file: a header, what is needed to decrypt its extent, and what to decrypt these.
+SEALED_HEADER_SIZE: Final = 256
 #: Payload bytes of one group, whose headers are read at once: 2 MiB with the smallest alignment.
 GROUP_SIZE: Final = 64 << 20
 ALIGNMENT_MIN: Final = PAGE
@@ -87,24 +89,28 @@ class HeaderRegion(NamedTuple):
 class Geometry:
     """The positions of everything in a file for `capacity` bytes of payload; all in bytes."""
 
-    __slots__ = ("_group_size", "_headers_size", "alignment", "capacity", "file_size")
+    __slots__ = (
+        *("_group_size", "_headers_size"),
+        *("alignment", "capacity", "file_size", "header_size"),
+    )
 
-    def __init__(self, capacity: int, alignment: int) -> None:
+    def __init__(self, capacity: int, alignment: int, header_size: int = HEADER_SIZE) -> None:
         self.capacity = capacity
         self.alignment = alignment
-        self._headers_size = GROUP_SIZE // alignment * HEADER_SIZE
+        self.header_size = header_size
+        self._headers_size = GROUP_SIZE // alignment * header_size
         self._group_size = self._headers_size + GROUP_SIZE
         groups = -(-capacity // GROUP_SIZE)
-        #: About 1/32 more than the capacity with the smallest alignment.
+        #: About 1/32 more than the capacity with the smallest alignment; encrypted, 1/16.
         self.file_size = _HEAD_SIZE + groups * self._headers_size + capacity
 
     @classmethod
-    def of_file(cls, size: int, alignment: int) -> Geometry:
+    def of_file(cls, size: int, alignment: int, header_size: int = HEADER_SIZE) -> Geometry:
         """That of a file of so many bytes."""
-        group = cls(GROUP_SIZE, alignment)
+        group = cls(GROUP_SIZE, alignment, header_size)
         groups, rest = divmod(max(size - _HEAD_SIZE, 0), group._group_size)
         capacity = groups * GROUP_SIZE + max(rest - group._headers_size, 0)
-        return cls(capacity - capacity % alignment, alignment)
+        return cls(capacity - capacity % alignment, alignment, header_size)
 
     def pieces(self, offset: int, size: int) -> list[FilePiece]:
         """The extent's bytes: one piece, or one for each group that it reaches into."""
@@ -121,18 +127,18 @@ class Geometry:
     def header(self, offset: int) -> int:
         """The position of the header of an extent that starts at `offset`."""
         number, inside = divmod(offset, GROUP_SIZE)
-        return _HEAD_SIZE + number * self._group_size + inside // self.alignment * HEADER_SIZE
+        return _HEAD_SIZE + number * self._group_size + inside // self.alignment * self.header_size
 
     def regions(self) -> Iterator[HeaderRegion]:
         """All headers, in the order of their offsets."""
         for offset in range(0, self.capacity, GROUP_SIZE):
             units = min(GROUP_SIZE, self.capacity - offset) // self.alignment
-            yield HeaderRegion(self.header(offset), units * HEADER_SIZE, offset)
+            yield HeaderRegion(self.header(offset), units * self.header_size, offset)
 
     def unused_headers(self) -> HeaderRegion:
         """The slots of the last group that no unit has, because the group is not whole."""
         units = -self.capacity % GROUP_SIZE // self.alignment
-        return HeaderRegion(self.header(self.capacity), units * HEADER_SIZE, self.capacity)
+        return HeaderRegion(self.header(self.capacity), units * self.header_size, self.capacity)
 
     @staticmethod
     def namespace(index: int, copy: int) -> int:
@@ -143,15 +149,19 @@ class Geometry:
 # --- superblock --------------------------------------------------------------------------
 
 
-def pack_superblock(alignment: int, owner: bytes = NO_OWNER) -> bytes:
+def pack_superblock(
+    alignment: int, owner: bytes = NO_OWNER, header_size: int = HEADER_SIZE
+) -> bytes:
     """Both copies. They are written when the file is made, and once more with its owner."""
-    body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, HEADER_SIZE, alignment, GROUP_SIZE, owner)
+    body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, header_size, alignment, GROUP_SIZE, owner)
     return _summed(body) * COPIES
 
 
-def check_superblock(head: bytes, alignment: int, owner: bytes = NO_OWNER) -> bool:
+def check_superblock(
+    head: bytes, alignment: int, owner: bytes = NO_OWNER, wanted_size: int = HEADER_SIZE
+) -> bool:
     """False when a copy is damaged, or does not name `owner` yet. Raises ConfigError if the file is
-    not ours, not so aligned, or another one's.
+    not ours, not so aligned, has no headers of `wanted_size`, or is another one's.
 
     Our mark in one copy is enough: everything else in the file is verified by itself anyway.
     """
@@ -168,10 +178,17 @@ def check_superblock(head: bytes, alignment: int, owner: bytes = NO_OWNER) -> bo
         _, version, header_size, written_alignment, group_size, written_owner = (
             _SUPERBLOCK.unpack_from(copy)
         )
-        if (version, header_size, group_size) != (VERSION, HEADER_SIZE, GROUP_SIZE):
+        known = header_size in (HEADER_SIZE, SEALED_HEADER_SIZE)
+        if (version, known, group_size) != (VERSION, True, GROUP_SIZE):
             raise ConfigError(
                 f"was written by version {version} of the format, this is version {VERSION}: "
                 "remove it to start empty"
+            )
+        if header_size != wanted_size:
+            encrypted = header_size == SEALED_HEADER_SIZE
+            raise ConfigError(
+                f"is {'' if encrypted else 'not '}encrypted: set encrypt="
+                f"{'yes' if encrypted else 'no'}, or remove it to start empty"
             )
         if written_alignment != alignment:
             raise ConfigError(
@@ -258,6 +275,21 @@ def pack_header(record: Record, namespace_index: int, seed: int) -> bytes:
     return body + _SUM.pack(checksum(body, 0))
 
 
+class ExtentSeal(NamedTuple):
+    """What is needed to read the `size` encrypted bytes of an extent (`encryption.py`)."""
+
+    salt: bytes
+    nonce: int
+    size: int
+    tag: bytes
+
+
+SALT_SIZE: Final = 32
+TAG_SIZE: Final = 16
+#: Of an extent that was never written.
+NO_SEAL: Final = ExtentSeal(bytes(SALT_SIZE), 0, 0, bytes(TAG_SIZE))
+
+
 class NamespaceEntry(NamedTuple):
     """A namespace of the file, and the seed that headers of each of its parts carry."""
 
@@ -293,16 +325,17 @@ class InvalidHeader(NamedTuple):
     """A slot that is not empty but has no valid header: which offset, and what is wrong.
 
     `damaged` (checksum), `misplaced` (another offset), `beyond` (the capacity), `replaced` (the
-    namespace of that number is another one now), `overlapped` (a newer extent lies over it).
+    namespace of that number is another one now), `overlapped` (a newer extent lies over it),
+    `altered` (it does not decrypt).
     """
 
     offset: int
     reason: str
 
 
-def used_slots(headers: memoryview) -> list[int]:
+def used_slots(headers: memoryview, header_size: int = HEADER_SIZE) -> list[int]:
     """The numbers of the slots in a region that are not empty."""
-    rows = np.frombuffer(headers, np.uint64).reshape(-1, HEADER_SIZE // 8)
+    rows = np.frombuffer(headers, np.uint64).reshape(-1, header_size // 8)
     used: list[int] = np.flatnonzero(rows.any(axis=1)).tolist()
     return used
 

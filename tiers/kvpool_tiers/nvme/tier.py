@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvpool import logs
 from kvpool.checksum import namespace_seed
@@ -32,7 +33,10 @@ from kvpool_tiers.nvme.format import (
     COPIES,
     HEADER_SIZE,
     NO_OWNER,
+    NO_SEAL,
     PAGE,
+    SEALED_HEADER_SIZE,
+    ExtentSeal,
     Geometry,
     HeaderRegion,
     InvalidHeader,
@@ -50,6 +54,9 @@ from kvpool_tiers.nvme.format import (
 )
 from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.namespaces import NamespaceTable, UnnamedExtents
+
+if TYPE_CHECKING:
+    from kvpool_tiers.nvme.encryption import FileCipher
 
 log = logs.get("kvpool.nvme")
 
@@ -82,6 +89,7 @@ class Nvme:
         queue_depth: int = 16,
         direct: bool = True,
         alignment: int = ALIGNMENT_MIN,
+        encrypt: bool = False,
         disk: Disk | None = None,
     ) -> None:
         """Open the file at `path`, or make it where there is none; its directory must exist.
@@ -90,8 +98,9 @@ class Nvme:
         empty file or one of ours is ever written to. With `direct` the payload goes past the page
         cache, if the file system can; `status_text` has the result. `queue_depth` threads read and
         write. A larger `alignment` (bytes, a power of two) makes the headers fewer; choose it close
-        to the smallest block, it is fixed for the life of the file. With `disk` that one is used,
-        and `path` is only its name. Raises ConfigError.
+        to the smallest block, it is fixed for the life of the file. With `encrypt` blocks and
+        their headers are encrypted with the key that `use_key` gives; that, too, is fixed. With
+        `disk` that one is used, and `path` is only its name. Raises ConfigError.
         """
         if alignment & (alignment - 1) or not ALIGNMENT_MIN <= alignment <= ALIGNMENT_MAX:
             raise ConfigError(
@@ -102,7 +111,16 @@ class Nvme:
         self.capacity = max(capacity - capacity % alignment, alignment)
         self.path = Path(path)
         self.queue_depth = queue_depth
-        self._geometry = Geometry(self.capacity, alignment)
+        self.encrypted = encrypt
+        if encrypt:
+            _check_can_encrypt()
+        self._header_size = SEALED_HEADER_SIZE if encrypt else HEADER_SIZE
+        self._geometry = Geometry(self.capacity, alignment, self._header_size)
+        self._cipher: FileCipher | None = None
+        #: With `encrypt`: how to read each extent.
+        self._seals: dict[int, ExtentSeal] = {}
+        #: Extents that did not decrypt: somebody else has changed the file, or the disk is bad.
+        self.altered = 0
         self._simulated = disk is not None
         self._disk = disk if disk is not None else self._open(direct)
         if self._disk.size < self._geometry.file_size:
@@ -126,9 +144,10 @@ class Nvme:
         return f"<Nvme {self.path}, {self.capacity} bytes, {self._disk.mode}>"
 
     @staticmethod
-    def disk_size(capacity: int, alignment: int = ALIGNMENT_MIN) -> int:
+    def disk_size(capacity: int, alignment: int = ALIGNMENT_MIN, *, encrypt: bool = False) -> int:
         """How many bytes a disk must have for a tier of this capacity."""
-        return Geometry(max(capacity - capacity % alignment, alignment), alignment).file_size
+        size = SEALED_HEADER_SIZE if encrypt else HEADER_SIZE
+        return Geometry(max(capacity - capacity % alignment, alignment), alignment, size).file_size
 
     @property
     def mode(self) -> str:
@@ -139,6 +158,10 @@ class Nvme:
     def status_text(self) -> str:
         """Its path, how it is accessed, and what it could not keep: for `kvpool status`."""
         parts = [str(self.path), self._disk.mode]
+        if self.encrypted:
+            parts.append("encrypted")
+        if self.altered:
+            parts.append(f"{self.altered} blocks did not decrypt")
         parts += [f"{count} {reason} headers dropped" for reason, count in self.dropped.items()]
         if self._table.mended:
             parts.append(f"{self._table.mended} pages mended")
@@ -149,6 +172,12 @@ class Nvme:
     def claim(self, owner: bytes) -> None:
         """As `BelongsToOwner.claim`; a file of an older release has no owner, and gets this one."""
         self._owner = owner
+
+    def use_key(self, key: bytes, random: Callable[[int], bytes] = os.urandom) -> None:
+        """As `Encrypts.use_key`; `random` gives so many bytes that nobody has seen before."""
+        from kvpool_tiers.nvme.encryption import FileCipher
+
+        self._cipher = FileCipher(key, random)
 
     def close(self) -> None:
         """Take no more calls. Never waits: calls on a stuck disk keep the file until they end."""
@@ -164,16 +193,64 @@ class Nvme:
         into the buffer. A caller that must go on runs it in a task of its own. (design: disks)
         """
         self._check(offset, len(buffer))
+        if self.encrypted:
+            await self._read_sealed(offset, buffer)
+        else:
+            await self._read_pieces(offset, buffer)
+
+    async def _read_pieces(self, offset: int, buffer: memoryview) -> None:
         for position, start, stop in self._geometry.pieces(offset, len(buffer)):
             await self._disk.read(position, buffer[start:stop])
+
+    async def _read_sealed(self, offset: int, buffer: memoryview) -> None:
+        """An extent as it was encrypted; zeros, which no checksum fits, where it is another one."""
+        seal = self._seals.get(offset)
+        if seal is None:
+            buffer[:] = bytes(len(buffer))
+            return
+        whole = buffer[: seal.size]
+        if len(whole) < seal.size:
+            whole = memoryview(bytearray(seal.size))
+        await self._read_pieces(offset, whole)
+        if not await self._opened().decrypt(whole, seal):
+            self.altered += 1
+        if len(buffer) < seal.size:
+            buffer[:] = whole[: len(buffer)]
+        else:
+            buffer[seal.size :] = bytes(len(buffer) - seal.size)
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
         """Store `buffer`, in whole pages. On a stuck disk it does not end, like `read_into`."""
         self._check(offset, len(buffer))
         if self._unnamed and (over := self._unnamed.within(offset, len(buffer))):
             await self.erase(over)  # before their payload is overwritten, as for any extent
+        if self.encrypted:
+            await self._write_sealed(offset, buffer)
+            return
         for position, start, stop in self._geometry.pieces(offset, len(buffer)):
             await self._write_pages(position, buffer[start:stop])
+
+    async def _write_sealed(self, offset: int, buffer: memoryview) -> None:
+        self._seals.pop(offset, None)
+        cipher = self._opened()
+        sealing = cipher.begin(len(buffer))
+        staging = await cipher.staging()
+        try:
+            for position, start, stop in self._geometry.pieces(offset, len(buffer)):
+                for first in range(start, stop, len(staging)):
+                    source = buffer[first : min(first + len(staging), stop)]
+                    await sealing.encrypt(source, staging[: len(source)])
+                    padded = -(-len(source) // PAGE) * PAGE
+                    staging[len(source) : padded] = bytes(padded - len(source))
+                    await self._disk.write(position + first - start, staging[:padded])
+        finally:
+            cipher.give_back(staging)
+        self._seals[offset] = sealing.finish()
+
+    def _opened(self) -> FileCipher:
+        if self._cipher is None:
+            raise UsageError(f"{self!r} is encrypted, and use_key was not called")
+        return self._cipher
 
     async def _write_pages(self, position: int, buffer: memoryview) -> None:
         whole = len(buffer) - len(buffer) % PAGE
@@ -212,7 +289,11 @@ class Nvme:
             key = record.namespace, record.part
             if (seed := seeds.get(key)) is None:
                 seed = seeds[key] = namespace_seed(*key)
-            headers.append((record, pack_header(record, index, seed)))
+            header = pack_header(record, index, seed)
+            if self.encrypted:
+                seal = self._seals.get(offset, NO_SEAL)
+                header = self._opened().seal_header(header, seal)
+            headers.append((record, header))
         await _all(self._disk.write(at, memoryview(run)) for at, run in self._runs(headers))
 
     async def erase(self, offsets: Sequence[int]) -> None:
@@ -221,11 +302,12 @@ class Nvme:
         for offset in offsets:
             if offset % self.alignment or not 0 <= offset < self.capacity:
                 raise UsageError(f"no extent can start at {offset} of {self!r}")
-        nothing = memoryview(bytes(HEADER_SIZE))
+        nothing = memoryview(bytes(self._header_size))
         await _all(self._disk.write(self._geometry.header(o), nothing) for o in offsets)
         for offset in offsets:
             self._table.use(self._namespace_of.pop(offset, None), -1)
             self._unnamed.discard(offset)
+            self._seals.pop(offset, None)
 
     async def recover(self) -> Sequence[Record]:
         """The records that were persisted and whose headers are valid. (design: recovery)
@@ -243,7 +325,7 @@ class Nvme:
         namespaces = await self._table.recover(self._disk)
         resolver = OverlapResolver()
         invalid: list[InvalidHeader] = []
-        whole = Geometry.of_file(self._disk.size, self.alignment)
+        whole = Geometry.of_file(self._disk.size, self.alignment, self._header_size)
         if whole.capacity < self.capacity:
             whole = self._geometry
         regions = whole.regions()
@@ -280,12 +362,13 @@ class Nvme:
             intact = False
         else:
             try:
-                intact = check_superblock(head, self.alignment, self._owner)
+                intact = check_superblock(head, self.alignment, self._owner, self._header_size)
             except ConfigError as error:
                 raise ConfigError(f"{self.path}: {error}") from None
         if not intact:
             with contextlib.suppress(Unavailable):  # then it stays as it is
-                await self._disk.write(0, memoryview(pack_superblock(self.alignment, self._owner)))
+                head_now = pack_superblock(self.alignment, self._owner, self._header_size)
+                await self._disk.write(0, memoryview(head_now))
             if any(head) and is_damaged(head):
                 log.warning("the superblock is mended", path=str(self.path))
 
@@ -334,6 +417,7 @@ class Nvme:
         moved += await self._move(batch)
         for one in beyond:
             self._table.use(self._namespace_of.pop(one.offset, None), -1)
+            self._seals.pop(one.offset, None)
         if lost := len(left) - len(moved):
             self.dropped["beyond"] += lost
         report = log.warning if lost else log.info
@@ -351,8 +435,11 @@ class Nvme:
 
         async def copy(source: int, record: Record) -> Record:
             buffer = memoryview(bytearray(record.size))
-            for position, start, stop in self._geometry.pieces(source, record.size):
-                await self._disk.read(position, buffer[start:stop])
+            if self.encrypted:  # also the padding, with which the server will read it
+                buffer = memoryview(bytearray(self._seals.get(source, NO_SEAL).size))
+                await self._read_sealed(source, buffer)
+            else:
+                await self._read_pieces(source, buffer)
             await self.write_from(record.offset, buffer)
             return record
 
@@ -376,11 +463,14 @@ class Nvme:
         resolver: OverlapResolver,
         invalid: list[InvalidHeader],
     ) -> None:
-        for number, slot in enumerate(used_slots(headers)):
+        for number, slot in enumerate(used_slots(headers, self._header_size)):
             if number % _YIELD_EVERY == 0:
                 await asyncio.sleep(0)
             offset = region.offset + slot * self.alignment
-            header = unpack_header(headers, slot, offset, capacity, namespaces)
+            if self.encrypted:
+                header = self._open_header(headers, slot, offset, capacity, namespaces)
+            else:
+                header = unpack_header(headers, slot, offset, capacity, namespaces)
             if isinstance(header, ValidHeader):
                 self._reference(offset, header.namespace_index)
                 resolver.add(header.record)
@@ -389,6 +479,22 @@ class Nvme:
                 resolver.add(header)
             else:
                 invalid.append(header)
+
+    def _open_header(
+        self,
+        headers: memoryview,
+        slot: int,
+        offset: int,
+        capacity: int,
+        namespaces: Sequence[NamespaceEntry | None],
+    ) -> ValidHeader | UnnamedHeader | InvalidHeader:
+        """As `unpack_header`, of an encrypted file; notes how to read the extent."""
+        start = slot * self._header_size
+        opened = self._opened().open_header(bytes(headers[start : start + self._header_size]))
+        if opened is None:
+            return InvalidHeader(offset, "altered")
+        text, self._seals[offset] = opened
+        return unpack_header(memoryview(text), 0, offset, capacity, namespaces)
 
     async def _drop(self, dropped: Sequence[InvalidHeader]) -> None:
         """Count them, and erase them as far as the disk allows."""
@@ -454,11 +560,23 @@ class Nvme:
         return FileDisk(
             self.path,
             self._geometry.file_size,
-            head=pack_superblock(self.alignment),
-            accept=lambda head: check_superblock(head, self.alignment),
+            head=pack_superblock(self.alignment, header_size=self._header_size),
+            accept=lambda head: check_superblock(
+                head, self.alignment, wanted_size=self._header_size
+            ),
             queue_depth=self.queue_depth,
             direct=direct,
         )
+
+
+def _check_can_encrypt() -> None:
+    """Raises ConfigError."""
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "encrypt needs the package cryptography: pip install 'kvpool[encryption]'"
+        ) from None
 
 
 def _generation(record: Record) -> int:
