@@ -344,7 +344,7 @@ class Master:
             return self._match(m)
         if m.session:
             self._add_hint(m.session, ARRIVED)
-        namespace, digests = wire.unpack_keys(m)
+        namespace, digests = wire.unpack_question(m)
         runs, reasons = self.directory.find(namespace, digests)
         if not m.observes:
             self._demand.asked(namespace, digests, self._now())
@@ -380,7 +380,7 @@ class Master:
             self._demand.looked_beyond(match.length, listed)
 
     def _place(self, m: wire.Place) -> wire.PlaceReply:
-        namespace, digests = wire.unpack_keys(m)
+        namespace, digests = wire.unpack_question(m)
         size = m.size * m.parts * m.copies // max(1, len(digests))
         self._demand.asked(namespace, digests, self._now(), size)
         placement = self.directory.place(
@@ -497,7 +497,7 @@ class Master:
         )
 
     def _explain(self, m: wire.Explain) -> wire.Explained:
-        namespace, digests = wire.unpack_keys(m)
+        namespace, digests = wire.unpack_question(m)
         return wire.Explained(
             [
                 (answer.status, answer.text, _replicas(answer.replicas))

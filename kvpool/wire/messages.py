@@ -53,6 +53,8 @@ from kvpool.wire.frames import PROTOCOL_VERSION
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
+#: In one question to a master, which answers it in one turn of its loop.
+QUESTION_KEYS_MAX: Final = 4096
 #: Spans before the keys of one question, or behind them.
 SPANS_MAX: Final = 2048
 #: Namespaces in one answer: with names of the maximum length it still fits into a message.
@@ -882,11 +884,21 @@ def unpack_keys(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     return checked_namespace(keys.namespace, keys.parts), digests
 
 
+def unpack_question(
+    keys: Find | FindChain | Place | Explain,
+) -> tuple[Namespace, tuple[bytes, ...]]:
+    """As `unpack_keys`, of a question to a master. Raises BadMessage, also for too many keys."""
+    count = len(keys.digests) // keys.digest_size
+    if count > QUESTION_KEYS_MAX:
+        raise BadMessage(f"{count} keys in one question, limit {QUESTION_KEYS_MAX}")
+    return unpack_keys(keys)
+
+
 def unpack_chain(keys: Find | FindChain) -> tuple[Namespace, MarkedChain]:
     """Namespace and blocks of a chain, of which at least one has a key. Raises BadMessage."""
     count, rest = divmod(len(keys.digests), keys.digest_size)
-    if rest or not 0 < count <= DIGESTS_MAX:
-        unpack_keys(keys)  # says what is wrong
+    if rest or not 0 < count <= QUESTION_KEYS_MAX:
+        unpack_question(keys)  # says what is wrong
     before = unpacked_marks(keys.before) if isinstance(keys, FindChain) else ()
     chain = MarkedChain(keys.digest_size, keys.digests, before)
     return checked_namespace(keys.namespace, keys.parts), chain

@@ -113,6 +113,7 @@ def test_the_version_and_the_limits_are_those_of_the_code() -> None:
     assert f"{frames.HEADER_SIZE} bytes" in TEXT
     assert f"at most {frames.BODY_SIZE_MAX >> 20} MiB" in TEXT
     assert f"{messages.DIGESTS_MAX:,} digests" in TEXT
+    assert f"{messages.QUESTION_KEYS_MAX:,} keys in a question" in TEXT
 
 
 def test_the_exchanges_name_no_message_that_is_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -147,3 +148,22 @@ def test_digests_travel_packed(count: int, size: int) -> None:
         messages.unpack_digests(bytes(size + 1), size)
     with pytest.raises(BadMessage, match="limit"):
         messages.unpack_digests(bytes(size * (messages.DIGESTS_MAX + 1)), size)
+
+
+@pytest.mark.parametrize(
+    "unpack",
+    [
+        lambda where: messages.unpack_question(messages.Find(*where, False)),
+        lambda where: messages.unpack_question(messages.Explain(*where)),
+        lambda where: messages.unpack_question(messages.Place(*where, b"", 1, "", 1)),
+        lambda where: messages.unpack_chain(messages.Find(*where, True)),
+        lambda where: messages.unpack_chain(messages.FindChain(*where)),
+    ],
+)
+def test_a_question_has_as_many_keys_as_one_turn_of_a_master_bears(
+    unpack: Callable[[tuple[str, int, int, bytes]], object],
+) -> None:
+    most = messages.QUESTION_KEYS_MAX
+    unpack(("model", 1, 16, bytes(16 * most)))
+    with pytest.raises(BadMessage, match=f"{most + 1} keys in one question, limit {most}"):
+        unpack(("model", 1, 16, bytes(16 * (most + 1))))
