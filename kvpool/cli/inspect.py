@@ -26,7 +26,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, cluster_of
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.types import Demand, Explanation, Member, Namespace, SessionReport
+from kvpool.types import OTHERS, Demand, Explanation, Member, Namespace, SessionReport
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,6 +54,7 @@ def status(
         tenants_table,
         tiers_table,
     )
+    from kvpool.ops.usage import usage_by, usage_table
 
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
@@ -82,6 +83,10 @@ def status(
         if (tenants := tenants_table(namespaces)) is not None:
             console.print()
             console.print(tenants)
+        used = usage_by("tenant", members)
+        if any(one.name not in ("", OTHERS) for one in used):
+            console.print()
+            console.print(usage_table("tenant", used))
         if demand is not None and demand.working_sets:
             console.print()
             console.print(demand_table(demand, members))

@@ -80,6 +80,11 @@ class ZmqNetwork:
     def authenticated(self) -> bool:
         return self._keys is not None
 
+    @property
+    def refused_connections(self) -> int:
+        """As `CountsRefused`. Only with tenants: else libzmq drops who has no key by itself."""
+        return self._gate.refused if self._gate is not None else 0
+
     def connect(self, address: str) -> Link:
         """A link to the master at `host:port`."""
         if os.getpid() != self._pid:
@@ -468,6 +473,7 @@ class Gate:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], callers: KnownCallers) -> None:
         self._callers = callers
+        self.refused = 0
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(_GATE_ADDRESS)
@@ -486,6 +492,7 @@ class Gate:
             user = z85.encode(credentials[0])
         admitted = bool(user) and self._callers.tenant_of_user(user.decode()) is not None
         if not admitted:
+            self.refused += 1
             why = "its key is made from no secret that is valid here"
             self._callers.refused(address.decode("ascii", "replace"), "connect", why)
         status, text = (b"200", b"OK") if admitted else (b"400", b"unknown key")

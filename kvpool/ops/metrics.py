@@ -112,6 +112,11 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         for reason, count in sorted(master.refusals.items()):
             refusals.add_metric([reason], count)
         yield refusals
+        yield CounterMetricFamily(
+            "kvpool_master_refused_connections",
+            "that showed no key of the cluster or a tenant; counted where there are tenants",
+            master.refused_connections,
+        )
         matches = CounterMetricFamily(
             "kvpool_master_matches", "of clients, by what ended them", labels=["stopped"]
         )

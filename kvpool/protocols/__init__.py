@@ -7,7 +7,7 @@ OSError. `kvpool.testing` checks an implementation against these contracts (desi
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
 
-from kvpool.protocols.network import Caller, Handler, Link, Network
+from kvpool.protocols.network import Caller, CountsRefused, Handler, Link, Network
 from kvpool.protocols.policy import B, Decision, Evictable, LearnsFromArrivals, Policy
 from kvpool.protocols.tier import (
     Addressable,
@@ -50,6 +50,7 @@ __all__ = [
     "Caller",
     "Channel",
     "Connection",
+    "CountsRefused",
     "Decision",
     "DeviceAddressable",
     "DeviceMemory",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvpool.protocols.transport import Listener
 
@@ -39,6 +39,15 @@ class Link(Protocol):
 
     def close(self) -> None:
         """End every pending request with Closed. Idempotent."""
+
+
+@runtime_checkable
+class CountsRefused(Protocol):
+    """A network that knows of peers that it did not let connect."""
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections to what it serves that were refused, because they showed no valid key."""
 
 
 class Network(Protocol):

@@ -390,6 +390,7 @@ class BlockServer:
                 "handed_over_bytes": 0,
                 # Prometheus sees no increase from nothing to one: what alerts ask for is there.
                 "corrupt_blocks": 0,
+                "over_limit_blocks": 0,
                 "refused_connections": 0,
                 "rejected_victims": 0,
                 **context.counters,

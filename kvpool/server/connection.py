@@ -141,6 +141,8 @@ class ServerConnection:
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
         self._context.counters["refused_blocks"] += len(full)
+        if full:
+            self._explain_refusal(request, full)
         bypassed = sum(answer.status is WriteStatus.BYPASSED for answer in answers)
         self._context.counters["bypassed_blocks"] += bypassed
         if any(answer.status is WriteStatus.ALREADY_STORED for answer in answers):
@@ -148,6 +150,25 @@ class ServerConnection:
             # call would acknowledge a block that no reader can find (design: announcements).
             await self._context.wait_until_announced(wait_until)
         return answers
+
+    def _explain_refusal(self, request: ReserveRequest, full: Sequence[int]) -> None:
+        """Where it was the tenant's limit and not the pool: count that, and say so in the audit."""
+        smallest = min(request.sizes[position] for position in full)
+        for store in self._store.stores:
+            account = store.accounts.get(self.peer.tenant)
+            if account is None or not account.exceeds(store.allocator.rounded(smallest)):
+                continue
+            self._context.counters["over_limit_blocks"] += len(full)
+            self._context.audit.refused(
+                self._loop.time(),
+                tenant=self.peer.tenant,
+                client=self.peer.name,
+                address=self.peer.address,
+                request="Reserve",
+                why=f"a block of {human(smallest)} is above its limit of a tier, "
+                f"{human(account.limit)}, beside what it has in use there",
+            )
+            return
 
     def _already_stored(self, request: ReserveRequest) -> list[Reservation]:
         """Answers of a server that will leave: writers go elsewhere at once (design: drain)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from kvpool.client.pool import Pool
 from kvpool.types import WriteStatus
 from tests.conftest import keys
@@ -47,6 +49,30 @@ async def test_a_burst_of_one_tenant_leaves_the_other_what_it_is_guaranteed(
         pool.server.stack.check()
         await acme.close()
         await blue.close()
+
+
+async def test_a_refusal_for_the_limit_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one for want of space does not."""
+    async with tenant_pool(tmp_path, capacity=4 << 20) as pool:
+        pool.write_tenants(limit="10%")
+        assert all(await pool.read_again())
+        counters = pool.server.stats
+        async with await pool.client(tenant("acme")) as acme:
+            for seed in range(4):  # it evicts its own, within its limit
+                await write(acme, seed, 40)
+            assert counters(0.0).counters["over_limit_blocks"] == 0
+            large = [bytes(512 << 10)]
+            assert await acme.write(MODEL, keys(9, 1), large) == [WriteStatus.NO_SPACE]
+            assert counters(0.0).counters["over_limit_blocks"] == 1
+        (line,) = [one for one in caplog.records if one.name == "kvpool.audit"]
+        assert "a block of 512 KiB is above its limit of a tier, 409" in vars(line)["why"]
+        await pool.server.drain(0.5)  # it takes no blocks any more, of nobody
+        async with await pool.client(tenant("blue")) as blue:
+            status = await blue.write(MODEL, keys(7, 1), [bytes(SIZE)], timeout=1.0)
+            assert status == [WriteStatus.NO_SPACE]
+        assert counters(0.0).counters["over_limit_blocks"] == 1
 
 
 async def test_a_lowered_limit_is_reached_without_a_write(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from kvpool import ConfigError, MasterLost, ReadStatus, WriteStatus
 from kvpool.client.pool import Pool
 from kvpool.errors import Forbidden, Unauthenticated, UsageError
 from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.ops.metrics import pages_of_master
 from kvpool.types import HintStatus, Namespace, ServerStats
 from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access, check_access, names_of
@@ -426,6 +427,14 @@ async def test_a_random_key_is_not_admitted_by_masters(
         network.close()
     (line,) = [one for one in caplog.records if one.name == "kvpool.audit"]
     assert (line.request, line.address) == ("connect", "127.0.0.1")  # type: ignore[attr-defined]
+    assert pool.master.refused_connections >= 1
+    page = pages_of_master(pool.master)["/metrics"]()
+    (shown,) = [
+        text
+        for text in page.body.decode().splitlines()
+        if text.startswith("kvpool_master_refused_connections_total")
+    ]
+    assert float(shown.split()[1]) == pool.master.refused_connections
 
 
 async def test_half_a_handshake_opens_nothing(pool: TenantPool) -> None:
