@@ -38,6 +38,11 @@ Addresses = Annotated[list[str], Meta(extra={"separator": r",(?=\s*[\w.+-]+://)"
 WRITE_THROUGH: Final = "write_through"
 WRITE_BACK: Final = "write_back"
 
+#: Values of `client.device_path`.
+STAGED: Final = "staged"
+DIRECT: Final = "direct"
+AUTO: Final = "auto"
+
 DEFAULT_MASTER: Final = "127.0.0.1:7450"
 _SECRET_SIZE_MIN: Final = 16
 _SECRET_SIZE_MAX: Final = 4096
@@ -180,6 +185,12 @@ class ClientConfig(_Section, frozen=True):
     #: first such block. One block must fit. Room for several steps of 16 MiB lets copies and
     #: transfers overlap (design: device-memory).
     device_staging: Size = 128 << 20
+    #: How blocks that are read reach a CUDA device. staged: through the pinned memory, verified by
+    #: the host. direct: from the network into the device and verified there, over transports that
+    #: can do that (ucx?tls=rc,cuda_copy); what a server has no such path for is a miss. auto:
+    #: direct where a network card does it, else staged. Ask the machine first: make gpu-acceptance
+    #: (design: direct-reads).
+    device_path: str = STAGED
 
 
 class Config(_Section, frozen=True):
@@ -199,6 +210,15 @@ class Config(_Section, frozen=True):
     master: MasterConfig = MasterConfig()
     server: ServerConfig = ServerConfig()
     client: ClientConfig = ClientConfig()
+
+
+def check_device_path(config: ClientConfig) -> None:
+    """Raises ConfigError for a value that is none."""
+    if config.device_path not in (STAGED, DIRECT, AUTO):
+        raise ConfigError(
+            f"setting 'client.device_path' is {config.device_path!r}, "
+            f"expected {STAGED}, {DIRECT} or {AUTO}"
+        )
 
 
 def cluster_of(config: Config) -> Cluster:
@@ -564,6 +584,7 @@ def _check(config: Config) -> None:
             f"setting 'server.write_mode' is {config.server.write_mode!r}, "
             f"expected {WRITE_THROUGH} or {WRITE_BACK}"
         )
+    check_device_path(config.client)
     if config.local_only:
         _check_local_only(config)
     if config.tenants_file and not config.secret_file:

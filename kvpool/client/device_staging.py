@@ -102,7 +102,7 @@ class Staging:
                             else:
                                 results[slot.number] = result
                         # Before the first byte: its owner's work may still use that memory.
-                        await _wait_for_stream([slot.block for slot, _ in hits], deadline)
+                        await wait_for_stream([slot.block for slot, _ in hits], deadline)
                         await self._transfer(hits, deadline, to_host=False)
                         results.update(found)
                 except DeadlineExceeded:
@@ -136,7 +136,7 @@ class Staging:
 
         try:
             # Before anything is allocated: other calls must not wait for this one's stream.
-            await _wait_for_stream(blocks.values(), deadline)
+            await wait_for_stream(blocks.values(), deadline)
         except DeadlineExceeded:
             return statuses
         await _run_two(run_rounds)
@@ -174,7 +174,7 @@ class Staging:
         size = sum(blocks[number].size for number in numbers)
         start: int | None = None
         try:
-            async with _until(deadline):
+            async with until(deadline):
                 await self._prepare({blocks[number].device for number in numbers})
                 # One waits for space at a time, or small rounds would starve a large one.
                 async with self._allocating:
@@ -241,14 +241,14 @@ class Staging:
     ) -> None:
         """Copy so many bytes of each slot. Raises DeadlineExceeded, and Unavailable for CUDA."""
         memory = self._memory()
-        async with _until(deadline):
+        async with until(deadline):
             for device, rows, start, size in _contiguous(moves):
                 copier = self._copiers[device]
                 await copier.copy(rows, memory[start : start + size], to_host=to_host)
                 self._counters[f"staged_{'write' if to_host else 'read'}_bytes"] += size
 
 
-async def _wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> None:
+async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> None:
     """Wait until the device has reached the blocks' events. Raises DeadlineExceeded.
 
     Raises Unavailable when the work before them failed.
@@ -256,7 +256,7 @@ async def _wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> No
     # Polled, and not waited for in a thread: no copy has begun, so the call can be cancelled at
     # any time, however long the device is busy. CUDA cannot wake a loop.
     try:
-        async with _until(deadline):
+        async with until(deadline):
             for event in {event for block in blocks for event in block.ready_events}:
                 while not event.query():  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
@@ -276,13 +276,13 @@ def _contiguous(
             rows = []
         if not rows:
             start, held = slot.start, 0
-        rows += _first_bytes(slot.block, size)
+        rows += first_bytes(slot.block, size)
         held += size
     if rows:
         yield rows[0].device, rows, start, held
 
 
-def _first_bytes(block: DeviceBlock, size: int) -> Iterator[torch.Tensor]:
+def first_bytes(block: DeviceBlock, size: int) -> Iterator[torch.Tensor]:
     """The first `size` bytes: a block may be smaller than the memory it is read into."""
     for row in block.rows:
         if size <= 0:
@@ -299,7 +299,8 @@ async def _run_two(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def _until(deadline: float) -> AsyncIterator[None]:
+async def until(deadline: float) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded when what is inside does not end in time."""
     try:
         async with asyncio.timeout_at(deadline):
             yield

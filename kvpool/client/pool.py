@@ -26,13 +26,13 @@ from kvpool.client.pool_events import EventReader
 from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
 from kvpool.client.score import Scorer
-from kvpool.client.servers import Servers, gather_errors
+from kvpool.client.servers import Servers, device_lack, gather_errors
 from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.spread import Spreader
 from kvpool.client.spread_tree import RECEIVERS_MAX
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
-from kvpool.config import ClientConfig
+from kvpool.config import DIRECT, ClientConfig, check_device_path
 from kvpool.errors import (
     BadBuffer,
     BadKey,
@@ -91,6 +91,7 @@ from kvpool.wire import messages as wire
 _TIMEOUT_S_MAX: Final = 86_400.0
 
 if TYPE_CHECKING:
+    from kvpool.client.device_direct import DirectReads
     from kvpool.client.device_staging import Staging
 
 
@@ -118,6 +119,8 @@ class Pool:
     | `chosen_SCHEME` | changes | to a transport that was measured to be faster |
     | `failed_SCHEME` | failures | of a transport, which comes last for a while |
     | `staged_read_bytes`, `staged_write_bytes` | bytes | copied to; from CUDA devices |
+    | `direct_read_bytes` | bytes | received into CUDA devices and verified there |
+    | `direct_corrupt` | blocks | wrong when they were verified on a device |
     | `hint_accepted`, ... | hints | answers of masters, by `HintStatus` |
 
     `durations.counts()` has how many matches, and messages to servers that read or write, were
@@ -135,12 +138,17 @@ class Pool:
         host: Host | None = None,
         rng: random.Random | None = None,
     ) -> None:
+        check_device_path(config)
         self._config = config
         #: The names of this tenant's users are qualified with it here, on their way in and out, so
         #: that nothing behind this class knows two names of one thing (design: tenants).
         self._tenant = cluster.tenant
         if cluster.tenant:
             transports = _for_tenants(transports)
+        if config.device_path == DIRECT and (lack := device_lack(transports)):
+            raise ConfigError(
+                f"setting 'client.device_path' is {DIRECT}: {lack}; or set it to auto or staged"
+            )
         self._network = network
         self._owns_network = owns_network
         self._loop = asyncio.get_running_loop()
@@ -155,12 +163,13 @@ class Pool:
         )
         self.durations = servers.durations
         self._device_staging: Staging | None = None
+        self._direct_reads: DirectReads | None = None
         locations = LocationCache()
         self._lookup = lookup = Lookup(self._masters, servers)
         rates = ReadRates()
         self._scorer = Scorer(lookup, servers, rates)
         self._reader = reader = Reader(
-            config, lookup, servers, locations, self._staging, rates, counters
+            config, lookup, servers, locations, self._staging, self._direct, rates, counters
         )
         versions = Versions(lookup, reader, servers, counters)
         self._spreader = Spreader(lookup, servers, counters)
@@ -662,6 +671,8 @@ class Pool:
             self._masters.close()
             if self._device_staging is not None:
                 self._device_staging.close()
+            if self._direct_reads is not None:
+                self._direct_reads.close()
             if self._owns_network:
                 self._network.close()
 
@@ -713,6 +724,16 @@ class Pool:
 
             self._device_staging = Staging(self._config.device_staging, self.counters)
         return self._device_staging
+
+    def _direct(self) -> DirectReads:
+        """What direct reads need; its modules load numpy (design: import-time)."""
+        if self._closed:
+            raise Closed("the pool is closed")
+        if self._direct_reads is None:
+            from kvpool.client.device_direct import DirectReads
+
+            self._direct_reads = DirectReads(self.counters)
+        return self._direct_reads
 
     def _begin(self, timeout: float | None) -> float:
         """The deadline of a call that starts now.

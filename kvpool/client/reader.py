@@ -24,7 +24,7 @@ from kvpool.client.load_estimate import MEASURED_BYTES_MIN, ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.servers import Servers, gather_errors
-from kvpool.config import ClientConfig
+from kvpool.config import AUTO, DIRECT, STAGED, ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -33,11 +33,14 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import Channel, ReadOptions, View
+from kvpool.protocols import Channel, DeviceReadBlock, ReadOptions, View
 from kvpool.runtime import task_group
 from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus
 
 if TYPE_CHECKING:
+    import torch
+
+    from kvpool.client.device_direct import DirectReads
     from kvpool.client.device_staging import Staging
 
 log = logs.get("kvpool.client")
@@ -96,6 +99,12 @@ class ReadState:
     unresponsive: set[str] = field(default_factory=set)  # each is given `attempt_s` from now on
     given_up: set[str] = field(default_factory=set)  # not asked again in this read
     corrupt: dict[str, dict[bytes, None]] = field(default_factory=dict)
+    #: Memory on devices that blocks are received into directly, while that is tried.
+    direct: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: Servers that did not bring a block directly, and may through the host: best last.
+    indirect: dict[int, list[str]] = field(default_factory=dict)
+    #: Blocks that came directly with wrong bytes.
+    direct_corrupt: set[int] = field(default_factory=set)
 
     def next_attempts(self, positions: Iterable[int]) -> list[Attempt]:
         """Move blocks from waiting to asked."""
@@ -134,7 +143,8 @@ class ReadState:
 
 
 class Reader:
-    """Reads of one client. `staging` makes the pinned memory when a read first needs it."""
+    """Reads of one client. `staging` makes the pinned memory when a read first needs it, `direct`
+    what direct reads need."""
 
     def __init__(
         self,
@@ -143,15 +153,19 @@ class Reader:
         servers: Servers,
         locations: LocationCache,
         staging: Callable[[], Staging],
+        direct: Callable[[], DirectReads],
         rates: ReadRates,
         counters: Counter[str],
     ) -> None:
         self._config = config
+        self._path = config.device_path
+        self._staging_logged = False
         self._lookup = lookup
         self._rates = rates
         self._servers = servers
         self._locations = locations
         self._staging = staging
+        self._direct = direct
         self._counters = counters
         self._loop = asyncio.get_running_loop()
 
@@ -259,17 +273,23 @@ class Reader:
     # --- inside --------------------------------------------------------------------------
 
     async def _fetch_all(self, state: ReadState, positions: Sequence[int]) -> None:
-        """Blocks for the host's memory as they come, those for a device through pinned memory."""
+        """Blocks for the host's memory as they come, those for a device directly or staged."""
         if not state.device:
             await self._fetch(state, positions)
             return
         await self._fetch(state, [i for i in positions if i not in state.device])
-        # Pinned memory is for those that have a server; it is not even made for the others.
+        # Only for those that have a server: nothing is even made for the others.
         blocks = {
             i: state.device[i] for i in positions if i in state.device and state.candidates[i]
         }
-        if not blocks:
-            return
+        if blocks and self._path != STAGED:
+            blocks = await self._fetch_direct(state, blocks)
+        if blocks:
+            await self._fetch_staged(state, blocks)
+            self._distrust_direct(state)
+
+    async def _fetch_staged(self, state: ReadState, blocks: Mapping[int, DeviceBlock]) -> None:
+        """Through pinned memory of the host."""
 
         async def fetch_rows(rows: HostRows) -> Mapping[int, ReadResult]:
             for position, row in rows.items():  # rows of the host stand in for the device's
@@ -281,6 +301,67 @@ class Reader:
         staged = await self._staging().read(blocks, fetch_rows, state.deadline)
         for position, result in staged.items():
             state.results[position] = result
+
+    async def _fetch_direct(
+        self, state: ReadState, blocks: dict[int, DeviceBlock]
+    ) -> dict[int, DeviceBlock]:
+        """From the network into the devices; returns the blocks that are to be staged instead."""
+        from kvpool.client import device_direct  # not at the top (design: import-time)
+
+        if self._path == DIRECT:
+            device_direct.check_sizes(blocks)
+            chosen = blocks
+        else:
+            chosen = {
+                i: block
+                for i, block in blocks.items()
+                if device_direct.fits(block)
+                and self._servers.reaches_devices(state.candidates[i][-1], only_fabrics=True)
+            }
+            self._log_what_is_staged(len(blocks) - len(chosen))
+
+        async def fetch_rows(rows: device_direct.DeviceTargets) -> Mapping[int, ReadResult]:
+            state.direct.update(rows)
+            try:
+                await self._fetch(state, rows)
+            finally:
+                for position in rows:
+                    del state.direct[position]
+            return {position: state.results[position] for position in rows}
+
+        if not chosen:
+            return blocks
+        found = await self._direct().read(chosen, fetch_rows, state.deadline)
+        for position, result in found.items():
+            state.results[position] = result
+        left = {i: block for i, block in blocks.items() if i not in chosen}
+        for position, servers in state.indirect.items():
+            if state.results[position].status is not _HIT:
+                state.candidates[position] += servers
+                left[position] = blocks[position]
+        state.indirect.clear()
+        return left
+
+    def _log_what_is_staged(self, blocks: int) -> None:
+        """Once: who chose `auto` learns that it is of no use for some blocks, and why."""
+        if blocks and not self._staging_logged:
+            self._staging_logged = True
+            why = self._servers.device_lack or (
+                "their servers are on this host, or no network card is known to reach them"
+            )
+            log.info("blocks for devices are staged", device_path=AUTO, blocks=blocks, why=why)
+
+    def _distrust_direct(self, state: ReadState) -> None:
+        """Bytes that were wrong on the device and right on the host: the server is well, and the
+        way to the device is not."""
+        wrong = [i for i in state.direct_corrupt if state.results[i].status is _HIT]
+        if wrong and self._path == AUTO:
+            self._path = STAGED
+            log.error(
+                "direct reads gave wrong bytes, which were not used: staged from now on",
+                blocks=len(wrong),
+                advice="make gpu-acceptance, and client.device_path: staged",
+            )
 
     async def _fetch(self, state: ReadState, positions: Iterable[int]) -> None:
         """Attempt after attempt, until the blocks are read or have no candidate left."""
@@ -337,16 +418,16 @@ class Reader:
 
     async def _ask(self, state: ReadState, attempt: Attempt, hedged: bool) -> list[ReadResult]:
         """One message to one server, and what came of it; its failure is a result, too."""
+        if attempt.positions[0] in state.direct:
+            return await self._ask_direct(state, attempt, hedged)
         server, positions = attempt
         sizes = [state.sizes[i] for i in positions]
         blocks = [
             ReadBlock(state.digests[i], state.host[i], size)
             for i, size in zip(positions, sizes, strict=True)
         ]
-        # A server that has the only copy is worth a longer wait (design: hedging).
-        silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         try:
-            async with InactivityTimer(silence_s) as timer:
+            async with InactivityTimer(self._silence_s(hedged)) as timer:
                 options = state.options._replace(idle_timeout=timer)
                 return await self._servers.call(
                     server,
@@ -357,16 +438,70 @@ class Reader:
                     "read",
                 )
         except (Unavailable, PeerError, Overloaded) as error:
-            # The timer's exit has waited for the call: nothing writes to the buffers any more,
-            # so the next server may.
+            return self._failed(state, attempt, hedged, error)
+
+    async def _ask_direct(
+        self, state: ReadState, attempt: Attempt, hedged: bool
+    ) -> list[ReadResult]:
+        """The same for memory on devices, where the blocks are verified once they are there."""
+        server, positions = attempt
+        blocks = [DeviceReadBlock(state.digests[i], state.direct[i]) for i in positions]
+        only_fabrics = self._path == AUTO
+        try:
+            async with InactivityTimer(self._silence_s(hedged)) as timer:
+                options = state.options._replace(idle_timeout=timer)
+                arrivals = await self._servers.device_call(
+                    server,
+                    lambda channel: channel.read_to_device(
+                        options, blocks, deadline=state.deadline
+                    ),
+                    state.deadline,
+                    only_fabrics=only_fabrics,
+                )
+        except (Unavailable, PeerError, Overloaded) as error:
             if isinstance(error, ServerUnresponsive):
-                self._servers.mark_unresponsive(server, given_up=not hedged)
-                if hedged:
-                    state.defer(server, positions)
-                else:
-                    state.unresponsive.add(server)
-                    state.given_up.add(server)
+                self._servers.avoid_device_paths(server)  # the lane may be at fault
+            elif only_fabrics and not isinstance(error, DeadlineExceeded):
+                self._note_indirect(state, attempt)
+            return self._failed(state, attempt, hedged, error)
+        # Outside of the timer, and no error of a device is one of the server.
+        try:
+            results = await self._direct().verify(options, blocks, arrivals, state.deadline)
+        except DeadlineExceeded as error:
             return [ReadResult(miss_reason(error))] * len(positions)
+        wrong = [i for i, one in zip(positions, results, strict=True) if one.status is _CORRUPT]
+        self._counters["direct_corrupt"] += len(wrong)
+        if only_fabrics and wrong:
+            # Is the server's copy wrong, or the way to this device? The next look is the host's.
+            state.direct_corrupt.update(wrong)
+            self._note_indirect(state, Attempt(server, wrong))
+        return results
+
+    def _note_indirect(self, state: ReadState, attempt: Attempt) -> None:
+        for position in attempt.positions:
+            state.indirect.setdefault(position, []).insert(0, attempt.server)
+
+    def _silence_s(self, hedged: bool) -> float:
+        """A server that has the only copy is worth a longer wait (design: hedging)."""
+        return self._config.hedge_s if hedged else self._config.attempt_s
+
+    def _failed(
+        self, state: ReadState, attempt: Attempt, hedged: bool, error: KvpoolError
+    ) -> list[ReadResult]:
+        """The misses of a call that failed.
+
+        The timer's exit has waited for the call: nothing writes to the buffers any more, so the
+        next server may.
+        """
+        server, positions = attempt
+        if isinstance(error, ServerUnresponsive):
+            self._servers.mark_unresponsive(server, given_up=not hedged)
+            if hedged:
+                state.defer(server, positions)
+            else:
+                state.unresponsive.add(server)
+                state.given_up.add(server)
+        return [ReadResult(miss_reason(error))] * len(positions)
 
     def _measure(self, state: ReadState, servers: Collection[str], seconds: float) -> None:
         """Keep the rate of a read that was whole, from memory, and from one side: from servers

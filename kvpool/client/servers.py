@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
@@ -40,6 +41,8 @@ from kvpool.errors import (
 from kvpool.protocols import (
     Channel,
     NeedsMeasurement,
+    ReachesDevices,
+    SupportsDeviceRead,
     SupportsReachability,
     SupportsZeroCopyView,
     Transport,
@@ -175,7 +178,8 @@ class Servers:
             record = await self._resolve(server, deadline)
         before = record.epoch, record.paths
         try:
-            return await self._call(record, operation, deadline, size, bytes_moved, counted_as)
+            order = self._paths_in_order(record, size)
+            return await self._call(record, order, operation, deadline, bytes_moved, counted_as)
         except ServerLost as error:
             why = str(error)  # and not the error, which refers to this frame
         # It may be elsewhere now. It becomes lost only when no master knows of that:
@@ -186,7 +190,56 @@ class Servers:
             record.retry_at = self._loop.time() + record.backoff.next_delay()
             record.paths = []
             raise ServerLost(why)
-        return await self._call(record, operation, deadline, size, bytes_moved, counted_as)
+        order = self._paths_in_order(record, size)
+        return await self._call(record, order, operation, deadline, bytes_moved, counted_as)
+
+    async def device_call(
+        self,
+        server: str,
+        operation: Callable[[SupportsDeviceRead], Awaitable[T]],
+        deadline: float,
+        *,
+        only_fabrics: bool,
+    ) -> T:
+        """As `call`, on paths whose channels receive into memory on devices.
+
+        Raises Overloaded where there is none that works: over another path the server may be well.
+        With `only_fabrics` none inside this host counts, nor one that nothing shows to be fast:
+        there the host's memory is on the way in any case.
+        """
+        record = await self._resolve(server, deadline)
+        order = self._device_paths(record, only_fabrics=only_fabrics)
+
+        async def run(channel: Channel) -> T:
+            assert isinstance(channel, SupportsDeviceRead)  # as its transport says
+            return await operation(channel)
+
+        if order:
+            with contextlib.suppress(ServerLost):
+                return await self._call(record, order, run, deadline, no_bytes, "read")
+        raise Overloaded(f"server {server} has no path to devices here that works")
+
+    def reaches_devices(self, server: str, *, only_fabrics: bool) -> bool:
+        """Whether `device_call` has a path to this server, as far as it is known."""
+        record = self._records.get(server)
+        return record is not None and bool(self._device_paths(record, only_fabrics=only_fabrics))
+
+    def avoid_device_paths(self, server: str) -> None:
+        """They were silent: `device_call` does not take them for a while."""
+        record = self._records.get(server)
+        if record is not None:
+            for path in self._device_paths(record, only_fabrics=False):
+                self._mark_broken(path)
+
+    @functools.cached_property
+    def _to_devices(self) -> frozenset[str]:
+        """The schemes of those that reach devices: asked once, because they look at files."""
+        return frozenset(s for s, one in self._transports.items() if not device_lack({s: one}))
+
+    @property
+    def device_lack(self) -> str:
+        """Why no transport of this client reaches devices; empty if one does."""
+        return device_lack(self._transports)
 
     def mark_unresponsive(self, server: str, *, given_up: bool) -> None:
         """A call to it was cancelled because it sent nothing: for a while it is ranked last.
@@ -335,15 +388,14 @@ class Servers:
     async def _call(
         self,
         record: KnownServer,
+        order: Sequence[_Path],
         operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
-        size: int,
         bytes_moved: Callable[[T], int],
         counted_as: str,
     ) -> T:
         began = self._loop.time()
         problem = "no common transport"
-        order = self._paths_in_order(record, size)
         for path in order:
             for first in (True, False):
                 channel = record.channels.get(path)
@@ -390,7 +442,7 @@ class Servers:
         now = self._loop.time()
 
         def broken(path: _Path) -> bool:
-            return self._broken_until.get(path, 0.0) > now
+            return self._is_broken(path, now)
 
         if record.remote is not None:
             local = order[: len(order) - len(record.remote.paths)]
@@ -402,6 +454,23 @@ class Servers:
             selected = record.remote.select(size if idle else 0, now, record.channels)
             order = [*local, *selected]
         return sorted(order, key=broken)
+
+    def _is_broken(self, path: _Path, now: float) -> bool:
+        return self._broken_until.get(path, 0.0) > now
+
+    def _device_paths(self, record: KnownServer, *, only_fabrics: bool) -> list[_Path]:
+        now = self._loop.time()
+        if only_fabrics and record.host == self._host.id:
+            return []
+        paths = []
+        for path in record.paths:
+            if path.scheme not in self._to_devices:
+                continue
+            transport = self._transports[path.scheme]
+            slow = isinstance(transport, NeedsMeasurement) and transport.needs_measurement
+            if not (self._is_broken(path, now) or (only_fabrics and slow)):
+                paths.append(path)
+        return paths
 
     def _prepare(self, record: KnownServer, selector: PathSelector[_Path], path: _Path) -> None:
         """Connect a path that is to be tried, in the background: no call waits for it."""
@@ -504,6 +573,14 @@ class Servers:
         task = self._loop.create_task(channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def device_lack(transports: Mapping[str, Transport]) -> str:
+    """Why none of these reaches memory on devices; empty if one does."""
+    lacks = [one.device_lack for one in transports.values() if isinstance(one, ReachesDevices)]
+    if lacks and not all(lacks):
+        return ""
+    return "; ".join(lacks) or f"none of {', '.join(transports)} reaches devices"
 
 
 async def gather_errors(calls: Sequence[Awaitable[T]]) -> list[T | KvpoolError]:

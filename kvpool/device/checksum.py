@@ -58,7 +58,7 @@ def device_checksums(blocks: Sequence[DeviceRows], seeds: Sequence[int]) -> torc
 
 def unsigned(found: torch.Tensor) -> list[int]:
     """Checksums as `kvpool.checksum` gives them. Waits until the device has them."""
-    return [int(value) & 0xFFFFFFFFFFFFFFFF for value in found.tolist()]
+    return [int(value) & 0xFFFFFFFFFFFFFFFF for value in found.cpu().tolist()]
 
 
 def uses_kernels(device: torch.device) -> bool:

@@ -93,8 +93,13 @@ class DeviceMemory(Protocol):
     """Bytes on a device, as array libraries exchange them without a copy: DLPack.
 
     A `torch.Tensor`, a `cupy.ndarray`. One in CUDA memory has `__cuda_array_interface__` as well.
+    One of one dimension has a length, and parts of it are the same memory.
     Source: https://dmlc.github.io/dlpack/latest/python_spec.html
     """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> DeviceMemory: ...
 
     def __dlpack__(self, *, stream: int | None = None) -> object: ...
 

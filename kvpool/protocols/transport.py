@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvpool.errors import KvpoolError
-from kvpool.protocols.tier import Tier
+from kvpool.protocols.tier import DeviceMemory, Tier
 from kvpool.tenants import TenantKeys
 from kvpool.types import (
     Cluster,
@@ -395,6 +395,47 @@ class SupportsZeroCopyView(Protocol):
         """
 
 
+class DeviceReadBlock(NamedTuple):
+    """One block to be read into memory on a device, which has room for `size` bytes of it."""
+
+    digest: bytes
+    memory: DeviceMemory
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
+
+
+class DeviceArrival(NamedTuple):
+    """What a server answered for one block that goes to a device. Nobody has verified it yet.
+
+    After a HIT the first `size` bytes of the block's memory are what the server sent, and
+    `checksum` is what they must have. A small answer brings the bytes with it: then they are in
+    `data`, memory of the host, and the block's own memory is untouched.
+    """
+
+    status: ReadStatus
+    size: int = 0
+    checksum: int = 0
+    data: memoryview | None = None
+
+
+@runtime_checkable
+class SupportsDeviceRead(Protocol):
+    """A channel that receives blocks into memory on a device, without a stop in that of the host
+    (design: direct-reads)."""
+
+    async def read_to_device(
+        self, options: ReadOptions, blocks: Sequence[DeviceReadBlock], *, deadline: float
+    ) -> list[DeviceArrival]:
+        """As `read`, but it verifies nothing: the caller does, on the device.
+
+        When it returns, work that is then started on any stream of the device sees the bytes. It
+        does not wait for what the device still does with the memory: the caller does, before.
+        However it ends, nothing writes into the memory any more.
+        """
+
+
 @runtime_checkable
 class SupportsFetch(Protocol):
     """A channel over which servers can be asked to fetch blocks from each other (design: moves)."""
@@ -503,3 +544,13 @@ class NeedsMeasurement(Protocol):
     def needs_measurement(self) -> bool:
         """True when nothing on this machine shows that the transport is faster than others: the
         client uses the others first, until it has measured this one."""
+
+
+@runtime_checkable
+class ReachesDevices(Protocol):
+    """A transport whose channels may be `SupportsDeviceRead`."""
+
+    @property
+    def device_lack(self) -> str:
+        """What this machine or its settings lack for that, for an operator; empty: nothing, and
+        every channel is `SupportsDeviceRead`."""

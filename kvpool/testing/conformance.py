@@ -26,6 +26,7 @@ from typing import Any, Final, TypeVar
 from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import (
     connector_checks,
+    device_checks,
     move_checks,
     policy_checks,
     tier_checks,
@@ -60,7 +61,9 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
 
 
 #: Every check, by name. One about a capability that is not declared raises NotDeclared.
-TRANSPORT_CHECKS: Final = _defined(TransportCheck, transport_checks, ending_checks, move_checks)
+TRANSPORT_CHECKS: Final = _defined(
+    TransportCheck, transport_checks, ending_checks, move_checks, device_checks
+)
 TIER_CHECKS: Final = _defined(TierCheck, tier_checks)
 POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks)
 CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
@@ -68,7 +71,8 @@ CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
     """Everything that `Transport`, `Listener`, `Channel` and the capabilities that a channel
-    declares (`SupportsZeroCopyView`, `SupportsFetch`, `SupportsPrefetch`, `SupportsDrain`) promise.
+    declares (`SupportsZeroCopyView`, `SupportsFetch`, `SupportsPrefetch`, `SupportsDrain`,
+    `SupportsDeviceRead`) promise.
 
     `make` is called once for the server's side of each check and once for the client's, which in
     production are two processes; a transport that lives inside one process returns the same

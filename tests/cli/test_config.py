@@ -104,6 +104,7 @@ DEFAULTS = {
         "copies_max": 3,
         "verify": True,
         "device_staging": 128 << 20,
+        "device_path": "staged",
     },
 }
 

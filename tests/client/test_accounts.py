@@ -16,6 +16,7 @@ import pytest
 from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus, dev
 from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers
+from kvpool.client.device_direct import DirectReads
 from kvpool.client.device_staging import Staging
 from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
@@ -156,6 +157,7 @@ def reader(servers: ScriptedServers, lookup: ScriptedLookup, **settings: float) 
         cast(Servers, servers),
         LocationCache(),
         cast(Callable[[], Staging], None),
+        cast(Callable[[], DirectReads], None),
         ReadRates(),
         Counter(),
     )

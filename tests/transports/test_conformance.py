@@ -37,6 +37,7 @@ from kvpool.testing import (
     NotDeclared,
     check_tier,
     check_transport,
+    device_checks,
 )
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
@@ -75,6 +76,7 @@ def makers() -> dict[str, Callable[[], Transport]]:
         "shm": ShmTransport,
         "tcp": TcpTransport,
         "ucx": UcxTransport,
+        "ucx-device": lambda: UcxTransport(tls="tcp,cuda_copy,self"),
         "tls": over_tls,
         "unix": UnixTransport,
     }
@@ -92,10 +94,12 @@ def needs_ucx() -> None:
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
-@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp", "tls", "ucx", "unix"])
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp", "tls", "ucx", "ucx-device", "unix"])
 async def test_transport(scheme: str, check: str) -> None:
-    if scheme == "ucx":
+    if scheme.startswith("ucx"):
         needs_ucx()
+    if scheme == "ucx-device" and check not in vars(device_checks):
+        pytest.skip("as over ucx")
     try:
         await TRANSPORT_CHECKS[check](makers()[scheme])
     except NotDeclared as why:

@@ -101,7 +101,10 @@ def test_whoever_receives_is_active() -> None:
     """A sender that wrote into our memory by itself could do so after we gave up on it."""
     for lanes in ("", "self", "tcp,self", "posix,self", "rc,ud,tcp,self", "all", "^tcp,rc_x"):
         assert defaults(lanes, local=True)["RNDV_SCHEME"] == "am", lanes
-    for lanes in ("rc,self", "rc_x,dc", "dc_mlx5"):
+    # A lane between host and device carries nothing to a peer.
+    assert defaults("tcp,cuda_copy,self", local=True)["RNDV_SCHEME"] == "am"
+    assert defaults("rc,cuda_ipc,self", local=True)["RNDV_SCHEME"] == "am"
+    for lanes in ("rc,self", "rc_x,dc", "dc_mlx5", "rc,cuda_copy,gdr_copy"):
         assert defaults(lanes, local=False)["RNDV_SCHEME"] == "get_zcopy", lanes
     assert all(defaults(lanes, local=True)["RNDV_THRESH"] == "0" for lanes in ("", "rc"))
 
@@ -511,7 +514,7 @@ def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.M
         ("rc,self", False, True),
         ("rc", True, False),
     ):
-        monkeypatch.setattr(ucx, "_has_verbs", lambda verbs=verbs: verbs)
+        monkeypatch.setattr(ucx, "_has", lambda _, verbs=verbs: verbs)
         assert UcxTransport(tls=lanes).needs_measurement is needs_measurement
 
 

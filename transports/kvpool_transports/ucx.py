@@ -39,8 +39,18 @@ import xxhash
 
 from kvpool import logs
 from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
-from kvpool.protocols import BlockStore, Channel, Connection, Listener
-from kvpool.types import Cluster
+from kvpool.protocols import (
+    BlockStore,
+    Channel,
+    Connection,
+    DeviceArrival,
+    DeviceMemory,
+    DeviceReadBlock,
+    IdleTimeout,
+    Listener,
+    ReadOptions,
+)
+from kvpool.types import Cluster, ReadStatus
 from kvpool.wire.frame_reader import (
     ChooseTarget,
     PayloadReceiver,
@@ -49,11 +59,11 @@ from kvpool.wire.frame_reader import (
     no_payload,
 )
 from kvpool.wire.frames import Frame
-from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message, Welcome, decode_answer
+from kvpool.wire.messages import PAYLOAD, TYPES, Data, Error, Message, Welcome, decode_answer
 from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.channel import StreamChannel
+from kvpool_transports.streams.channel import StreamChannel, read_answer
 from kvpool_transports.streams.payload import cut
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
@@ -81,6 +91,8 @@ _ADDRESS_SIZE_MAX: Final = 16 << 10
 #: Lanes of RDMA, and those of them over which a receiver can read the sender's memory.
 _FABRICS: Final = ("rc", "dc", "ud", "ib", "srd", "all")
 _READING: Final = frozenset({"rc", "dc"})
+#: Between memory of the host and of a device, inside one process.
+_TO_DEVICES: Final = ("cuda_copy", "gdr_copy")
 
 #: UCX's own limit of `UCX_MAX_RNDV_RAILS`.
 _RAILS_MAX = 16
@@ -173,7 +185,8 @@ class UcxTransport:
         except BaseException:
             workers.close()
             raise
-        return UcxChannel(address, streams, workers)
+        make_channel = UcxChannel if self.device_lack else UcxDeviceChannel
+        return make_channel(address, streams, workers)
 
     @property
     def status_text(self) -> str:
@@ -189,11 +202,25 @@ class UcxTransport:
         )
 
     @property
+    def device_lack(self) -> str:
+        """Empty where a lane to devices is named and this UCX has it. Of these lanes it is not
+        known here whether the machine has what they need (design: direct-reads)."""
+        if not _words(self._lanes) & {"cuda", "gdr", "all"}:
+            return (
+                "ucx is given no lane to devices: name one, as in ucx?tls=rc,cuda_copy, or in "
+                "UCX_TLS"
+            )
+        return "" if _has("cuda") else "the UCX of this machine was built without CUDA"
+
+    @property
     def needs_measurement(self) -> bool:
         """True unless a lane of a fabric is set and usable: over tcp UCX is not faster than tcp."""
-        lanes = self._settings.get("TLS") or os.environ.get("UCX_TLS", "")
-        named = any(lane.strip().startswith(_FABRICS) for lane in lanes.split(","))
-        return not (named and _rdma_devices() and _has_verbs())
+        named = any(lane.strip().startswith(_FABRICS) for lane in self._lanes.split(","))
+        return not (named and _rdma_devices() and _has("ib"))
+
+    @property
+    def _lanes(self) -> str:
+        return self._settings.get("TLS") or os.environ.get("UCX_TLS", "")
 
     async def _workers(self, host: str) -> Workers:
         if not self._contexts:  # only the first call takes long, and a thread
@@ -220,6 +247,75 @@ class UcxChannel(StreamChannel):
         self._workers.copies.stop()
         super().abort()
         self._workers.close()
+
+
+class UcxDeviceChannel(UcxChannel):
+    """One whose UCX has lanes to devices: it registers a buffer there and receives into it."""
+
+    async def read_to_device(
+        self, options: ReadOptions, blocks: Sequence[DeviceReadBlock], *, deadline: float
+    ) -> list[DeviceArrival]:
+        """As `SupportsDeviceRead.read_to_device`."""
+        answer = _DeviceAnswer(options, blocks)
+        async with self._streams.stream(deadline) as stream:
+            await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
+            await stream.receive(answer.payload_target, deadline=deadline)
+        return answer.arrivals()
+
+
+class _DeviceAnswer:
+    """The answer to one read for a device: a small payload comes with its frame, to the host."""
+
+    def __init__(self, options: ReadOptions, blocks: Sequence[DeviceReadBlock]) -> None:
+        self._idle_timeout = options.idle_timeout
+        self._blocks = blocks
+        self._statuses: list[ReadStatus] = []
+        self._hits: list[int] = []
+        self._data = Data(b"", [], [])
+        self._on_host: list[memoryview] = []
+
+    def payload_target(self, frame: Frame) -> PayloadTarget:
+        """As `streams.channel`'s; a payload that UCX carries goes to the device itself."""
+        self._statuses, self._hits, self._data = read_answer(frame, self._blocks)
+        sizes = self._data.sizes
+        if sum(sizes) <= SMALL:
+            self._on_host = [memoryview(bytearray(size)) for size in sizes]
+            return PayloadReceiver(
+                [(memory,) for memory in self._on_host], None, self._idle_timeout
+            )
+        memory = [self._blocks[i].memory[:size] for i, size in zip(self._hits, sizes, strict=True)]
+        return DevicePayload(memory, self._idle_timeout)
+
+    def arrivals(self) -> list[DeviceArrival]:
+        """One for each block, after the whole payload was received."""
+        arrivals = [DeviceArrival(status) for status in self._statuses]
+        for number, position in enumerate(self._hits):
+            arrivals[position] = DeviceArrival(
+                ReadStatus.HIT,
+                self._data.sizes[number],
+                self._data.checksums[number],
+                self._on_host[number] if self._on_host else None,
+            )
+        return arrivals
+
+
+class DevicePayload:
+    """Where a payload goes on a device: each block is one piece. UCX alone can fill it."""
+
+    memory = memoryview(b"")  # no byte of it may come over TCP
+
+    def __init__(self, blocks: Sequence[DeviceMemory], idle_timeout: IdleTimeout | None) -> None:
+        self.blocks = [(memory,) for memory in blocks]
+        self.missing = sum(map(len, blocks))
+        self._idle_timeout = idle_timeout
+
+    def received(self, count: int) -> None:
+        """The next `count` bytes are in place."""
+        self.missing -= count
+        if self._idle_timeout is not None:
+            self._idle_timeout.touch()
+
+    filled = received
 
 
 class _UcxListener:
@@ -385,14 +481,14 @@ class UcxStream(Stream):
     ) -> Frame:
         """As `Stream.receive`. When it returns or raises, nothing writes into the memory that
         `payload_target` has returned."""
-        apart: PayloadReceiver | None = None
+        apart: PayloadReceiver | DevicePayload | None = None
 
         def aside(frame: Frame) -> PayloadTarget:
             nonlocal apart
             target = payload_target(frame)
             if target.missing <= SMALL or frame.type == TYPES[Error]:
                 return target
-            apart = cast(PayloadReceiver, target)
+            apart = cast("PayloadReceiver | DevicePayload", target)
             return PayloadReceiver(())  # no payload bytes follow the frame over TCP
 
         frame = await super().receive(aside, deadline=deadline)
@@ -400,9 +496,13 @@ class UcxStream(Stream):
             await self._fetch(apart, deadline)
         return frame
 
-    async def _fetch(self, payload: PayloadReceiver, deadline: float | None) -> None:
+    async def _fetch(
+        self, payload: PayloadReceiver | DevicePayload, deadline: float | None
+    ) -> None:
         size = _piece_size(payload.missing)
-        segments = [segment for pieces in payload.blocks for segment in cut(pieces, size)]
+        # Memory on a device is cut like any other: its parts are the same memory.
+        blocks = cast("Sequence[Pieces]", payload.blocks)
+        segments = [segment for pieces in blocks for segment in cut(pieces, size)]
         # UCX fills contiguous memory only: a segment of several pieces is received into scratch
         # memory and copied to the pieces.
         buffers = deque(
@@ -522,7 +622,8 @@ def defaults(lanes: str, *, local: bool) -> dict[str, str]:
     after the receiver gave up. The receiver reads the sender's memory (`get_zcopy`) only if every
     lane can do that: over another lane UCX would send without a rendezvous.
     """
-    words = {lane.strip().partition("_")[0] for lane in lanes.split(",")} - {"self"}
+    # A lane to devices carries nothing to a peer: it is no reason for another scheme.
+    words = _words(",".join(lane for lane in lanes.split(",") if lane.strip() not in _TO_DEVICES))
     chosen = {
         "RNDV_THRESH": "0",
         "RNDV_SCHEME": "get_zcopy" if words and words <= _READING else "am",
@@ -552,7 +653,7 @@ def _fabric() -> str:
     devices = _rdma_devices()
     if not devices:
         return "no RDMA device"
-    if _has_verbs():
+    if _has("ib"):
         return f"RDMA devices {', '.join(devices)}"
     return (
         f"RDMA devices {', '.join(devices)}, but the UCX of this wheel was built without verbs: "
@@ -564,11 +665,17 @@ def _rdma_devices() -> list[str]:
     return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 
 
-def _has_verbs() -> bool:
-    """True if the wheel's UCX has verbs, or the operator has set that the system's UCX is used."""
+def _words(lanes: str) -> set[str]:
+    """Kinds of lanes: `rc_mlx5,tcp,self` are rc and tcp."""
+    return {lane.strip().partition("_")[0] for lane in lanes.split(",")} - {"self", ""}
+
+
+def _has(module: str) -> bool:
+    """True if the wheel's UCX has this module (`ib` is verbs), or the operator has set that the
+    system's UCX is used."""
     spec = importlib.util.find_spec("libucx")
     places = spec.submodule_search_locations or [] if spec is not None else []
-    own = [module for place in places for module in Path(place).glob("lib/ucx/libuct_ib*")]
+    own = [path for place in places for path in Path(place).glob(f"lib/ucx/libuct_{module}*")]
     return bool(own) or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in os.environ
 
 

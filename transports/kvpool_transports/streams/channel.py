@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
-from kvpool.protocols import ReadOptions, WriteOptions
+from kvpool.protocols import DeviceReadBlock, ReadOptions, WriteOptions
 from kvpool.types import (
     DrainOrder,
     DrainReport,
@@ -136,6 +136,21 @@ class StreamChannel:
         self._streams.abort()
 
 
+def read_answer(
+    frame: Frame, blocks: Sequence[ReadBlock] | Sequence[DeviceReadBlock]
+) -> tuple[list[ReadStatus], list[int], Data]:
+    """The answer to a read of these blocks: a status for each, the positions of the hits, and the
+    message. Raises BadMessage for one that does not fit, before one byte of it is received."""
+    data = decode_answer(Data, frame.type, frame.body)
+    statuses = requests.read_statuses(data.statuses, len(blocks))
+    hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
+    if not len(hits) == len(data.sizes) == len(data.checksums):
+        raise BadMessage(f"{len(hits)} hits, {len(data.sizes)} sizes")
+    if any(not 0 < size <= blocks[i].size for i, size in zip(hits, data.sizes, strict=True)):
+        raise BadMessage("a block larger than the memory for it")
+    return statuses, hits, data
+
+
 class _ReadAnswer:
     """The answer to one read: `Data`, which lists the blocks of its payload and their sizes."""
 
@@ -150,16 +165,11 @@ class _ReadAnswer:
     def payload_target(self, frame: Frame) -> PayloadReceiver:
         """The receiver of the payload. Raises BadMessage for an answer that does not fit this read.
 
-        It checks every size against the caller's memory before one byte is received.
+        Every size was checked against the caller's memory before one byte is received.
         """
         options, blocks = self._options, self._blocks
-        data = self._data = decode_answer(Data, frame.type, frame.body)
-        self._statuses = requests.read_statuses(data.statuses, len(blocks))
-        hits = self._hits = [i for i, s in enumerate(self._statuses) if s is ReadStatus.HIT]
-        if not len(hits) == len(data.sizes) == len(data.checksums):
-            raise BadMessage(f"{len(hits)} hits, {len(data.sizes)} sizes")
-        if any(not 0 < size <= blocks[i].size for i, size in zip(hits, data.sizes, strict=True)):
-            raise BadMessage("a block larger than the memory for it")
+        self._statuses, self._hits, self._data = read_answer(frame, blocks)
+        hits, data = self._hits, self._data
         memory = [
             first_bytes(blocks[i].pieces, size) for i, size in zip(hits, data.sizes, strict=True)
         ]

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
-from kvpool.protocols import ReadOptions, View, WriteOptions
+from kvpool.protocols import DeviceReadBlock, ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     COPIES_MAX,
@@ -216,7 +216,12 @@ async def seal(
     return write_statuses(sealed.statuses, len(ids), _NOT_OF_SEAL)
 
 
-def read_request(options: ReadOptions, blocks: Sequence[ReadBlock], *, view: bool) -> Read:
+def read_request(
+    options: ReadOptions,
+    blocks: Sequence[ReadBlock] | Sequence[DeviceReadBlock],
+    *,
+    view: bool,
+) -> Read:
     """The request for these blocks; the server refuses those larger than their memory."""
     return Read(
         namespace=options.namespace.name,

@@ -1,0 +1,257 @@
+"""Blocks that a transport receives into the memory of a CUDA device, and that are verified there.
+
+No byte of such a block is in host memory, so the device computes its checksum
+(`kvpool/device/checksum.py`) before the block counts as read. A block in one row is received into
+that row. One in several rows, as engines have it, is received into memory of this client on the
+same device, verified there, and then scattered to its rows, all blocks of a round in one launch.
+So wrong bytes never reach the rows of such a block, and in a block of one row they are a miss, as
+on the host (design: direct-reads).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from kvpool.checksum import block_seeds
+from kvpool.client.buffers import DeviceBlock
+from kvpool.client.device_staging import first_bytes, until, wait_for_stream
+from kvpool.device.checksum import copy_rows, device_checksums, unsigned
+from kvpool.device.thread import DeviceThread
+from kvpool.device_copy import first_line
+from kvpool.errors import Closed, DeadlineExceeded, TooLarge, Unavailable
+from kvpool.protocols import DeviceArrival, DeviceReadBlock, ReadOptions
+from kvpool.types import ReadResult, ReadStatus
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of a device that one client uses for blocks that it scatters. They are taken with the first
+#: such block, and an engine has no memory to spare.
+SCRATCH: Final = 32 << 20
+#: Where a block begins there: so that kernels may load whole words.
+_ALIGNMENT: Final = 256
+
+#: Contiguous memory on a device for blocks, by their positions.
+DeviceTargets: TypeAlias = "Mapping[int, torch.Tensor]"
+Fetch: TypeAlias = Callable[[DeviceTargets], Awaitable[Mapping[int, ReadResult]]]
+
+
+class _Scratch(NamedTuple):
+    """Memory on one device, and whose turn it is."""
+
+    memory: torch.Tensor
+    turn: asyncio.Lock
+
+
+class DirectReads:
+    """Direct reads of one client. Nothing is taken of a device before a block needs it."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+        self._threads: dict[torch.device, DeviceThread] = {}
+        self._scratch: dict[torch.device, _Scratch] = {}
+        self._preparing = asyncio.Lock()
+        self._closed = False
+
+    async def read(
+        self, blocks: Mapping[int, DeviceBlock], fetch: Fetch, deadline: float
+    ) -> Mapping[int, ReadResult]:
+        """Have `fetch` fill memory of the devices, verified, and scatter what lies in rows.
+
+        When it returns a hit, work on any stream of the device sees the block. However it ends,
+        nothing writes to the blocks' memory any more.
+        """
+        results = dict.fromkeys(blocks, ReadResult(ReadStatus.DEADLINE))
+        try:
+            # Before the first byte: its owner's work may still use that memory.
+            await wait_for_stream(blocks.values(), deadline)
+        except DeadlineExceeded:
+            return results
+        if whole := {i: block.rows[0] for i, block in blocks.items() if len(block.rows) == 1}:
+            results.update(await fetch(whole))
+        for device, numbers in _rounds(blocks):
+            try:
+                async with self._memory(device, deadline) as memory:
+                    places = _places(memory, {i: blocks[i].size for i in numbers})
+                    found = await fetch(places)
+                    await self._scatter(device, blocks, places, found, deadline)
+                    results.update(found)
+            except DeadlineExceeded:
+                continue
+        for result in results.values():
+            if result.status is ReadStatus.HIT:
+                self._counters["direct_read_bytes"] += result.size
+        return results
+
+    async def verify(
+        self,
+        options: ReadOptions,
+        blocks: Sequence[DeviceReadBlock],
+        arrivals: Sequence[DeviceArrival],
+        deadline: float,
+    ) -> list[ReadResult]:
+        """Compare what has arrived with its checksums, on the device: one launch for each device.
+
+        A hit becomes CORRUPT where they differ. Raises DeadlineExceeded, and Unavailable when a
+        device fails.
+        """
+        results = [ReadResult(arrival.status, arrival.size) for arrival in arrivals]
+        by_device: dict[torch.device, list[int]] = {}
+        for position, arrival in enumerate(arrivals):
+            if arrival.status is ReadStatus.HIT:
+                by_device.setdefault(_tensor(blocks[position]).device, []).append(position)
+        for device, positions in by_device.items():
+            digests = [blocks[i].digest for i in positions]
+            seeds = block_seeds(options.namespace, options.part, digests)
+            pairs = [(_tensor(blocks[i])[: arrivals[i].size], arrivals[i].data) for i in positions]
+            thread = await self._thread(device)
+            async with until(deadline):
+                if options.verify:
+                    got = await thread.run(partial(_hash, pairs, seeds), unsigned)
+                else:
+                    await thread.run(partial(_land, pairs), _nothing)
+                    got = [arrivals[i].checksum for i in positions]
+            for position, checksum in zip(positions, got, strict=True):
+                if checksum != arrivals[position].checksum:
+                    results[position] = ReadResult(ReadStatus.CORRUPT)
+        return results
+
+    def close(self) -> None:
+        """Later calls raise Closed. Waits for the work that has begun."""
+        self._closed = True
+        for thread in self._threads.values():
+            thread.close()
+        self._scratch.clear()
+
+    async def _scatter(
+        self,
+        device: torch.device,
+        blocks: Mapping[int, DeviceBlock],
+        places: DeviceTargets,
+        found: Mapping[int, ReadResult],
+        deadline: float,
+    ) -> None:
+        """Copy each hit from its place to its rows; when it returns the device has done it."""
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for number, result in found.items():
+            if result.status is not ReadStatus.HIT:
+                continue
+            taken = 0
+            for row in first_bytes(blocks[number], result.size):
+                sources.append(places[number][taken : taken + len(row)])
+                targets.append(row)
+                taken += len(row)
+        if sources:
+            thread = await self._thread(device)
+            async with until(deadline):
+                await thread.run(partial(copy_rows, sources, targets), _nothing)
+
+    @asynccontextmanager
+    async def _memory(self, device: torch.device, deadline: float) -> AsyncIterator[torch.Tensor]:
+        """The scratch memory of a device, for one round at a time. Raises DeadlineExceeded."""
+        thread = await self._thread(device)
+        async with until(deadline):
+            async with self._preparing:
+                if device not in self._scratch:
+                    memory = await thread.run(partial(_allocate, device), _same)
+                    self._scratch[device] = _Scratch(memory, asyncio.Lock())
+            scratch = self._scratch[device]
+            await scratch.turn.acquire()
+        try:
+            yield scratch.memory
+        finally:
+            scratch.turn.release()
+
+    async def _thread(self, device: torch.device) -> DeviceThread:
+        if self._closed:
+            raise Closed("the pool is closed")
+        if device not in self._threads:
+            try:
+                self._threads[device] = DeviceThread(device)
+            except RuntimeError as error:
+                raise Unavailable(f"device {device}: {first_line(error)}") from None
+        return self._threads[device]
+
+
+def check_sizes(blocks: Mapping[int, DeviceBlock]) -> None:
+    """Raises TooLarge for a block that does not fit into the scratch memory."""
+    for number, block in blocks.items():
+        if not fits(block):
+            raise TooLarge(
+                f"buffer {number} has {block.size} bytes in {len(block.rows)} pieces on a device; "
+                f"a direct read takes up to {SCRATCH}: set client.device_path to auto or staged"
+            )
+
+
+def fits(block: DeviceBlock) -> bool:
+    """Whether a block can be read directly."""
+    return len(block.rows) == 1 or block.size <= SCRATCH
+
+
+def _rounds(
+    blocks: Mapping[int, DeviceBlock],
+) -> Iterator[tuple[torch.device, list[int]]]:
+    """Blocks in rows of one device that fit into its scratch memory together."""
+    numbers: list[int] = []
+    held = 0
+    for number, block in blocks.items():
+        if len(block.rows) == 1:
+            continue
+        other = bool(numbers) and blocks[numbers[0]].device != block.device
+        if numbers and (other or held + block.size > SCRATCH):
+            yield blocks[numbers[0]].device, numbers
+            numbers, held = [], 0
+        numbers.append(number)
+        held += -(-block.size // _ALIGNMENT) * _ALIGNMENT
+    if numbers:
+        yield blocks[numbers[0]].device, numbers
+
+
+def _places(memory: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    """A place for each block, one behind the other."""
+    places, start = {}, 0
+    for number, size in sizes.items():
+        places[number] = memory[start : start + size]
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places
+
+
+def _hash(
+    pairs: Sequence[tuple[torch.Tensor, memoryview | None]], seeds: Sequence[int]
+) -> torch.Tensor:
+    _land(pairs)
+    return device_checksums([[row] for row, _ in pairs], seeds)
+
+
+def _land(pairs: Sequence[tuple[torch.Tensor, memoryview | None]]) -> None:
+    """Bring the bytes that came to the host, few as they are, to the device."""
+    import torch
+
+    for row, data in pairs:
+        if data is not None:
+            row.copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def _allocate(device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+
+
+def _tensor(block: DeviceReadBlock) -> torch.Tensor:
+    tensor: torch.Tensor = block.memory  # type: ignore[assignment]
+    return tensor
+
+
+def _same(memory: torch.Tensor) -> torch.Tensor:
+    return memory
+
+
+def _nothing(_: None) -> None:
+    pass

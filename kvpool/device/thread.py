@@ -1,0 +1,85 @@
+"""A thread with a stream of its own on one device, for work that an event loop waits for.
+
+CUDA cannot wake a loop, and a loop that waits for a device does nothing else. The thread sleeps on
+an event behind its work (design: direct-reads).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeVar
+
+from kvpool.device_copy import CopyEvent, NullEvent, first_line
+from kvpool.errors import Closed, Unavailable
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class DeviceThread:
+    """Work on `device`, one call after the other. On the device `cpu` the same code runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        # torch refuses to write into tensors made in inference mode, except in that mode.
+        self._inference_mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode
+        self._on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self._event: CopyEvent = NullEvent()
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            self._on_stream = lambda: torch.cuda.stream(stream)
+            # Blocking: the thread sleeps. By default it would spin, and use up a core.
+            self._event = torch.cuda.Event(blocking=True)
+        self._executor = ThreadPoolExecutor(1, "kvpool-verify")
+        self._closed = False
+
+    async def run(self, queue: Callable[[], R], finish: Callable[[R], S]) -> S:
+        """Have `queue` queue work on the stream; when the device has done it, what `finish` makes
+        of the result.
+
+        However it ends, also when it is cancelled, the device has ended the work, or never begins
+        it. Raises Unavailable when the device reports an error, Closed after `close`.
+        """
+        if self._closed:
+            raise Closed("the pool is closed")
+        job = self._executor.submit(self._work, queue, finish)
+        ended = asyncio.wrap_future(job)
+        cancelled = False
+        while not ended.done():
+            try:
+                await asyncio.wait([ended])
+            except asyncio.CancelledError:
+                # Once it runs it has the caller's memory: also when it is cancelled again.
+                cancelled = True
+                job.cancel()
+        if cancelled or ended.cancelled():
+            if not ended.cancelled():
+                ended.exception()  # retrieved, or asyncio would log it
+            raise asyncio.CancelledError
+        try:
+            return ended.result()
+        except RuntimeError as error:  # any error of CUDA
+            raise Unavailable(f"device {self._device}: {first_line(error)}") from None
+
+    def close(self) -> None:
+        """Waits for the work that has begun."""
+        self._closed = True
+        self._executor.shutdown(wait=True)
+
+    def _work(self, queue: Callable[[], R], finish: Callable[[R], S]) -> S:
+        with self._inference_mode(), self._on_stream():
+            try:
+                queued = queue()
+            finally:  # whatever was queued before an error runs, too
+                self._event.record()
+                self._event.synchronize()
+            return finish(queued)
