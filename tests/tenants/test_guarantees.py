@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.client.pool import Pool
 from kvpool.types import WriteStatus
+from kvpool.wire import messages as wire
 from tests.conftest import keys
 from tests.support.tenant_pool import MODEL, TenantPool, tenant, tenant_pool
 
@@ -68,10 +69,14 @@ async def test_a_refusal_for_the_limit_says_so(
             assert counters(0.0).counters["over_limit_blocks"] == 1
         (line,) = [one for one in caplog.records if one.name == "kvpool.audit"]
         assert "a block of 512 KiB is above its limit of a tier, 409" in vars(line)["why"]
+        async with await pool.client(tenant("blue")) as client:
+            await write(client, 6, 1)
         await pool.server.drain(0.5)  # it takes no blocks any more, of nobody
-        async with await pool.client(tenant("blue")) as blue:
-            status = await blue.write(MODEL, keys(7, 1), [bytes(SIZE)], timeout=1.0)
-            assert status == [WriteStatus.NO_SPACE]
+        async with pool.raw(tenant("blue")) as blue:
+            packed = keys(7, 1)[0], 0, bytes(32)
+            reserve = wire.Reserve("@blue/llama", 1, 32, *packed, [SIZE], 1.0)
+            answer = await blue.ask(reserve, wire.Reserved)
+            assert list(answer.statuses) == [WriteStatus.NO_SPACE]
         assert counters(0.0).counters["over_limit_blocks"] == 1
 
 
