@@ -408,6 +408,68 @@ async def test_files_are_read_once_and_looked_at_once_a_second(
         assert not reads
 
 
+@asynccontextmanager
+async def altering(target: str, every: int) -> AsyncIterator[int]:
+    """The port of one who passes everything on, and flips a bit of each so many bytes."""
+    port = int(target.rpartition(":")[2])
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flip: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(await reader.read(1 << 16)):
+                if flip and passed // every != (passed + len(data)) // every:
+                    data[len(data) // 2] ^= 1
+                passed += len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, far_writer, False), copy(far_reader, writer, True))
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize("every", [1 << 40, 100_000], ids=["passed on", "altered"])
+async def test_what_is_altered_on_its_way_is_no_hit(every: int) -> None:
+    """Also where the reader does not look at checksums, which who alters can make himself."""
+    chain = keys("altered", 4)
+    async with (
+        serving(SECRET, server_tls()) as running,
+        altering(address_of(running), every) as diverted,
+    ):
+
+        class Diverted(TlsTransport):
+            async def _open(self, host: str, port: int, cluster: Cluster) -> Any:
+                return await super()._open(host, diverted, cluster)
+
+        async def statuses(transport: Transport) -> set[ReadStatus]:
+            config = ClientConfig(masters=[running.address], transports=["tls"], verify=False)
+            network = ZmqNetwork(SECRET)
+            async with Pool(
+                config,
+                cluster=SECRET,
+                network=network,
+                transports={"tls": transport},
+                owns_network=True,
+            ) as pool:
+                if isinstance(transport, Diverted):
+                    got = buffers(4, BLOCK)
+                    results = await pool.read(NAMESPACE, chain, got)
+                    for result, has, right in zip(results, got, values(chain, BLOCK), strict=True):
+                        assert not result.status.hit or has == right
+                    return {result.status for result in results}
+                await write(pool, chain)
+                return set()
+
+        await statuses(TlsTransport())
+        found = await statuses(Diverted())
+        assert (ReadStatus.HIT in found) is (every > 100_000), found
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
