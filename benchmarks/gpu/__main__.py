@@ -19,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu import checks, machine, questions
+from benchmarks.gpu import checks, direct, machine, questions
 from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
 
 _CLAIM_S: Final = 540.0
 
 _BYTES, _SPEED, _VLLM = "Right bytes", "Figures", "vLLM"
-_UCX = "What direct transfers would rely on"
+_UCX = "What direct reads rely on"
+_DIRECT = ("gpu", "cuda", "ucx", "ucx-cuda")
 
 CLAIMS: Final = (
     Claim(
@@ -106,6 +107,20 @@ CLAIMS: Final = (
         lambda d: Answer(None, machine.writes_ordering(d)),
     ),
     Claim(
+        "direct",
+        _UCX,
+        "Direct reads give right bytes, and a bit that rots is found on the device",
+        _DIRECT,
+        direct.gives_right_bytes,
+    ),
+    Claim(
+        "direct-ending",
+        _UCX,
+        "No byte comes after a direct read that was cancelled in mid-transfer",
+        _DIRECT,
+        direct.ends_when_it_returns,
+    ),
+    Claim(
         "batch",
         _SPEED,
         "A batch is hashed at 190 GB/s or more",
@@ -142,6 +157,20 @@ CLAIMS: Final = (
         "Reads into the device make products of matrices at most 5 % slower",
         ("gpu",),
         checks.pool_leaves_the_device_to_others,
+    ),
+    Claim(
+        "direct-rate",
+        _SPEED,
+        "Direct reads are not slower than staged ones",
+        _DIRECT,
+        direct.is_not_slower_than_staged,
+    ),
+    Claim(
+        "direct-share",
+        _SPEED,
+        "Direct reads make products of matrices at most 5 % slower",
+        _DIRECT,
+        direct.leaves_the_device_to_others,
     ),
     Claim(
         "layouts",

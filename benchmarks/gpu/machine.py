@@ -28,6 +28,7 @@ def present(device: str) -> dict[str, str | None]:
     no_gpu = None if gpu else "no GPU"
     return {
         "gpu": no_gpu,
+        "cuda": no_gpu or _unless(device != "cpu", "no memory apart from the host's"),
         "triton": no_gpu or _unless(importlib.util.find_spec("triton") is not None, "no triton"),
         "ucx": _unless(ucx, "no UCX"),
         "ucx-cuda": no_gpu

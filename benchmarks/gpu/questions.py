@@ -1,7 +1,7 @@
-"""What direct transfers would have to know of UCX and a device, asked of UCX itself.
+"""What direct reads rely on of UCX and a device, asked of UCX itself.
 
 Two workers in this process, the same classes that the transport `ucx` uses. Memory of the host is
-asked first: it shows that the question can be answered at all (design: device-memory).
+asked first: it shows that the question can be answered at all (design: direct-reads).
 """
 
 from __future__ import annotations

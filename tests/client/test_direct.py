@@ -189,22 +189,30 @@ async def test_device_and_host_memory_in_one_call(client: Pool, writer: Pool, gp
     assert joined(gpu, targets[5]) == b"-" * SIZE
 
 
-@pytest.mark.parametrize("sizes", [(1, 240, 241, 4096), (100, 2 * SIZE, 1)], ids=["small", "mixed"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 240, 241, 1200), (100, 2 * SIZE, 1), (SMALL // 2,), (SMALL // 2 + 1,)],
+    ids=["small", "mixed", "limit", "above"],
+)
 async def test_blocks_smaller_than_their_memory_leave_the_rest_alone(
     client: Pool, writer: Pool, gpu: FakeGpu, sizes: Sequence[int]
 ) -> None:
-    """Small answers come with their frame, to the host: they cross by a copy."""
+    """Small answers come with their frame, to the host: they cross by a copy. Two of SMALL / 2 are
+    one of them, if they are in rows of one kind."""
     chain = keys(f"small {sizes}", 2 * len(sizes))
     data = [value(k, sizes[i // 2]) for i, k in enumerate(chain)]
     await writer.write(NAMESPACE, chain, data)
-    targets = [
-        layers(gpu, sizes[i // 2] + 999) if i % 2 else [gpu.tensor(b"-" * (sizes[i // 2] + 999))]
-        for i in range(len(chain))
-    ]
-    results = await client.read(NAMESPACE, chain, targets)
-    assert [result.size for result in results] == [len(block) for block in data]
-    for target, block in zip(targets, data, strict=True):
-        assert joined(gpu, target) == block + b"-" * 999
+    for mixed in (True, False):
+        targets = [
+            layers(gpu, len(one) + 999)
+            if i % 2 and mixed
+            else [gpu.tensor(b"-" * (len(one) + 999))]
+            for i, one in enumerate(data)
+        ]
+        results = await client.read(NAMESPACE, chain, targets)
+        assert [result.size for result in results] == [len(block) for block in data]
+        for target, block in zip(targets, data, strict=True):
+            assert joined(gpu, target) == block + b"-" * 999
 
 
 async def test_without_checksums_bytes_come_as_they_are(served: dev.Dev, gpu: FakeGpu) -> None:
@@ -307,6 +315,20 @@ async def test_auto_is_direct_where_a_fabric_leads_to_the_server(
     targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
     assert labels(await auto.read(NAMESPACE, chain, targets)) == ["hit"] * 3
     assert auto.counters["direct_read_bytes"] == 3 * SIZE
+
+
+async def test_auto_is_staged_where_memory_is_shared(
+    served: dev.Dev, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of this host is not asked over the network for what is beside it."""
+    monkeypatch.setattr(UcxTransport, "needs_measurement", False)
+    chain = keys("beside", 2)
+    await writer.write(NAMESPACE, chain, values(chain, SIZE))
+    async with served.pool(configured(served, "auto")) as pool:
+        targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
+        assert labels(await pool.read(NAMESPACE, chain, targets)) == ["hit"] * 2
+        assert [gpu.content(target) for target in targets] == values(chain, SIZE)
+        assert pool.counters["staged_read_bytes"] == 2 * SIZE
 
 
 async def test_auto_stages_what_came_wrong_and_then_all(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import pytest
 
 from benchmarks import device as plain
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import checks, machine
+from benchmarks.gpu import checks, direct, machine
 from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
+from kvpool.client.device_direct import DirectReads
+from tests.support.fake_device import FakeGpu
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 
@@ -196,7 +198,7 @@ def test_device_to_pool_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "of a pinned copy; read" in answer.figures
 
 
-# --- what direct transfers would rely on --------------------------------------------------------
+# --- what direct reads rely on ------------------------------------------------------------------
 
 
 @needs_ucx
@@ -230,3 +232,60 @@ def test_a_sender_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     send = Transfer.send
     monkeypatch.setattr(Transfer, "send", lambda *args: send(*args) or True)
     assert questions.rendezvous("cpu").met is False
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A device that is none, and blocks that it hashes in a moment."""
+    from kvpool_transports import ucx
+
+    monkeypatch.setattr(ucx, "SMALL", 4096)
+    monkeypatch.setattr(direct, "_SIZES", (1, 241, 5000, 9001))
+    monkeypatch.setattr(direct, "_SIZE", 512 << 10)
+    monkeypatch.setattr(direct, "_READS", 20)
+    gpu = FakeGpu(monkeypatch)
+    with gpu.on_stream(torch.cuda.Stream(torch.device("cuda", 0))):
+        yield gpu
+
+
+@needs_ucx
+def test_direct_reads_are_asked_for(gpu: FakeGpu) -> None:
+    right = direct.gives_right_bytes("cuda:0")
+    assert right.met, right.figures
+    ended = direct.ends_when_it_returns("cuda:0")
+    assert ended.met, ended.figures
+    assert "of 20 ended in mid-transfer; 0 bytes came later" in ended.figures
+
+
+@needs_ucx
+def test_a_device_that_hashes_nothing_is_seen(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = DirectReads.verify
+
+    async def trusts(self: Any, options: Any, *arguments: Any) -> Any:
+        return await verify(self, options._replace(verify=False), *arguments)
+
+    monkeypatch.setattr(DirectReads, "verify", trusts)
+    answer = direct.gives_right_bytes("cuda:0")
+    assert answer.met is False
+    assert "NOT FOUND, and REACHES the layers" in answer.figures
+
+
+@needs_ucx
+def test_bytes_after_a_direct_read_are_seen(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that writes once more when its endpoint is closed."""
+    from kvpool_transports.ucx_worker import Transfer
+
+    stop = Transfer.stop
+
+    def once_more() -> None:
+        gpu.registered[-1].behind.zero_()
+
+    async def stops_early(transfer: Transfer) -> None:
+        await stop(transfer)
+        asyncio.get_running_loop().call_later(0.005, once_more)
+
+    monkeypatch.setattr(Transfer, "stop", stops_early)
+    answer = direct.ends_when_it_returns("cuda:0")
+    assert answer.met is False, answer.figures
