@@ -69,6 +69,8 @@ class Engine:
         saves: Sequence[bool] = (),
         dtype: torch.dtype = torch.uint8,
         heads: int = 8,
+        blocks: int = BLOCKS,
+        model: ModelInfo | None = None,
         engine: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
@@ -94,27 +96,26 @@ class Engine:
                 seed=lambda: "0",
                 ranks=ranks,
                 parts=split.parts,
-                blocks=BLOCKS,
+                blocks=blocks,
                 stage_ranks=ranks if parts else 0,
-                **(engine or {}),
-            ),
+            )._replace(**(engine or {})),
             self.lines.append,
             self.clock,
         )
-        self.model = ModelInfo(packing=kernel)
+        self.model = model or ModelInfo(packing=kernel)
         self.weight_changes = 0
         self.unreadable = False
         self.adapters: dict[int, str] = {}
         self.workers = []
-        self.memory = [torch.zeros(BLOCKS, *shape, dtype=torch.uint8) for _ in range(ranks)]
+        self.memory = [torch.zeros(blocks, *shape, dtype=torch.uint8) for _ in range(ranks)]
         for rank, memory in enumerate(self.memory):
             saving = saves[rank] if saves else rank % split.replicas == 0
             first = rank // split.replicas * split.parts_per_rank
             place = Rank(rank, first, saving, split.parts_per_rank)
             worker = ConnectorWorker(self.settings, self._thread(), place)
-            blocks = memory_of({"layer.0": memory.view(dtype)}, split.parts_per_rank)
+            layers = memory_of({"layer.0": memory.view(dtype)}, split.parts_per_rank)
             worker.register(
-                [blocks],
+                [layers],
                 self._describe,
                 lambda: self.adapters,
                 weight_changes=lambda: self.weight_changes,
@@ -122,7 +123,10 @@ class Engine:
             self.workers.append(worker)
         self.unpinned: list[int] = []
         self.pinned: list[int] = []
+        #: Whether a block still has the contents of this digest, in this group.
+        self.still_cached: Callable[[int, int, bytes], bool] = lambda *block: True
         self.loaded: list[str] = []
+        self.loads_ended: Counter[str] = Counter()  # by how many ranks, until all have
         self.failed: list[str] = []
         self.bad_blocks: set[int] = set()
         self.stored = 0
@@ -153,7 +157,7 @@ class Engine:
     ) -> WorkerReport:
         prefill = [(one.start, one.end) for one in scheduled]
         work, pins = self.scheduler.plan_step(
-            EngineStep(scheduled, preempted, prefill, idle=not scheduled), lambda *block: True
+            EngineStep(scheduled, preempted, prefill, idle=not scheduled), self.still_cached
         )
         self.pinned += pins
         report = WorkerReport(work.step)
@@ -162,7 +166,10 @@ class Engine:
             worker.start_saves(work)
         self.scheduler.wait_if_idle(work)
         done = [worker.take_finished() for worker in self.workers]
-        self.loaded += set.intersection(*(one.loaded for one in done)) if done else ()
+        self.loads_ended.update(request for one in done for request in one.loaded)
+        for request in [one for one, by in self.loads_ended.items() if by == len(self.workers)]:
+            del self.loads_ended[request]
+            self.loaded.append(request)
         for one in done:
             self.failed += one.failed
             self.bad_blocks |= one.bad_blocks

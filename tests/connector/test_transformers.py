@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 import kvpool.sync
 from kvpool import ClientConfig, UsageError, dev
-from kvpool.testing import CONNECTOR_CHECKS, NotDeclared, Ran
+from kvpool.testing import Ran
 from kvpool.testing.connector_checks import prompt
 
 pytest.importorskip("transformers", reason="needs transformers 5.19: make test-transformers")
@@ -36,6 +36,7 @@ from transformers import (
 
 from kvpool_transformers import PooledCache, model_name, pooled_cache
 from kvpool_transformers.blocks import BLOCK_TOKENS, BlockLayout, chain
+from tests.connector.conformance import conformance
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
@@ -105,12 +106,7 @@ class Engine:
         self.cache.close()
 
 
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS.values(), ids=CONNECTOR_CHECKS)
-def test_conformance(check: Callable[..., None]) -> None:
-    try:
-        check(Engine)
-    except NotDeclared as why:
-        pytest.skip(str(why))
+test_conformance = conformance(Engine)
 
 
 @pytest.fixture

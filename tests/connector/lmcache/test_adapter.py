@@ -9,14 +9,14 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import kvpool
 from kvpool import ConfigError, dev
-from kvpool.testing import CONNECTOR_CHECKS, NotDeclared, Ran
+from kvpool.testing import Ran
 from kvpool.testing.connector_checks import ProcessPool, prompt
 
 pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test-lmcache")
@@ -29,6 +29,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 
 from kvpool_connector.adapter_settings import AdapterSettings
 from kvpool_lmcache import KVPoolL2Adapter, adapter, object_names
+from tests.connector.conformance import chain, computed, conformance
 
 #: Tokens of an object of these tests.
 CHUNK = 64
@@ -89,19 +90,13 @@ class Engine:
         return list(names.of_objects(self.keys(prompt(0, CHUNK)), [fresh(self.shape, self.dtype)]))
 
     def keys(self, tokens: Sequence[int]) -> list[ObjectKey]:
-        keys, parent = [], b""
-        for first in range(0, len(tokens) - CHUNK + 1, CHUNK):
-            parent = hashlib.sha256(parent + repr(tokens[first : first + CHUNK]).encode()).digest()
-            keys.append(ObjectKey(parent, self.model, 0, 0, self.salt))
-        return keys
+        return [ObjectKey(one, self.model, 0, 0, self.salt) for one in chain(tokens, CHUNK)]
 
     def compute(self, key: ObjectKey, into: TensorMemoryObj) -> None:
         """Bytes that depend on all that shapes them."""
-        seed = hashlib.sha256(
-            f"{self.model}{self.dtype}{self.shape}{self.salt}".encode() + key.chunk_hash
-        ).digest()
-        made = hashlib.shake_128(seed).digest(into.raw_data.numel())
-        into.raw_data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+        shaped_by = self.model, self.dtype, self.shape, self.salt
+        made = computed(key.chunk_hash, into.raw_data.numel(), *shaped_by)
+        into.raw_data.copy_(torch.frombuffer(made, dtype=torch.uint8))
 
     def begin(self, tokens: Sequence[int]) -> tuple[list[ObjectKey], list[TensorMemoryObj], int]:
         assert self.adapter is not None
@@ -168,12 +163,7 @@ class Engine:
             self.adapter.close()
 
 
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS.values(), ids=CONNECTOR_CHECKS)
-def test_conformance(check: Callable[..., None]) -> None:
-    try:
-        check(Engine)
-    except NotDeclared as why:
-        pytest.skip(str(why))
+test_conformance = conformance(Engine)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 import kvpool
 from kvpool import ConfigError, dev
-from kvpool.testing import CONNECTOR_CHECKS, NotDeclared, Ran
+from kvpool.testing import NotDeclared, Ran
 from kvpool.testing.connector_checks import prompt
 
 if importlib.util.find_spec("sglang") is None:
@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.server_args import ServerArgs
 
 from kvpool_sglang import KVPoolStorage, engine_name, storage
+from tests.connector.conformance import chain, computed, conformance
 
 PAGE, LAYERS, HEADS, SIZE, PAGES = 16, 3, 2, 8, 64
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -92,11 +93,7 @@ def indices(first: int, pages: int) -> torch.Tensor:
 
 def hashes(tokens: Sequence[int], salt: str = "") -> list[str]:
     """A chain as SGLang's: hexadecimal, seeded with the salt."""
-    keys, parent = [], salt
-    for first in range(0, len(tokens) - PAGE + 1, PAGE):
-        parent = hashlib.sha256(f"{parent}{tokens[first : first + PAGE]}".encode()).hexdigest()
-        keys.append(parent)
-    return keys
+    return [one.hex() for one in chain(tokens, PAGE, salt.encode())]
 
 
 class Engine:
@@ -130,12 +127,10 @@ class Engine:
             got = self.storage.batch_get_v1(keys[:found], indices(0, found))
             loaded = got.index(False) if False in got else len(got)
         for number in range(loaded, len(keys)):
-            seed = f"{self.model}{self.pool.dtype}{self.pool.layout}{keys[number]}"
-            made = torch.Generator().manual_seed(
-                int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
-            )
             page = self.pool.get_data_page(number * PAGE, flat=False)
-            page.copy_(torch.rand(page.shape, generator=made).to(page.dtype))
+            shaped_by = self.model, self.pool.dtype, self.pool.layout
+            made = computed(bytes.fromhex(keys[number]), page.nbytes, *shaped_by)
+            page.copy_(torch.frombuffer(made, dtype=page.dtype).view(page.shape))
         if self.storage is not None and loaded < len(keys):
             info = HiCacheStorageExtraInfo(prefix_keys=keys[:loaded])
             self.storage.batch_set_v1(keys[loaded:], indices(loaded, len(keys) - loaded), info)
@@ -154,12 +149,7 @@ class Engine:
             self.storage.close()
 
 
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS.values(), ids=CONNECTOR_CHECKS)
-def test_conformance(check: Callable[..., None]) -> None:
-    try:
-        check(Engine)
-    except NotDeclared as why:
-        pytest.skip(str(why))
+test_conformance = conformance(Engine)
 
 
 @pytest.fixture
