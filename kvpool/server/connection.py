@@ -80,6 +80,8 @@ class ServerConnection:
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._quarantined_bytes = 0
+        if peer.tenant:
+            self._store.front.join_tenant(id, peer.tenant)
 
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         now = self._loop.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from kvpool.types import ROOT, Pin, Reservation
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.support.raw_peers import frame, payload, raw, read, reserve
+from tests.support.tenant_pool import tenant, tenant_pool
 
 PAGE = 4096
 ONE = Namespace("one")
@@ -112,6 +114,19 @@ def test_what_is_left_of_a_budget() -> None:
     assert views.fits(300)
     views.used = 0
     assert views.fits(10_000)  # the first block, whatever its size
+
+
+def test_a_tenant_may_take_while_it_holds_less_than_is_free() -> None:
+    views = Budget(500, 500)
+    copies = Budget(500, 1000, inside=views)
+    assert copies.left(0, 0) == 500
+    copies.used = 400
+    assert copies.left(0, 400) == 200
+    assert copies.left(0, 600) == 0
+    views.used = 200
+    assert copies.left(0, 400) == 0
+    assert copies.left(0, 0) == 400
+    assert copies.left(0) == 400
 
 
 def statuses(answers: Sequence[Pin] | Sequence[Reservation]) -> list[str]:
@@ -668,3 +683,66 @@ async def test_a_reader_that_was_cut_reads_again(
             assert result.status is ReadStatus.HIT, result
             assert one == right
         assert not pool.counters["corrupt"]
+
+
+def test_one_tenant_leaves_the_others_room_however_many_connections_it_opens() -> None:
+    """Two greedy ones, too; and all is counted when their connections end."""
+    books = Books(64, pinned=16, reserved=16)
+    store = books.store
+    store.accounts.configure({})
+    books.fill(keys("stored", 40))
+
+    def tenant(name: str, owners: Sequence[int]) -> None:
+        for owner in owners:
+            store.join_tenant(owner, name)
+
+    tenant("greedy", range(1, 9))
+    tenant("hungry", range(11, 19))
+    tenant("modest", range(21, 22))
+
+    def pinned(owners: Sequence[int]) -> int:
+        return sum(
+            sum(pin.status.hit for pin in books.pin(owner, keys("stored", 40)[:2]))
+            for owner in owners
+        )
+
+    def reserved(owners: Sequence[int]) -> int:
+        answers = [books.reserve(owner, keys(("new", owner), 2)) for owner in owners]
+        return sum(answer.extent is not None for one in answers for answer in one)
+
+    for take in (pinned, reserved):
+        assert take(range(1, 9)) == 8  # half of 16, not all
+        assert 0 < take(range(11, 19)) <= 4
+        assert take([21]) == 2
+        assert take([31]) > 0  # who is no tenant's
+    for owner in (*range(1, 9), *range(11, 19)):
+        store.drop_owner(owner)
+        store.check()
+    tenant("greedy", [41])
+    assert pinned([41]) == 2
+    for owner in (21, 31, 41):
+        store.drop_owner(owner)
+    store.check()
+    assert not store._together
+
+
+async def test_connections_of_a_tenant_are_counted_together(tmp_path: Path) -> None:
+    """With a real server: streams of acme that reserve and do not send leave blue its room."""
+    async with tenant_pool(tmp_path, capacity=16 << 20) as pool, AsyncExitStack() as peers:
+        total = pool.server.store.limits.writes.total
+        packed = b"".join(keys("greedy", 64))
+        held = 0
+        for number in range(4):
+            stream = await peers.enter_async_context(pool.raw(tenant("acme")))
+            digests = b"".join(keys(f"greedy {number}", 64))
+            ask = wire.Reserve(
+                "@acme/llama", 1, 32, digests, 0, bytes(len(packed)), [64 << 10] * 64, 1.0
+            )
+            answer = await stream.ask(ask, wire.Reserved)
+            held += len(answer.ids) * (64 << 10)
+        assert total // 4 <= held <= total // 2 + (64 << 10)
+        async with await pool.client(tenant("blue")) as blue:
+            chain = keys("blue", 2)
+            written = await blue.write(Namespace("llama"), chain, values(chain), timeout=1.0)
+            assert set(written) == {WriteStatus.STORED}
+        pool.server.stack.check()

@@ -215,7 +215,7 @@ BUGS: Sequence[Bug] = (
         "pins-are-never-charged",
         "G9",
         _STORE,
-        "        budget.used += first_left - left\n",
+        "        self._count_pins(holder, first_left - left)\n",
         "",
     ),
     Bug(

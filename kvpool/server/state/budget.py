@@ -36,10 +36,18 @@ class Budget:
     def __repr__(self) -> str:
         return f"<Budget {self.used} of {self.total}>"
 
-    def left(self, held: int) -> int:
-        """What a connection that holds `held` bytes may still take; nothing if that is below 1."""
+    def left(self, held: int, of_tenant: int | None = None) -> int:
+        """What a connection that holds `held` bytes may still take; nothing if that is below 1.
+
+        The connections of one tenant, which hold `of_tenant` bytes together, may take only while
+        that is less than what is free: one greedy tenant gets half, two get a third each, and
+        however many there are, another one finds as much as each of them has.
+        """
         inside = self.inside.used if self.inside is not None else 0
-        return min(self.each - held, self.total - self.used - inside)
+        free = self.total - self.used - inside
+        if of_tenant is not None:
+            free -= of_tenant
+        return min(self.each - held, free)
 
     def fits(self, size: int) -> bool:
         """Whether `size` bytes more stay within the total; any size does while nothing is held."""

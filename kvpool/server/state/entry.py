@@ -137,6 +137,16 @@ class Entry:
 
 
 @dataclass(slots=True)
+class TenantHoldings:
+    """What the connections of one tenant hold together, in bytes (design: budgets)."""
+
+    connections: int = 0
+    reserved: int = 0
+    copies: int = 0  # pins of readers that copy
+    views: int = 0
+
+
+@dataclass(slots=True)
 class Owner:
     """The reservations and pins of one connection, by their ids."""
 
@@ -151,6 +161,9 @@ class Owner:
     pinned_at: float = 0.0  # when it got the pins that it has now
     #: The block that no range could be emptied for, and the free bytes that were not enough.
     gave_up: tuple[bytes, int] | None = None
+
+    #: Of all connections of its tenant; None: it is not a tenant's.
+    together: TenantHoldings | None = None
 
     def may_evict(self, writes: Budget) -> bool:
         """Whether blocks may be evicted for one more reservation within that budget.

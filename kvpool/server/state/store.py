@@ -27,7 +27,16 @@ from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.budget import Budget, Limits
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
-from kvpool.server.state.entry import MOVER, Change, ChangeLog, Entry, Index, Owner, Session
+from kvpool.server.state.entry import (
+    MOVER,
+    Change,
+    ChangeLog,
+    Entry,
+    Index,
+    Owner,
+    Session,
+    TenantHoldings,
+)
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.quota import Account, Accounts, Quota
@@ -151,6 +160,7 @@ class Store:
         self.accounts = Accounts()
         self._indexes: dict[tuple[Namespace, int], Index] = {}
         self._owners: dict[int, Owner] = {}
+        self._together: dict[str, TenantHoldings] = {}  # by tenant
         self._quarantine: dict[int, list[Entry]] = {}
         self._pending_free: dict[int, Entry] = {}  # by offset
         self.blocks_at: dict[int, Entry] = {}  # by offset, in each state but FREE
@@ -184,7 +194,7 @@ class Store:
         account = index.account
         holder = self._owner(owner)
         reservations = holder.reservations
-        left = self.limits.writes.left(holder.reserved_bytes) if holder.limited else _UNLIMITED
+        left = self._left_to_reserve(holder)
         blocks_at = self.blocks_at
         session = self._open_session(request, owner, index, now)
         granted: list[Entry] = []
@@ -328,7 +338,11 @@ class Store:
         if not pins:
             holder.views, holder.pinned_at = view, now
         budget = self._pin_budget(holder)
-        left = first_left = budget.left(holder.pinned_bytes)
+        together = holder.together
+        of_tenant = None
+        if together is not None:
+            of_tenant = together.views if holder.views else together.copies
+        left = first_left = budget.left(holder.pinned_bytes, of_tenant)
         over = _VIEW_REFUSED if holder.views else _PIN_LATER
         mask = self.allocator.alignment - 1  # a budget counts whole extents
         answers: list[Pin] = []
@@ -357,8 +371,7 @@ class Store:
                 extent = Extent(entry.offset, entry.size, entry.generation)
                 answers.append(Pin(ReadStatus.HIT, id, extent, entry.checksum))
         self._next_id = id
-        holder.pinned_bytes += first_left - left
-        budget.used += first_left - left
+        self._count_pins(holder, first_left - left)
         if used:
             order = self.policy.order_of(used[-1].index)
             touch = order.touch
@@ -435,7 +448,18 @@ class Store:
             else:
                 self.cancel(owner, id)
         del self._owners[owner]
+        if held.together is not None:
+            held.together.connections -= 1
+            if not held.together.connections:
+                self._together = {n: one for n, one in self._together.items() if one.connections}
         return owner in self._quarantine
+
+    def join_tenant(self, owner: int, tenant: str) -> None:
+        """This connection, which is new, is one of that tenant's: what all of them hold counts
+        together (design: budgets)."""
+        together = self._together.setdefault(tenant, TenantHoldings())
+        together.connections += 1
+        self._owner(owner).together = together
 
     def writer_exited(self, owner: int) -> None:
         """A quarantined owner has stopped writing, or its process has ended."""
@@ -831,6 +855,7 @@ class Store:
     def _check_budgets(self) -> None:
         """Each budget counts exactly what connections hold."""
         used = {id(budget): 0 for budget in self.limits}
+        together = {id(one): TenantHoldings() for one in self._together.values()}
         for owner in self._owners.values():
             pinned, reserved = (
                 self._bytes(held.values()) * owner.limited
@@ -838,6 +863,12 @@ class Store:
             )
             if (pinned, reserved) != (owner.pinned_bytes, owner.reserved_bytes):
                 raise InvariantViolated(f"a connection holds {pinned}, {reserved} bytes: {owner!r}")
+            if owner.together is not None:
+                counted = together[id(owner.together)]
+                counted.connections += 1
+                counted.reserved += reserved
+                counted.views += pinned * owner.views
+                counted.copies += pinned * (not owner.views)
             used[id(self._pin_budget(owner))] += pinned
             used[id(self.limits.writes)] += reserved
             used[id(self.limits.lent)] += reserved * owner.lent
@@ -845,6 +876,9 @@ class Store:
         if quarantined != self.quarantined_bytes:
             raise InvariantViolated(f"{quarantined} bytes are in quarantine: {self!r}")
         used[id(self.limits.lent)] += quarantined
+        for tenant, one in self._together.items():
+            if one != together[id(one)]:
+                raise InvariantViolated(f"{tenant!r} holds {together[id(one)]}, not {one}")
         for budget in self.limits:
             if budget.used != used[id(budget)]:
                 raise InvariantViolated(f"{budget!r}, but {used[id(budget)]} bytes are held")
@@ -857,12 +891,20 @@ class Store:
     def _pin_budget(self, holder: Owner) -> Budget:
         return self.limits.views if holder.views else self.limits.copies
 
+    def _left_to_reserve(self, holder: Owner) -> int:
+        if not holder.limited:
+            return _UNLIMITED
+        of_tenant = holder.together.reserved if holder.together is not None else None
+        return self.limits.writes.left(holder.reserved_bytes, of_tenant)
+
     def _charge_write(self, holder: Owner, size: int) -> int:
         """Count a reservation, or with a negative size its end; returns the bytes of its extent."""
         held = self.allocator.rounded(size) if size > 0 else -self.allocator.rounded(-size)
         if holder.limited:
             holder.reserved_bytes += held
             self.limits.writes.used += held
+            if holder.together is not None:
+                holder.together.reserved += held
             if holder.lent:
                 self.limits.lent.used += held
                 holder.lent = holder.reserved_bytes > 0
@@ -874,9 +916,17 @@ class Store:
 
     def _charge_pin(self, holder: Owner, entry: Entry, pins: int) -> None:
         if holder.limited:
-            held = self.allocator.rounded(entry.size) * pins
-            holder.pinned_bytes += held
-            self._pin_budget(holder).used += held
+            self._count_pins(holder, self.allocator.rounded(entry.size) * pins)
+
+    def _count_pins(self, holder: Owner, held: int) -> None:
+        holder.pinned_bytes += held
+        self._pin_budget(holder).used += held
+        if holder.together is None:
+            return
+        if holder.views:
+            holder.together.views += held
+        else:
+            holder.together.copies += held
 
     def _index(self, namespace: Namespace, part: int) -> Index:
         index = self._indexes.get((namespace, part))
