@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from kvpool.checksum import block_seeds
 from kvpool.client.buffers import DeviceBlock
 from kvpool.client.device_staging import first_bytes, until, wait_for_stream
-from kvpool.device.checksum import copy_rows, device_checksums, unsigned
+from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
 from kvpool.device.thread import DeviceThread
 from kvpool.device_copy import first_line
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge, Unavailable
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: Bytes of a device that one client uses for blocks that it scatters. They are taken with the first
 #: such block, and an engine has no memory to spare.
 SCRATCH: Final = 32 << 20
+#: Bytes that are hashed at a time without kernels.
+_STEP: Final = 1 << 20
 #: Where a block begins there: so that kernels may load whole words.
 _ALIGNMENT: Final = 256
 
@@ -189,6 +191,11 @@ def check_sizes(blocks: Mapping[int, DeviceBlock]) -> None:
             )
 
 
+def is_fast(block: DeviceBlock) -> bool:
+    """Whether the block's device verifies it sooner than the host would: with Triton's kernels."""
+    return uses_kernels(block.device)
+
+
 def fits(block: DeviceBlock) -> bool:
     """Whether a block can be read directly."""
     return len(block.rows) == 1 or block.size <= SCRATCH
@@ -225,8 +232,22 @@ def _places(memory: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.T
 def _hash(
     pairs: Sequence[tuple[torch.Tensor, memoryview | None]], seeds: Sequence[int]
 ) -> torch.Tensor:
+    """The checksums of what has arrived: in one launch, or in steps of a MiB or more where torch
+    does it alone, which takes some times the memory that it hashes."""
+    import torch
+
     _land(pairs)
-    return device_checksums([[row] for row, _ in pairs], seeds)
+    rows = [[row] for row, _ in pairs]
+    if uses_kernels(pairs[0][0].device):
+        return device_checksums(rows, seeds)
+    found, first, held = [], 0, 0
+    for number, (row, _) in enumerate(pairs):
+        held += len(row)
+        if held >= _STEP or number == len(pairs) - 1:
+            part = slice(first, number + 1)
+            found.append(device_checksums(rows[part], seeds[part]))
+            first, held = number + 1, 0
+    return torch.cat(found)
 
 
 def _land(pairs: Sequence[tuple[torch.Tensor, memoryview | None]]) -> None:

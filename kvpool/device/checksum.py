@@ -7,6 +7,7 @@ CUDA, with one launch for a batch (`kernels.py`), and a program of torch for any
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -63,7 +64,12 @@ def unsigned(found: torch.Tensor) -> list[int]:
 
 def uses_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels run on this device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def contiguous(blocks: Sequence[DeviceRows]) -> list[torch.Tensor]:

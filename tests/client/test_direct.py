@@ -152,6 +152,30 @@ async def test_blocks_are_received_into_the_device(
     assert client._device_staging is None  # no pinned memory was even made
 
 
+async def test_a_batch_is_hashed_in_steps_without_kernels(
+    client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The torch program alone would take memory of the whole batch, some times over."""
+    monkeypatch.setattr(direct, "_STEP", 2 * SIZE)
+    monkeypatch.setattr(direct, "uses_kernels", lambda device: False)
+    batches: list[int] = []
+
+    def counted(blocks: Any, seeds: Any) -> Any:
+        batches.append(len(blocks))
+        return device_checksums(blocks, seeds)
+
+    monkeypatch.setattr(direct, "device_checksums", counted)
+    chain = keys("steps", 5)
+    await writer.write(NAMESPACE, chain, values(chain, SIZE))
+    targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
+    assert labels(await client.read(NAMESPACE, chain, targets)) == ["hit"] * 5
+    assert [gpu.content(target) for target in targets] == values(chain, SIZE)
+    assert batches == [2, 2, 1]
+    monkeypatch.setattr(direct, "uses_kernels", lambda device: True)
+    assert labels(await client.read(NAMESPACE, chain, targets)) == ["hit"] * 5
+    assert batches == [2, 2, 1, 5]
+
+
 async def test_rounds_take_turns_with_the_scratch_memory(
     client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,8 +323,9 @@ async def test_bytes_that_change_on_the_wire_are_never_a_hit(
 async def auto(
     served: dev.Dev, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pool]:
-    """A client to which the server is on another host, behind a fabric."""
+    """A client to which the server is on another host, behind a fabric; its device is fast."""
     monkeypatch.setattr(UcxTransport, "needs_measurement", False)
+    monkeypatch.setattr(direct, "is_fast", lambda block: True)
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")
         await pool.members()
@@ -317,11 +342,25 @@ async def test_auto_is_direct_where_a_fabric_leads_to_the_server(
     assert auto.counters["direct_read_bytes"] == 3 * SIZE
 
 
+async def test_auto_is_staged_where_the_device_would_be_slow(
+    auto: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Triton's kernels it takes longer to verify a block than to stage it."""
+    monkeypatch.setattr(direct, "is_fast", lambda block: block.device.index == 1)
+    chain = keys("slow", 4)
+    await writer.write(NAMESPACE, chain, values(chain, SIZE))
+    targets = [gpu.tensor(bytes(SIZE), number % 2) for number in range(4)]
+    assert labels(await auto.read(NAMESPACE, chain, targets)) == ["hit"] * 4
+    assert [gpu.content(target) for target in targets] == values(chain, SIZE)
+    assert auto.counters["direct_read_bytes"] == auto.counters["staged_read_bytes"] == 2 * SIZE
+
+
 async def test_auto_is_staged_where_memory_is_shared(
     served: dev.Dev, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server of this host is not asked over the network for what is beside it."""
     monkeypatch.setattr(UcxTransport, "needs_measurement", False)
+    monkeypatch.setattr(direct, "is_fast", lambda block: True)
     chain = keys("beside", 2)
     await writer.write(NAMESPACE, chain, values(chain, SIZE))
     async with served.pool(configured(served, "auto")) as pool:

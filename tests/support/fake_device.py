@@ -160,6 +160,10 @@ class FakeGpu:
             torch.cuda, "Event", lambda blocking=False: FakeEvent(gpu=self, blocking=blocking)
         )
         patch.setattr(torch.cuda, "stream", self.on_stream)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "current_stream", self.current_stream)
         patch.setattr(torch, "inference_mode", torch.no_grad)  # no tensors of our own kind in it
         patch.setattr("kvpool.device_copy.pinned", self.pinned)

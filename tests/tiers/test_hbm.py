@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from kvpool import device_copy as device
 from kvpool.device_copy import STEP
 from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable, UsageError
 from kvpool.protocols import Addressable, DeviceAddressable
+from kvpool.testing import TIER_CHECKS, NotDeclared
 from kvpool_tiers import hbm
 from kvpool_tiers.hbm import Hbm
 from tests.conftest import eventually
+from tests.support.fake_device import FakeGpu
 from tests.support.late_device import Gate, LateTensor, copy_streams, make_late
 
 torch = pytest.importorskip("torch", reason="the HBM tier needs torch")
@@ -179,6 +182,23 @@ async def test_an_error_of_the_device_is_unavailable(
             await read(tier, 0, 2 * STEP)
     await tier.write_from(0, memoryview(b"well again"))
     assert await read(tier, 0, 10) == b"well again"
+
+
+# --- a device with streams, events and an address space of its own --------------------------
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("check", TIER_CHECKS)
+async def test_the_tier_keeps_its_promises_on_a_fake_device(
+    monkeypatch: pytest.MonkeyPatch, check: str, pinned: bool
+) -> None:
+    """The code for CUDA itself: only the driver is missing."""
+    gpu = FakeGpu(monkeypatch)
+    if pinned:  # every buffer of the host is
+        monkeypatch.setattr(gpu, "is_pinned", lambda address: True)
+        monkeypatch.setattr(device, "_is_pinned", gpu.is_pinned)
+    with gpu.on_stream(torch.cuda.Stream(torch.device("cuda", 0))), suppress(NotDeclared):
+        await TIER_CHECKS[check](lambda capacity: Hbm(capacity, device="cuda"))
 
 
 # --- for transports that can reach the device -------------------------------------------------
