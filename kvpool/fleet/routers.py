@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -39,20 +39,22 @@ def round_robin(facts: RouterFacts) -> Router:
 
 def least_loaded(facts: RouterFacts) -> Router:
     """The engine with the least work, in seconds."""
-    return lambda prompt, engines: _least(engines)
+    least = _LeastWork()
+    return lambda prompt, engines: least(engines)
 
 
 def sticky(facts: RouterFacts, spill_s: float = float("inf")) -> Router:
     """A session stays where its first prompt was, unless that is busier by `spill_s`."""
     homes: dict[int, int] = {}
+    least = _LeastWork()
 
     def choose(prompt: Prompt, engines: Sequence[PrefillEngine]) -> PrefillEngine:
         number = homes.get(prompt.session)
         home = None if number is None else engines[number]
         if home is None or (
-            spill_s < float("inf") and home.work_s > _least(engines).work_s + spill_s
+            spill_s < float("inf") and home.work_s > min(e.work_s for e in engines) + spill_s
         ):
-            home = _least(engines)
+            home = least(engines)
         homes[prompt.session] = home.number
         if prompt.last:
             del homes[prompt.session]
@@ -72,6 +74,7 @@ class PreciseRouter:
     def __init__(self, facts: RouterFacts) -> None:
         self._facts = facts
         self._held: dict[PrefillEngine, set[bytes]] = {}  # as far as its events have come
+        self._next = 0  # of engines that are equal
 
     def __call__(self, prompt: Prompt, engines: Sequence[PrefillEngine]) -> PrefillEngine:
         if self._held.keys() != set(engines):
@@ -79,13 +82,14 @@ class PreciseRouter:
         facts, pooled = self._facts, 0
         if facts.memory is not None and facts.memory.shared:
             pooled = self._pooled(prompt, engines[0])
-        best, least_s = engines[0], float("inf")
-        for engine in engines:
+        best, least_s = engines[self._next], float("inf")
+        for engine in _in_turn(engines, self._next):
             if facts.memory is not None and not facts.memory.shared:
                 pooled = self._pooled(prompt, engine)
             seconds, tokens = self._estimate(prompt, engine, pooled)
             if seconds < least_s:
                 best, least_s, prompt.expected_tokens = engine, seconds, tokens
+        self._next = (best.number + 1) % len(engines)
         return best
 
     def _pooled(self, prompt: Prompt, engine: PrefillEngine) -> int:
@@ -129,13 +133,27 @@ ROUTERS: Final[dict[str, Callable[[RouterFacts], Router]]] = {
 }
 
 
-def _least(engines: Sequence[PrefillEngine]) -> PrefillEngine:
-    """The first of those with the least work; most often one is idle."""
-    best, least_s = engines[0], float("inf")
-    for engine in engines:
-        work_s = engine.work_s
-        if work_s < least_s:
-            best, least_s = engine, work_s
-            if not work_s:
-                break
-    return best
+def _in_turn(engines: Sequence[PrefillEngine], first: int) -> Iterator[PrefillEngine]:
+    """All of them, from this number on."""
+    return itertools.chain(engines[first:], engines[:first])
+
+
+class _LeastWork:
+    """The engine with the least work; of several, most often idle ones, the next in turn.
+
+    Always the first of them would have most sessions, and its own memory too few bytes for each.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, engines: Sequence[PrefillEngine]) -> PrefillEngine:
+        best, least_s = engines[self._next], float("inf")
+        for engine in _in_turn(engines, self._next):
+            work_s = engine.work_s
+            if work_s < least_s:
+                best, least_s = engine, work_s
+                if not work_s:
+                    break
+        self._next = (best.number + 1) % len(engines)
+        return best

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from kvpool.fleet.memory import FleetMemory, shared_pool
 from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.options import Hints, Incident
 from kvpool.fleet.prompts import Prompt
+from kvpool.fleet.routers import ROUTERS, RouterFacts
 from kvpool.fleet.sessions import LOADS, PromptBlocks
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools.workloads import Turn
@@ -203,6 +206,22 @@ def test_what_is_left_on_a_shared_link_tells_how_long_a_load_takes() -> None:
     events.run()
     assert left == [pytest.approx(50)]
     assert link.left == 0
+
+
+@pytest.mark.parametrize("router", ["least-loaded", "sticky", "spill"])
+def test_idle_engines_take_new_sessions_in_turn(router: str) -> None:
+    """Else the first of them would have most sessions, and each too little memory of its own."""
+    events, constants = EventQueue(), Constants()
+    choose = ROUTERS[router](RouterFacts(events, constants, None, 512, 0.5))
+    engines: Any = [SimpleNamespace(number=number, work_s=0.0) for number in range(4)]
+    engines[2].work_s = 1.0
+
+    def sent(session: int) -> int:
+        chain = [key("chain")]
+        return choose(Prompt(str(session), session, 0, chain, 600, 1, 0.0), engines).number
+
+    assert [sent(session) for session in range(6)] == [0, 1, 3, 0, 1, 3]
+    assert sent(2) == (0 if router == "least-loaded" else 3)
 
 
 def test_a_load_from_a_server_that_is_lost_ends_at_once_and_is_not_whole() -> None:
