@@ -469,8 +469,8 @@ class Reader:
         # Outside of the timer, and no error of a device is one of the server.
         try:
             results = await self._direct().verify(options, blocks, arrivals, state.deadline)
-        except DeadlineExceeded as error:
-            return [ReadResult(miss_reason(error))] * len(positions)
+        except DeadlineExceeded:
+            return [ReadResult(ReadStatus.DEADLINE)] * len(positions)
         wrong = [i for i, one in zip(positions, results, strict=True) if one.status is _CORRUPT]
         self._counters["direct_corrupt"] += len(wrong)
         if only_fabrics and wrong:

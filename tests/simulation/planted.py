@@ -582,8 +582,8 @@ BUGS: Sequence[Bug] = (
         "no-hedge",
         "G6",
         _READER,
-        "silence_s = self._config.hedge_s if hedged else self._config.attempt_s",
-        "silence_s = 60.0",
+        "return self._config.hedge_s if hedged else self._config.attempt_s",
+        "return 60.0",
     ),
     Bug(
         "missing-copies-are-not-counted",

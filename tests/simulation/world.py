@@ -21,12 +21,13 @@ from typing import Any, Final
 import xxhash
 
 from kvpool import registry, spans
+from kvpool.client import spread
 from kvpool.config import WRITE_BACK, WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.master.service import Master
 from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
-from kvpool.server import announcer
+from kvpool.server import announcer, balancer
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.types import Cluster, Namespace
@@ -552,31 +553,32 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _short_spans() -> Iterator[None]:
-    """Spans of two blocks: chains of 16 blocks have many, and a master learns and forgets them."""
-    before = spans.SPAN_BLOCKS
+def _small_pool() -> Iterator[None]:
+    """Spans of two blocks: chains of 16 blocks have many, and a master learns and forgets them.
+
+    What a world changes in the product stays its own: later tests run in this process, too.
+    """
+    changed = ((spans, "SPAN_BLOCKS"), (balancer, "CHAIN_SHARE"), (spread, "SpreadTree"))
+    before = [(module, name, vars(module)[name]) for module, name in changed]
     vars(spans)["SPAN_BLOCKS"] = 2
     try:
         yield
     finally:
-        vars(spans)["SPAN_BLOCKS"] = before
+        for module, name, value in before:
+            vars(module)[name] = value
 
 
 def run(
     seed: int, *, ops: int = 120, without: frozenset[str] = frozenset(), trace: bool = False
 ) -> HistoryReport:
     """Play one history. `failure` of the report is None when no promise was broken."""
-    world = World(WorldPlan.draw(seed, ops, without), trace)
-    with (
-        _errors_reported(world.loop),
-        sandbox(world.loop.fail),
-        _no_collection(),
-        _short_spans(),
-    ):
-        try:
-            world.loop.run(world.history())
-        except Violation as violation:
-            world.report.failure = str(violation)
-        except Exception as error:  # an error that the pool must not raise
-            world.report.failure = f"{type(error).__name__}: {error}"
-        return world.finish()
+    with _small_pool():
+        world = World(WorldPlan.draw(seed, ops, without), trace)
+        with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
+            try:
+                world.loop.run(world.history())
+            except Violation as violation:
+                world.report.failure = str(violation)
+            except Exception as error:  # an error that the pool must not raise
+                world.report.failure = f"{type(error).__name__}: {error}"
+            return world.finish()
