@@ -18,6 +18,13 @@ import threading
 import time
 from typing import Any
 
+import torch
+
+# With the tile kernels of some CPUs a token depends on how many are computed beside it, and tests
+# compare tokens. Their MLA has another block size, too. Here, not in `main`: the processes of the
+# workers import this module, and do not run it.
+torch.cpu._is_amx_tile_supported = lambda: False
+
 #: What makes a run of the real engine short and repeatable on a CPU.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -57,12 +64,6 @@ def main() -> None:
     if ranks == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         DEFAULTS["distributed_executor_backend"] = "uni"
-
-    import torch
-
-    # With the tile kernels of some CPUs a token depends on how many are computed beside it, and
-    # tests compare tokens. Their MLA has another block size, too.
-    torch.cpu._is_amx_tile_supported = lambda: False
 
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
