@@ -185,11 +185,11 @@ class ClientConfig(_Section, frozen=True):
     #: first such block. One block must fit. Room for several steps of 16 MiB lets copies and
     #: transfers overlap (design: device-memory).
     device_staging: Size = 128 << 20
-    #: How blocks that are read reach a CUDA device. staged: through the pinned memory, verified by
-    #: the host. direct: from the network into the device and verified there, over transports that
-    #: can do that (ucx?tls=rc,cuda_copy); what a server has no such path for is a miss. auto:
-    #: direct where a network card does it, else staged. Ask the machine first: make gpu-acceptance
-    #: (design: direct-reads).
+    #: How blocks reach a CUDA device, and leave it. staged: through the pinned memory, hashed by
+    #: the host. direct: between network and device, hashed there, over transports that can do that
+    #: (ucx?tls=rc,cuda_copy); what a server has no such path for is a miss, or not stored there.
+    #: auto: direct where a network card does it, else staged. Ask the machine first: make
+    #: gpu-acceptance (design: direct-reads, direct-writes).
     device_path: str = STAGED
 
 

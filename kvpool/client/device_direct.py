@@ -11,6 +11,7 @@ on the host (design: direct-reads).
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,19 +25,20 @@ from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_k
 from kvpool.device.thread import DeviceThread
 from kvpool.device_copy import first_line
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge, Unavailable
-from kvpool.protocols import DeviceArrival, DeviceReadBlock, ReadOptions
+from kvpool.protocols import DeviceArrival, DeviceReadBlock, DeviceToken, ReadOptions
 from kvpool.types import ReadResult, ReadStatus
 
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of a device that one client uses for blocks that it scatters. They are taken with the first
-#: such block, and an engine has no memory to spare.
+#: Bytes of a device that one client uses for blocks that it gathers or scatters. They are taken
+#: with the first such block, and an engine has no memory to spare.
 SCRATCH: Final = 32 << 20
 #: Bytes that are hashed at a time without kernels.
 _STEP: Final = 1 << 20
 #: Where a block begins there: so that kernels may load whole words.
 _ALIGNMENT: Final = 256
+_TOKEN_SIZE: Final = 8
 
 #: Contiguous memory on a device for blocks, by their positions.
 DeviceTargets: TypeAlias = "Mapping[int, torch.Tensor]"
@@ -50,15 +52,71 @@ class _Scratch(NamedTuple):
     turn: asyncio.Lock
 
 
-class DirectReads:
-    """Direct reads of one client. Nothing is taken of a device before a block needs it."""
+class Devices:
+    """The devices of one client: a thread for each, memory, and a token that writes send first.
 
-    def __init__(self, counters: Counter[str]) -> None:
-        self._counters = counters
+    Nothing is taken of a device before a block needs it.
+    """
+
+    def __init__(self) -> None:
         self._threads: dict[torch.device, DeviceThread] = {}
         self._scratch: dict[torch.device, _Scratch] = {}
+        self._tokens: dict[torch.device, DeviceToken] = {}
         self._preparing = asyncio.Lock()
         self._closed = False
+
+    @asynccontextmanager
+    async def scratch(self, device: torch.device, deadline: float) -> AsyncIterator[torch.Tensor]:
+        """The scratch memory of a device, for one round at a time. Raises DeadlineExceeded."""
+        thread = self.thread(device)
+        async with until(deadline):
+            async with self._preparing:
+                if device not in self._scratch:
+                    memory = await thread.run(partial(_allocate, device), _same)
+                    self._scratch[device] = _Scratch(memory, asyncio.Lock())
+            scratch = self._scratch[device]
+            await scratch.turn.acquire()
+        try:
+            yield scratch.memory
+        finally:
+            scratch.turn.release()
+
+    async def token(self, device: torch.device, deadline: float) -> DeviceToken:
+        """Some bytes that lie on that device. Raises DeadlineExceeded, and Unavailable."""
+        thread = self.thread(device)
+        async with until(deadline), self._preparing:
+            if device not in self._tokens:
+                content = os.urandom(_TOKEN_SIZE)
+                memory = await thread.run(partial(_upload, content, device), _same)
+                self._tokens[device] = DeviceToken(str(device), memory, content)
+        return self._tokens[device]
+
+    def thread(self, device: torch.device) -> DeviceThread:
+        """The thread for work on that device. Raises Closed, and Unavailable for the device."""
+        if self._closed:
+            raise Closed("the pool is closed")
+        if device not in self._threads:
+            try:
+                self._threads[device] = DeviceThread(device)
+            except RuntimeError as error:
+                raise Unavailable(f"device {device}: {first_line(error)}") from None
+        return self._threads[device]
+
+    def close(self) -> None:
+        """Later calls raise Closed. Waits for the work that has begun."""
+        self._closed = True
+        for thread in self._threads.values():
+            thread.close()
+        self._scratch.clear()
+        self._tokens.clear()
+
+
+class DirectReads:
+    """Direct reads of one client."""
+
+    def __init__(self, devices: Devices, counters: Counter[str]) -> None:
+        self._devices = devices
+        self._counters = counters
 
     async def read(
         self, blocks: Mapping[int, DeviceBlock], fetch: Fetch, deadline: float
@@ -78,8 +136,8 @@ class DirectReads:
             results.update(await fetch(whole))
         for device, numbers in _rounds(blocks):
             try:
-                async with self._memory(device, deadline) as memory:
-                    places = _places(memory, {i: blocks[i].size for i in numbers})
+                async with self._devices.scratch(device, deadline) as memory:
+                    places = places_in(memory, {i: blocks[i].size for i in numbers})
                     found = await fetch(places)
                     await self._scatter(device, blocks, places, found, deadline)
                     results.update(found)
@@ -111,7 +169,7 @@ class DirectReads:
             digests = [blocks[i].digest for i in positions]
             seeds = block_seeds(options.namespace, options.part, digests)
             pairs = [(_tensor(blocks[i])[: arrivals[i].size], arrivals[i].data) for i in positions]
-            thread = await self._thread(device)
+            thread = self._devices.thread(device)
             async with until(deadline):
                 if options.verify:
                     got = await thread.run(partial(_hash, pairs, seeds), unsigned)
@@ -122,13 +180,6 @@ class DirectReads:
                 if checksum != arrivals[position].checksum:
                     results[position] = ReadResult(ReadStatus.CORRUPT)
         return results
-
-    def close(self) -> None:
-        """Later calls raise Closed. Waits for the work that has begun."""
-        self._closed = True
-        for thread in self._threads.values():
-            thread.close()
-        self._scratch.clear()
 
     async def _scatter(
         self,
@@ -150,44 +201,19 @@ class DirectReads:
                 targets.append(row)
                 taken += len(row)
         if sources:
-            thread = await self._thread(device)
+            thread = self._devices.thread(device)
             async with until(deadline):
                 await thread.run(partial(copy_rows, sources, targets), _nothing)
 
-    @asynccontextmanager
-    async def _memory(self, device: torch.device, deadline: float) -> AsyncIterator[torch.Tensor]:
-        """The scratch memory of a device, for one round at a time. Raises DeadlineExceeded."""
-        thread = await self._thread(device)
-        async with until(deadline):
-            async with self._preparing:
-                if device not in self._scratch:
-                    memory = await thread.run(partial(_allocate, device), _same)
-                    self._scratch[device] = _Scratch(memory, asyncio.Lock())
-            scratch = self._scratch[device]
-            await scratch.turn.acquire()
-        try:
-            yield scratch.memory
-        finally:
-            scratch.turn.release()
 
-    async def _thread(self, device: torch.device) -> DeviceThread:
-        if self._closed:
-            raise Closed("the pool is closed")
-        if device not in self._threads:
-            try:
-                self._threads[device] = DeviceThread(device)
-            except RuntimeError as error:
-                raise Unavailable(f"device {device}: {first_line(error)}") from None
-        return self._threads[device]
-
-
-def check_sizes(blocks: Mapping[int, DeviceBlock]) -> None:
-    """Raises TooLarge for a block that does not fit into the scratch memory."""
+def check_sizes(blocks: Mapping[int, DeviceBlock], call: str) -> None:
+    """For a direct `call` (a read, a write): raises TooLarge for a block that does not fit into the
+    scratch memory."""
     for number, block in blocks.items():
         if not fits(block):
             raise TooLarge(
                 f"buffer {number} has {block.size} bytes in {len(block.rows)} pieces on a device; "
-                f"a direct read takes up to {SCRATCH}: set client.device_path to auto or staged"
+                f"a direct {call} takes up to {SCRATCH}: set client.device_path to auto or staged"
             )
 
 
@@ -197,7 +223,7 @@ def is_fast(block: DeviceBlock) -> bool:
 
 
 def fits(block: DeviceBlock) -> bool:
-    """Whether a block can be read directly."""
+    """Whether a block can be read or written directly."""
     return len(block.rows) == 1 or block.size <= SCRATCH
 
 
@@ -215,37 +241,47 @@ def _rounds(
             yield blocks[numbers[0]].device, numbers
             numbers, held = [], 0
         numbers.append(number)
-        held += -(-block.size // _ALIGNMENT) * _ALIGNMENT
+        held += room(block.size)
     if numbers:
         yield blocks[numbers[0]].device, numbers
 
 
-def _places(memory: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """A place for each block, one behind the other."""
+def room(size: int) -> int:
+    """Bytes of scratch memory that a block takes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def places_in(memory: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    """A place for each block, one behind the other; at most `SCRATCH` bytes as `room` counts."""
     places, start = {}, 0
     for number, size in sizes.items():
         places[number] = memory[start : start + size]
-        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+        start += room(size)
     return places
 
 
 def _hash(
     pairs: Sequence[tuple[torch.Tensor, memoryview | None]], seeds: Sequence[int]
 ) -> torch.Tensor:
-    """The checksums of what has arrived: in one launch, or in steps of a MiB or more where torch
+    """The checksums of what has arrived."""
+    _land(pairs)
+    return hash_rows([row for row, _ in pairs], seeds)
+
+
+def hash_rows(rows: Sequence[torch.Tensor], seeds: Sequence[int]) -> torch.Tensor:
+    """The checksums of blocks of one row: in one launch, or in steps of a MiB or more where torch
     does it alone, which takes some times the memory that it hashes."""
     import torch
 
-    _land(pairs)
-    rows = [[row] for row, _ in pairs]
-    if uses_kernels(pairs[0][0].device):
-        return device_checksums(rows, seeds)
+    blocks = [[row] for row in rows]
+    if uses_kernels(rows[0].device):
+        return device_checksums(blocks, seeds)
     found, first, held = [], 0, 0
-    for number, (row, _) in enumerate(pairs):
+    for number, row in enumerate(rows):
         held += len(row)
-        if held >= _STEP or number == len(pairs) - 1:
+        if held >= _STEP or number == len(rows) - 1:
             part = slice(first, number + 1)
-            found.append(device_checksums(rows[part], seeds[part]))
+            found.append(device_checksums(blocks[part], seeds[part]))
             first, held = number + 1, 0
     return torch.cat(found)
 
@@ -263,6 +299,12 @@ def _allocate(device: torch.device) -> torch.Tensor:
     import torch
 
     return torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+
+
+def _upload(content: bytes, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
 def _tensor(block: DeviceReadBlock) -> torch.Tensor:

@@ -91,8 +91,9 @@ from kvpool.wire import messages as wire
 _TIMEOUT_S_MAX: Final = 86_400.0
 
 if TYPE_CHECKING:
-    from kvpool.client.device_direct import DirectReads
+    from kvpool.client.device_direct import Devices, DirectReads
     from kvpool.client.device_staging import Staging
+    from kvpool.client.device_writes import DirectWrites
 
 
 class Pool:
@@ -163,7 +164,9 @@ class Pool:
         )
         self.durations = servers.durations
         self._device_staging: Staging | None = None
+        self._device_work: Devices | None = None
         self._direct_reads: DirectReads | None = None
+        self._direct_writes: DirectWrites | None = None
         locations = LocationCache()
         self._lookup = lookup = Lookup(self._masters, servers)
         rates = ReadRates()
@@ -183,6 +186,8 @@ class Pool:
             versions,
             self._shared_copies,
             self._staging,
+            config.device_path,
+            self._direct_writer,
             counters,
         )
 
@@ -671,8 +676,8 @@ class Pool:
             self._masters.close()
             if self._device_staging is not None:
                 self._device_staging.close()
-            if self._direct_reads is not None:
-                self._direct_reads.close()
+            if self._device_work is not None:
+                self._device_work.close()
             if self._owns_network:
                 self._network.close()
 
@@ -732,8 +737,31 @@ class Pool:
         if self._direct_reads is None:
             from kvpool.client.device_direct import DirectReads
 
-            self._direct_reads = DirectReads(self.counters)
+            self._direct_reads = DirectReads(self._devices(), self.counters)
         return self._direct_reads
+
+    def _direct_writer(self) -> DirectWrites:
+        """What direct writes need, as `_direct`."""
+        if self._closed:
+            raise Closed("the pool is closed")
+        if self._direct_writes is None:
+            from kvpool.client.device_writes import DirectWrites
+
+            self._direct_writes = DirectWrites(
+                self._config.device_path,
+                self._servers,
+                self._devices(),
+                self._staging,
+                self.counters,
+            )
+        return self._direct_writes
+
+    def _devices(self) -> Devices:
+        if self._device_work is None:
+            from kvpool.client.device_direct import Devices
+
+            self._device_work = Devices()
+        return self._device_work
 
     def _begin(self, timeout: float | None) -> float:
         """The deadline of a call that starts now.

@@ -33,7 +33,14 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import Channel, DeviceReadBlock, ReadOptions, View
+from kvpool.protocols import (
+    Channel,
+    DeviceArrival,
+    DeviceReadBlock,
+    ReadOptions,
+    SupportsDeviceRead,
+    View,
+)
 from kvpool.runtime import task_group
 from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus
 
@@ -309,7 +316,7 @@ class Reader:
         from kvpool.client import device_direct  # not at the top (design: import-time)
 
         if self._path == DIRECT:
-            device_direct.check_sizes(blocks)
+            device_direct.check_sizes(blocks, "read")
             chosen = blocks
         else:
             chosen = {
@@ -454,11 +461,10 @@ class Reader:
                 options = state.options._replace(idle_timeout=timer)
                 arrivals = await self._servers.device_call(
                     server,
-                    lambda channel: channel.read_to_device(
-                        options, blocks, deadline=state.deadline
-                    ),
+                    functools.partial(_receive, options, blocks, state.deadline),
                     state.deadline,
                     only_fabrics=only_fabrics,
+                    counted_as="read",
                 )
         except (Unavailable, PeerError, Overloaded) as error:
             if isinstance(error, ServerUnresponsive):
@@ -580,6 +586,14 @@ async def _report_to(
     namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float, channel: Channel
 ) -> list[bool]:
     return await channel.report_corruption(namespace, part, digests, deadline=deadline)
+
+
+async def _receive(
+    options: ReadOptions, blocks: Sequence[DeviceReadBlock], deadline: float, channel: Channel
+) -> list[DeviceArrival]:
+    if not isinstance(channel, SupportsDeviceRead):
+        raise Overloaded("this transport receives nothing into memory on devices")
+    return await channel.read_to_device(options, blocks, deadline=deadline)
 
 
 def _bytes_read(results: Sequence[ReadResult]) -> int:

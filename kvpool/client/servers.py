@@ -42,7 +42,6 @@ from kvpool.protocols import (
     Channel,
     NeedsMeasurement,
     ReachesDevices,
-    SupportsDeviceRead,
     SupportsReachability,
     SupportsZeroCopyView,
     Transport,
@@ -196,12 +195,13 @@ class Servers:
     async def device_call(
         self,
         server: str,
-        operation: Callable[[SupportsDeviceRead], Awaitable[T]],
+        operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
         *,
         only_fabrics: bool,
+        counted_as: str,
     ) -> T:
-        """As `call`, on paths whose channels receive into memory on devices.
+        """As `call`, on paths whose channels receive into memory on devices, and send from it.
 
         Raises Overloaded where there is none that works: over another path the server may be well.
         With `only_fabrics` none inside this host counts, nor one that nothing shows to be fast:
@@ -210,19 +210,19 @@ class Servers:
         record = await self._resolve(server, deadline)
         order = self._device_paths(record, only_fabrics=only_fabrics)
 
-        async def run(channel: Channel) -> T:
-            assert isinstance(channel, SupportsDeviceRead)  # as its transport says
-            return await operation(channel)
-
         if order:
             with contextlib.suppress(ServerLost):
-                return await self._call(record, order, run, deadline, no_bytes, "read")
+                return await self._call(record, order, operation, deadline, no_bytes, counted_as)
         raise Overloaded(f"server {server} has no path to devices here that works")
 
     def reaches_devices(self, server: str, *, only_fabrics: bool) -> bool:
         """Whether `device_call` has a path to this server, as far as it is known."""
         record = self._records.get(server)
         return record is not None and bool(self._device_paths(record, only_fabrics=only_fabrics))
+
+    def some_reach_devices(self, *, only_fabrics: bool) -> bool:
+        """The same for any server that this client knows by now."""
+        return any(self.reaches_devices(s, only_fabrics=only_fabrics) for s in self._records)
 
     def avoid_device_paths(self, server: str) -> None:
         """They were silent: `device_call` does not take them for a while."""

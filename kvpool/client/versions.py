@@ -10,7 +10,7 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from kvpool import logs
 from kvpool.checksum import block_seeds, hasher
@@ -19,7 +19,7 @@ from kvpool.client.lookup import Lookup
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.errors import KvpoolError, Unavailable
-from kvpool.protocols import Channel, WriteOptions
+from kvpool.protocols import Channel, DeviceWriteBlock, WriteOptions
 from kvpool.types import ReadStatus, WriteBlock
 
 log = logs.get("kvpool.client")
@@ -40,6 +40,9 @@ _LEFT: Final = frozenset(
 )
 
 
+#: A block of the caller, in memory of the host or on a device.
+SourceBlock: TypeAlias = WriteBlock | DeviceWriteBlock
+
 #: The version of a block that is longer than ours, so that it was not read; checksums count from 0.
 _UNREAD: Final = -1
 
@@ -47,7 +50,7 @@ _UNREAD: Final = -1
 class WrittenBlock(NamedTuple):
     """A block whose bytes one call has stored on `servers`; `others` answered that they had it."""
 
-    block: WriteBlock
+    block: SourceBlock
     servers: set[str]
     others: set[str]
 
@@ -84,7 +87,7 @@ class Versions:
             return [[] for _ in digests]
 
     async def stored(
-        self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
+        self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
     ) -> list[StoredVersion]:
         """These blocks as `server` has them, verified. Blocks larger than ours are not read.
 
@@ -104,7 +107,7 @@ class Versions:
         return [
             StoredVersion(
                 result.status,
-                block._replace(pieces=(view[: result.size],), size=result.size)
+                WriteBlock(block.digest, block.parent, (view[: result.size],), result.size)
                 if result.status is ReadStatus.HIT
                 else None,
             )
@@ -233,7 +236,7 @@ def rounds(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-async def differing(options: WriteOptions, ours: WriteBlock, theirs: StoredVersion) -> int | None:
+async def differing(options: WriteOptions, ours: SourceBlock, theirs: StoredVersion) -> int | None:
     """The version that a server has, if its bytes are others than ours; None if they are equal.
 
     What could not be read counts as equal; of a block that is longer than ours it is `_UNREAD`.
@@ -246,9 +249,11 @@ async def differing(options: WriteOptions, ours: WriteBlock, theirs: StoredVersi
     return version
 
 
-async def version_of(options: WriteOptions, block: WriteBlock) -> int:
+async def version_of(options: WriteOptions, block: SourceBlock) -> int:
     """What tells one version of a block from another one: the checksum of its bytes, as every
     server that has them keeps it."""
+    if isinstance(block, DeviceWriteBlock):
+        return block.checksum
     (seed,) = block_seeds(options.namespace, options.part, [block.digest])
     digest = hasher(seed)
     for piece in block.pieces:

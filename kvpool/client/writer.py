@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers, HostRows
@@ -15,15 +16,17 @@ from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
 from kvpool.client.shared_copies import SharedCopies
-from kvpool.client.versions import Versions, WrittenBlock, differing, rounds
+from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
+from kvpool.config import STAGED
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
-from kvpool.protocols import WriteOptions
+from kvpool.protocols import DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group
 from kvpool.types import WriteBlock, WriteStatus
 from kvpool.wire import messages as wire
 
 if TYPE_CHECKING:
     from kvpool.client.device_staging import Staging
+    from kvpool.client.device_writes import DirectWrites
 
 T = TypeVar("T")
 
@@ -68,7 +71,7 @@ class BatchState:
     """
 
     options: WriteOptions
-    blocks: Sequence[WriteBlock]
+    blocks: Sequence[SourceBlock]
     copies: int
     deadline: float
     #: Servers to try, best first.
@@ -131,7 +134,7 @@ class BatchState:
 class Writer:
     """Writes of one client, which runs on the host with this id.
 
-    `staging` makes the pinned memory when a write first needs it.
+    `staging` makes the pinned memory when a write first needs it, `direct` what direct writes need.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class Writer:
         versions: Versions,
         shared_copies: SharedCopies,
         staging: Callable[[], Staging],
+        device_path: str,
+        direct: Callable[[], DirectWrites],
         counters: Counter[str],
     ) -> None:
         self._host = host
@@ -152,6 +157,8 @@ class Writer:
         self._versions = versions
         self._shared_copies = shared_copies
         self._staging = staging
+        self._device_path = device_path
+        self._direct = direct
         self._counters = counters
         self._loop = asyncio.get_running_loop()
 
@@ -173,6 +180,14 @@ class Writer:
             return dict(zip(rows, written, strict=True))
 
         statuses = await send({i: views for i, views in enumerate(host) if i not in device})
+        if device and self._device_path != STAGED:
+            direct = self._direct()
+            chosen, device = direct.choose(device)
+            names = {i: (digests[i], parents[i]) for i in chosen}
+            write_blocks = functools.partial(
+                self._write_blocks, options, copies=copies, deadline=deadline
+            )
+            statuses |= await direct.write(options, names, chosen, write_blocks, deadline)
         if device:
             statuses |= await self._staging().write(device, send, deadline)
         for status, count in Counter(statuses.values()).items():
@@ -212,7 +227,7 @@ class Writer:
     # --- inside --------------------------------------------------------------------------
 
     async def _write_on(
-        self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
+        self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
     ) -> list[WriteStatus]:
         """`Channel.write` on the best path to that server, and again while blocks are NOT_YET.
 
@@ -236,7 +251,7 @@ class Writer:
         return statuses
 
     async def _write_blocks(
-        self, options: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
+        self, options: WriteOptions, blocks: Sequence[SourceBlock], copies: int, deadline: float
     ) -> list[WriteStatus]:
         """As many as there are, in batches; what follows one that is late is late, too."""
         statuses = [WriteStatus.DEADLINE] * len(blocks)
@@ -249,7 +264,7 @@ class Writer:
         return statuses
 
     async def _write_batch(
-        self, options: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
+        self, options: WriteOptions, blocks: Sequence[SourceBlock], copies: int, deadline: float
     ) -> list[WriteStatus]:
         """Place, then try the servers in that order until every block has its copies.
 
@@ -376,7 +391,7 @@ class Writer:
                         batch.statuses[position] = WriteStatus.ALREADY_STORED
 
     async def _try_write(
-        self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
+        self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
     ) -> list[WriteStatus]:
         """`_write_on`, with a failure as the status of every block."""
         try:
@@ -385,6 +400,17 @@ class Writer:
             return [status_of_error(error)] * len(blocks)
 
     async def _write_once(
+        self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
+    ) -> list[WriteStatus]:
+        # All of them or none: a batch is of the caller, or of what the pool has.
+        if isinstance(blocks[0], DeviceWriteBlock):
+            on_device = cast("Sequence[DeviceWriteBlock]", blocks)
+            from_host = functools.partial(self._write_from_host, server, options, deadline=deadline)
+            return await self._direct().write_to(server, options, on_device, from_host, deadline)
+        on_host = cast("Sequence[WriteBlock]", blocks)
+        return await self._write_from_host(server, options, on_host, deadline)
+
+    async def _write_from_host(
         self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
     ) -> list[WriteStatus]:
         return await self._servers.call(
@@ -399,7 +425,7 @@ class Writer:
         )
 
     async def _place(
-        self, options: WriteOptions, blocks: Sequence[WriteBlock], copies: int, deadline: float
+        self, options: WriteOptions, blocks: Sequence[SourceBlock], copies: int, deadline: float
     ) -> wire.PlaceReply:
         namespace, hint = options.namespace, options.session_hint
         request = wire.Place(

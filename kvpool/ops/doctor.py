@@ -139,7 +139,7 @@ def device_memory(config: ClientConfig) -> Finding:
     )
     text = (
         f"{devices}: staged through {config.device_staging >> 20} MiB of pinned memory, over every "
-        f"transport; reads: client.device_path is {config.device_path}"
+        f"transport; client.device_path is {config.device_path}"
     )
     if config.device_staging < 2 * ROUND:
         advice = f"client.device_staging below {2 * ROUND >> 20} MiB: rounds wait for each other"

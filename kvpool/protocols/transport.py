@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvpool.errors import KvpoolError
 from kvpool.protocols.tier import DeviceMemory, Tier
@@ -548,9 +548,57 @@ class NeedsMeasurement(Protocol):
 
 @runtime_checkable
 class ReachesDevices(Protocol):
-    """A transport whose channels may be `SupportsDeviceRead`."""
+    """A transport whose channels may be `SupportsDeviceRead` and `SupportsDeviceWrite`."""
 
     @property
     def device_lack(self) -> str:
         """What this machine or its settings lack for that, for an operator; empty: nothing, and
         every channel is `SupportsDeviceRead`."""
+
+
+class DeviceWriteBlock(NamedTuple):
+    """One block to be written from memory on a device, all of which it is, with its checksum."""
+
+    digest: bytes
+    parent: bytes
+    memory: DeviceMemory
+    checksum: int
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
+
+
+class DeviceToken(NamedTuple):
+    """Eight bytes on a device, and what they are: sent first, they show what the lanes do with
+    memory of that device."""
+
+    device: str
+    memory: DeviceMemory
+    content: bytes
+
+
+#: Copies of small blocks in memory of the host. Raises DeadlineExceeded, and Overloaded when their
+#: device fails.
+BlocksToHost: TypeAlias = Callable[[Sequence[DeviceWriteBlock]], Awaitable[list[memoryview]]]
+
+
+@runtime_checkable
+class SupportsDeviceWrite(Protocol):
+    """A channel that sends blocks from memory on a device, without a stop in that of the host
+    (design: direct-writes)."""
+
+    async def write_from_device(
+        self,
+        options: WriteOptions,
+        blocks: Sequence[DeviceWriteBlock],
+        token: DeviceToken,
+        to_host: BlocksToHost,
+        *,
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """As `write`, with the checksums that the caller has computed on the device.
+
+        The blocks and the token lie on one device, which has done all work on that memory before
+        the call. However it ends, nothing reads from the memory any more.
+        """

@@ -72,7 +72,7 @@ CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
     """Everything that `Transport`, `Listener`, `Channel` and the capabilities that a channel
     declares (`SupportsZeroCopyView`, `SupportsFetch`, `SupportsPrefetch`, `SupportsDrain`,
-    `SupportsDeviceRead`) promise.
+    `SupportsDeviceRead`, `SupportsDeviceWrite`) promise.
 
     `make` is called once for the server's side of each check and once for the client's, which in
     production are two processes; a transport that lives inside one process returns the same

@@ -1,4 +1,5 @@
-"""What a channel does that receives into memory on a device: complete, in place, and unverified.
+"""What a channel does that receives into memory on a device (complete, in place, and unverified),
+and that sends from there.
 
 The memory here is an array of the host in the place of a device's: what a driver does is not part
 of the contract.
@@ -19,8 +20,12 @@ from kvpool.protocols import (
     Channel,
     DeviceArrival,
     DeviceReadBlock,
+    DeviceToken,
+    DeviceWriteBlock,
     ReadOptions,
     SupportsDeviceRead,
+    SupportsDeviceWrite,
+    WriteOptions,
 )
 from kvpool.testing.harness import (
     NAMESPACE,
@@ -32,7 +37,7 @@ from kvpool.testing.harness import (
     describe,
     digest,
 )
-from kvpool.types import ReadStatus
+from kvpool.types import ROOT, ReadStatus, WriteStatus
 
 _FILL = 0xA5
 _REST = 333
@@ -124,10 +129,101 @@ async def a_device_read_that_ends_early_writes_nothing_more(stage: Stage) -> Non
     await _expect_still(stage, memory, "`abort`")
 
 
+@TransportCheck
+async def blocks_leave_a_device(stage: Stage) -> None:
+    """Of every size, alone and together, under the checksums that the caller has computed; what
+    the server has already is not sent again."""
+    channel = await stage.connect()
+    writer = _writer(channel)
+    sizes = (1, 240, 241, 4095, 65_537, 131_072, 131_073, 300_001, 1 << 20, (3 << 20) + 5)
+    data = {digest(size): content(digest(size), size) for size in sizes}
+    for batch in ([digest(1 << 20)], list(data), *([digest(-size)] for size in sizes)):
+        memory = {key: _filled(data.get(key) or content(key, 70_000)) for key in batch}
+        statuses = await _write(stage, writer, memory)
+        for key, status in zip(batch, statuses, strict=True):
+            known = len(batch) > 1 and key == digest(1 << 20)
+            wanted = WriteStatus.ALREADY_STORED if known else WriteStatus.STORED
+            stage.expect(status is wanted, f"{wanted}", describe(status))
+        for key, array in memory.items():
+            (result,) = await stage.read(channel, [key], [bytearray(len(array))])
+            stage.expect(result.status is ReadStatus.HIT, "its checksum to be right", f"{result}")
+
+
+@TransportCheck
+async def a_device_write_that_ends_early_reads_nothing_more(stage: Stage) -> None:
+    """Cancelled after any number of the loop's turns, or late: what the server has then is right,
+    or nothing, though the memory is used again at once."""
+    channel = await stage.connect()
+    for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
+        data = blocks(f"early {turns}", 4, 1 << 20)
+        memory = {key: _filled(value) for key, value in data.items()}
+        writing = asyncio.ensure_future(_write(stage, _writer(channel), memory))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        writing.cancel()
+        await asyncio.wait([writing])
+        for array in memory.values():
+            array.fill(_FILL)
+        for key, value in data.items():
+            buffer = bytearray(len(value))
+            (result,) = await stage.read(channel, [key], [buffer])
+            right = result.status.hit and bytes(buffer) == value
+            gone = result.status is ReadStatus.NEVER_WRITTEN
+            stage.expect(right or gone, "the block, or none", describe(result))
+    data = blocks("late", 1, 1 << 20)
+    late = _writer(channel).write_from_device(
+        WriteOptions(NAMESPACE, 0, visible=True),
+        _sources({key: _filled(value) for key, value in data.items()}),
+        _token(),
+        _to_host,
+        deadline=stage.within(0.0),
+    )
+    await stage.raises(DeadlineExceeded, late, "a write without time")
+
+
 def _reader(channel: Channel) -> SupportsDeviceRead:
     if not isinstance(channel, SupportsDeviceRead):
         raise NotDeclared("over this channel nothing is received into memory on a device")
     return channel
+
+
+def _writer(channel: Channel) -> SupportsDeviceWrite:
+    if not isinstance(channel, SupportsDeviceWrite):
+        raise NotDeclared("over this channel nothing is sent from memory on a device")
+    return channel
+
+
+def _filled(value: bytes | bytearray) -> NDArray[np.uint8]:
+    return np.frombuffer(bytes(value), np.uint8).copy()
+
+
+def _token() -> DeviceToken:
+    content = b"token 42"
+    return DeviceToken("an array", _filled(content), content)
+
+
+async def _to_host(blocks: Sequence[DeviceWriteBlock]) -> list[memoryview]:
+    return [np.array(block.memory, np.uint8).data for block in blocks]
+
+
+def _sources(memory: Mapping[bytes, NDArray[np.uint8]]) -> list[DeviceWriteBlock]:
+    seeds = block_seeds(NAMESPACE, 0, list(memory))
+    return [
+        DeviceWriteBlock(key, ROOT, array, checksum(array.data, seed))
+        for (key, array), seed in zip(memory.items(), seeds, strict=True)
+    ]
+
+
+async def _write(
+    stage: Stage, writer: SupportsDeviceWrite, memory: Mapping[bytes, NDArray[np.uint8]]
+) -> Sequence[WriteStatus]:
+    return await writer.write_from_device(
+        WriteOptions(NAMESPACE, 0, visible=True),
+        _sources(memory),
+        _token(),
+        _to_host,
+        deadline=stage.within(),
+    )
 
 
 def _memory(size: int) -> NDArray[np.uint8]:

@@ -56,6 +56,7 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Fetched: _NO_REQUEST,
     wire.Prefetch: _OWN,
     wire.Prefetched: _NO_REQUEST,
+    wire.SendToken: _ANSWERED,  # it is about this connection
     wire.Drain: _OPERATOR,  # also its report, which lists namespaces
     wire.Drained: _NO_REQUEST,
     wire.Register: _OPERATOR,

@@ -250,6 +250,16 @@ class Removed(Message, frozen=True):
     flags: Statuses
 
 
+class SendToken(Message, frozen=True):
+    """The client is about to send these bytes from memory of a device, by the way of its blocks.
+
+    It shows what the lanes do with that memory, before a block goes that way
+    (design: direct-writes).
+    """
+
+    content: Annotated[bytes, Meta(min_length=8, max_length=8)]
+
+
 class Propose(Keys, frozen=True):
     """Another server, the `receiver`, is about to fetch these blocks from this one: what are they?
 
@@ -704,6 +714,7 @@ TYPES: Final[dict[type[Message], int]] = {
     Drained: 24,
     Prefetch: 25,
     Prefetched: 26,
+    SendToken: 30,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,
@@ -776,6 +787,7 @@ NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
         Snapshot,
         SnapshotReply,
         FindChain,
+        SendToken,
     }
 )
 

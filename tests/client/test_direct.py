@@ -555,7 +555,7 @@ async def still(client: Pool, gpu: FakeGpu, targets: Sequence[Any]) -> None:
     """Nothing writes into this memory any more, and the next read is well."""
     before = [gpu.content(piece) for target in targets for piece in target]
     await asyncio.sleep(0.02)
-    for thread in client._direct()._threads.values():
+    for thread in client._devices()._threads.values():
         await thread.run(lambda: None, lambda _: None)
     assert [gpu.content(piece) for target in targets for piece in target] == before
 

@@ -56,6 +56,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Fetched(b"\x00\x03"),
     messages.Prefetch(**KEYS, part=0),
     messages.Prefetched(b"\x00\x01"),
+    messages.SendToken(b"8 bytes."),
     messages.Drain(),
     messages.Drain(begin=True, within_s=60.0, back_in_s=5.0),
     messages.Drained(3, 10, 2, 200, 8, 800, [("n", "no room", 2, 200)]),

@@ -40,17 +40,21 @@ import xxhash
 from kvpool import logs
 from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
 from kvpool.protocols import (
+    BlocksToHost,
     BlockStore,
     Channel,
     Connection,
     DeviceArrival,
     DeviceMemory,
     DeviceReadBlock,
+    DeviceToken,
+    DeviceWriteBlock,
     IdleTimeout,
     Listener,
     ReadOptions,
+    WriteOptions,
 )
-from kvpool.types import Cluster, ReadStatus
+from kvpool.types import Cluster, ReadStatus, WriteStatus
 from kvpool.wire.frame_reader import (
     ChooseTarget,
     PayloadReceiver,
@@ -59,7 +63,17 @@ from kvpool.wire.frame_reader import (
     no_payload,
 )
 from kvpool.wire.frames import Frame
-from kvpool.wire.messages import PAYLOAD, TYPES, Data, Error, Message, Welcome, decode_answer
+from kvpool.wire.messages import (
+    PAYLOAD,
+    TYPES,
+    Data,
+    Error,
+    Message,
+    SendToken,
+    Welcome,
+    decode,
+    decode_answer,
+)
 from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
@@ -250,7 +264,8 @@ class UcxChannel(StreamChannel):
 
 
 class UcxDeviceChannel(UcxChannel):
-    """One whose UCX has lanes to devices: it registers a buffer there and receives into it."""
+    """One whose UCX has lanes to devices: it registers a buffer there, and receives into it or
+    sends from it."""
 
     async def read_to_device(
         self, options: ReadOptions, blocks: Sequence[DeviceReadBlock], *, deadline: float
@@ -261,6 +276,35 @@ class UcxDeviceChannel(UcxChannel):
             await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
             await stream.receive(answer.payload_target, deadline=deadline)
         return answer.arrivals()
+
+    async def write_from_device(
+        self,
+        options: WriteOptions,
+        blocks: Sequence[DeviceWriteBlock],
+        token: DeviceToken,
+        to_host: BlocksToHost,
+        *,
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """As `SupportsDeviceWrite.write_from_device`."""
+        async with self._streams.stream(deadline) as stream:
+            if sum([block.size for block in blocks]) > SMALL:
+                await cast(UcxStream, stream).send_device_token(token, deadline)
+            statuses, granted, reserved = await requests.reserve(stream, options, blocks, deadline)
+            if not granted:
+                return statuses
+            chosen = [blocks[i] for i in granted]
+            if sum([block.size for block in chosen]) > SMALL:
+                # Memory on a device is cut like any other: its parts are the same memory.
+                payload = cast("list[Pieces]", [(block.memory,) for block in chosen])
+            else:  # it goes with its frame
+                payload = [(view,) for view in await to_host(chosen)]
+            await stream.send(None, payload, deadline=deadline)
+            checksums = [block.checksum for block in chosen]
+            sealed = await requests.seal(stream, options, reserved.ids, checksums, deadline)
+        for position, status in zip(granted, sealed, strict=True):
+            statuses[position] = status
+        return statuses
 
 
 class _DeviceAnswer:
@@ -347,6 +391,14 @@ class _Session(StreamSession):
             raise
         return connection
 
+    async def _answer(self, frame: Frame, connection: Connection) -> None:
+        if frame.type != TYPES[SendToken]:
+            await super()._answer(frame, connection)
+            return
+        token = decode(SendToken, frame.type, frame.body)
+        until = asyncio.get_running_loop().time() + HELLO_S
+        await cast(UcxStream, self.stream).take_device_token(token.content, until)
+
 
 async def _exchange_addresses(stream: UcxStream, workers: Workers, deadline: float) -> None:
     """Send our UCX address and receive the server's; then each side makes its end of an endpoint.
@@ -372,6 +424,7 @@ class UcxStream(Stream):
         self._copies = copies
         self._path: UcxPath | None = None
         self._transfer: Transfer | None = None
+        self._proved_devices: set[str] = set()
 
     async def send_address(self, deadline: float) -> None:
         """Send the address of our worker, and the number in the tags of our receives."""
@@ -433,9 +486,35 @@ class UcxStream(Stream):
             raise BadFrame("that is not the token")
         await self._ack(deadline)
 
-    def _send_token(self, transfer: Transfer) -> None:
+    async def send_device_token(self, token: DeviceToken, deadline: float) -> None:
+        """Prove the lanes for memory of that device, unless they are proved: how UCX sends depends
+        on the memory, and not on the lanes alone. Raises LinkBroken as `_send_token` does."""
+        if token.device in self._proved_devices:
+            return
+        await super().send(SendToken(token.content), deadline=deadline)
+        await self._ack(deadline)  # ready
+        async with self._moving() as transfer:
+            self._send_token(transfer, cast(memoryview, token.memory))
+            await transfer.until(0, deadline)
+        await self._ack(deadline)  # the peer has it, and it is right
+        self._proved_devices.add(token.device)
+
+    async def take_device_token(self, content: bytes, deadline: float) -> None:
+        """The server's half. Raises BadFrame when other bytes arrive."""
+        token = bytearray(len(content))
+        async with self._moving() as transfer:
+            transfer.receive(memoryview(token))
+            await super().send(None, deadline=deadline)  # ready
+            await transfer.until(0, deadline)
+        if token != content:
+            raise BadFrame("that is not the token: bytes of a device arrive as others")
+        await super().send(None, deadline=deadline)
+
+    def _send_token(self, transfer: Transfer, token: memoryview | None = None) -> None:
         """Raises LinkBroken if UCX sends over these lanes without a rendezvous."""
-        if transfer.send(memoryview(_TOKEN.pack(self._ucx_path().theirs))):
+        if token is None:
+            token = memoryview(_TOKEN.pack(self._ucx_path().theirs))
+        if transfer.send(token):
             why = (
                 "UCX sends without a rendezvous over these lanes, and what has begun to arrive "
                 "could not be stopped: leave UCX_RNDV_SCHEME to kvpool, or name other lanes"

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
-from kvpool.protocols import DeviceReadBlock, ReadOptions, View, WriteOptions
+from kvpool.protocols import DeviceReadBlock, DeviceWriteBlock, ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     COPIES_MAX,
@@ -165,7 +165,7 @@ async def _prove(
 async def reserve(
     stream: Stream,
     options: WriteOptions,
-    blocks: Sequence[WriteBlock],
+    blocks: Sequence[WriteBlock] | Sequence[DeviceWriteBlock],
     deadline: float,
 ) -> tuple[list[WriteStatus], list[int], Reserved]:
     """Reserve space for blocks: one status each, the positions of those that were granted, and the

@@ -1,0 +1,356 @@
+"""Blocks that a transport sends from the memory of a CUDA device, with checksums made there.
+
+A block in one row is sent from that row. Blocks in several rows, as engines have them, are gathered
+in memory of this client on the same device, all of a round in one launch, and sent from there. The
+device hashes them in one more launch; no byte is in the host's memory (design: direct-writes).
+
+The host is the way round: where no such path leads to a server, or it fails, `auto` copies the
+blocks for that server to pinned memory and sends them from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from kvpool import logs
+from kvpool.checksum import block_seeds
+from kvpool.client import device_direct as direct
+from kvpool.client.buffers import DeviceBlock, HostRows
+from kvpool.client.device_direct import Devices, DeviceTargets
+from kvpool.client.device_staging import until, wait_for_stream
+from kvpool.client.servers import Servers
+from kvpool.config import AUTO, DIRECT
+from kvpool.device.checksum import copy_rows, unsigned
+from kvpool.errors import (
+    DeadlineExceeded,
+    KvpoolError,
+    Overloaded,
+    PeerError,
+    Unavailable,
+)
+from kvpool.protocols import (
+    BlocksToHost,
+    Channel,
+    DeviceToken,
+    DeviceWriteBlock,
+    SupportsDeviceWrite,
+    WriteOptions,
+)
+from kvpool.types import WriteBlock, WriteStatus
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpool.client.device_staging import Staging
+
+log = logs.get("kvpool.client")
+
+#: Of the first batch that a server stores, so many blocks are verified there.
+_CHECKED: Final = 8
+
+#: Place blocks and write them to servers; one status each.
+WriteBlocks: TypeAlias = Callable[[Sequence[DeviceWriteBlock]], Awaitable[list[WriteStatus]]]
+#: Write blocks to one server, from memory of the host.
+ThroughHost: TypeAlias = Callable[[Sequence[WriteBlock]], Awaitable[list[WriteStatus]]]
+
+
+class _Round(NamedTuple):
+    """Consecutive blocks on one device; those in rows fit into its scratch memory together."""
+
+    device: torch.device
+    numbers: list[int]
+    in_rows: dict[int, int]  # their sizes
+
+
+class DirectWrites:
+    """Direct writes of one client, with this `client.device_path`: direct or auto."""
+
+    def __init__(
+        self,
+        path: str,
+        servers: Servers,
+        devices: Devices,
+        staging: Callable[[], Staging],
+        counters: Counter[str],
+    ) -> None:
+        self._path = path
+        self._servers = servers
+        self._devices = devices
+        self._staging = staging
+        self._counters = counters
+        #: Servers that had the right bytes when they were asked.
+        self._checked: set[str] = set()
+        #: `auto` has seen wrong bytes: all is staged.
+        self._distrusted = False
+        self._reasons: set[tuple[str, str]] = set()
+
+    def choose(
+        self, blocks: Mapping[int, DeviceBlock]
+    ) -> tuple[dict[int, DeviceBlock], dict[int, DeviceBlock]]:
+        """The blocks to write directly, and those to stage. Raises TooLarge where it may not
+        stage."""
+        if self._path == DIRECT:
+            direct.check_sizes(blocks, "write")
+            return dict(blocks), {}
+        if self._distrusted or not self._servers.some_reach_devices(only_fabrics=True):
+            return {}, dict(blocks)
+        chosen = {
+            i: block for i, block in blocks.items() if direct.fits(block) and direct.is_fast(block)
+        }
+        return chosen, {i: block for i, block in blocks.items() if i not in chosen}
+
+    async def write(
+        self,
+        options: WriteOptions,
+        names: Mapping[int, tuple[bytes, bytes]],
+        blocks: Mapping[int, DeviceBlock],
+        write_blocks: WriteBlocks,
+        deadline: float,
+    ) -> Mapping[int, WriteStatus]:
+        """Have `write_blocks` send blocks, in order, once the device has gathered and hashed them.
+
+        `names` are their digests and parents. However it ends, nothing reads the blocks' memory any
+        more. Raises Unavailable when a device fails.
+        """
+        statuses = dict.fromkeys(blocks, WriteStatus.DEADLINE)
+        try:
+            # Before the first byte: its owner's work may still fill that memory.
+            await wait_for_stream(blocks.values(), deadline)
+            for one in _rounds(blocks):
+                async with AsyncExitStack() as stack:
+                    places: DeviceTargets = {}
+                    if one.in_rows:
+                        memory = await stack.enter_async_context(
+                            self._devices.scratch(one.device, deadline)
+                        )
+                        places = direct.places_in(memory, one.in_rows)
+                    ready = await self._gather(options, names, blocks, one, places, deadline)
+                    # The scratch memory is this round's until no transfer uses it any more.
+                    written = await write_blocks(ready)
+                    statuses.update(zip(one.numbers, written, strict=True))
+        except DeadlineExceeded:
+            pass
+        return statuses
+
+    async def write_to(
+        self,
+        server: str,
+        options: WriteOptions,
+        blocks: Sequence[DeviceWriteBlock],
+        through_host: ThroughHost,
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """`Channel.write` to one server, directly, or with `auto` through the host where that is
+        no way. Raises what `Servers.device_call` and `through_host` raise."""
+        auto = self._path == AUTO
+        if auto and self._distrusted:
+            return await self._through_host(blocks, through_host, deadline)
+        token = await self._devices.token(_tensor(blocks[0]).device, deadline)
+        send = partial(_send, options, blocks, token, self._to_host(deadline), deadline)
+        try:
+            statuses = await self._servers.device_call(
+                server, send, deadline, only_fabrics=auto, counted_as="write"
+            )
+        except DeadlineExceeded:
+            raise
+        except (Unavailable, PeerError, Overloaded) as error:
+            if not auto:
+                raise
+            self._note(server, error, len(blocks))
+            return await self._through_host(blocks, through_host, deadline)
+        statuses = await self._check(server, options, blocks, statuses, deadline)
+        for block, status in zip(blocks, statuses, strict=True):
+            if status is WriteStatus.STORED:
+                self._counters["direct_write_bytes"] += block.size
+        if auto and self._distrusted:
+            return await self._again(blocks, statuses, through_host, deadline)
+        return statuses
+
+    # --- inside --------------------------------------------------------------------------
+
+    async def _gather(
+        self,
+        options: WriteOptions,
+        names: Mapping[int, tuple[bytes, bytes]],
+        blocks: Mapping[int, DeviceBlock],
+        one: _Round,
+        places: DeviceTargets,
+        deadline: float,
+    ) -> list[DeviceWriteBlock]:
+        """The blocks of a round, each in one row, with its checksum. When it returns the device has
+        done its work on them."""
+        sources = [row for number in one.in_rows for row in blocks[number].rows]
+        targets = [
+            part
+            for number in one.in_rows
+            for part in places[number].split([len(row) for row in blocks[number].rows])
+        ]
+        whole = [places.get(number, blocks[number].rows[0]) for number in one.numbers]
+        digests = [names[number][0] for number in one.numbers]
+        seeds = block_seeds(options.namespace, options.part, digests)
+
+        def work() -> torch.Tensor:
+            copy_rows(sources, targets)
+            return direct.hash_rows(whole, seeds)
+
+        async with until(deadline):
+            checksums = await self._devices.thread(one.device).run(work, unsigned)
+        return [
+            DeviceWriteBlock(*names[number], memory, checksum)
+            for number, memory, checksum in zip(one.numbers, whole, checksums, strict=True)
+        ]
+
+    def _to_host(self, deadline: float) -> BlocksToHost:
+        async def copy(blocks: Sequence[DeviceWriteBlock]) -> list[memoryview]:
+            tensors = [_tensor(block) for block in blocks]
+            thread = self._devices.thread(tensors[0].device)
+            try:
+                async with until(deadline):
+                    return await thread.run(partial(_copies, tensors), list)
+            except Unavailable as error:  # of the device: the server and the path to it are well
+                raise Overloaded(str(error)) from None
+
+        return copy
+
+    async def _through_host(
+        self, blocks: Sequence[DeviceWriteBlock], through_host: ThroughHost, deadline: float
+    ) -> list[WriteStatus]:
+        """By the pinned memory of this client, in rounds."""
+
+        async def send(rows: HostRows) -> Mapping[int, WriteStatus]:
+            chosen = [
+                WriteBlock(blocks[i].digest, blocks[i].parent, pieces, blocks[i].size)
+                for i, pieces in rows.items()
+            ]
+            return dict(zip(rows, await through_host(chosen), strict=True))
+
+        whole = {i: DeviceBlock((_tensor(b),), b.size, ()) for i, b in enumerate(blocks)}
+        statuses = await self._staging().write(whole, send, deadline)
+        return [statuses[i] for i in range(len(blocks))]
+
+    async def _check(
+        self,
+        server: str,
+        options: WriteOptions,
+        blocks: Sequence[DeviceWriteBlock],
+        statuses: list[WriteStatus],
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """Have the server verify some of the first blocks that it has stored directly.
+
+        Wrong ones are gone then, and REFUSED. Every reader would find them, too; but a way that
+        changes bytes would fill the pool with blocks that nobody can use, and nobody would know.
+        """
+        stored = [i for i, status in enumerate(statuses) if status is WriteStatus.STORED]
+        if server in self._checked or not stored:
+            return statuses
+
+        async def wrong(positions: Sequence[int]) -> list[int]:
+            digests = [blocks[i].digest for i in positions]
+            ask = partial(_ask, options, digests, deadline)
+            flags = await self._servers.call(server, ask, deadline)
+            return [i for i, is_wrong in zip(positions, flags, strict=True) if is_wrong]
+
+        try:
+            bad = await wrong(stored[:_CHECKED])
+        except (Unavailable, PeerError, Overloaded):
+            return statuses  # the next batch is asked about
+        if not bad:
+            self._checked.add(server)
+            return statuses
+        with contextlib.suppress(Unavailable, PeerError, Overloaded):
+            bad += await wrong(stored[_CHECKED:])
+        self._counters["direct_corrupt"] += len(bad)
+        self._distrusted = True
+        log.error(
+            "direct writes gave wrong bytes, which the server has dropped",
+            server=server,
+            blocks=len(bad),
+            advice="make gpu-acceptance, and client.device_path: staged",
+        )
+        return [WriteStatus.REFUSED if i in bad else one for i, one in enumerate(statuses)]
+
+    async def _again(
+        self,
+        blocks: Sequence[DeviceWriteBlock],
+        statuses: Sequence[WriteStatus],
+        through_host: ThroughHost,
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """The blocks that came wrong once more, through the host."""
+        found = list(statuses)
+        wrong = [i for i, status in enumerate(statuses) if status is WriteStatus.REFUSED]
+        if wrong:
+            chosen = [blocks[i] for i in wrong]
+            again = await self._through_host(chosen, through_host, deadline)
+            for position, status in zip(wrong, again, strict=True):
+                found[position] = status
+        return found
+
+    def _note(self, server: str, error: KvpoolError, blocks: int) -> None:
+        """Count what goes through the host, and say why, once for a server and reason."""
+        self._counters["direct_writes_staged"] += blocks
+        why = str(error)
+        if (server, why) not in self._reasons and len(self._reasons) < _REASONS_MAX:
+            self._reasons.add((server, why))
+            log.info("blocks from devices are staged", device_path=AUTO, server=server, why=why)
+
+
+#: Reasons that are written down; a server chooses some of these words.
+_REASONS_MAX: Final = 64
+
+
+def _rounds(blocks: Mapping[int, DeviceBlock]) -> Iterator[_Round]:
+    """All blocks, in their order: parents before children."""
+    current: _Round | None = None
+    held = 0
+    for number, block in blocks.items():
+        size = direct.room(block.size) if len(block.rows) > 1 else 0
+        if current is not None and (current.device != block.device or held + size > direct.SCRATCH):
+            yield current
+            current = None
+        if current is None:
+            current, held = _Round(block.device, [], {}), 0
+        current.numbers.append(number)
+        if size:
+            current.in_rows[number] = block.size
+            held += size
+    if current is not None:
+        yield current
+
+
+async def _send(
+    options: WriteOptions,
+    blocks: Sequence[DeviceWriteBlock],
+    token: DeviceToken,
+    to_host: BlocksToHost,
+    deadline: float,
+    channel: Channel,
+) -> list[WriteStatus]:
+    if not isinstance(channel, SupportsDeviceWrite):
+        raise Overloaded("this transport sends nothing from memory on devices")
+    return await channel.write_from_device(options, blocks, token, to_host, deadline=deadline)
+
+
+async def _ask(
+    options: WriteOptions, digests: Sequence[bytes], deadline: float, channel: Channel
+) -> list[bool]:
+    if not digests:
+        return []
+    return await channel.report_corruption(
+        options.namespace, options.part, digests, deadline=deadline
+    )
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    return [tensor.cpu().numpy().data for tensor in tensors]
+
+
+def _tensor(block: DeviceWriteBlock) -> torch.Tensor:
+    tensor: torch.Tensor = block.memory  # type: ignore[assignment]
+    return tensor
