@@ -358,7 +358,7 @@ class ConnectorScheduler:
         self._warn_late_lookups(metrics, now)
         self._warn_strange_promises(metrics, now)
         metrics["verified_difference"] = self.planner.verifier.difference
-        metrics["load_bandwidth_bytes"] = self.planner.transfer_cost.bandwidth
+        metrics["load_bytes_rate"] = self.planner.transfer_cost.bandwidth
         prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
         if prefill_s:
             metrics["prefill_tokens_rate"] = _RATE_TOKENS / prefill_s

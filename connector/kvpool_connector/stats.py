@@ -50,7 +50,7 @@ _PLAIN: Final = {
 }
 #: Values as of now, not sums.
 _GAUGES: Final = {
-    "load_bandwidth_bytes": "Estimated bytes per second of a load.",
+    "load_bytes_rate": "Estimated bytes per second of a load.",
     "verified_difference": "Largest difference that the latest comparison has found, 0 to 2.",
     "prefill_tokens_rate": "Estimated prompt tokens per second that the engine computes.",
 }

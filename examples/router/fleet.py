@@ -120,7 +120,7 @@ class Fleet:
         inside = ("num_requests_running", "num_requests_waiting")
         engine.reported = int(sum(values.get(name, 0.0) for name in inside))
         engine.prefill_rate = values.get("kvpool_prefill_tokens_rate", 0.0)
-        engine.load_rate = values.get("kvpool_load_bandwidth_bytes", 0.0)
+        engine.load_rate = values.get("kvpool_load_bytes_rate", 0.0)
         with contextlib.suppress(KvpoolError, ValueError):
             await self._place(engine, fields)
         return True

@@ -119,7 +119,6 @@ def master(
         try:
             await running.start()
             runtime.freeze_gc()
-            console.print(f"master at {running.address}")
             wanted = settings.master
             shown: AbstractAsyncContextManager[Routes] = nullcontext({})
             if wanted.http:
@@ -127,6 +126,7 @@ def master(
             async with shown as views, tenants.watched() if tenants else nullcontext():
                 served = {**metrics.pages_of_master(running), **views}
                 async with _pages(served, wanted, settings):
+                    console.print(f"master at {running.address}")
                     await runtime.wait_for_signal()
         finally:
             await running.close()

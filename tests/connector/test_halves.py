@@ -905,7 +905,7 @@ def test_the_metrics_of_a_busy_engine_come_once_a_second(start: Callable[..., En
     counters["saved_blocks"] = 3
     metrics = engine.scheduler.take_metrics()  # news are not held back
     assert metrics["saved_blocks"] == 3
-    assert metrics["load_bandwidth_bytes"] == engine.scheduler.planner.transfer_cost.bandwidth
+    assert metrics["load_bytes_rate"] == engine.scheduler.planner.transfer_cost.bandwidth
     assert "prefill_tokens_rate" not in metrics
     engine.scheduler.planner.prefill_cost.observe([(0, 1024)], 2.0)
     counters["saved_blocks"] = 1

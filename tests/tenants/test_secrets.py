@@ -137,7 +137,9 @@ async def test_a_proof_of_a_server_is_none_of_a_client(pool: TenantPool) -> None
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("tenants: [", "expected"),
+        ("tenants: [", "no YAML that can be read: line 1, column 11$"),
+        ("tenants: []\nsecret: {of: [sesame", "line 2, column 21$"),
+        ("since: 2020-13-45", "no YAML that can be read$"),
         ("", "got nothing, expected one list"),
         ("root:x:secret", "tenants.yaml: got str, expected one list"),
         ("tenants:\n- {name: acme, secret_file: acme.secret, gold: 1}", "unknown setting 'gold'"),
