@@ -1,6 +1,6 @@
 """The planted bugs: mistakes that the simulator must find, each within 200 seeds.
 
-Three of them are rarer: their seeds in `FIRST_SEED` are later ones.
+Four of them are rarer: their seeds in `FIRST_SEED` are later ones.
 
 If the simulator finds none of them, its silence about the real code means nothing. Each bug is a
 mistake that a programmer could make: a few characters in one place of the real source. `plant.py`
@@ -577,6 +577,13 @@ BUGS: Sequence[Bug] = (
         _VERSIONS,
         "            if not servers or min(theirs) < min(servers):\n",
         "            if not servers:\n",
+    ),
+    Bug(
+        "winner-does-not-look-at-its-own-copies",
+        "G2",
+        _VERSIONS,
+        "            if min(written[position].servers) < min(theirs)\n",
+        "            if False\n",
     ),
     Bug(
         "no-hedge",
@@ -1163,6 +1170,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "any-header-is-believed": 37,
     "dropped-before-it-is-down": 38,
     "already-stored-before-announced": 742,
+    "winner-does-not-look-at-its-own-copies": 1376,
     "record-before-payload": 70,
     "rotten-block-stays-on-disk": 81,
     "frozen-writer-is-not-feared": 82,
