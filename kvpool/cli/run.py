@@ -117,8 +117,8 @@ def master(
         network = ZmqNetwork(cluster_of(settings), keys)
         running = Master(settings.master, network)
         try:
-            await running.start()
             runtime.freeze_gc()
+            await running.start()
             wanted = settings.master
             shown: AbstractAsyncContextManager[Routes] = nullcontext({})
             if wanted.http:
@@ -259,8 +259,8 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
         )
         if tenants is not None:
             tenants.on_change(running.tenants_changed)
+        runtime.freeze_gc()  # before the start, which adds all blocks of a file
         await running.start()
-        runtime.freeze_gc()
         pages = _pages(metrics.pages_of_server(running), wanted, settings)
         async with pages, tenants.watched() if tenants else nullcontext():
             registering = asyncio.create_task(_registered(running, settings))

@@ -32,6 +32,7 @@ PURE_STDLIB = {
     "hmac",
     "itertools",
     "math",
+    "operator",
     "struct",
     "typing",
 }
@@ -63,7 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "runtime"),
     (
         *("types", "units", "tenants", "backoff", "piecewise_dict", "spans", "kv_events"),
-        *("file_stamp", "tracing"),
+        *("file_stamp", "tracing", "sorting"),
     ),
     (
         *("protocols", "config", "wire"),
@@ -151,6 +152,7 @@ def test_the_pure_rooms_are_pure() -> None:
         "tombstones",
         "fingerprint",
         "piecewise_dict",
+        "sorting",
         "spans",
         "protocols",
         "tenants",

@@ -125,7 +125,7 @@ def test_recovered_blocks_count_for_their_tenants() -> None:
         )
     ]
     entries = [books.restore(record) for record in records]
-    books.activate_restored([one for one in entries if one is not None], 1.0)
+    list(books.activate_restored([one for one in entries if one is not None], 1.0))
     books.check()
     assert (used(books, "acme"), used(books, "beta"), used(books, "")) == (2, 1, 1)
     assert stored(write(books, POOL, fresh(6), 2.0))  # beta has no quota: its block is ordinary

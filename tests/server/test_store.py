@@ -505,7 +505,7 @@ def test_a_circle_in_a_file_is_cut(length: int) -> None:
     assert len(entries) == length + 3
     for _ in books.cut_circles(entries):
         pass
-    books.activate_restored(entries, 0.0)
+    list(books.activate_restored(entries, 0.0))
     books.check()
     assert books.circles_cut == 1
     for number in range(length + 2):

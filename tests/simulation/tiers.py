@@ -230,8 +230,8 @@ class WatchedDiskStore(WatchedStore):
         if self.circles_cut > before:
             self.truth.probes.add("a circle of parents in a file was cut")
 
-    def activate_restored(self, entries: Sequence[Entry], now: float) -> None:
-        super().activate_restored(entries, now)
+    def activate_restored(self, entries: Sequence[Entry], now: float) -> Iterator[None]:
+        yield from super().activate_restored(entries, now)
         self.restored = True
         if entries:
             self.truth.probes.add("a disk tier came back warm")

@@ -14,6 +14,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import merge
+from operator import attrgetter
 from typing import Final
 
 from kvpool.errors import BadMessage, InvariantViolated
@@ -40,6 +42,7 @@ from kvpool.server.state.entry import (
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.quota import Account, Accounts, Quota
+from kvpool.sorting import sorted_runs
 from kvpool.tenants import tenant_of
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -67,6 +70,9 @@ _STEPS_OF_EVICTION: Final = 4
 _FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
 _SEARCHES: Final = 8
+#: Blocks of a file that are added in one step: two milliseconds.
+RESTORED_AT_ONCE: Final = 256
+_GENERATION: Final = attrgetter("generation")
 _UNLIMITED: Final = 1 << 62
 #: Later than the last use of any block, in microseconds.
 _JUST_NOW: Final = 1 << 62
@@ -578,8 +584,8 @@ class Store:
 
         What the file says of parents is not believed, either (design: recovery).
         """
-        checked: set[Entry] = set()  # blocks whose ancestors end
-        for number, entry in enumerate(entries):
+        checked: PiecewiseDict[Entry, None] = PiecewiseDict()  # blocks whose ancestors end
+        for number, entry in enumerate(entries, 1):
             walked: set[Entry] = set()
             above: Entry | None = entry
             while above is not None and above not in checked:
@@ -589,18 +595,29 @@ class Store:
                     self._leave_parent(above)
                     parent = None
                 above = parent
-            checked |= walked
-            if number % 1024 == 1023:
+            for one in walked:
+                checked[one] = None
+            if number % RESTORED_AT_ONCE == 0:
                 yield
 
-    def activate_restored(self, entries: Sequence[Entry], now: float) -> None:
-        """From now on restored blocks may be evicted; pass them least recently used first."""
-        for entry in entries:
+    def activate_restored(self, entries: Sequence[Entry], now: float) -> Iterator[None]:
+        """Restored blocks may be evicted when this has ended, the oldest first. In steps."""
+        runs: list[list[Entry]] = []
+        for run in sorted_runs(entries, _GENERATION):
+            runs.append(run)
+            yield
+        ordered: list[Entry] = []
+        for number, entry in enumerate(merge(*runs, key=_GENERATION), 1):
             self.policy.touch(entry, now)
             # Twice, as for a new block, which is reserved and sealed: policies rely on it (seed 53)
             self.policy.touch(entry, now)
-        for entry in entries:
+            ordered.append(entry)
+            if number % RESTORED_AT_ONCE == 0:
+                yield
+        for number, entry in enumerate(ordered, 1):
             self._add_candidate(entry)
+            if number % RESTORED_AT_ONCE == 0:
+                yield
 
     # --- sessions --------------------------------------------------------------------
 

@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import compress
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kvpool.errors import InvariantViolated
@@ -30,8 +32,9 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import MOVER, Change, Entry, Session, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import FRESH_S, Chain
-from kvpool.server.state.store import ANCESTORS_MAX, Store
+from kvpool.server.state.store import ANCESTORS_MAX, RESTORED_AT_ONCE, Store
 from kvpool.server.state.write_back import WriteBack
+from kvpool.sorting import sorted_runs
 from kvpool.types import (
     Extent,
     HintStatus,
@@ -50,6 +53,7 @@ _USELESS_MAX: Final = 256
 _ALL: Final = 1 << 62
 #: Departures in one step of an inventory.
 _DEPARTURES_STEP: Final = 512
+_OFFSET: Final = attrgetter("offset")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -547,19 +551,21 @@ class TieredStore:
         consistent, but the blocks added so far cannot be evicted yet (design: recovery).
         """
         store = self.backing
+        found: list[list[Record]] = []
+        for run in sorted_runs(records, _OFFSET):
+            found.append(run)
+            yield
         entries: list[Entry] = []
-        for number, record in enumerate(sorted(records, key=lambda record: record.offset)):
+        for number, record in enumerate(merge(*found, key=_OFFSET), 1):
             entry = store.restore(record)
             if entry is None:
                 self._erasable.append(record.offset)
             else:
                 entries.append(entry)
-            if number % 1024 == 1023:
+            if number % RESTORED_AT_ONCE == 0:
                 yield
         yield from store.cut_circles(entries)
-        entries.sort(key=lambda entry: entry.generation)
-        store.activate_restored(entries, now)
-        yield
+        yield from store.activate_restored(entries, now)
 
     def keep(self, namespace: Namespace, part: int, digest: bytes) -> None:
         """The block is no extra copy any more, in each tier that has it."""

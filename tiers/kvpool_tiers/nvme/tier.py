@@ -68,6 +68,7 @@ _GAP_MAX: Final = 4096
 _REGIONS_AT_ONCE: Final = 4
 #: Headers that are parsed before other coroutines have their turn: about a millisecond.
 _YIELD_EVERY: Final = 128
+_SORTED_AT_ONCE: Final = 4096
 #: Headers that are erased at once.
 _ERASED_MAX: Final = 1024
 #: Bytes that are moved at once when the file becomes smaller; no more are after so many seconds.
@@ -346,7 +347,7 @@ class Nvme:
         if problem is not None and not (read_any and isinstance(problem, Unavailable)):
             raise problem
         resolver.finish()
-        records, beyond = self._sort_out(resolver.kept)
+        records, beyond = await self._sort_out(resolver.kept)
         await self._drop(invalid + resolver.superseded)
         if whole.capacity > self.capacity:
             records += await self._shrink(records, beyond)
@@ -372,13 +373,15 @@ class Nvme:
             if any(head) and is_damaged(head):
                 log.warning("the superblock is mended", path=str(self.path))
 
-    def _sort_out(
+    async def _sort_out(
         self, found: Sequence[Record | UnnamedHeader]
     ) -> tuple[list[Record], list[Record]]:
         """Records within the capacity, and those that reach beyond it."""
         records: list[Record] = []
         beyond: list[Record] = []
-        for one in found:
+        for number, one in enumerate(found):
+            if number % _SORTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             inside = one.offset + one.size <= self.capacity
             if isinstance(one, UnnamedHeader):
                 self.dropped[self._table.lost(one)] += 1
