@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu import checks, direct, machine, questions
+from benchmarks.gpu import checks, direct, direct_writes, machine, questions
 from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
 
 _CLAIM_S: Final = 540.0
 
 _BYTES, _SPEED, _VLLM = "Right bytes", "Figures", "vLLM"
-_UCX = "What direct reads rely on"
+_UCX = "What direct reads and writes rely on"
 _DIRECT = ("gpu", "cuda", "ucx", "ucx-cuda")
 
 CLAIMS: Final = (
@@ -121,6 +121,27 @@ CLAIMS: Final = (
         direct.ends_when_it_returns,
     ),
     Claim(
+        "sending-order",
+        _UCX,
+        "What a kernel has written is sent when its event has passed",
+        ("gpu", "ucx", "ucx-cuda"),
+        questions.sending_order,
+    ),
+    Claim(
+        "direct-writes",
+        _UCX,
+        "Direct writes give right bytes, with the work that fills the blocks still queued",
+        _DIRECT,
+        direct_writes.give_right_bytes,
+    ),
+    Claim(
+        "direct-writes-ending",
+        _UCX,
+        "A direct write that was cancelled in mid-transfer leaves right blocks or none",
+        _DIRECT,
+        direct_writes.end_when_they_return,
+    ),
+    Claim(
         "batch",
         _SPEED,
         "A batch is hashed at 190 GB/s or more",
@@ -164,6 +185,13 @@ CLAIMS: Final = (
         "Direct reads are not slower than staged ones",
         _DIRECT,
         direct.is_not_slower_than_staged,
+    ),
+    Claim(
+        "direct-writes-rate",
+        _SPEED,
+        "Direct writes are not slower than staged ones",
+        _DIRECT,
+        direct_writes.are_not_slower_than_staged,
     ),
     Claim(
         "direct-share",

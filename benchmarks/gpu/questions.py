@@ -1,4 +1,4 @@
-"""What direct reads rely on of UCX and a device, asked of UCX itself.
+"""What direct reads and writes rely on of UCX and a device, asked of UCX itself.
 
 Two workers in this process, the same classes that the transport `ucx` uses. Memory of the host is
 asked first: it shows that the question can be answered at all (design: direct-reads).
@@ -24,6 +24,7 @@ from kvpool_transports.ucx_worker import UcxPath, Worker
 _TOKEN, _PIECE = 8, 1 << 20
 _LARGE = 64 << 20
 _WAIT_S = 20.0
+_MESSAGES = 200
 
 
 def rendezvous(device: str) -> Answer:
@@ -39,6 +40,11 @@ def closing(device: str) -> Answer:
 def ordering(device: str) -> Answer:
     """Whether a kernel that starts after UCX's completion sees every byte."""
     return runtime.run(_ordering(device))
+
+
+def sending_order(device: str) -> Answer:
+    """Whether UCX sends what a kernel has written, once the kernel's event has passed."""
+    return runtime.run(_sending_order(device))
 
 
 async def _rendezvous(device: str) -> Answer:
@@ -89,6 +95,24 @@ async def _ordering(device: str) -> Answer:
             await _both(sending, receiving)
             wrong += unsigned(device_checksums([[target]], [number])) != [want]
     return Answer(wrong == 0, f"{wrong} of 200 messages were not whole when they were hashed")
+
+
+async def _sending_order(device: str) -> Answer:
+    wrong = 0
+    async with _ends(device) as (near, far):
+        source = _memory(_PIECE, device)
+        for number in range(_MESSAGES):
+            data = torch.randint(0, 256, (_PIECE,), dtype=torch.uint8)
+            source.copy_(data.to(device))
+            source.bitwise_xor_(number % 256)
+            _synchronize(device)
+            target = _memory(_PIECE, "cpu")
+            sending, receiving = near.transfer(), far.transfer()
+            receiving.receive(_buffer(target))
+            sending.send(_buffer(source))
+            await _both(sending, receiving)
+            wrong += not torch.equal(target, data ^ number % 256)
+    return Answer(wrong == 0, f"{wrong} of {_MESSAGES} messages had other bytes than the kernel's")
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import device as plain
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import checks, direct, machine
+from benchmarks.gpu import checks, direct, direct_writes, machine
 from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
 from kvpool.client.device_direct import DirectReads
 from tests.support.fake_device import FakeGpu
@@ -289,3 +289,41 @@ def test_bytes_after_a_direct_read_are_seen(gpu: FakeGpu, monkeypatch: pytest.Mo
     monkeypatch.setattr(Transfer, "stop", stops_early)
     answer = direct.ends_when_it_returns("cuda:0")
     assert answer.met is False, answer.figures
+
+
+@needs_ucx
+def test_direct_writes_are_asked_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_writes, "_WRITES", 12)
+    monkeypatch.setattr(direct, "_SIZE", 6000)
+    right = direct_writes.give_right_bytes("cuda:0")
+    assert right.met, right.figures
+    ended = direct_writes.end_when_they_return("cuda:0")
+    assert ended.met, ended.figures
+
+
+@needs_ucx
+def test_blocks_that_are_sent_before_they_are_filled_are_seen(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(blocks: Any, deadline: float) -> None:
+        pass
+
+    monkeypatch.setattr("kvpool.client.device_writes.wait_for_stream", at_once)
+    assert direct_writes.give_right_bytes("cuda:0").met is False
+
+
+@needs_ucx
+def test_what_a_card_sends_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import questions
+
+    monkeypatch.setattr(questions, "_MESSAGES", 10)
+    assert questions.sending_order("cpu").met
+    buffer, sent = questions._buffer, []
+
+    def stale(memory: Any) -> Any:
+        """A card that reads what was there before."""
+        sent.append(memory.clone())
+        return buffer(sent[-3] if len(sent) % 2 == 0 and len(sent) > 2 else memory)
+
+    monkeypatch.setattr(questions, "_buffer", stale)
+    assert questions.sending_order("cpu").met is False
