@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 Which = Annotated[
     list[str] | None,
     typer.Argument(
-        help="headline, scaling, memory, grid, hints, links, failures, fan-out, hog, thousand, "
-        "loads, mixed, trace, sensitivity, masters, or one: a fleet of the options below."
+        help="headline, scaling, memory, grid, hints, links, links-70b, disks, placements, "
+        "failures, fan-out, hog, thousand, loads, mixed, trace, sensitivity, masters, or one: a "
+        "fleet of the options below."
     ),
 ]
 Gpus = Annotated[
@@ -64,11 +65,26 @@ Guaranteed = Annotated[
 Incidents = Annotated[
     list[str] | None,
     typer.Option(
-        "--incident", help="SECONDS:server:NUMBER, SECONDS:engine:NUMBER, SECONDS:masters:SECONDS."
+        "--incident",
+        help="SECONDS:server:NUMBER, SECONDS:engine:NUMBER, SECONDS:restart:NUMBER (a server), "
+        "SECONDS:masters:SECONDS.",
     ),
 ]
 MemoryTokens = Annotated[
     int | None, typer.Option(min=1, help="Tokens that fit into the memory of all servers together.")
+]
+DiskTokens = Annotated[
+    int, typer.Option(min=0, help="Tokens that fit on the disks below the servers; 0: no disks.")
+]
+WriteMode = Annotated[
+    str, typer.Option(help="When disks are written: write_through or write_back.")
+]
+PlacingName = Annotated[
+    str,
+    typer.Option("--placing", help="Where the pool puts blocks: chains (ours), striped or near."),
+]
+Direct = Annotated[
+    bool, typer.Option("--direct", help="Engines read their own host's server without a link.")
 ]
 BlockTokens = Annotated[int, typer.Option("--block-tokens", help="Tokens in a block.")]
 Engines = Annotated[
@@ -113,6 +129,10 @@ def fleet(
     guaranteed: Guaranteed = 0.0,
     incidents: Incidents = None,
     memory_tokens: MemoryTokens = None,
+    disk_tokens: DiskTokens = 0,
+    write_mode: WriteMode = "write_through",
+    placing: PlacingName = "chains",
+    direct: Direct = False,
     block: BlockTokens = 512,
     engines: Engines = "split",
     trace: Trace = None,
@@ -158,12 +178,14 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     """Fields of `FleetOptions` that have a value. Raises ConfigError."""
     from kvpool.fleet.constants import Constants
     from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
+    from kvpool.tools.dry_pool import Placing
 
     names = {one.name for one in fields(FleetOptions)}
     changed = {name: v for name, v in given.items() if name in names and v is not None}
     changed.update(
         scope=Scope.parsed(given["scope"]),
         hints=Hints.parsed(given["hints"]),
+        placing=Placing.parsed(given["placing"]),
         incidents=[Incident.parsed(one) for one in given["incidents"] or []],
         constants=Constants().changed(_parsed(given["values"] or [])),
     )

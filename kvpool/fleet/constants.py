@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from kvpool.errors import ConfigError
 
@@ -26,6 +26,27 @@ def _constant(default: float, kind: Kind, unit: str, source: str) -> Any:
 
 
 _POST = "vLLM x Mooncake, 2026-05-06"
+
+
+class OtherValue(NamedTuple):
+    """Of a constant, for another model."""
+
+    name: str
+    value: float
+    kind: Kind
+    source: str
+
+
+#: A dense model of 70B with grouped-query attention in bf16, on the same engines.
+DENSE_70B: Final = (
+    OtherValue("kv_bytes", 327_680, Kind.COMPUTED, "80 layers x 8 heads x 128 x 2 x 2 bytes"),
+    OtherValue("linear_flop", 140e9, Kind.COMPUTED, "two for each of 70e9 weights"),
+    OtherValue("attention_flop", 2.6e6, Kind.COMPUTED, "80 layers x 64 heads x 2 x (128 + 128)"),
+    OtherValue(
+        "hbm_tokens", 1_400_000, Kind.COMPUTED, "(4 x (0.85 x 185 - 6) GB - 140 GB), by 328 KB"
+    ),
+    OtherValue("token_each_s", 0.25e-3, Kind.COMPUTED, "50K tokens x 328 KB / 8 ranks / 8 TB/s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +94,15 @@ class Constants:
     )
     server_link_bytes_s: float = _constant(
         40e9, Kind.ASSUMED, "bytes/s", "4 x 400 Gb/s, of which a fifth is used"
+    )
+    disk_read_bytes_s: float = _constant(
+        12e9, Kind.SPECIFICATION, "bytes/s", "a server's disk: data sheets of PCIe 5.0 x4 NVMe"
+    )
+    disk_write_bytes_s: float = _constant(
+        6e9, Kind.SPECIFICATION, "bytes/s", "the same: 6 to 7 GB/s in order"
+    )
+    disk_first_byte_s: float = _constant(
+        100e-6, Kind.SPECIFICATION, "s", "the same: 60 to 100 us for a read"
     )
     first_byte_s: float = _constant(
         0.010, Kind.ASSUMED, "s", "lookup and first byte; a match of the product takes 1 ms"

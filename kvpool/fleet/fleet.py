@@ -7,19 +7,18 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
-from kvpool import registry
 from kvpool.fleet.admission import Admission
 from kvpool.fleet.decode import DecodeEngine
 from kvpool.fleet.events import EventQueue
-from kvpool.fleet.memory import FleetMemory, local_memories, shared_pool
+from kvpool.fleet.memory import FleetMemory
 from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
+from kvpool.fleet.pools import pools_of
 from kvpool.fleet.prefill import PrefillEngine
-from kvpool.fleet.prompts import AGENTS, Prompt, session_name
-from kvpool.fleet.results import FleetResult, measured
+from kvpool.fleet.prompts import Prompt, session_name
+from kvpool.fleet.results import FleetResult, MovedBytes, measured
 from kvpool.fleet.routers import ROUTERS, RouterFacts
 from kvpool.fleet.sessions import (
     CHILDREN_WITHIN_S,
@@ -87,7 +86,7 @@ class Fleet:
             gpus=self._options.gpus,
             first=self._constants.warm_s,
             last=self._last_began_at,
-            loaded_bytes=self._memory.moved if self._memory is not None else 0.0,
+            moved=self._memory.moved_bytes() if self._memory is not None else MovedBytes(),
             saves_dropped=self._memory.saves_dropped if self._memory is not None else 0,
             incident_at=min((one.at_s for one in self._options.incidents), default=None),
         )
@@ -98,20 +97,14 @@ class Fleet:
         options = self._options
         if options.scope is Scope.NONE:
             return None
-        blocks = options.memory // options.block
-        shared = options.scope is Scope.POOL
-        make = shared_pool if shared else local_memories
-        guaranteed = {AGENTS: options.guaranteed} if options.guaranteed else {}
-        policy = partial(registry.policy, options.policy)
-        pools = make(options.instances, blocks, policy, guaranteed)
-        block_bytes = options.block * self._constants.kv_bytes
         return FleetMemory(
-            pools,
+            pools_of(options),
             options.instances,
             self._events,
             self._constants,
-            block_bytes,
-            shared=shared,
+            options.block * self._constants.kv_bytes,
+            shared=options.scope is Scope.POOL,
+            direct=options.direct,
         )
 
     def _make_engine(self, number: int) -> PrefillEngine:
@@ -262,6 +255,8 @@ class Fleet:
             return
         elif incident.kind == "server":
             self._memory.lose_server(incident.number)
+        elif incident.kind == "restart":
+            self._memory.restart_server(incident.number)
         else:
             self._memory.masters_out_until = self._events.now + incident.number
 

@@ -2,33 +2,24 @@
 
 Either is a `DryPool`, so stores, directory, policy and placement are the product's. Bytes move over
 modelled links. Loads share the engine's link, and wait for their turn on that of each server that
-sends a part; saves wait on the engine's: what servers receive is not queued.
+sends a part; saves wait on the engine's: what servers receive is not queued. What is on a server's
+disk comes up into its memory first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvpool.fleet.constants import Constants
+from kvpool.fleet.disks import ServerDisk
 from kvpool.fleet.events import EventQueue
-from kvpool.fleet.links import LinkTransfer, QueuedLink, SharedLink
-from kvpool.tools.dry_pool import DryPool, HeldRun, PolicyOf
+from kvpool.fleet.links import QueuedLink, SharedLink
+from kvpool.fleet.loads import DiskRead, PoolLoad
+from kvpool.fleet.results import MovedBytes
+from kvpool.tools.dry_pool import DryPool, ServerRun
 from kvpool.types import ARRIVED, Match, Namespace, ReadStatus, SessionHint
-
-
-@dataclass(slots=True, eq=False)
-class PoolLoad:
-    """Blocks on their way to an engine; they stay in the pool until it has ended."""
-
-    pool: DryPool
-    pins: list[HeldRun]
-    began: float
-    receives: SharedLink
-    ended: Callable[[PoolLoad], None]
-    running: bool = True
-    transfer: LinkTransfer | None = None  # None: nothing was there
 
 
 class FleetMemory:
@@ -44,7 +35,9 @@ class FleetMemory:
         block_bytes: float,
         *,
         shared: bool,
+        direct: bool = False,
     ) -> None:
+        """With `direct`, an engine reads what is on its own host at the rate of host memory."""
         self.saves_dropped = 0
         self.pools = pools
         self.shared = shared
@@ -56,17 +49,30 @@ class FleetMemory:
         self._block_bytes = block_bytes
         load_bytes_s = constants.pool_load_bytes_s if shared else constants.local_load_bytes_s
         self._receives = [SharedLink(events, load_bytes_s) for _ in range(engines)]
+        near_bytes_s = constants.local_load_bytes_s if direct else load_bytes_s
+        self._near = [SharedLink(events, near_bytes_s) for _ in range(engines)] if direct else None
         self._saves = [QueuedLink(constants.save_bytes_s) for _ in range(engines)]
         # One host's memory needs no link of a server.
         server_bytes_s = constants.server_link_bytes_s if shared else load_bytes_s
         self._sends = [
             {name: QueuedLink(server_bytes_s) for name in pool.servers} for pool in pools
         ]
+        self._disks = [
+            {
+                name: ServerDisk(pool, name, events, constants, block_bytes)
+                for name in (pool.servers if pool.has_disks else ())
+            }
+            for pool in pools
+        ]
 
-    @property
-    def moved(self) -> float:
-        """Bytes that were loaded so far."""
-        return sum(link.moved for link in self._receives)
+    def moved_bytes(self) -> MovedBytes:
+        """So far."""
+        disks = [disk for group in self._disks for disk in group.values()]
+        return MovedBytes(
+            sum(link.moved for link in [*self._receives, *(self._near or ())]),
+            sum(disk.reads.moved for disk in disks),
+            sum(disk.writes.moved for disk in disks),
+        )
 
     def match(self, engine: int, namespace: Namespace, chain: Sequence[bytes], now: float) -> Match:
         """The longest prefix of the chain that this engine can load."""
@@ -93,34 +99,87 @@ class FleetMemory:
         now = self._events.now
         pool = self._pool(engine)
         match = pool.match(chain, namespace)
-        pins = pool.pin(match, chain, self._host(engine), now, namespace)
-        load = PoolLoad(pool, pins, now, self._receives[engine], ended)
+        load = PoolLoad(pool, now, ended)
         self._loads[load] = None
-        if not pins:
+        if not match.length:
             self._events.after(self._constants.first_byte_s, self._ended, load)
-            return load
-        sends = self._sends[engine % len(self.pools)]
-        parts = Counter[str]()
-        for run in pins:
-            parts[run.server] += len(run.pins)
-        sent_at = max(
-            sends[server].take(count * self._block_bytes, now) for server, count in parts.items()
-        )
+        elif pool.has_disks:
+            self._read_with_disks(load, engine, namespace, chain, match)
+        else:
+            self._read_memory(load, engine, namespace, chain, match)
+        return load
 
-        def received() -> None:
+    def _read_memory(
+        self,
+        load: PoolLoad,
+        engine: int,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        match: Match,
+    ) -> None:
+        """All blocks at once, from each server its own."""
+        now, host = self._events.now, self._host(engine)
+        load.pins = load.pool.pin(match, chain, host, now, namespace)
+        sends = self._sends[engine % len(self.pools)]
+        sizes = Counter[str]()
+        for run in load.pins:
+            sizes[run.server] += len(run.pins)
+        by_link = Counter[SharedLink]()
+        sent_at = now
+        for server, count in sizes.items():
+            link = self._link_from(load.pool, server, engine)
+            by_link[link] += count
+            if link is self._receives[engine]:
+                sent_at = max(sent_at, sends[server].take(count * self._block_bytes, now))
+        load.parts = len(by_link)
+        for link, count in by_link.items():
+            load.start(link, count * self._block_bytes, partial(self._part_ended, load, sent_at))
+
+    def _read_with_disks(
+        self,
+        load: PoolLoad,
+        engine: int,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        match: Match,
+    ) -> None:
+        """Each run some blocks at a time: of those on a disk no more can be in memory."""
+        sources = load.pool.sources(match, self._host(engine))
+        load.parts = len(sources)
+        number = engine % len(self.pools)
+
+        def read(run: ServerRun) -> DiskRead:
+            return DiskRead(
+                load,
+                run.server,
+                self._disks[number][run.server],
+                self._events,
+                namespace=namespace,
+                digests=chain[run.first : run.last + 1],
+                block_bytes=self._block_bytes,
+                sends=self._sends[number][run.server],
+                receives=self._link_from(load.pool, run.server, engine),
+                ended=partial(self._part_ended, load, 0.0),
+            )
+
+        for reading in [read(run) for run in sources]:
+            reading.step()
+
+    def _part_ended(self, load: PoolLoad, sent_at: float) -> None:
+        load.parts -= 1
+        if not load.parts:
             end = max(sent_at, self._events.now) + self._constants.first_byte_s
             self._events.at(end, self._ended, load)
 
-        load.transfer = load.receives.start(parts.total() * self._block_bytes, received)
-        return load
+    def _link_from(self, pool: DryPool, server: str, engine: int) -> SharedLink:
+        """On which this engine receives what that server sends."""
+        near = self._near is not None and pool.servers[server].host == self._host(engine)
+        return self._near[engine] if self._near is not None and near else self._receives[engine]
 
     def stop_load(self, load: PoolLoad) -> float:
         """Give it up, if it is running. Returns the bytes that have come."""
-        if load.running:
-            load.running = False
-            del self._loads[load]
-            load.pool.unpin(load.pins)
-        return load.receives.stop(load.transfer) if load.transfer is not None else 0.0
+        self._loads.pop(load, None)
+        return load.stop()
 
     def _ended(self, load: PoolLoad) -> None:
         if load.running:
@@ -148,12 +207,34 @@ class FleetMemory:
         hint: SessionHint | None,
         now: float,
     ) -> None:
-        """These blocks have arrived: store what is not there yet."""
-        pool = self._pool(engine)
+        """These blocks have arrived: store what is not there yet. Where memory waits for a disk,
+        so does the writer, and no longer than for its link."""
+        self._save(engine, namespace, chain, hint, now + self._constants.save_wait_s)
+
+    def _save(
+        self,
+        engine: int,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        hint: SessionHint | None,
+        until: float,
+    ) -> None:
+        now, pool = self._events.now, self._pool(engine)
         pool.exchange_heartbeats(now)
         match = pool.match(chain, namespace)
         kept = chain[: max(match.length, pool.capacity)]
         pool.store(kept, match, self._host(engine), hint, now, namespace)
+        if not pool.has_disks:
+            return
+        disks = self._disks[engine % len(self.pools)]
+        for name in pool.servers:
+            disks[name].pump()
+        if now >= until or pool.match(kept, namespace).length == len(kept):
+            return
+        again = partial(self._save, engine, namespace, chain, hint, until)
+        for name, server in pool.servers.items():
+            if server.store.is_writing_back and disks[name].when_moved(again):
+                return
 
     def end(self, engine: int, session: str, now: float) -> None:
         """This session has ended; its last prompt was computed by that engine."""
@@ -168,40 +249,35 @@ class FleetMemory:
         self._pool(engine).hint(session, in_s, now)
 
     def lose_server(self, number: int) -> None:
-        """Server `number` is gone, and each load that reads from it ends. The host memory of one
-        engine runs again, empty."""
-        pool = self.pools[number % len(self.pools)]
+        """Server `number` is gone with its disk, and each load that reads from it ends. The host
+        memory of one engine runs again, with what its disk has."""
+        if self.shared:
+            self._stop_server(number, self._pool_of(number).lose)
+        else:
+            self.restart_server(number)
+
+    def restart_server(self, number: int) -> None:
+        """Server `number` is killed with -9, and runs again at once with what its disk has."""
+        pool = self._pool_of(number)
+        self._stop_server(number, lambda name: pool.restart(name, self._events.now))
+
+    def _stop_server(self, number: int, stop: Callable[[str], None]) -> None:
+        pool = self._pool_of(number)
         name = f"server-{number if self.shared else 0:03}"
         if name not in pool.servers:
             return  # it was lost before
-        broken = [
-            load
-            for load in self._loads
-            if load.pool is pool and any(run.server == name for run in load.pins)
-        ]
-        if self.shared:
-            pool.lose(name)
-        else:
-            pool.restart(name)
+        broken = [one for one in self._loads if one.pool is pool and one.reads_from(name)]
+        stop(name)
+        if pool.has_disks:
+            self._disks[number % len(self.pools)][name].stopped()
         for load in broken:
             self._events.at(self._events.now, self._ended, load)
+
+    def _pool_of(self, server: int) -> DryPool:
+        return self.pools[server % len(self.pools)]
 
     def _pool(self, engine: int) -> DryPool:
         return self.pools[engine % len(self.pools)]
 
     def _host(self, engine: int) -> str:
         return f"host-{engine if self.shared else 0:03}"
-
-
-def shared_pool(
-    servers: int, blocks: int, policy: PolicyOf, guaranteed: Mapping[str, float] | None = None
-) -> list[DryPool]:
-    """One pool of so many servers, with room for `blocks` together."""
-    return [DryPool(servers, blocks, policy, guaranteed=guaranteed)]
-
-
-def local_memories(
-    engines: int, blocks: int, policy: PolicyOf, guaranteed: Mapping[str, float] | None = None
-) -> list[DryPool]:
-    """The same room, divided: each engine has its own and reads no other."""
-    return [DryPool(1, blocks // engines, policy, guaranteed=guaranteed) for _ in range(engines)]

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvpool import registry
+from kvpool import config, registry
 from kvpool.errors import ConfigError
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.routers import ROUTERS
 from kvpool.fleet.sessions import LOADS, TRACE_BLOCK
+from kvpool.tools.dry_pool import Placing
 
 #: An instance is 4 GPUs that prefill and 8 that decode.
 GPUS_PER_INSTANCE: Final = 12
@@ -61,10 +62,11 @@ class Hints(enum.Flag):
 
 class Incident(NamedTuple):
     """At `at_s` a `server` or an `engine` with this number is lost, or all `masters` for `number`
-    seconds.
+    seconds; or it is a `restart` of the server with this number, which is killed with -9.
 
-    A server of a pool does not come back, an engine restarts with empty device memory, and the
-    host memory of an engine that shares nothing restarts empty, too.
+    A server of a pool that is lost does not come back; one that restarts has what is on its disk.
+    An engine restarts with empty device memory, and the host memory of an engine that shares
+    nothing restarts with what is on its disk, too.
     """
 
     at_s: float
@@ -73,7 +75,8 @@ class Incident(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> Incident:
-        """Of `SECONDS:server:NUMBER`, `SECONDS:engine:NUMBER` or `SECONDS:masters:SECONDS`."""
+        """Of `SECONDS:server:NUMBER`, `SECONDS:engine:NUMBER`, `SECONDS:restart:NUMBER` or
+        `SECONDS:masters:SECONDS`."""
         parts = text.split(":")
         try:
             at_s, kind, number = float(parts[0]), parts[1], int(parts[2])
@@ -87,7 +90,7 @@ class Incident(NamedTuple):
         return cls(at_s, kind, number)
 
 
-_INCIDENTS: Final = ("server", "engine", "masters")
+_INCIDENTS: Final = ("server", "engine", "masters", "restart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,9 @@ class FleetOptions:
     which nobody asks for again. That client is another tenant, and `guaranteed` is the share of the
     memory that the sessions' tenant has for itself. With `trace` the prompts of that file come at
     `trace_rate` times their speed, and no `load`. `block` in tokens. `engines` are split (some
-    prefill and others decode) or mixed. Raises ConfigError.
+    prefill and others decode) or mixed. `disk_tokens` fit on the disks below the servers' memory,
+    which is written through or back (`write_mode`). With `direct`, engines read what lies on their
+    own host at the rate of host memory. Raises ConfigError.
     """
 
     gpus: int = GPUS_PER_INSTANCE
@@ -120,6 +125,10 @@ class FleetOptions:
     guaranteed: float = 0.0
     incidents: Sequence[Incident] = ()
     memory_tokens: int | None = None
+    disk_tokens: int = 0
+    write_mode: str = config.WRITE_THROUGH
+    placing: Placing = Placing.CHAINS
+    direct: bool = False
     block: int = 512
     engines: str = "split"
     trace: str | None = None
@@ -141,6 +150,13 @@ class FleetOptions:
             raise ConfigError(f"concurrent: {self.concurrent} is not 1 to {self.sessions} sessions")
         if not 16 <= self.block <= 4096:
             raise ConfigError(f"block: {self.block} tokens, expected 16 to 4096")
+        if self.disk_tokens < 0:
+            raise ConfigError(f"disk_tokens: {self.disk_tokens} is not a number from 0 on")
+        if self.write_mode not in (config.WRITE_THROUGH, config.WRITE_BACK):
+            raise ConfigError(
+                f"write_mode {self.write_mode!r}: expected {config.WRITE_THROUGH} or "
+                f"{config.WRITE_BACK}"
+            )
         if self.engines not in ("split", "mixed"):
             raise ConfigError(f"engines {self.engines!r}: expected split or mixed")
         if self.trace is not None and self.block != TRACE_BLOCK:

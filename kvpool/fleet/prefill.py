@@ -13,7 +13,8 @@ from typing import Any, Final
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.hbm_cache import HbmCache
-from kvpool.fleet.memory import FleetMemory, PoolLoad
+from kvpool.fleet.loads import PoolLoad
+from kvpool.fleet.memory import FleetMemory
 from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.prompts import Prompt, PromptState
 from kvpool.types import SessionHint
@@ -29,7 +30,8 @@ _ASK_AGAIN_S: Final = 0.05
 
 class PrefillEngine:
     """Engine `number` of the fleet. `load` is the connector's setting: auto, always or never. A
-    mixed engine decodes `beside` it."""
+    mixed engine decodes `beside` it. `compute` calls back when so many seconds of computing are
+    done, for engines that share a machine; else they take that time."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class PrefillEngine:
         prefilled: Callable[[Prompt], None],
         hint: Callable[[Prompt], SessionHint | None],
         beside: MixedDecoder | None = None,
+        compute: Callable[[float, Callable[[], None]], None] | None = None,
     ) -> None:
         self.number = number
         self.cache = HbmCache(int(constants.hbm_tokens) // block)
@@ -53,6 +56,7 @@ class PrefillEngine:
         self._prefilled = prefilled
         self._hint = hint
         self._beside = beside
+        self._compute_for = compute or events.after
         self._queue: list[Prompt] = []
         self._computing: Prompt | None = None
         self._stopped = False
@@ -227,7 +231,7 @@ class PrefillEngine:
         if self._beside is not None:
             new = prompt.tokens - prompt.hit_tokens
             prompt.compute_s = self._beside.compute(new, prompt.compute_s)
-        self._after(prompt.compute_s, self._computed, prompt)
+        self._compute_for(prompt.compute_s, lambda: self._call(self._computed, prompt))
 
     def _computed(self, prompt: Prompt) -> None:
         now = self._events.now

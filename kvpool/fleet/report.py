@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from kvpool.fleet.cases import FleetStudy, Published
-from kvpool.fleet.constants import Constants
+from kvpool.fleet.constants import DENSE_70B, Constants
 from kvpool.fleet.results import AfterIncident, FleetResult
 
 
@@ -22,6 +22,10 @@ def table(study: FleetStudy) -> Table:
     incidents = any(result.after is not None for _, result in study.rows)
     if published_any:
         shown.add_column("published")
+    disks = any(case.options.disk_tokens for case, _ in study.rows)
+    if disks:
+        shown.add_column("from disk", justify="right")
+        shown.add_column("to disk", justify="right")
     if incidents:
         shown.add_column("hits before, in the worst minute, back after")
     for case, result in study.rows:
@@ -38,9 +42,14 @@ def table(study: FleetStudy) -> Table:
             + _deviation(result.end_to_end.p50, published.end_to_end_s),
             f"{result.waited.p50:.2f} s",
             *([_published(published, gpus, case.calibrated)] if published_any else []),
+            *(_disk_bytes(result) if disks else []),
             *([_after(result.after)] if incidents else []),
         )
     return shown
+
+
+def _disk_bytes(result: FleetResult) -> list[str]:
+    return [f"{size / 1e12:.2f} TB" for size in (result.disk_read_bytes, result.disk_written_bytes)]
 
 
 def _after(after: AfterIncident | None) -> str:
@@ -55,8 +64,13 @@ def constants_table(constants: Constants) -> Table:
     shown = Table(title="constants", title_justify="left")
     for name in ("name", "value", "unit", "kind", "source"):
         shown.add_column(name, justify="right" if name == "value" else "left")
-    for name, value, unit, kind, source in constants.rows():
+    rows = constants.rows()
+    units = {name: unit for name, _, unit, _, _ in rows}
+    for name, value, unit, kind, source in rows:
         shown.add_row(name, f"{value:.6g}", unit, kind, source)
+    for one in DENSE_70B:
+        name = f"{one.name}, of links-70b"
+        shown.add_row(name, f"{one.value:.6g}", units[one.name], one.kind.value, one.source)
     return shown
 
 

@@ -20,6 +20,14 @@ class Quantiles:
     p99: float
 
 
+class MovedBytes(NamedTuple):
+    """In a whole run: loaded by engines, come up from disks, and written to disks."""
+
+    loaded: float = 0.0
+    disk_read: float = 0.0
+    disk_written: float = 0.0
+
+
 class TurnParts(NamedTuple):
     """Where the time of a turn goes: mean seconds of each part, in their order."""
 
@@ -62,8 +70,10 @@ class FleetResult:
     token_s: float
     parts: TurnParts
     waited: Quantiles  # from the sending to the beginning of the computing
-    loaded_bytes: float  # in the whole run
-    saves_dropped: int  # in the whole run
+    loaded_bytes: float  # in the whole run, as the next three
+    disk_read_bytes: float
+    disk_written_bytes: float
+    saves_dropped: int
     after: AfterIncident | None = None
 
 
@@ -73,7 +83,7 @@ def measured(
     gpus: int,
     first: float,
     last: float,
-    loaded_bytes: float,
+    moved: MovedBytes,
     saves_dropped: int,
     incident_at: float | None = None,
 ) -> FleetResult:
@@ -99,7 +109,9 @@ def measured(
         token_s=float(np.median([one.token_s for one in inside])),
         parts=_parts(inside),
         waited=_quantiles([one.began_at - one.sent_at for one in inside]),
-        loaded_bytes=loaded_bytes,
+        loaded_bytes=moved.loaded,
+        disk_read_bytes=moved.disk_read,
+        disk_written_bytes=moved.disk_written,
         saves_dropped=saves_dropped,
         after=None if incident_at is None else _after(inside, incident_at, last),
     )

@@ -3,10 +3,14 @@
 Directory, placement, stores, policies, hints and the order in which a writer tries servers are the
 code of the product; only messages and bytes are left out. Announcements arrive at once, heartbeats
 and with them hints once a second, as in production. The result depends on the requests alone.
+
+Servers may have a disk below their memory. Its transfers take time, which a `DryPool` does not
+have: whoever plays one carries them out (`kvpool.fleet.disks`).
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import itertools
 import math
@@ -21,7 +25,7 @@ from typing import Final, NamedTuple
 from kvpool.client.shared_copies import needs_copy
 from kvpool.client.writer import BatchState
 from kvpool.config import ClientConfig
-from kvpool.errors import InvariantViolated
+from kvpool.errors import ConfigError, InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import ReserveRequest, WriteOptions
@@ -29,6 +33,7 @@ from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tools.workloads import Request
 from kvpool.types import (
     ARRIVED,
@@ -37,6 +42,7 @@ from kvpool.types import (
     Namespace,
     Pin,
     ReadStatus,
+    Record,
     Run,
     ServerStats,
     SessionHint,
@@ -60,6 +66,22 @@ _NO_DEADLINE: Final = float("inf")
 _LIVING_MAX: Final = 1000
 
 
+class Placing(enum.Enum):
+    """Where new blocks are written: the product's way, and two others to compare it with."""
+
+    CHAINS = "chains"  # whole chains together, new ones where the least is written
+    STRIPED = "striped"  # each block by its hash
+    NEAR = "near"  # on the writer's host, and as the product says where there is no room
+
+    @classmethod
+    def parsed(cls, text: str) -> Placing:
+        """Of its name. Raises ConfigError."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise ConfigError(f"placing {text!r}: expected chains, striped or near") from None
+
+
 class Loss(NamedTuple):
     """The share of the living prefixes' blocks that is usable when one server is lost."""
 
@@ -71,8 +93,16 @@ class HeldRun(NamedTuple):
     """Blocks that are being read from this server, and stay there."""
 
     server: str
-    store: Store  # of the process that ran when the read began
+    store: TieredStore  # of the process that ran when the read began
     pins: list[Pin]
+
+
+class ServerRun(NamedTuple):
+    """Blocks `first` to `last` (included) of a chain, and the server that they are read from."""
+
+    server: str
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
@@ -81,7 +111,7 @@ class DryServer:
 
     name: str
     host: str
-    store: Store
+    store: TieredStore
     phase_s: float  # of its heartbeats
     heard: int = 0  # the number of the last hint
 
@@ -104,7 +134,8 @@ class DryPool:
     """`count` servers of equal size with room for `capacity` blocks together, on `hosts` hosts.
 
     The engine that plays a prompt is on one of these hosts, in turn. `guaranteed` are the shares of
-    each server that tenants have for themselves.
+    each server that tenants have for themselves. `disk` blocks are below the memory of all servers
+    together, written through or back.
     """
 
     def __init__(
@@ -115,8 +146,15 @@ class DryPool:
         hosts: int = 0,
         heartbeat_s: float = 1.0,
         guaranteed: Mapping[str, float] | None = None,
+        *,
+        disk: int = 0,
+        write_back: bool = False,
+        placing: Placing = Placing.CHAINS,
     ) -> None:
-        self.capacity = capacity
+        self.capacity = disk or capacity  # blocks of the last tier
+        self.has_disks = disk > 0
+        self._write_back = write_back
+        self._placing = placing
         self._guaranteed = guaranteed or {}
         self._heartbeat_s = heartbeat_s
         self._copies_max = ClientConfig().copies_max
@@ -126,29 +164,30 @@ class DryPool:
         self._hints = HintLog()
         self._turns = itertools.count()
         self._policy = policy
-        size = capacity // count * BLOCK_SIZE
+        sizes = [blocks // count * BLOCK_SIZE for blocks in (capacity, disk)]
+        self._sizes = [size for size in sizes if size]  # of a server's tiers
         self.servers: dict[str, DryServer] = {}
         self._epochs: dict[str, int] = {}
         for number in range(count):
             name, host = f"server-{number:03}", f"host-{number % self._hosts:03}"
-            store = self._new_store(size)
             phase_s = number / count * heartbeat_s
-            self.servers[name] = DryServer(name, host, store, phase_s)
+            self.servers[name] = DryServer(name, host, self._new_store(), phase_s)
             self._epochs[name] = 1
-            self._register(self.servers[name], size)
+            self._register(self.servers[name])
         # When each sends its next one; those of the second before the beginning are due at once.
         self._beats = [(one.phase_s - heartbeat_s, name) for name, one in self.servers.items()]
 
     @property
     def stores(self) -> list[Store]:
-        return [server.store for server in self.servers.values()]
+        """The memory of each server."""
+        return [server.store.front for server in self.servers.values()]
 
     def check(self) -> None:
         """Check every invariant, and that the map is right. Raises InvariantViolated."""
         self._directory.check()
         for server in self.servers.values():
             server.store.check()
-            if self._directory.listed(server.name) != server.store.stored:
+            if self._directory.listed(server.name) != len(server.store.inventory()):
                 raise InvariantViolated(f"the map of {server.name} is wrong")
 
     def play(self, request: Request, foresight: Foresight | None = None) -> int:
@@ -190,11 +229,23 @@ class DryPool:
         now: float,
         namespace: Namespace = _NAMESPACE,
     ) -> list[HeldRun]:
-        """Read each run of it from one server: on the reader's host, or where the run before was.
+        """Read each run of it from one server, which must have it in memory.
 
         The blocks stay until `unpin`. Raises InvariantViolated if one is not where the map says.
         """
         pins: list[HeldRun] = []
+        for name, first, last in self.sources(match, host):
+            store = self.servers[name].store
+            sizes = [BLOCK_SIZE] * (last + 1 - first)
+            held = store.pin(_OWNER, namespace, 0, chain[first : last + 1], now, sizes)
+            if any(pin.status is not ReadStatus.HIT for pin in held):
+                raise InvariantViolated("a block is not where the map says")
+            pins.append(HeldRun(name, store, held))
+        return pins
+
+    def sources(self, match: Match, host: str) -> list[ServerRun]:
+        """Where each run is read: on the reader's host, or where the run before was."""
+        runs: list[ServerRun] = []
         used: dict[str, None] = {}
         for run in match.runs:
             holders = [replica.server for replica in run.replicas]
@@ -203,22 +254,17 @@ class DryPool:
                 key=lambda name: (self.servers[name].host != host, name not in used, name),
             )
             used[name] = None
-            store = self.servers[name].store
-            digests = chain[run.first : run.last + 1]
-            held = store.pin(_OWNER, namespace, 0, digests, now)
-            if any(pin.status is not ReadStatus.HIT for pin in held):
-                raise InvariantViolated("a block is not where the map says")
-            pins.append(HeldRun(name, store, held))
+            runs.append(ServerRun(name, run.first, run.last))
         if used:
             self.played.hit_prompts += 1
             self.played.servers_of_hits += len(used)
-        return pins
+        return runs
 
     def unpin(self, pins: Iterable[HeldRun]) -> None:
         """These reads have ended."""
         for _, store, held in pins:
             for pin in held:
-                store.unpin(_OWNER, pin.id)
+                store.front.unpin(_OWNER, pin.id)
 
     def store(
         self,
@@ -249,14 +295,20 @@ class DryPool:
         del self.servers[name]
         self._directory.leave(name, self._epochs[name])
 
-    def restart(self, name: str) -> None:
-        """This server was killed, and runs again without a block."""
+    def restart(self, name: str, now: float = 0.0) -> None:
+        """This server was killed with -9, and runs again with what its disk has, if it has one."""
         server = self.servers[name]
-        size = server.store.allocator.capacity
-        server.store = self._new_store(size)
+        records = _records(server.store)
+        server.store = self._new_store()
         self._directory.leave(name, self._epochs[name])
         self._epochs[name] += 1
-        self._register(server, size)
+        self._register(server)
+        if records:
+            for _ in server.store.restore(records, now):
+                pass
+            for namespace, group in itertools.groupby(records, key=lambda one: one.namespace):
+                digests = [one.digest for one in group]
+                self._directory.stored(name, namespace, 0, server.store.backing_tier, digests)
 
     def exchange_heartbeats(self, now: float) -> None:
         """What every server has sent and received until now; each has its own phase."""
@@ -270,9 +322,9 @@ class DryPool:
             heappush(beats, (due + every_s, server.name))
             store = server.store
             stats = ServerStats(
-                used=store.allocator.allocated,
+                used=store.used_bytes,
                 blocks=store.stored,
-                victim_age_s=store.policy.victim_age(due),
+                victim_age_s=store.backing.policy.victim_age(due),
             )
             self._directory.heartbeat(server.name, self._epochs[server.name], stats, due)
             hints, server.heard = self._hints.since(server.heard, _HINTS_MAX)
@@ -315,15 +367,19 @@ class DryPool:
 
     # --- inside --------------------------------------------------------------------------
 
-    def _new_store(self, size: int) -> Store:
-        store = Store(size, alignment=BLOCK_SIZE, policy=self._policy(size))
-        if self._guaranteed:
-            store.set_quotas({t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
-        return store
+    def _new_store(self) -> TieredStore:
+        stores = []
+        for size in self._sizes:
+            store = Store(size, alignment=BLOCK_SIZE, policy=self._policy(size))
+            if self._guaranteed:
+                store.set_quotas({t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
+            stores.append(store)
+        return TieredStore(stores, write_back=self._write_back)
 
-    def _register(self, server: DryServer, size: int) -> None:
-        name, epoch = server.name, self._epochs[server.name]
-        refusal = self._directory.register(name, epoch, server.host, [], ["dram"], size, 0.0)
+    def _register(self, server: DryServer) -> None:
+        name, epoch, size = server.name, self._epochs[server.name], self._sizes[-1]
+        tiers = ["dram", "nvme"][: len(self._sizes)]
+        refusal = self._directory.register(name, epoch, server.host, [], tiers, size, 0.0)
         if refusal is not None:
             raise InvariantViolated(f"{name} is refused: {refusal}")
 
@@ -331,6 +387,27 @@ class DryPool:
         self, options: WriteOptions, digests: list[bytes], parent: bytes, host: str, now: float
     ) -> str:
         """Returns the server on which the blocks begin, if it is the one that the master chose."""
+        parents = [parent, *digests[:-1]]
+        blocks = [
+            WriteBlock(digest, before, (), BLOCK_SIZE)
+            for digest, before in zip(digests, parents, strict=True)
+        ]
+        if self._placing is not Placing.STRIPED:
+            return self._write_to(
+                self._servers_for(options, digests, parent, host), options, blocks, now
+            )
+        names = sorted(self.servers)
+        stripes: dict[int, list[WriteBlock]] = {}
+        for block in blocks:
+            stripes.setdefault(int.from_bytes(block.digest[:4]) % len(names), []).append(block)
+        for number, stripe in stripes.items():
+            self._write_to([*names[number:], *names[:number]], options, stripe, now)
+        return ""
+
+    def _servers_for(
+        self, options: WriteOptions, digests: list[bytes], parent: bytes, host: str
+    ) -> Sequence[str]:
+        """To try, best first."""
         size = BLOCK_SIZE * len(digests)
         hint = options.session_hint
         started = time.perf_counter()
@@ -338,19 +415,24 @@ class DryPool:
             options.namespace, digests, parent, size, host, session=hint.session if hint else ""
         )
         self.played.place_s.append(time.perf_counter() - started)
-        parents = [parent, *digests[:-1]]
-        blocks = [
-            WriteBlock(digest, before, (), BLOCK_SIZE)
-            for digest, before in zip(digests, parents, strict=True)
-        ]
-        batch = BatchState(options, blocks, 1, _NO_DEADLINE, placed.servers)
+        if self._placing is Placing.NEAR:
+            near = [name for name, server in self.servers.items() if server.host == host]
+            return [*near, *(name for name in placed.servers if name not in near)]
+        return placed.servers
+
+    def _write_to(
+        self, servers: Sequence[str], options: WriteOptions, blocks: list[WriteBlock], now: float
+    ) -> str:
+        batch = BatchState(options, blocks, 1, _NO_DEADLINE, servers)
         needed = dict.fromkeys(range(len(blocks)), 1)
         while needed and (batches := batch.next_batches(needed)):
             for name, positions in batches.items():
                 answer = self._store(name, batch, positions, now)
+                if WriteStatus.NO_SPACE in answer and self.servers[name].store.is_writing_back:
+                    return ""  # it waits there for the disk, and its caller writes the rest later
                 batch.answered(name, positions, answer, needed)
         self.played.statuses.update(batch.results(now))
-        first = placed.servers[0] if placed.servers else ""
+        first = servers[0] if servers else ""
         return first if first in batch.stored_on[0] else ""
 
     def _copy_shared(
@@ -379,7 +461,7 @@ class DryPool:
                 break
             target.seal(_OWNER, reservation.id, 0, now)
             self.played.copies += 1
-        self._announce(server)
+        self.announce(server)
 
     def _store(
         self, name: str, batch: BatchState, positions: Sequence[int], now: float
@@ -400,19 +482,34 @@ class DryPool:
             if status is WriteStatus.RESERVED:
                 status = store.seal(_OWNER, reservation.id, 0, now)
             answers.append(status)
-        self._announce(name)
+        self.announce(name)
         return answers
 
-    def _announce(self, name: str) -> None:
-        changes = self.servers[name].store.take_changes()
-        for (status, namespace), group in itertools.groupby(
-            changes, key=lambda change: (change.status, change.namespace)
+    def announce(self, name: str) -> None:
+        """Tell the map what has changed on this server."""
+        store = self.servers[name].store
+        changes = store.take_changes()
+        for (status, namespace, tier), group in itertools.groupby(
+            changes, key=lambda change: (change.status, change.namespace, change.tier)
         ):
             digests = [change.digest for change in group]
             if status is ReadStatus.HIT:
-                self._directory.stored(name, namespace, 0, 0, digests)
+                self._directory.stored(name, namespace, 0, tier, digests)
             else:
                 self._directory.removed(name, namespace, 0, digests, status)
+
+
+def _records(store: TieredStore) -> list[Record]:
+    """What is left of a process that was killed: what its disk has."""
+    if store.backing_tier == store.front_tier:
+        return []
+    return [
+        Record(
+            *(one.index.namespace, 0, one.digest, one.parent),
+            *(one.offset, one.size, one.checksum, one.generation),
+        )
+        for one in store.backing.inventory()
+    ]
 
 
 @lru_cache(maxsize=1 << 18)

@@ -16,13 +16,14 @@ from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.hbm_cache import HbmCache
 from kvpool.fleet.links import QueuedLink, SharedLink
-from kvpool.fleet.memory import FleetMemory, shared_pool
+from kvpool.fleet.memory import FleetMemory
 from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.options import Hints, Incident
 from kvpool.fleet.prompts import Prompt
 from kvpool.fleet.routers import ROUTERS, RouterFacts
 from kvpool.fleet.sessions import LOADS, PromptBlocks
 from kvpool.server.eviction.lru import LRU
+from kvpool.tools.dry_pool import DryPool
 from kvpool.tools.workloads import Turn
 from tests.conftest import NAMESPACE, key
 
@@ -226,7 +227,7 @@ def test_idle_engines_take_new_sessions_in_turn(router: str) -> None:
 
 def test_a_load_from_a_server_that_is_lost_ends_at_once_and_is_not_whole() -> None:
     events, constants = EventQueue(), Constants().changed({"pool_load_bytes_s": 100.0})
-    pools = shared_pool(1, 16, lambda size: LRU())
+    pools = [DryPool(1, 16, lambda size: LRU())]
     memory = FleetMemory(pools, 1, events, constants, 100.0, shared=True)
     chain = [key(f"chain{n}") for n in range(4)]
     memory.save(0, NAMESPACE, chain, None, 0.0)

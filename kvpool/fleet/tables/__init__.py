@@ -54,6 +54,17 @@ TABLES: Final = {
     ),
     "hints": FleetTable("what the pool knows of sessions", knowledge.hints, sessions=200),
     "links": FleetTable("from slow links to fast ones", bad_days.links, sessions=150),
+    "links-70b": FleetTable(
+        "from slow links to fast ones, 328 KB of KV per token", bad_days.links_dense, sessions=150
+    ),
+    "disks": FleetTable("little memory over disks", bad_days.disks, sessions=150),
+    "placements": FleetTable(
+        "where blocks lie, when a server is lost",
+        bad_days.placements,
+        72,
+        sessions=500,
+        concurrent=200,
+    ),
     "failures": FleetTable(
         "what is lost in mid-run", bad_days.failures, 72, sessions=600, concurrent=200
     ),

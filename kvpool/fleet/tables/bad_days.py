@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+from kvpool import config
 from kvpool.fleet.cases import Case, with_memory
-from kvpool.fleet.options import FleetOptions, Incident, Scope
+from kvpool.fleet.constants import DENSE_70B
+from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
+from kvpool.tools.dry_pool import Placing
 
 
 def links(base: FleetOptions) -> list[Case]:
@@ -18,6 +21,53 @@ def links(base: FleetOptions) -> list[Case]:
         for planner in ("always", "auto"):
             options = replace(base, constants=constants, planner=planner)
             cases.append(Case(f"{rate:g} GB/s, {planner}", options))
+    return cases
+
+
+def links_dense(base: FleetOptions) -> list[Case]:
+    """The same for a dense model of 70B, whose tokens have nine times the bytes of KV; four working
+    sets of memory."""
+    dense = base.constants.changed({one.name: one.value for one in DENSE_70B})
+    return links(replace(with_memory(base, 4.0), constants=dense))
+
+
+def placements(base: FleetOptions) -> list[Case]:
+    """Where the pool puts blocks, and a server that is lost at half of the time; one and a half
+    working sets."""
+    base = replace(with_memory(base, 1.5), router="least-loaded")
+    lost = replace(base, incidents=[Incident(_HALF_S, "server", base.instances - 1)])
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("whole chains", {}),
+        ("striped", {"placing": Placing.STRIPED}),
+        ("near the writer", {"placing": Placing.NEAR}),
+        ("near the writer, sticky", {"placing": Placing.NEAR, "router": "sticky"}),
+        (
+            "near the writer, sticky, own host read directly",
+            {"placing": Placing.NEAR, "router": "sticky", "direct": True},
+        ),
+        ("whole chains, sticky", {"router": "sticky"}),
+    ]
+    return [Case(name, replace(lost, **changed)) for name, changed in ways]
+
+
+def disks(base: FleetOptions) -> list[Case]:
+    """Little memory over disks of four working sets, by memory in working sets; then slower disks,
+    below a quarter of a working set."""
+    base = replace(base, policy="lease", hints=Hints.END)
+    below = replace(base, disk_tokens=with_memory(base, 4.0).memory_tokens or 0)
+    back = replace(below, write_mode=config.WRITE_BACK)
+    modes = [("no disk", base), ("write-through", below), ("write-back", back)]
+    cases = [
+        Case(f"{share:g} ws, {name}", with_memory(options, share))
+        for share in (0.1, 0.25, 0.5, 1.0)
+        for name, options in modes
+    ]
+    for rate in (0.5, 2.0):
+        values = {"disk_read_bytes_s": rate * 1e9, "disk_write_bytes_s": rate * 1e9 / 2}
+        slow = replace(with_memory(back, 0.25), constants=base.constants.changed(values))
+        for planner in ("always", "auto"):
+            name = f"0.25 ws, write-back, disk of {rate:g} GB/s, {planner}"
+            cases.append(Case(name, replace(slow, planner=planner)))
     return cases
 
 
