@@ -22,7 +22,8 @@ _SHORT = {
 
 
 class Answered(NamedTuple):
-    """One answer, as the client saw it. Tokens; `first_s` is seconds to the first one."""
+    """One answer, as the client saw it. Tokens; `first_s` is seconds to the first one. It was asked
+    for at `began_s` of a clock, and had come at `done_s`."""
 
     session: str
     turn: int
@@ -32,6 +33,8 @@ class Answered(NamedTuple):
     text: str
     engine: str
     retries: int = 0
+    began_s: float = 0.0
+    done_s: float = 0.0
 
 
 class Row(NamedTuple):

@@ -26,12 +26,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from examples import fleet_rates
 from examples.agent_sessions import Message, Session, long_session, recorded
 from examples.fleet_report import HINTS, WITH, WITHOUT, Answered, Row, picture, table, wrong
 from examples.vllm_two_instances import Instance, end_when_told, free_port, tiny, transfer
 
 ENGINES: Final = 3
-_KV_BYTES: Final = 80 << 20  # 10,240 tokens: a third of the sessions fits, all of them do not
+#: 10,240 tokens: a third of the sessions fits, all of them do not.
+_KV_BYTES, _KV_TOKENS, _BLOCK = 80 << 20, 10_240, 32
+_POOL_BYTES: Final = 384 << 20  # of each server
 _TOKENS: Final = 6  # of an answer
 _AT_ONCE: Final = 4  # requests
 _ANSWER_S: Final = 60.0
@@ -151,7 +154,7 @@ async def ask(client: Any, cell: Cell, session: Session, turn: int) -> Answered:
             cached = (details.cached_tokens or 0) if details else 0
             return Answered(
                 *(session.name, turn, usage.prompt_tokens, cached, first_s - began),
-                *(text, engine_url, retries),
+                *(text, engine_url, retries, began, time.perf_counter()),
             )
         except (openai.APIConnectionError, openai.InternalServerError, _CutShort):
             await asyncio.sleep(0.5 * (retries + 1))
@@ -289,7 +292,7 @@ class Fleet(NamedTuple):
 def started(model: Path, logs: Path) -> Iterator[tuple[Fleet, Instance]]:
     """Three engines, a pool, and an engine without a connector, started together."""
     with ExitStack() as stack:
-        pool = PoolServers(logs, "384MiB")
+        pool = PoolServers(logs, str(_POOL_BYTES))
         stack.callback(pool.close)
         plain = Instance("plain", model, logs / "plain.log", None, 256 << 20)
         stack.callback(plain.close)
@@ -305,19 +308,26 @@ def started(model: Path, logs: Path) -> Iterator[tuple[Fleet, Instance]]:
 # --- the runs ----------------------------------------------------------------------------
 
 
-async def matrix(client: Any, chosen: argparse.Namespace, fleet: Fleet) -> list[Row]:
-    """Each policy and mode, with blocks of its own."""
-    rows = []
+async def matrix(
+    client: Any, chosen: argparse.Namespace, fleet: Fleet, probes: list[fleet_rates.Probe]
+) -> list[Row]:
+    """Each policy and mode, with blocks of its own. With --results, rates before each row and after
+    the last one are added to `probes`."""
+    rows: list[Row] = []
     sessions = recorded()
     for policy, mode, extra in CELLS:
         if extra and not chosen.all:
             continue
+        if chosen.results is not None:
+            probes += await rates(client, fleet, len(rows))
         async with reference_router(policy, fleet.engines, fleet.pool.master) as url:
             named = mode == HINTS or policy == "session"
             salt = f"{policy}-{_SHORT[mode]}-"
             cell = Cell(url, f"example: {policy}", mode, salt, named)
             rows.append(await run(client, cell, sessions))
         print(table(rows[-1:]).splitlines()[1], flush=True)
+    if chosen.results is not None:
+        probes += await rates(client, fleet, len(rows))
     if chosen.vllm_router is not None:
         # Without a salt: what this router makes of salted blocks is another question.
         log = fleet.logs / "vllm-router.log"
@@ -371,17 +381,40 @@ async def alone(client: Any, plain: Instance) -> tuple[Row, Row]:
     return await run(client, cell, recorded()), await run(client, cell, longs)
 
 
+async def rates(client: Any, fleet: Fleet, row: int) -> list[fleet_rates.Probe]:
+    """How fast the engines are now, each alone and beside the others."""
+    async with reference_router("round_robin", fleet.engines, fleet.pool.master) as url:
+
+        async def asked(engine: int | None, mode: str, salt: str, session: Session) -> Answered:
+            where = url if engine is None else fleet.engines[engine].url
+            return await ask(client, Cell(where, "rates", mode, salt), session, 0)
+
+        return await fleet_rates.probes(asked, len(fleet.engines), _AT_ONCE, row, _TOKENS)
+
+
 async def measure(chosen: argparse.Namespace, fleet: Fleet, plain: Instance) -> list[Row]:
     import openai
 
+    sessions: list[dict[str, Any]] = []
+    probes: list[fleet_rates.Probe] = []
     async with openai.AsyncOpenAI(api_key="none", max_retries=0, timeout=_ANSWER_S) as client:
         best, longs = await alone(client, plain)
+        if chosen.results is not None:
+            url = f"http://127.0.0.1:{plain.port}"
+            sessions = await asyncio.to_thread(fleet_rates.prompts, url, recorded(), _BLOCK)
         plain.close()  # two cores: those of the others from here on
         for number, one in enumerate(fleet.engines):  # the first requests of a process are slow
             warm = long_session(100 + number, 1, 500)
             for mode in (WITHOUT, WITH):
                 await ask(client, Cell(one.url, "warm", mode, f"warm-{_SHORT[mode]}"), warm, 0)
-        rows = await matrix(client, chosen, fleet)
+        rows = await matrix(client, chosen, fleet, probes)
+        if chosen.results is not None:
+            facts = {
+                **{"engines": ENGINES, "engine_bytes": _KV_BYTES, "engine_tokens": _KV_TOKENS},
+                **{"pool_bytes": 2 * _POOL_BYTES, "block": _BLOCK},
+                **{"at_once": _AT_ONCE, "output": _TOKENS},
+            }
+            fleet_rates.write(chosen.results, facts, sessions, probes, rows)
         rows += await failures(client, fleet)
     right = {(one.session, one.turn): one.text for row in (best, longs) for one in row.answers}
     if faults := wrong(rows, right):
@@ -394,11 +427,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="the whole matrix")
     parser.add_argument("--picture", type=Path, help="an SVG file to write")
     parser.add_argument("--vllm-router", type=Path, help="the program of its wheel")
+    parser.add_argument(
+        "--results", type=Path, help="a file for `kvpool fleet --demo-results`, with measured rates"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.vllm_router is not None and not os.access(chosen.vllm_router, os.X_OK):
         parser.error(f"--vllm-router {chosen.vllm_router}: no such program")
-    if chosen.picture is not None and not chosen.picture.parent.is_dir():
-        parser.error(f"--picture {chosen.picture}: no such directory")
+    for option, path in (("--picture", chosen.picture), ("--results", chosen.results)):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{option} {path}: no such directory")
     return chosen
 
 
@@ -421,6 +458,8 @@ def main(arguments: Sequence[str]) -> None:
         f"All {answers} answers are those of a plain engine; clients repeated {repeated} of them "
         f"after the engine was killed. It took {time.monotonic() - began:.0f} s."
     )
+    if chosen.results is not None:
+        print(f"written to {chosen.results}: kvpool fleet --demo-results {chosen.results}")
     if chosen.picture is not None:
         chosen.picture.write_text(picture(rows))
         print(f"drawn in {chosen.picture}")

@@ -103,6 +103,13 @@ Jobs = Annotated[int, typer.Option(min=1, max=256, help="Cases that run at the s
 ShowConstants = Annotated[
     bool, typer.Option("--constants", help="Only list the numbers of the model and their sources.")
 ]
+DemoResults = Annotated[
+    Path | None,
+    typer.Option(
+        help="Only compare the model with a run on real engines: a file of "
+        "`make demo-fleet ARGS='--results FILE'`."
+    ),
+]
 Page = Annotated[
     Path | None, typer.Option(help="Write all tables and their pictures to this HTML file.")
 ]
@@ -143,6 +150,7 @@ def fleet(
     list_constants: ShowConstants = False,
     page: Page = None,
     pictures: Pictures = None,
+    demo_results: DemoResults = None,
     as_json: Json = False,
 ) -> None:
     """Model a fleet of engines over a pool in virtual time: the pool is real, engines are a model.
@@ -160,6 +168,8 @@ def fleet(
         _check_outputs(page, pictures)
     except KvpoolError as error:
         fail(error)
+    if demo_results is not None:
+        return _print_demo(demo_results, as_json)
     if list_constants:
         return _print_constants(known, as_json)
     if "masters" in fleets:
@@ -235,6 +245,20 @@ def _print_masters(base: FleetOptions, as_json: bool) -> None:
         return
     for one in shown:
         console.print(one)
+
+
+def _print_demo(results: Path, as_json: bool) -> None:
+    from kvpool.fleet import demo, demo_report, demo_results
+
+    try:
+        found = demo.predictions(demo_results.read(results))
+    except KvpoolError as error:
+        fail(error)
+    if as_json:
+        print(json.dumps(demo_report.as_dict(found)))
+        return
+    console.print(demo_report.table(found))
+    console.print(demo_report.conclusion(found))
 
 
 def _say(line: str) -> None:

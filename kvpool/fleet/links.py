@@ -37,11 +37,13 @@ class LinkTransfer:
 
 
 class SharedLink:
-    """Transfers pass at the same time, each with an equal share, as several streams do."""
+    """Transfers pass at the same time, each with an equal share and no more than `each_max`, as
+    several streams do."""
 
-    def __init__(self, events: EventQueue, bytes_s: float) -> None:
+    def __init__(self, events: EventQueue, bytes_s: float, each_max: float = float("inf")) -> None:
         self.moved = 0.0  # bytes so far
         self.bytes_s = bytes_s
+        self._each_max = each_max
         self._events = events
         self._running: list[LinkTransfer] = []
         self._known_at = 0.0  # when `left` of each was right
@@ -50,7 +52,8 @@ class SharedLink:
     @property
     def left(self) -> float:
         """Bytes of all transfers that have not passed yet."""
-        passed = (self._events.now - self._known_at) * self.bytes_s
+        seconds = self._events.now - self._known_at
+        passed = seconds * min(self.bytes_s, self._each_max * len(self._running))
         return max(0.0, sum(one.left for one in self._running) - passed)
 
     def start(self, size: float, ended: Callable[[], None]) -> LinkTransfer:
@@ -74,7 +77,7 @@ class SharedLink:
         self._known_at = self._events.now
         if not self._running:
             return
-        share = seconds * self.bytes_s / len(self._running)
+        share = seconds * self._share()
         for transfer in self._running:
             passed = min(transfer.left, share)
             transfer.left -= passed
@@ -84,8 +87,11 @@ class SharedLink:
         self._alarm += 1
         if self._running:
             least = min(transfer.left for transfer in self._running)
-            seconds = least * len(self._running) / self.bytes_s
-            self._events.after(seconds, self._end, self._alarm)
+            self._events.after(least / self._share(), self._end, self._alarm)
+
+    def _share(self) -> float:
+        """Bytes a second of each."""
+        return min(self.bytes_s / len(self._running), self._each_max)
 
     def _end(self, alarm: int) -> None:
         if alarm != self._alarm:

@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from examples import vllm_fleet
-from examples.agent_sessions import FAMILIES, long_session, recorded
+from examples import fleet_rates, vllm_fleet
+from examples.agent_sessions import FAMILIES, Session, long_session, recorded
 from examples.fleet_report import HINTS, WITH, WITHOUT, Answered, Row, picture, table, wrong
+from kvpool.fleet import demo_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +84,12 @@ def test_each_run_has_its_own_blocks_and_vllm_takes_its_salt() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--vllm-router", "/no/such/program"], ["--picture", "/no/such/folder/x.svg"]]
+    "arguments",
+    [
+        ["--vllm-router", "/no/such/program"],
+        ["--picture", "/no/such/folder/x.svg"],
+        ["--results", "/no/such/folder/x.json"],
+    ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -124,3 +130,45 @@ demo.main([])
         rest = running.stdout.read()
     assert rest == "ended\n"
     assert running.returncode == 128 + sent
+
+
+def test_blocks_have_the_same_number_after_the_same_blocks_only() -> None:
+    numbers = fleet_rates.BlockNumbers(4)
+    first = numbers.of([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert len(set(first)) == 2
+    assert numbers.of([1, 2, 3, 4, 5, 6, 7, 9]) == [first[0], 2]
+    assert numbers.of([5, 6, 7, 8]) == [3]  # at another place of a prompt it is another block
+    assert numbers.of([1, 2, 3]) == []
+
+
+async def test_every_engine_is_probed_with_prompts_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is written is what `kvpool fleet --demo-results` reads."""
+    monkeypatch.setattr(fleet_rates, "_SAVED_S", 0.0)
+    seen: dict[tuple[int | None, str, str], int] = {}
+    asked: list[tuple[int | None, str, str]] = []
+
+    async def ask(engine: int | None, mode: str, salt: str, session: Session) -> Answered:
+        key = (engine, salt, session.name)
+        held = seen.get(key, 0) > 0
+        seen[key] = seen.get(key, 0) + 1
+        asked.append((engine, mode, salt))
+        return Answered(session.name, 0, 1000, 992 * held, 0.1, "", "", 0, 5.0, 5.35)
+
+    found = await fleet_rates.probes(ask, 3, 4, 1, 6)
+    assert {one.row for one in found} == {1}
+    assert all(one.step_s == pytest.approx(0.05) for one in found)
+    assert {one.cached for one in found if one.kind == "cold"} == {0}
+    assert {one.cached for one in found if one.kind == "held"} == {992}
+    assert {engine for engine, _, _ in asked} == {0, 1, 2, None}
+    kinds = {one.kind for one in found}
+    assert kinds >= set(demo_results.KINDS)
+    file = tmp_path / "results.json"
+    facts = {
+        **{"engines": 3, "engine_bytes": 1, "engine_tokens": 1, "pool_bytes": 1, "block": 32},
+        **{"at_once": 4, "output": 6},
+    }
+    row = Row("example: session", WITH, [answered(1)], 3.0)
+    fleet_rates.write(file, facts, [], found, [row])
+    assert demo_results.read(file).rows[0].hit_rate == row.hit_rate

@@ -1,0 +1,141 @@
+"""The check on the model: what it makes of a file of `make demo-fleet`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpool.cli.app import app
+from kvpool.fleet import demo, demo_results
+from kvpool.fleet.events import EventQueue
+from kvpool.fleet.links import SharedLink
+
+#: Two sessions of two turns, of which the second one begins after the first one's first answer and
+#: shares its blocks.
+SESSIONS = [
+    {
+        "name": "root",
+        "parent": "",
+        "after": None,
+        "turns": [
+            {"tokens": 330, "blocks": list(range(10))},
+            {"tokens": 650, "blocks": list(range(20))},
+        ],
+    },
+    {
+        "name": "child",
+        "parent": "root",
+        "after": ["root", 0],
+        "turns": [{"tokens": 490, "blocks": [*range(10), *range(50, 55)]}],
+    },
+]
+
+
+def probe(kind: str, tokens: int, cached: int, first_s: float, **others: Any) -> dict[str, Any]:
+    one = {"kind": kind, "tokens": tokens, "cached": cached, "first_s": first_s, "step_s": 0.01}
+    return {**one, "row": 0, **others}
+
+
+PROBES = [
+    probe("held", 1000, 992, 0.05),
+    probe("cold", 1000, 0, 1.05),  # 1,000 tokens a second
+    probe("loaded", 1000, 1000, 0.15),
+    probe("beside", 1000, 0, 1.55, engines=3),  # three in 1.5 s: two at a time
+    probe("routed", 100, 96, 0.08),
+    probe("crowd", 100, 96, 0.12, engines=4),
+]
+PROBES += [{**one, "row": 2} for one in PROBES]
+
+
+def results(tmp_path: Path, mode: str = "with the pool", **changed: Any) -> Path:
+    answers = [{"prompt": 330, "cached": 0, "first_s": 0.5}] * 3
+    document = {
+        **{"engines": 3, "engine_bytes": 8192 * 10_240, "engine_tokens": 10_240},
+        **{"pool_bytes": 1 << 30, "block": 32, "at_once": 4, "output": 6},
+        "sessions": SESSIONS,
+        "probes": PROBES,
+        "rows": [
+            {"router": "example: round_robin", "mode": mode, "answers": answers},
+            {"router": "vllm-router: kv_aware", "mode": mode, "answers": answers},
+        ],
+        **changed,
+    }
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_rates_are_those_of_the_probes_beside_a_row(tmp_path: Path) -> None:
+    far = probe("cold", 1000, 0, 9.0, row=5)
+    known = demo_results.rates(demo_results.read(results(tmp_path, probes=[*PROBES, far])), 0)
+    assert known.prefill_tokens_s == pytest.approx(1000)
+    assert known.load_bytes_s == pytest.approx(1000 * 8192 / 0.1)
+    assert known.cores == pytest.approx(2.0)
+    assert known.request_s == pytest.approx(0.06)  # four at a time on two cores
+    assert known.step_s == 0.01
+    assert known.noise == 0
+
+
+def test_the_model_plays_the_demos_sessions(tmp_path: Path) -> None:
+    """Round robin: no engine is asked twice, so all that is not computed comes from the pool."""
+    (pooled,) = demo.predictions(demo_results.read(results(tmp_path)))
+    assert pooled.predicted.hit_rate == pytest.approx(20 * 32 / (330 + 650 + 490))
+    (alone,) = demo.predictions(demo_results.read(results(tmp_path, "without the pool")))
+    assert alone.predicted.hit_rate == 0
+    # The median is of the two that begin together: of 490 and 650 tokens on two cores.
+    assert 0.5 < alone.predicted.first_s < 0.75
+    assert pooled.predicted.first_s < alone.predicted.first_s
+    assert not pooled.hits_are_near
+    again = demo.predictions(demo_results.read(results(tmp_path)))
+    assert again == [pooled]
+
+
+def test_work_on_one_machine_is_shared_and_no_engine_uses_more_than_its_own() -> None:
+    events, ends = EventQueue(), []
+    machine = SharedLink(events, 2.0, each_max=1.0)
+    machine.start(1.0, lambda: ends.append(events.now))
+    events.run()
+    assert ends == [pytest.approx(1.0)]
+    for _ in range(4):
+        machine.start(1.0, lambda: ends.append(events.now))
+    assert machine.left == pytest.approx(4.0)
+    events.run()
+    assert ends[1:] == [pytest.approx(3.0)] * 4
+
+
+def test_the_command_prints_what_was_measured_beside_what_is_predicted(tmp_path: Path) -> None:
+    file = str(results(tmp_path))
+    done = CliRunner().invoke(app, ["fleet", "--demo-results", file], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "of 1 rows" in done.output
+    done = CliRunner().invoke(app, ["fleet", "--demo-results", file, "--json"])
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["measured"] == {"hit_rate": 0.0, "first_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "missing required field"),
+        ("no", "not a file of"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_none_is_an_error(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "other.json"
+    if text is not None:
+        file.write_text(text)
+    done = CliRunner().invoke(app, ["fleet", "--demo-results", str(file)])
+    assert done.exit_code != 0
+    assert said in " ".join(done.output.split())
+
+
+def test_probes_that_are_missing_are_named(tmp_path: Path) -> None:
+    file = results(tmp_path, probes=[one for one in PROBES if one["kind"] != "crowd"])
+    done = CliRunner().invoke(app, ["fleet", "--demo-results", str(file)])
+    assert done.exit_code != 0
+    assert "no probe is crowd" in " ".join(done.output.split())
