@@ -148,9 +148,10 @@ class Joins:
                 fail("join: a chain is not handed over head first")
         if self._killed is not None or any(entry.children >= SHARED_FROM for entry in chain):
             return  # masters do not know yet that a server is lost; it got children since
-        living = [one for one in self._world.servers if one.process.alive and one.server]
-        shares = Shares({one.name: self._world.plan.capacity for one in living})
-        names = [one.name for one in living]
+        names = [one.name for one in self._world.servers if one.process.alive and one.server]
+        if not balancer._plan._shares._weights.keys() >= set(names):
+            return  # the master that was asked had just come back (seed 643593)
+        shares = Shares(dict.fromkeys(names, self._world.plan.capacity))
         # The first block that is here decides, also where blocks before it lie elsewhere.
         owner = shares.owner(chain[0].digest, names) if chain else target
         if owner != target:
