@@ -38,6 +38,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--capacity", default="2304MiB", help="of each system")
     parser.add_argument("--region", default="1GiB", help="the largest batch in bytes")
     parser.add_argument("--cores", type=int, default=2, help="that all processes are pinned to")
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="N", help="loops that use the same cores meanwhile"
+    )
+    parser.add_argument("--replay-capacities", default="64MiB,88MiB,128MiB")
     parser.add_argument("--seconds", type=float, default=12.0, help="for one figure, about")
     known = ",".join(failures.FAILURES)
     parser.add_argument("--failures", default=known, help=f"which of {known}")
@@ -70,6 +74,8 @@ async def measure(options: argparse.Namespace, console: Console, found: report.R
             "disk": await limits.raw_disk(options.results.parent),
         }
         run["argv"] = sys.argv[1:]
+        for _ in range(options.busy):
+            await rig.run("busy", sys.executable, "-c", "while True: pass")
         part = Parts(options, console, field, found, run)
         for name in options.only.split(","):
             await getattr(part, name)()
@@ -99,7 +105,7 @@ class Parts:
             place, _, value = text.partition("=")
             system, _, name = place.partition(".")
             self._tuning.setdefault(system, {})[name] = value
-        self._shape = Shape(parse_size(options.capacity), tuning=self._tuning)
+        self._shape = self._of(options.capacity)
         seconds, rounds = (options.seconds, 5) if not options.quick else (2.0, 2)
         self._effort = work.Effort(rounds=rounds, seconds=seconds)
         self._sizes = [parse_size(size) for size in options.sizes.split(",")]
@@ -133,14 +139,20 @@ class Parts:
                 self._add(await work.match(contenders, count, self._effort), contenders)
 
     async def replay(self) -> None:
-        """88 MiB: a little more than the working set of 12 live sessions."""
-        shape = Shape(parse_size("88MiB"))
-        async with self._field.contenders(self._systems, shape, apart=True) as contenders:
-            count = 4 if self._options.quick else 30
-            self._add(await sessions.replay(contenders, count, 12), contenders)
+        """A curve: 88 MiB is a little more than the working set of 12 live sessions. The trace is
+        played a hundred times too fast, so Mooncake takes part with leases to scale, too."""
+        systems = list(self._systems)
+        if "mooncake" in systems:
+            systems.insert(systems.index("mooncake") + 1, "mooncake-scaled")
+        count = 4 if self._options.quick else 30
+        for capacity in self._options.replay_capacities.split(","):
+            async with self._field.contenders(
+                systems, self._of(capacity), apart=True
+            ) as contenders:
+                self._add(await sessions.replay(contenders, count, 12, capacity), contenders)
 
     async def pressure(self) -> None:
-        shape = Shape(parse_size("512MiB"))
+        shape = self._of("512MiB")
         async with self._field.contenders(self._hardened, shape) as contenders:
             self._add(await sessions.pressure(contenders, shape.capacity), contenders)
 
@@ -158,8 +170,15 @@ class Parts:
             rows, abouts = await failures.play(self._field, what, self._hardened, patience)
             self._add(rows, abouts)
 
+    def _of(self, capacity: str) -> Shape:
+        return Shape(parse_size(capacity), tuning=self._tuning)
+
     def _add(self, rows: list[work.Row], who: Sequence[Contender] | dict[str, Any]) -> None:
         abouts = who if isinstance(who, dict) else {c.name: c.system.about() for c in who}
+        for row in rows:
+            row.figures["load"] = round(os.getloadavg()[0], 1)
+            if self._options.busy:  # beside what a quiet run has measured, not in its place
+                row.what += f", {self._options.busy} busy loops"
         self._found.add(rows, self._run, abouts, self._field.missing)
         for row in rows:
             self._console.print(f"  {row.part}: {report.line(row)}", highlight=False)

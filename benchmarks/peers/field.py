@@ -32,6 +32,9 @@ _TUNED = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_TRANSFER_TIMEOUT": "5",
 }
+#: Ten seconds by default. A trace that is played a hundred times too fast needs a hundredth.
+_SCALED = {"default_kv_lease_ttl": "100"}
+_SETTINGS = {"tuned": _TUNED, "scaled": _SCALED}
 _SYSTEMS: dict[str, Callable[[Rig, Shape], System]] = {
     "kvpool": KvpoolSystem,
     "mooncake": MooncakeSystem,
@@ -144,8 +147,9 @@ class Field:
 async def start(rig: Rig, name: str, shape: Shape, stack: AsyncExitStack) -> System:
     """A system with its processes up."""
     base, _, variant = name.partition("-")
-    if variant == "tuned":
-        shape = replace(shape, tuning={base: _TUNED})
+    if variant in _SETTINGS:
+        given = shape.tuning.get(base, {})
+        shape = replace(shape, tuning={**shape.tuning, base: {**_SETTINGS[variant], **given}})
     system = _SYSTEMS[base](rig, shape)
     stack.push_async_callback(system.close)
     await system.start()

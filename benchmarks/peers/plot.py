@@ -13,6 +13,7 @@ _COLOURS = {
     "kvpool-tcp": "#7cc2a8",
     "mooncake": "#d98c5f",
     "mooncake-shm": "#f0c3a5",
+    "mooncake-scaled": "#c47b9a",
     "mooncake-tuned": "#b0653a",
     "redis": "#62707d",
 }

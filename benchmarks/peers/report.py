@@ -43,6 +43,8 @@ _SHOWN = {
 }
 #: Printed once for a row, not as a figure.
 _QUIET = ("rounds",)
+#: Like for like: both over tcp, then both through the memory of the host; and what an engine gets.
+_RATIOS = (("kvpool-tcp", "mooncake"), ("kvpool", "mooncake-shm"), ("kvpool", "mooncake"))
 
 
 class Results:
@@ -146,7 +148,7 @@ def show(found: Results, console: Console) -> None:
         console.print(
             f"run of {at}: {run['cores']} cores of {run['cpu']}, kernel {run['kernel']}, "
             f"python {run['python']}; memcpy {limits['memcpy']:.2f} GB/s, "
-            f"raw socket {limits['socket']:.2f} GB/s, "
+            f"raw sockets {limits['socket']:.2f} GB/s, "
             + (f"raw disk {disk[0]:.2f} / {disk[1]:.2f} GB/s" if disk else "no direct disk I/O"),
             highlight=False,
         )
@@ -164,20 +166,22 @@ def _table(part: str, whats: dict[str, dict[str, dict[str, Any]]]) -> Table:
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
-    table.add_column("kvpool : mooncake", justify="right")
+    pairs = [pair for pair in _RATIOS if set(pair) <= set(names)]
+    for ours, theirs in pairs:
+        table.add_column(f"{ours} : {theirs}", justify="right")
     for what, systems in whats.items():
         figures = list(dict.fromkeys(f for found in systems.values() for f in found))
         for number, figure in enumerate(f for f in figures if f not in _QUIET):
             cells = [_shown(figure, systems.get(name, {}).get(figure, "")) for name in names]
-            table.add_row(what if not number else "", figure, *cells, _ratio(systems, figure))
+            ratios = [_ratio(systems, figure, *pair) for pair in pairs]
+            table.add_row(what if not number else "", figure, *cells, *ratios)
     return table
 
 
-def _ratio(systems: dict[str, dict[str, Any]], figure: str) -> str:
-    ours = systems.get("kvpool", {}).get(figure)
-    theirs = systems.get("mooncake", {}).get(figure)
-    if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs:
-        return f"{ours / theirs:.2f}"
+def _ratio(systems: dict[str, dict[str, Any]], figure: str, ours: str, theirs: str) -> str:
+    values = [systems.get(name, {}).get(figure) for name in (ours, theirs)]
+    if figure != "load" and all(isinstance(value, int | float) for value in values) and values[1]:
+        return f"{values[0] / values[1]:.2f}"
     return ""
 
 

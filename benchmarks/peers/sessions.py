@@ -22,7 +22,9 @@ _SETTLED_BYTES = 256 << 10
 _SETTLED_S_MAX = 60
 
 
-async def replay(contenders: Sequence[Contender], sessions: int, concurrent: int) -> list[Row]:
+async def replay(
+    contenders: Sequence[Contender], sessions: int, concurrent: int, capacity: str
+) -> list[Row]:
     """The same trace for all, a few turns each in turn, from an empty pool."""
     total = len(workload.codex(sessions, concurrent))
     sums: dict[str, dict[str, Any]] = {contender.name: {} for contender in contenders}
@@ -41,7 +43,7 @@ async def replay(contenders: Sequence[Contender], sessions: int, concurrent: int
             for name, value in answer.items():
                 so_far = sums[contender.name].get(name)
                 sums[contender.name][name] = value if so_far is None else so_far + value
-    what = f"{total} turns of {sessions} sessions, {concurrent} at a time"
+    what = f"{capacity}: {total} turns of {sessions} sessions, {concurrent} at a time"
     return [Row("replay", what, name, _replayed(found)) for name, found in sums.items()]
 
 
