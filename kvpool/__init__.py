@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvpool import dev, sync
+    from kvpool.client.device_direct import reserve_device_memory
     from kvpool.client.match_poller import MatchPoller
     from kvpool.client.opening import connect
     from kvpool.client.pool import Pool
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         BlockKey,
         Cluster,
         Demand,
+        DeviceRows,
         EventPosition,
         Explanation,
         HintStatus,
@@ -77,6 +79,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Demand",
+    "DeviceRows",
     "EventPosition",
     "Explanation",
     "HintStatus",
@@ -110,6 +113,7 @@ __all__ = [
     "local_secret",
     "read_cluster",
     "read_secret",
+    "reserve_device_memory",
     "sync",
 ]
 
@@ -125,6 +129,7 @@ _MODULES: Final = {
     **dict.fromkeys(("KvpoolError", "MasterLost", "TooLarge"), "kvpool.errors"),
     **dict.fromkeys(("Unavailable", "UsageError"), "kvpool.errors"),
     "check_transports": "kvpool.registry",
+    "reserve_device_memory": "kvpool.client.device_direct",
 }
 
 

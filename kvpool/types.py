@@ -29,9 +29,31 @@ class DeviceBuffer(Protocol):
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
+class DeviceEvent(Protocol):
+    """A point in the work of a device's stream: `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has done all work before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """The pieces of one block on a device, and when its owner's work on them has ended.
+
+    For a program whose calls are made by another thread than its work: without an event a call
+    waits for what is on the calling thread's current stream.
+    """
+
+    rows: Sequence[DeviceBuffer]
+    ready: DeviceEvent
+
+
 #: The memory of one block: one buffer, or several whose concatenation is the block. An engine
 #: that keeps each layer in its own memory passes the pieces; no call joins them by a copy.
-Memory: TypeAlias = "Buffer | DeviceBuffer | Sequence[Buffer | DeviceBuffer]"
+Memory: TypeAlias = "Buffer | DeviceBuffer | Sequence[Buffer | DeviceBuffer] | DeviceRows"
+
+#: Bytes of a block in several pieces on a device that `client.device_path: direct` takes at most.
+DIRECT_PIECES_MAX: Final = 32 << 20
 
 #: The parent of a chain's first block.
 ROOT: Final = b""

@@ -2,7 +2,8 @@
 
 Memory of this process is used in place: the pool gets a block's pieces where they are. Memory of a
 device is staged: one gather on the device, one copy to page-locked memory, and the reverse, over
-16 MiB of the device that are taken at the start.
+16 MiB of the device that are taken at the start. Or, where the pool's client takes memory of
+devices, it gets the pieces there, too.
 (design: connector)
 """
 
@@ -18,7 +19,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
-from kvpool.types import Memory
+from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.comparison import LayerBytes
 from kvpool_connector.kv_layout import (
     LayerSlice,
@@ -40,6 +41,11 @@ STAGING_BYTES: Final = 64 << 20
 DEVICE_BYTES: Final = 16 << 20
 #: Blocks in a round, whose numbers are on the device as well: 32 KiB.
 _ROUND_BLOCKS: Final = 4096
+#: Blocks whose pieces are named in one turn of the loop.
+_BLOCKS_PER_TURN: Final = 8
+#: Longest time that the comparison of a block waits for the engine's own work.
+_VERIFY_S: Final = 10.0
+_POLL_S: Final = 0.0005
 
 #: A run of every block, and where the chosen blocks of it are staged.
 _Piece: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -66,6 +72,9 @@ class BlockMemory(Protocol):
 
         Valid until the blocks change.
         """
+
+    async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
+        """The pieces of a part of one block, in memory of the host."""
 
     def target(
         self, block_ids: Sequence[int], after: Any, part: int = 0
@@ -98,10 +107,13 @@ def views_of(layers: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]) ->
     return views
 
 
-def memory_of(layers: Mapping[str, torch.Tensor], parts: int = 1) -> BlockMemory:
+def memory_of(
+    layers: Mapping[str, torch.Tensor], parts: int = 1, *, direct: bool = False
+) -> BlockMemory:
     """The memory of a group, blocks first in each tensor. Raises UnsupportedLayout.
 
-    Several parts divide the KV heads (`kv_layout.head_parts`).
+    Several parts divide the KV heads (`kv_layout.head_parts`). `direct`: the pool's client takes
+    memory of devices as it is; blocks that are too large for that are staged all the same.
     """
     buffers: list[torch.Tensor] = []
     views = views_of(layers, buffers)
@@ -109,7 +121,14 @@ def memory_of(layers: Mapping[str, torch.Tensor], parts: int = 1) -> BlockMemory
         raise UnsupportedLayout("a KV cache group without layers")
     if all(buffer.device.type == "cpu" for buffer in buffers):
         return HostBlockMemory(views, buffers, parts)
+    if direct and part_bytes(views, parts) <= DIRECT_PIECES_MAX:
+        return DirectBlockMemory(views, buffers, parts)
     return DeviceBlockMemory(views, buffers, parts)
+
+
+def part_bytes(views: Sequence[LayerView], parts: int) -> int:
+    """Of one part of a block."""
+    return sum(piece.size for piece in layer_slices(head_parts(views, parts)[0]))
 
 
 class HostBlockMemory:
@@ -141,6 +160,9 @@ class HostBlockMemory:
 
     async def source(self, block_ids: Sequence[int], after: None, part: int = 0) -> list[Memory]:
         return [self._pieces(block, part) for block in block_ids]
+
+    async def host_source(self, block_id: int, after: None, part: int = 0) -> list[Any]:
+        return self._pieces(block_id, part)
 
     @asynccontextmanager
     async def target(
@@ -227,6 +249,9 @@ class DeviceBlockMemory:
         staged = await self._do(lambda: self._gather(block_ids, after, part))
         return [row.numpy().data for row in staged]
 
+    async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
+        return list(await self.source([block_id], after, part))
+
     @asynccontextmanager
     async def target(
         self, block_ids: Sequence[int], after: Any, part: int = 0
@@ -303,6 +328,63 @@ class DeviceBlockMemory:
                 rows = host[first : first + len(ids), begun : begun + width]
                 yield numbers, _pieces(window, staged), staged, rows
                 begun += width
+
+
+class DirectBlockMemory:
+    """Blocks in memory of a device, which the pool's client takes where they lie.
+
+    It gathers, scatters and hashes on the device itself, over 32 MiB that it takes once; nothing is
+    staged here. (design: direct-reads, direct-writes)
+    """
+
+    def __init__(
+        self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
+    ) -> None:
+        divided = head_parts(views, parts)
+        slices = [layer_slices(of_part) for of_part in divided]
+        self._device = buffers[0].device
+        self.parts = parts
+        self._part_bytes = sum(piece.size for piece in slices[0])
+        self.block_bytes = self._part_bytes * parts
+        self.packing = describe(divided[0])
+        self.layers = layer_bytes(divided[0])
+        self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
+        blocks = views[0].shape[0]
+        self._runs = [
+            [_rows(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]
+            for of_part in slices
+        ]
+
+    def record_event(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
+        # The client waits for the event before it touches a byte.
+        return [DeviceRows(rows, after) for rows in await self._blocks(block_ids, part)]
+
+    async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
+        [block] = await self._blocks([block_id], part)
+        async with asyncio.timeout(_VERIFY_S):
+            while not after.query():  # noqa: ASYNC110 - CUDA cannot wake a loop
+                await asyncio.sleep(_POLL_S)
+        # In a thread: the device is waited for.
+        return await asyncio.to_thread(lambda: [row.cpu().numpy().data for row in block])
+
+    @asynccontextmanager
+    async def target(
+        self, block_ids: Sequence[int], after: Any, part: int = 0
+    ) -> AsyncIterator[list[Memory]]:
+        yield await self.source(block_ids, after, part)
+
+    async def _blocks(self, block_ids: Sequence[int], part: int) -> list[list[torch.Tensor]]:
+        """The pieces of each block."""
+        found = []
+        for number, block in enumerate(block_ids):
+            rows = [row for run in self._runs[part] for row in run[block].unbind()]
+            found.append(rows)
+            if number % _BLOCKS_PER_TURN == _BLOCKS_PER_TURN - 1:
+                await asyncio.sleep(0)  # up to a microsecond for each piece
+        return found
 
 
 def _pieces(window: Sequence[torch.Tensor], staged: torch.Tensor) -> list[_Piece]:

@@ -32,6 +32,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: ["shm", "tcp"]
     )
+    #: How blocks cross between the engine's GPU and the network. `staged`: through pinned memory.
+    #: `direct`: the pool takes them where they lie, over a transport that can do that, such as
+    #: ucx?tls=rc,cuda_copy,self, and nothing else (design: direct-reads, direct-writes).
+    device_path: Literal["staged", "direct"] = "staged"
     #: Name of the tenant. Engines of different tenants share no blocks, and no sessions.
     tenant: str = DEFAULT_TENANT
     #: The model's name in the pool. Empty: the last part of the path or id passed to the engine.
@@ -99,7 +103,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.ceil(1 / self.verify_rate) if self.verify_rate else 0
 
     def client(self) -> ClientConfig:
-        return ClientConfig(masters=self.masters, transports=self.transports)
+        return ClientConfig(
+            masters=self.masters, transports=self.transports, device_path=self.device_path
+        )
 
     def member(self) -> Cluster:
         """The cluster with its secret. Raises ConfigError when the secret cannot be read."""

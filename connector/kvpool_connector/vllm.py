@@ -302,7 +302,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = self._kv_cache_config.num_blocks
         caches = {name: group_kernel_blocks(cache, blocks) for name, cache in kv_caches.items()}
         self._of_worker().register(
-            memories_of(caches, self._kv_cache_config, self._split.parts_per_rank),
+            memories_of(
+                caches,
+                self._kv_cache_config,
+                self._split.parts_per_rank,
+                direct=self._settings.device_path == "direct",
+            ),
             partial(model_info, self._vllm_config, self._split),
             LoadedAdapters(self._vllm_config),
             partial(model_info, self._vllm_config, self._split, summed_bytes=1 << 60),

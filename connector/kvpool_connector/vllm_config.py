@@ -88,9 +88,13 @@ def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit, settings: 
 
 
 def memories_of(
-    caches: Mapping[str, torch.Tensor], kv_cache_config: Any, parts: int = 1
+    caches: Mapping[str, torch.Tensor],
+    kv_cache_config: Any,
+    parts: int = 1,
+    *,
+    direct: bool = False,
 ) -> list[BlockMemory]:
-    """The memory of each group, in blocks of so many parts.
+    """The memory of each group, in blocks of so many parts; `direct` as for `memory_of`.
 
     Raises ConfigError for a layout whose blocks cannot be copied.
     """
@@ -98,7 +102,7 @@ def memories_of(
     for group in kv_cache_config.kv_cache_groups:
         layers = {layer: caches[layer] for layer in group.layer_names if layer in caches}
         try:
-            memory = memory_of(layers, parts)
+            memory = memory_of(layers, parts, direct=direct)
         except UnsupportedLayout as error:
             raise ConfigError(f"this KV cache layout is not supported: {error}") from None
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from kvpool import reserve_device_memory
 from kvpool_connector.block_memory import stage_of
 from kvpool_connector.settings import given_settings
 from kvpool_connector.vllm_interface import WorkerWrapperBase
@@ -29,7 +30,11 @@ def _then_reserve(init_device: Any) -> Any:
         device, transfer = wrapper.worker.device, wrapper.vllm_config.kv_transfer_config
         if device is None or device.type == "cpu" or transfer is None:
             return
-        if any(True for _ in given_settings(transfer)):
-            stage_of(device)
+        for given in given_settings(transfer):
+            # Of the connector, or of its client, which takes the blocks where they lie.
+            if given.get("device_path") == "direct":
+                reserve_device_memory(device)
+            else:
+                stage_of(device)
 
     return started

@@ -585,10 +585,10 @@ class ConnectorWorker:
             )
             if not read.status.hit or read.size != len(theirs):
                 return result
-            [ours] = await memory.source(blocks.block_ids, context.events[blocks.group], part)
+            [block] = blocks.block_ids
+            pieces = await memory.host_source(block, context.events[blocks.group], part)
         if part == 0:
             result = result._replace(compared=result.compared + 1)
-        pieces = ours if isinstance(ours, list) else [ours]
         for layer, pairs in segments(memory.layers, pieces, theirs):
             found, tolerance = difference(pairs, layer.dtype), TOLERANCES[layer.dtype]
             mismatch = result.mismatch

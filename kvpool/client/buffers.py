@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from kvpool.errors import BadBuffer, TooLarge
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
+    DeviceEvent,
+    DeviceRows,
     Memory,
 )
 
@@ -28,13 +30,6 @@ _PIECES: Final = (list, tuple)
 _HOST: Final = (bytes, bytearray, memoryview)
 
 
-class CudaEvent(Protocol):
-    """A point in the work of a device's stream: `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has done all work before it."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceBlock:
     """The memory of one block on a device: rows of bytes, whose concatenation is the block."""
@@ -42,7 +37,7 @@ class DeviceBlock:
     rows: tuple[torch.Tensor, ...]
     size: int
     #: No byte is copied before the device has reached these.
-    ready_events: tuple[CudaEvent, ...]
+    ready_events: tuple[DeviceEvent, ...]
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +106,7 @@ def with_device_blocks(buffers: Sequence[BufferLike]) -> Sequence[BufferLike]:
             break
     else:
         return buffers
-    events: dict[torch.device, CudaEvent] = {}
+    events: dict[torch.device, DeviceEvent] = {}
     return [_resolve(buffer, index, events) for index, buffer in enumerate(buffers)]
 
 
@@ -169,8 +164,10 @@ def _view(buffer: Any, index: int) -> memoryview:
 # --- memory of devices ------------------------------------------------------------------------
 
 
-def _resolve(memory: Any, index: int, events: dict[torch.device, CudaEvent]) -> Any:
+def _resolve(memory: Any, index: int, events: dict[torch.device, DeviceEvent]) -> Any:
     """Memory on a device as a `DeviceBlock`; tensors of the host as arrays; the rest as it is."""
+    if isinstance(memory, DeviceRows):
+        return _device_block(tuple(memory.rows), index, memory.ready)
     pieces = memory if isinstance(memory, _PIECES) else (memory,)
     if isinstance(memory, DeviceBlock) or not any(
         _is_tensor(piece) or _is_on_device(piece) for piece in pieces
@@ -179,26 +176,35 @@ def _resolve(memory: Any, index: int, events: dict[torch.device, CudaEvent]) -> 
     if not any(map(_is_on_device, pieces)):
         host = [_byte_row(piece, index).numpy() if _is_tensor(piece) else piece for piece in pieces]
         return host if isinstance(memory, _PIECES) else host[0]
+    block = _device_block(pieces, index, None)
+    device = block.device
+    if device not in events:  # one for a call: an event costs microseconds
+        events[device] = record_event(device)
+    return replace(block, ready_events=(events[device], *block.ready_events))
+
+
+def _device_block(pieces: Sequence[Any], index: int, ready: DeviceEvent | None) -> DeviceBlock:
+    """Pieces on a device, checked. Raises BadBuffer and TooLarge."""
+    if not pieces:
+        raise BadBuffer(f"buffer {index} has no pieces: a block has at least one byte")
     tensors = [_tensor(piece, index) for piece in pieces]
-    rows = tuple(_byte_row(tensor, index) for tensor in tensors)
+    rows = tuple([_byte_row(tensor, index) for tensor in tensors])
     (device, *others) = {row.device for row in rows}
     size = sum(map(len, rows))
     if others:
         raise BadBuffer(f"buffer {index} has pieces on several devices: a block lies on one")
     if size > BLOCK_SIZE_MAX:
         raise TooLarge(f"buffer {index} has {size} bytes, a block at most {BLOCK_SIZE_MAX}")
-    if device not in events:  # one for a call: an event costs microseconds
-        events[device] = record_event(device)
     # Arrays of other libraries name the stream on which their contents become ready.
     own = {record_event(device, stream) for p in pieces if (stream := _stream(p)) is not None}
-    return DeviceBlock(rows, size, (events[device], *own))
+    return DeviceBlock(rows, size, (*own,) if ready is None else (ready, *own))
 
 
-def record_event(device: torch.device, stream: int | None = None) -> CudaEvent:
+def record_event(device: torch.device, stream: int | None = None) -> DeviceEvent:
     """Behind the work that is on a stream now: the thread's current one, or that handle's."""
     import torch
 
-    event: CudaEvent = (
+    event: DeviceEvent = (
         torch.cuda.current_stream(device)
         if stream is None
         else torch.cuda.ExternalStream(stream, device)
@@ -254,4 +260,6 @@ def _byte_row(tensor: torch.Tensor, index: int) -> torch.Tensor:
         raise BadBuffer(f"buffer {index} is not contiguous: copy it, or pass its pieces")
     if not tensor.numel():
         raise BadBuffer(f"buffer {index} is empty: a block has at least one byte")
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and not tensor.requires_grad:
+        return tensor  # an engine passes thousands of them
     return tensor.detach().view(-1).view(torch.uint8)

@@ -26,14 +26,14 @@ from kvpool.device.thread import DeviceThread
 from kvpool.device_copy import first_line
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge, Unavailable
 from kvpool.protocols import DeviceArrival, DeviceReadBlock, DeviceToken, ReadOptions
-from kvpool.types import ReadResult, ReadStatus
+from kvpool.types import DIRECT_PIECES_MAX, ReadResult, ReadStatus
 
 if TYPE_CHECKING:
     import torch
 
 #: Bytes of a device that one client uses for blocks that it gathers or scatters. They are taken
 #: with the first such block, and an engine has no memory to spare.
-SCRATCH: Final = 32 << 20
+SCRATCH: Final = DIRECT_PIECES_MAX
 #: Bytes that are hashed at a time without kernels.
 _STEP: Final = 1 << 20
 #: Where a block begins there: so that kernels may load whole words.
@@ -43,6 +43,21 @@ _TOKEN_SIZE: Final = 8
 #: Contiguous memory on a device for blocks, by their positions.
 DeviceTargets: TypeAlias = "Mapping[int, torch.Tensor]"
 Fetch: TypeAlias = Callable[[DeviceTargets], Awaitable[Mapping[int, ReadResult]]]
+
+
+#: Scratch memory that was taken before the client that is going to use it.
+_reserved: dict[torch.device, torch.Tensor] = {}
+
+
+def reserve_device_memory(device: torch.device) -> None:
+    """Take the `DIRECT_PIECES_MAX` bytes of a device that direct transfers need, for the next
+    client that does.
+
+    For a program that measures what is left of a device and takes the rest. Called again, this does
+    nothing until a client has them.
+    """
+    if device not in _reserved:
+        _reserved[device] = _allocate(device)
 
 
 class _Scratch(NamedTuple):
@@ -72,7 +87,9 @@ class Devices:
         async with until(deadline):
             async with self._preparing:
                 if device not in self._scratch:
-                    memory = await thread.run(partial(_allocate, device), _same)
+                    memory = _reserved.pop(device, None)
+                    if memory is None:
+                        memory = await thread.run(partial(_allocate, device), _same)
                     self._scratch[device] = _Scratch(memory, asyncio.Lock())
             scratch = self._scratch[device]
             await scratch.turn.acquire()
@@ -190,20 +207,23 @@ class DirectReads:
         deadline: float,
     ) -> None:
         """Copy each hit from its place to its rows; when it returns the device has done it."""
-        sources: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
-        for number, result in found.items():
-            if result.status is not ReadStatus.HIT:
-                continue
-            taken = 0
-            for row in first_bytes(blocks[number], result.size):
-                sources.append(places[number][taken : taken + len(row)])
-                targets.append(row)
-                taken += len(row)
-        if sources:
+        hits = {n: one.size for n, one in found.items() if one.status is ReadStatus.HIT}
+
+        def work() -> None:  # in the thread: an engine has thousands of rows in a round
+            sources: list[torch.Tensor] = []
+            targets: list[torch.Tensor] = []
+            for number, size in hits.items():
+                taken = 0
+                for row in first_bytes(blocks[number], size):
+                    sources.append(places[number][taken : taken + len(row)])
+                    targets.append(row)
+                    taken += len(row)
+            copy_rows(sources, targets)
+
+        if hits:
             thread = self._devices.thread(device)
             async with until(deadline):
-                await thread.run(partial(copy_rows, sources, targets), _nothing)
+                await thread.run(work, _nothing)
 
 
 def check_sizes(blocks: Mapping[int, DeviceBlock], call: str) -> None:

@@ -184,17 +184,17 @@ class DirectWrites:
     ) -> list[DeviceWriteBlock]:
         """The blocks of a round, each in one row, with its checksum. When it returns the device has
         done its work on them."""
-        sources = [row for number in one.in_rows for row in blocks[number].rows]
-        targets = [
-            part
-            for number in one.in_rows
-            for part in places[number].split([len(row) for row in blocks[number].rows])
-        ]
         whole = [places.get(number, blocks[number].rows[0]) for number in one.numbers]
         digests = [names[number][0] for number in one.numbers]
         seeds = block_seeds(options.namespace, options.part, digests)
 
-        def work() -> torch.Tensor:
+        def work() -> torch.Tensor:  # in the thread: an engine has thousands of rows in a round
+            sources = [row for number in one.in_rows for row in blocks[number].rows]
+            targets = [
+                part
+                for number in one.in_rows
+                for part in places[number].split([len(row) for row in blocks[number].rows])
+            ]
             copy_rows(sources, targets)
             return direct.hash_rows(whole, seeds)
 

@@ -718,7 +718,7 @@ def buffer_reused_before_the_event(patch: pytest.MonkeyPatch) -> None:
     """The scatter is queued, and the scratch memory goes to the next round."""
 
     async def queued(self: Any, queue: Any, finish: Any) -> Any:
-        if queue.func is not copy_rows:
+        if finish is not direct._nothing:
             return await run(self, queue, finish)
         with self._on_stream():
             return finish(queue())

@@ -16,6 +16,7 @@ DEFAULTS = {
     "cluster": "default",
     "secret_file": "",
     "transports": ["shm", "tcp"],
+    "device_path": "staged",
     "tenant": "default",
     "model": "",
     "revision": "",

@@ -1,0 +1,254 @@
+"""The connector hands an engine's rows on a device to the pool's client as they are.
+
+On a fake device, over real UCX, with the worker half that vLLM's connector uses. What vLLM's own
+backends allocate is tested in `tests/connector/vllm`, by shapes and strides.
+"""
+
+# ruff: noqa: F811  # fixtures
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool import ROOT, Cluster, Namespace, dev
+from kvpool.client import device_direct as direct
+from kvpool.errors import ConfigError
+from kvpool_connector import block_memory, settings
+from kvpool_connector.block_memory import DeviceBlockMemory, DirectBlockMemory, memory_of, views_of
+from kvpool_connector.messages import (
+    GroupBlocks,
+    LoadRequest,
+    ModelInfo,
+    SaveRequest,
+    StepWork,
+    VerifyRequest,
+)
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.worker import ConnectorWorker, Rank
+from tests.client.test_direct import gpu, served, torch, warm  # noqa: F401
+from tests.conftest import eventually, keys
+from tests.connector.test_connector_parts import LAYOUTS
+from tests.support.fake_device import FakeGpu, FakeTensor
+
+pytest.importorskip("ucxx", reason="direct transfers need ucxx: pip install kvpool[ucx]")
+
+SHAPE = LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 8, 2, 16, 64
+
+
+def caches(order: Sequence[int]) -> dict[str, Any]:
+    """Layers as vLLM shows them, over one allocation, on the host."""
+    flat = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * CONTENT, dtype=torch.int32)
+    shaped = flat.to(torch.int16).view([SHAPE[axis] for axis in order])
+    whole = shaped.permute([list(order).index(axis) for axis in range(5)])
+    return {f"model.layers.{layer}.attn": whole[layer] for layer in range(LAYERS)}
+
+
+class Engine:
+    """A KV cache on a fake device, and a twin of it on the host, which shows its blocks."""
+
+    def __init__(self, gpu: FakeGpu, served: dev.Dev, layout: str, parts: int = 1) -> None:
+        self.layers = caches(LAYOUTS[layout])
+        buffers: list[Any] = []
+        self.views = views_of(self.layers, buffers)
+        (self.host,) = buffers
+        self.gpu = gpu
+        self.device = gpu.tensor(bytes(self.host.numpy()))
+        self.memory = DirectBlockMemory(self.views, [self.device], parts)
+        chosen = settings.parse(
+            {
+                "masters": [served.address],
+                "transports": ["ucx?tls=tcp,cuda_copy,self"],
+                "device_path": "direct",
+                "verify_rate": 1.0,
+            }
+        )
+        self.thread = PoolThread(chosen.client(), Cluster(), str)
+        self.worker = ConnectorWorker(chosen, self.thread, Rank(0, 0, True, parts))
+        self.worker.register([self.memory], partial(ModelInfo, packing="kernel"))
+        self.step = 0
+
+    def work(self, **what: Any) -> StepWork:
+        self.step += 1
+        namespace = Namespace("direct", self.memory.parts)
+        return StepWork(self.step, (namespace,), serials=(1,), **what)
+
+    async def connected(self) -> None:
+        await eventually(lambda: self.thread.pool is not None)
+
+    async def save(self, chain: Sequence[bytes], ids: Sequence[int]) -> Any:
+        parents = (ROOT, *chain[:-1])
+        blocks = GroupBlocks(0, tuple(chain), tuple(ids), tuple(parents))
+        self.worker.start_saves(self.work(saves=[SaveRequest(self.step, (blocks,))]))
+        return (await self._report("saves"))[0]
+
+    async def load(self, chain: Sequence[bytes], ids: Sequence[int]) -> Any:
+        blocks = GroupBlocks(0, tuple(chain), tuple(ids))
+        self.worker.start_loads(self.work(loads=[LoadRequest("r", (blocks,), 10.0)]))
+        finished = None
+        while finished is None or not (finished.loaded or finished.failed):
+            await asyncio.sleep(0.005)
+            finished = self.worker.take_finished()
+        return finished
+
+    async def _report(self, kind: str) -> Any:
+        while True:
+            await asyncio.sleep(0.005)
+            report = self.worker.take_report()
+            if report is not None and getattr(report, kind):
+                return getattr(report, kind)
+
+    def expect(self, moved: dict[int, int]) -> None:
+        """Blocks have the bytes that others had at the start; no other byte has changed."""
+        now = self.host.clone()
+        now.copy_(torch.frombuffer(bytearray(self.gpu.content(self.device)), dtype=torch.uint8))
+        before = {name: cache.clone() for name, cache in self.layers.items()}
+        self.host.copy_(now)
+        for name, cache in self.layers.items():
+            for block in range(BLOCKS):
+                assert torch.equal(cache[block], before[name][moved.get(block, block)])
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.worker.close)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_blocks_leave_and_come_back_without_a_stage(
+    gpu: FakeGpu, served: dev.Dev, layout: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every layout, also in parts of the heads; a block that the pool lacks is left alone."""
+
+    def no_stage(*_: Any) -> None:
+        raise AssertionError("nothing is staged")
+
+    monkeypatch.setattr(block_memory, "stage_of", no_stage)
+    engine = Engine(gpu, served, layout, parts)
+    chain = keys(f"{layout} {parts}", 4)
+    with torch.cuda.stream(torch.cuda.Stream(torch.device("cuda", 0))):
+        try:
+            await engine.connected()
+            saved = await engine.save(chain[:3], [1, 4, 6])
+            assert (saved.size, saved.refused) == (3 * engine.memory.block_bytes, ())
+            finished = await engine.load(chain, [2, 0, 7, 5])
+            assert finished.bad_blocks == {5}
+            engine.expect({2: 1, 0: 4, 7: 6})
+            pool = engine.thread.pool
+            assert pool is not None
+            assert pool._device_staging is None
+            moved = 3 * engine.memory.block_bytes
+            assert pool.counters["direct_write_bytes"] == moved
+            assert pool.counters["direct_read_bytes"] == moved
+            assert any(isinstance(one, FakeTensor) for one in gpu.registered)
+        finally:
+            await engine.close()
+
+
+async def test_what_the_engine_still_computes_is_waited_for(gpu: FakeGpu, served: dev.Dev) -> None:
+    """A save takes what the step has computed, a load comes after the blocks' last user."""
+    engine = Engine(gpu, served, "LBHNC")
+    chain = keys("computing", 2)
+    stream = torch.cuda.Stream(torch.device("cuda", 0))
+    with torch.cuda.stream(stream):
+        try:
+            await engine.connected()
+            late = gpu.tensor(bytes(engine.host.numpy()))
+            engine.device.zero_()
+            engine.device.copy_(late)  # runs when it is waited for
+            seen = gpu.tensor(bytes(len(late)))
+            assert not (await engine.save(chain, [1, 4])).refused
+            seen.copy_(engine.device)
+            assert (await engine.load(chain, [2, 0])).loaded
+            assert gpu.content(seen) == gpu.content(late)
+            engine.expect({2: 1, 0: 4})
+        finally:
+            await engine.close()
+
+
+async def test_computed_blocks_are_compared_on_the_host(gpu: FakeGpu, served: dev.Dev) -> None:
+    engine = Engine(gpu, served, "LHBNC")
+    chain = keys("compared", 2)
+    with torch.cuda.stream(torch.cuda.Stream(torch.device("cuda", 0))):
+        try:
+            await engine.connected()
+            await engine.save(chain, [1, 4])
+            host = block_memory.HostBlockMemory(engine.views, [engine.host])
+            ours = await engine.memory.host_source(4, engine.memory.record_event())
+            theirs = await host.host_source(4, None)
+            assert b"".join(map(bytes, ours)) == b"".join(map(bytes, theirs))
+            blocks = GroupBlocks(0, tuple(chain[1:]), (4,))
+            engine.worker.start_saves(engine.work(verify=VerifyRequest(3, (blocks,), 5.0)))
+            (verified,) = await engine._report("verified")
+            assert verified.job == 3
+        finally:
+            await engine.close()
+
+
+# --- which memory is chosen ---------------------------------------------------------------------
+
+
+def test_memory_of_the_host_is_used_in_place_whatever_is_set() -> None:
+    layers = caches(LAYOUTS["LBHNC"])
+    assert isinstance(memory_of(layers, direct=True), block_memory.HostBlockMemory)
+
+
+def test_blocks_that_are_too_large_for_the_client_are_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = {name: one.to("meta") for name, one in caches(LAYOUTS["LBHNC"]).items()}
+    assert isinstance(memory_of(layers, direct=True), DirectBlockMemory)
+    assert isinstance(memory_of(layers), DeviceBlockMemory)
+    block = LAYERS * HEADS * TOKENS * CONTENT * 2
+    monkeypatch.setattr(block_memory, "DIRECT_PIECES_MAX", block - 1)
+    assert isinstance(memory_of(layers, direct=True), DeviceBlockMemory)
+    assert isinstance(memory_of(layers, 2, direct=True), DirectBlockMemory)
+
+
+def test_a_path_that_is_none() -> None:
+    given = {"masters": ["127.0.0.1:1"], "device_path": "dirct"}
+    with pytest.raises(ConfigError, match=r"device_path is 'dirct'.*did you mean 'direct'"):
+        settings.parse(given)
+    chosen = settings.parse({"masters": ["127.0.0.1:1"], "device_path": "direct"})
+    assert chosen.client().device_path == "direct"
+
+
+async def test_the_clients_memory_is_taken_before_the_engine_measures(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives the rest of the device to its KV cache: later there is none."""
+    vllm_memory = pytest.importorskip("kvpool_connector.vllm_memory", reason="needs vLLM")
+    taken: list[Any] = []
+    monkeypatch.setattr(direct, "_reserved", {})
+    monkeypatch.setattr(direct, "_allocate", lambda device: taken.append(device) or object())
+    transfer = SimpleNamespace(
+        kv_connector=settings.CONNECTOR, kv_connector_extra_config={"device_path": "direct"}
+    )
+    wrapper = SimpleNamespace(
+        worker=SimpleNamespace(device=torch.device("cuda", 0)),
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer),
+    )
+    vllm_memory._then_reserve(lambda wrapper: None)(wrapper)
+    assert taken == [torch.device("cuda", 0)]
+
+
+async def test_a_client_uses_what_was_taken_for_it(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(direct, "_reserved", {})
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        direct.reserve_device_memory(device)
+        direct.reserve_device_memory(device)
+    (reserved,) = direct._reserved.values()
+    first, second = direct.Devices(), direct.Devices()
+    until = asyncio.get_running_loop().time() + 9
+    async with first.scratch(device, until) as one, second.scratch(device, until) as other:
+        assert one is reserved
+        assert other is not reserved
+    first.close()
+    second.close()
