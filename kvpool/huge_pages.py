@@ -122,11 +122,17 @@ class HugePageMapping:
         size = len(self.memory)
         for offset in range(0, size, _PREFAULT_STEP):
             start, step = self.address + offset, min(_PREFAULT_STEP, size - offset)
-            # Through ctypes, which releases the GIL; the mmap module's own `madvise` does not.
-            if self._stop.is_set() or _libc.madvise(start, step, self._populate):
+            if self._stop.is_set():
                 return
-            if self._collapse and step >= HUGE_PAGE:  # may fail, and then the pages stay small
+            # Through ctypes, which releases the GIL; the mmap module's own `madvise` does not.
+            if self._collapse and step >= HUGE_PAGE:
+                # One page of each is enough for the kernel to make all of it huge: no small pages
+                # are filled and copied. It may refuse, and then the pages stay small.
+                for page in range(start, start + step, HUGE_PAGE):
+                    _libc.madvise(page, mmap.PAGESIZE, self._populate)
                 _libc.madvise(start, step, _MADV_COLLAPSE)
+            if _libc.madvise(start, step, self._populate):
+                return
 
     def _map_over(self, fd: int, size: int, *, writable: bool) -> None:
         """Replace the memory at `address` by a shared mapping of the file."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.huge_pages import HUGE_PAGE, HugePageMapping
+from kvpool.huge_pages import _MADV_COLLAPSE, HUGE_PAGE, HugePageMapping, _libc
 
 MIB = 1 << 20
 
@@ -27,15 +27,28 @@ def fd() -> Iterator[int]:
         os.close(fd)
 
 
-def resident(address: int) -> int | None:
+def resident(address: int, field: str = "Rss") -> int | None:
     """Bytes that the kernel has mapped of the mapping at `address`; None: nothing is mapped."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("Rss:"):
+        elif inside and line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
     return None
+
+
+def collapses() -> bool:
+    """Whether this kernel makes the pages of a memfd huge when it is asked (MADV_COLLAPSE)."""
+    fd = os.memfd_create("kvpool-test-collapse")
+    os.ftruncate(fd, HUGE_PAGE)
+    mapping = HugePageMapping(fd, HUGE_PAGE, prefault=False)
+    try:
+        mapping.memory[0] = 1
+        return not _libc.madvise(mapping.address, HUGE_PAGE, _MADV_COLLAPSE)
+    finally:
+        mapping.close()
+        os.close(fd)
 
 
 def mapped(fd: int) -> bool:
@@ -68,6 +81,17 @@ def test_any_size_is_mapped_and_touched(fd: int, size: int, collapse: bool) -> N
     assert os.pread(fd, 1, size - 1) == b"\7"
     assert os.fstat(fd).st_blocks * 512 >= size  # all of it is allocated
     assert (resident(mapping.address) or 0) >= size
+    mapping.close()
+
+
+@pytest.mark.skipif(not collapses(), reason="this kernel makes no pages huge when it is asked")
+def test_pages_become_huge_before_anybody_writes(fd: int) -> None:
+    size = 48 << 20
+    os.ftruncate(fd, size)
+    mapping = HugePageMapping(fd, size, collapse=True)
+    mapping.wait_until_touched()
+    # Not all of it: a machine may have too few free pages in a row.
+    assert (resident(mapping.address, "ShmemPmdMapped") or 0) > size // 2
     mapping.close()
 
 
