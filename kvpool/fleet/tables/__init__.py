@@ -57,7 +57,7 @@ TABLES: Final = {
     "links-70b": FleetTable(
         "from slow links to fast ones, 328 KB of KV per token", bad_days.links_dense, sessions=150
     ),
-    "disks": FleetTable("little memory over disks", bad_days.disks, sessions=150),
+    "disks": FleetTable("little memory over disks", bad_days.disks, sessions=100),
     "placements": FleetTable(
         "where blocks lie, when a server is lost",
         bad_days.placements,

@@ -52,8 +52,8 @@ def placements(base: FleetOptions) -> list[Case]:
 
 def disks(base: FleetOptions) -> list[Case]:
     """Little memory over disks of four working sets, by memory in working sets; then slower disks,
-    below a quarter of a working set."""
-    base = replace(base, policy="lease", hints=Hints.END)
+    below a quarter of a working set, and a policy that refuses blocks."""
+    base = replace(base, hints=Hints.END)
     below = replace(base, disk_tokens=with_memory(base, 4.0).memory_tokens or 0)
     back = replace(below, write_mode=config.WRITE_BACK)
     modes = [("no disk", base), ("write-through", below), ("write-back", back)]
@@ -68,7 +68,8 @@ def disks(base: FleetOptions) -> list[Case]:
         for planner in ("always", "auto"):
             name = f"0.25 ws, write-back, disk of {rate:g} GB/s, {planner}"
             cases.append(Case(name, replace(slow, planner=planner)))
-    return cases
+    lease = replace(with_memory(below, 0.5), policy="lease")
+    return [*cases, Case("0.5 ws, write-through, lease", lease)]
 
 
 def failures(base: FleetOptions) -> list[Case]:
