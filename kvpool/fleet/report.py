@@ -64,14 +64,19 @@ def constants_table(constants: Constants) -> Table:
     shown = Table(title="constants", title_justify="left")
     for name in ("name", "value", "unit", "kind", "source"):
         shown.add_column(name, justify="right" if name == "value" else "left")
+    for name, value, unit, kind, source in _constant_rows(constants):
+        shown.add_row(name, f"{value:.6g}", unit, kind, source)
+    return shown
+
+
+def _constant_rows(constants: Constants) -> list[tuple[str, float, str, str, str]]:
+    """Name, value, unit, kind and source of each, then of those that another model has."""
     rows = constants.rows()
     units = {name: unit for name, _, unit, _, _ in rows}
-    for name, value, unit, kind, source in rows:
-        shown.add_row(name, f"{value:.6g}", unit, kind, source)
-    for one in DENSE_70B:
-        name = f"{one.name}, of links-70b"
-        shown.add_row(name, f"{one.value:.6g}", units[one.name], one.kind.value, one.source)
-    return shown
+    return rows + [
+        (f"{one.name}, of links-70b", one.value, units[one.name], one.kind.value, one.source)
+        for one in DENSE_70B
+    ]
 
 
 def as_dict(studies: list[FleetStudy], constants: Constants) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def as_dict(studies: list[FleetStudy], constants: Constants) -> dict[str, Any]:
     return {
         "constants": [
             dict(zip(("name", "value", "unit", "kind", "source"), row, strict=True))
-            for row in constants.rows()
+            for row in _constant_rows(constants)
         ],
         "studies": [
             {

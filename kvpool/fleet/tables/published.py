@@ -83,4 +83,11 @@ def sensitivity(base: FleetOptions) -> list[Case]:
 
 
 #: Constants that neither of the headline's first two rows has to do with.
-_ELSEWHERE: Final = ("warm_s", "chunk_tokens", "local_load_bytes_s")
+_ELSEWHERE: Final = (
+    "warm_s",
+    "chunk_tokens",
+    "local_load_bytes_s",
+    "disk_read_bytes_s",
+    "disk_write_bytes_s",
+    "disk_first_byte_s",
+)
