@@ -115,6 +115,10 @@ class Connection(Protocol):
         to.
         """
 
+    def reserve_now(self, request: ReserveRequest) -> list[Reservation]:
+        """As `reserve`, at once: NOT_YET where that would wait, or has more to do than fits into
+        one turn of the loop. For a write whose bytes are on their way already."""
+
     def lend(self) -> bool:
         """Whether the client may write the reserved blocks itself, into memory that it has mapped.
 

@@ -19,6 +19,7 @@ from kvpool.server.copy_keeper import CopyKeeper
 from kvpool.server.drainer import Drainer
 from kvpool.server.fetcher import Fetcher
 from kvpool.server.prefetcher import Prefetcher
+from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.types import (
     ClientUsage,
     DrainOrder,
@@ -46,6 +47,7 @@ _REMOVE_VISIBLE_S: Final = 1.0
 #: (design: unresponsive-servers).
 _PIN_WAIT_S: Final = 0.05
 _NO_ROOM: Final = Pin(ReadStatus.REFUSED)
+_ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
 #: A client that moves no byte for so long is cut off while others wait for what it holds.
 STALLED_S: Final = 2.0
 
@@ -110,6 +112,35 @@ class ServerConnection:
             self._context.rates.give_back(tenant, max(0, size - granted))
         return answers
 
+    def reserve_now(self, request: ReserveRequest) -> list[Reservation]:
+        now, tenant, rates = self._loop.time(), self.peer.tenant, self._context.rates
+        if not rates.rate(tenant):
+            return self._reserve_what_fits(request, now)
+        if rates.wait_s(tenant, now):
+            return [_ASK_AGAIN] * len(request.digests)
+        size = sum(request.sizes)
+        rates.begin(tenant, size, now)
+        answers = self._reserve_what_fits(request, now)
+        granted = sum(answer.extent.size for answer in answers if answer.extent is not None)
+        rates.give_back(tenant, size - granted)
+        return answers
+
+    def _reserve_what_fits(self, request: ReserveRequest, now: float) -> list[Reservation]:
+        context, store = self._context, self._store
+        if context.draining:
+            answers = self._already_stored(request)
+        else:
+            answers = store.reserve(self._id, request, now)
+            context.compactor.stop(self._id)  # room is made for callers that wait for it
+        context.publish()
+        full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
+        if full and (any(a.extent for a in answers) or (store.is_held and not context.draining)):
+            for position in full:
+                answers[position] = _ASK_AGAIN
+            full = []
+        self._count_refused(request, answers, full)
+        return [_ASK_AGAIN if answer is MAKING_ROOM else answer for answer in answers]
+
     async def _may_write_now(self, tenant: str, until: float) -> bool:
         """Wait until this tenant's earlier writes are paid for; False, at once, if that is later
         than `until`."""
@@ -142,16 +173,22 @@ class ServerConnection:
             retried = await self._reserve(request.subset(full), wait_until)
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
-        self._context.counters["refused_blocks"] += len(full)
-        if full:
-            self._explain_refusal(request, full)
-        bypassed = sum(answer.status is WriteStatus.BYPASSED for answer in answers)
-        self._context.counters["bypassed_blocks"] += bypassed
+        self._count_refused(request, answers, full)
         if any(answer.status is WriteStatus.ALREADY_STORED for answer in answers):
             # The other writer may still wait until the masters have the block. Wait too, or this
             # call would acknowledge a block that no reader can find (design: announcements).
             await self._context.wait_until_announced(wait_until)
         return answers
+
+    def _count_refused(
+        self, request: ReserveRequest, answers: Sequence[Reservation], full: Sequence[int]
+    ) -> None:
+        """Count the blocks that are not stored; `full` are those for which there is no space."""
+        self._context.counters["refused_blocks"] += len(full)
+        if full:
+            self._explain_refusal(request, full)
+        bypassed = sum([answer.status is WriteStatus.BYPASSED for answer in answers])
+        self._context.counters["bypassed_blocks"] += bypassed
 
     def _explain_refusal(self, request: ReserveRequest, full: Sequence[int]) -> None:
         """Where it was the tenant's limit and not the pool: count that, and say so in the audit."""

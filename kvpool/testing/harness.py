@@ -34,6 +34,7 @@ from kvpool.protocols import (
 )
 from kvpool.server.block_server import BlockServer
 from kvpool.types import (
+    BATCH_BLOCKS_MAX,
     ROOT,
     Cluster,
     DrainOrder,
@@ -175,8 +176,10 @@ class Recorder:
         self.cluster = server.cluster
         self.tenants = server.tenants
         self.peers: list[Peer] = []
-        #: Each `reserve`, with its deadline.
-        self.asked: list[tuple[ReserveRequest, float]] = []
+        #: Each `reserve`, with its deadline; each `reserve_now`, which has none.
+        self.asked: list[tuple[ReserveRequest, float | None]] = []
+        #: Of so many blocks `reserve_now` takes those that it can; each other one is NOT_YET.
+        self.at_once_max = BATCH_BLOCKS_MAX
         self.visible: list[bool] = []
         self.faults: list[str] = []
         self.open: set[_Watched] = set()
@@ -292,13 +295,29 @@ class _Watched:
         if self._recorder.refuse_writes is not None:
             raise self._recorder.refuse_writes
         answers = await self._inner.reserve(request, deadline=deadline)
+        self._reserved(request, answers)
+        await self._recorder.answering.wait()
+        return answers
+
+    def reserve_now(self, request: ReserveRequest) -> list[Reservation]:
+        recorder, count = self._recorder, len(request.digests)
+        taken = min(count, recorder.at_once_max) if recorder.answering.is_set() else 0
+        answers = [Reservation(WriteStatus.NOT_YET)] * count
+        if taken:
+            asked = request.subset(range(taken))
+            recorder.asked.append((asked, None))
+            if recorder.refuse_writes is not None:
+                raise recorder.refuse_writes
+            answers[:taken] = self._inner.reserve_now(asked)
+            self._reserved(request, answers)
+        return answers
+
+    def _reserved(self, request: ReserveRequest, answers: Sequence[Reservation]) -> None:
         half = namespace_seed(request.namespace, request.part)
         for key, answer in zip(request.digests, answers, strict=True):
             if answer.extent is not None:
                 self._recorder.spoil(answer.extent)
                 self._unsealed[answer.id] = (answer.extent, block_seed(half, key))
-        await self._recorder.answering.wait()
-        return answers
 
     def lend(self) -> bool:
         return self._recorder.lends and self._inner.lend()

@@ -168,16 +168,23 @@ async def the_server_receives_the_callers_arguments(stage: Stage) -> None:
         WriteBlock(key, parent, (memoryview(bytes([7]) * (50 + number)),), 50 + number)
         for number, (key, parent) in enumerate(zip(keys, parents, strict=True))
     ]
-    deadline = stage.within()
+    recorder = stage.recorder
     session_hint = SessionHint("agent 7/Überlänge", 2.5)
-    await channel.write(WriteOptions(namespace, 2, False, session_hint), chain, deadline=deadline)
-    stage.expect(len(stage.recorder.asked) == 1, "one `reserve`", stage.recorder.asked)
-    asked, server_deadline = stage.recorder.asked[0]
-    wanted = ReserveRequest(namespace, 2, keys, parents, [50, 51, 52], session_hint)
-    stage.expect(asked == wanted, f"{wanted}", describe(asked))
-    late_s = server_deadline - deadline
-    stage.expect(-PROMPT_S < late_s < PROMPT_S, "the caller's deadline", f"{late_s:+g} s off")
-    stage.expect(stage.recorder.visible == [False], "visible=False", stage.recorder.visible)
+    for at_once_max in (0, BATCH_BLOCKS_MAX):
+        recorder.at_once_max, deadline = at_once_max, stage.within()
+        options = WriteOptions(namespace, 2, False, session_hint, 2)
+        await channel.write(options, chain, deadline=deadline)
+        stage.expect(len(recorder.asked) == 1, "one `reserve`", recorder.asked)
+        asked, server_deadline = recorder.asked.pop()
+        wanted = ReserveRequest(
+            namespace, 2, keys, parents, [50, 51, 52], session_hint, copies=[2] * 3
+        )
+        stage.expect(asked == wanted, f"{wanted}", describe(asked))
+        late_s = server_deadline - deadline if server_deadline is not None else 0.0
+        stage.expect(-PROMPT_S < late_s < PROMPT_S, "the caller's deadline", f"{late_s:+g} s off")
+        stage.expect(recorder.visible == [False], "visible=False", recorder.visible)
+        recorder.visible.clear()
+        stage.store.remove(namespace, keys)
     names = {peer.name for peer in stage.recorder.peers}
     stage.expect(names == {"the caller"}, "the client's name as its peer's name", names)
 
@@ -328,6 +335,40 @@ async def blocks_arrive_without_lent_memory(stage: Stage) -> None:
     await stage.holds(channel, data)
     stage.recorder.lends = True
     await stage.stored(channel, {digest("lent"): bytes(LARGE)})
+
+
+@TransportCheck
+async def refused_blocks_of_a_small_write_leave_the_others_alone(stage: Stage) -> None:
+    """Of a few bytes: those that are not stored go nowhere, at any place in the batch."""
+    channel = await stage.connect()
+    keys = [digest(f"small/{number}") for number in range(7)]
+    data = {key: content(key, 500 + 77 * number) for number, key in enumerate(keys)}
+    here, coming = keys[0], keys[3]
+    await stage.stored(channel, {here: data[here]})
+    other = stage.recorder.connect(Peer("another writer"))
+    await other.reserve(
+        ReserveRequest(NAMESPACE, 0, [coming], [ROOT], [len(data[coming])]),
+        deadline=stage.within(),
+    )
+    statuses = await stage.write(channel, {**data, here: bytes(9)})
+    wanted = [WriteStatus.STORED] * 7
+    wanted[0], wanted[3] = WriteStatus.ALREADY_STORED, WriteStatus.IN_PROGRESS
+    stage.expect(statuses == wanted, f"{wanted}", describe(statuses))
+    other.close()
+    await stage.holds(channel, {key: data[key] for key in keys if key != coming})
+    await stage.stored(channel, {coming: data[coming]})  # and the connection is as good as before
+    await stage.holds(channel, data)
+
+
+@TransportCheck
+async def what_a_server_cannot_take_at_once_is_stored(stage: Stage) -> None:
+    """Where it would have to wait it takes none of the bytes, or some: then it is asked again."""
+    channel = await stage.connect()
+    for at_once_max in (0, 1, 2):
+        stage.recorder.at_once_max = at_once_max
+        data = blocks(f"later/{at_once_max}", 5, 3001)
+        await stage.stored(channel, data)
+        await stage.holds(channel, data)
 
 
 @TransportCheck

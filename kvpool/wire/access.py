@@ -42,6 +42,8 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Reserved: _NO_REQUEST,
     wire.Seal: _ANSWERED,  # ids are of this connection; the store refuses others
     wire.Sealed: _NO_REQUEST,
+    wire.Write: _OWN,
+    wire.Written: _NO_REQUEST,
     wire.Read: _OWN,
     wire.Data: _NO_REQUEST,
     wire.Pinned: _NO_REQUEST,

@@ -65,6 +65,8 @@ ANNOUNCED_BLOCKS_MAX: Final = 1024
 SESSION_RUNS_MAX: Final = 256
 #: Hints in one answer to a heartbeat.
 HINTS_MAX: Final = 1024
+#: Bytes of blocks that may come with a `Write`.
+WRITE_BYTES_MAX: Final = 16 << 20
 #: Answers to hints in one heartbeat; there is no second one for the rest: they are for people.
 HINT_ANSWERS_MAX: Final = 256
 
@@ -186,6 +188,30 @@ class Seal(Message, frozen=True):
 
 class Sealed(Message, frozen=True):
     """One status byte per id."""
+
+    statuses: Statuses
+
+
+class Write(Keys, frozen=True, omit_defaults=True):
+    """A small write in one request: as `Reserve` and `Seal`, and the blocks' bytes are the payload.
+
+    Bytes of blocks that are not stored are thrown away.
+    """
+
+    part: Small
+    parents: Packed
+    sizes: BlockSizes
+    checksums: Hashes
+    visible: bool
+    wait_s: Seconds
+    session: SessionName = ""
+    resume_s: Seconds | None = None
+    copies: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 0
+
+
+class Written(Message, frozen=True):
+    """One status byte per block. NOT_YET: the server cannot take it at once; ask with `Reserve`,
+    for which it waits."""
 
     statuses: Statuses
 
@@ -714,6 +740,8 @@ TYPES: Final[dict[type[Message], int]] = {
     Drained: 24,
     Prefetch: 25,
     Prefetched: 26,
+    Write: 27,
+    Written: 28,
     SendToken: 30,
     Register: 32,
     Registered: 33,
@@ -787,9 +815,16 @@ NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
         Snapshot,
         SnapshotReply,
         FindChain,
+        Write,
+        Written,
         SendToken,
     }
 )
+
+
+def is_known(kind: type[Message], version: int) -> bool:
+    """Whether a peer that speaks this version knows the message."""
+    return version >= PROTOCOL_VERSION or kind not in NEW_MESSAGES
 
 
 def encode(message: Message, version: int | None = None) -> tuple[int, bytes]:

@@ -23,13 +23,15 @@ import pytest
 import zmq
 
 from kvpool import ReadStatus, WriteStatus, dev
+from kvpool.checksum import block_seeds, checksum
 from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
+from kvpool.server import connection
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import PROTOCOL_VERSION, cluster_id, encode_envelope, encode_frame
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import stream as streams
-from tests.conftest import CHAIN, NAMESPACE, eventually, key
+from tests.conftest import CHAIN, NAMESPACE, eventually, key, keys, values
 from tests.support.raw_peers import (
     HELLO,
     KEYS,
@@ -41,6 +43,7 @@ from tests.support.raw_peers import (
     raw,
     read,
     reserve,
+    write,
 )
 
 BOTH = pytest.mark.parametrize("scheme", ["tcp", "shm"])
@@ -235,6 +238,16 @@ async def test_messages(watched: dev.Dev, name: str, scheme: str) -> None:
         assert await peer.refusal() == "BadMessage"
 
 
+@pytest.mark.parametrize("name", MESSAGES)
+async def test_messages_with_bytes(watched: dev.Dev, name: str) -> None:
+    """The same fields of a `Write`: nothing is reserved, and no byte of it is awaited."""
+    good = msgspec.structs.asdict(write(key("a")))
+    whole = encode_frame(27, msgspec.msgpack.encode(good | MESSAGES[name]), 64)
+    async with raw(watched) as peer:
+        await peer.send(HELLO + whole)
+        assert await peer.refusal() == "BadMessage"
+
+
 async def test_a_path_for_a_namespace_is_only_a_name(watched: dev.Dev) -> None:
     async with raw(watched) as peer:
         await peer.ask(wire.Hello("default", "../x"), wire.Welcome)
@@ -305,6 +318,109 @@ async def test_writes(watched: dev.Dev, scheme: str, name: str) -> None:
     assert server.store.quarantined == (scheme == "shm")  # this process lives and might still write
 
 
+#: A small write of two blocks, of 64 and 100 bytes, and the bytes behind it.
+SIZES = [64, 100]
+AT_ONCE: dict[str, tuple[dict[str, Any], int, str]] = {
+    "a byte more than said": ({}, 165, "BadMessage"),
+    "a byte less than said": ({}, 163, "BadMessage"),
+    "no bytes": ({}, 0, "BadMessage"),
+    "sizes that lie": ({"sizes": [100, 100]}, 164, "BadMessage"),
+    "sizes of more than there is": ({"sizes": [1 << 32, 1 << 32]}, 164, "BadMessage"),
+    "a checksum missing": ({"checksums": [0]}, 164, "BadMessage"),
+    "a checksum too many": ({"checksums": [0] * 3}, 164, "BadMessage"),
+    "more than one request may bring": ({"sizes": [64, 16 << 20]}, (16 << 20) + 64, "BadMessage"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", AT_ONCE)
+async def test_writes_in_one_request(watched: dev.Dev, name: str, scheme: str) -> None:
+    (server,) = watched.servers
+    changed, size, error = AT_ONCE[name]
+    message = msgspec.structs.replace(write(key("a"), key("b")), **{"sizes": SIZES} | changed)
+    head = encode_frame(*wire.encode(message), size)
+    async with raw(watched, scheme) as peer:
+        await peer.send(HELLO + head + bytes(min(size, 1000)))
+        assert await peer.refusal() == error
+        await eventually(lambda: server.store.reservations == 0)
+    assert server.store.stored == len(CHAIN)
+    assert server.store.quarantined == 0  # the client had no address
+
+
+@BOTH
+async def test_bytes_of_a_write_that_stop_half_way(
+    watched: dev.Dev, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender is silent: it is cut off, and what it had is free."""
+    (server,) = watched.servers
+    monkeypatch.setattr(streams, "FRAME_S", 0.2)
+    whole = frame(write(key("a"), key("b"), sizes=SIZES), bytes(164))
+    async with raw(watched, scheme) as peer:
+        await peer.send(HELLO + whole[:-10])
+        await eventually(lambda: server.store.reservations == 2)
+        assert await peer.refusal() == "DeadlineExceeded"
+        await eventually(lambda: server.store.reservations == 0)
+    assert server.store.quarantined == 0
+    assert server.store.stored == len(CHAIN)
+
+
+@BOTH
+async def test_a_silent_writer_ends_when_others_wait_for_its_memory(
+    watched: dev.Dev, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has more than half of what writers may reserve, and no byte of it comes any more."""
+    (server,) = watched.servers
+    monkeypatch.setattr(connection, "STALLED_S", 0.2)
+    size = 12 << 20
+    async with raw(watched, scheme) as peer, watched.pool() as pool:
+        await peer.send(HELLO + encode_frame(*wire.encode(write(key("a"), size=size)), size))
+        await eventually(lambda: server.store.reservations == 1)
+        fresh = keys("others", 8)
+        assert set(await pool.write(NAMESPACE, fresh, values(fresh, 1 << 20))) == {
+            WriteStatus.STORED
+        }
+    assert server.stats(0).counters["cut_connections"] == 1
+
+
+@BOTH
+async def test_bytes_of_refused_blocks_are_thrown_away(watched: dev.Dev, scheme: str) -> None:
+    """And the next request begins behind them; the others' bytes are where they belong."""
+    sizes, digests = [64, 5000, 300_000, 64], (key("a"), CHAIN[1], CHAIN[2], key("b"))
+    data = b"".join(bytes([number]) * size for number, size in enumerate(sizes, start=1))
+    seeds = block_seeds(NAMESPACE, 0, digests)
+    checksums = [checksum(bytes([n]) * size, seeds[n - 1]) for n, size in enumerate(sizes, start=1)]
+    message = write(*digests, sizes=sizes, checksums=checksums)
+    stored, here = WriteStatus.STORED, WriteStatus.ALREADY_STORED
+    async with raw(watched, scheme) as peer:
+        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
+        await peer.send(frame(message, data))
+        answer = await peer.ask(None, wire.Written)
+        assert answer.statuses == bytes([stored, here, here, stored])
+        await peer.send(frame(message, data))  # a stream that is out of step would refuse it
+        assert (await peer.ask(None, wire.Written)).statuses == bytes([here] * 4)
+    async with watched.pool() as pool:
+        got = [bytearray(64), bytearray(64)]
+        results = await pool.read(NAMESPACE, [key("a"), key("b")], got)
+        assert all(result.status.hit for result in results)
+        assert got == [b"\1" * 64, b"\4" * 64]
+
+
+@BOTH
+async def test_a_write_that_arrives_is_no_idle_connection(watched: dev.Dev, scheme: str) -> None:
+    """A server that is full ends idle ones: not one whose bytes are coming."""
+    (server,) = watched.servers
+    whole = frame(write(key("a")), bytes(64))
+    async with raw(watched, scheme) as peer:
+        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
+        idle = {c for c in server._context.connections if c.peer.link.idle_since() is not None}  # type: ignore[union-attr]
+        await peer.send(whole[:-1])
+        await eventually(lambda: server.store.reservations == 1)
+        (busy,) = [c for c in idle if c.peer.link.idle_since() is None]  # type: ignore[union-attr]
+        await peer.send(whole[-1:])
+        assert (await peer.ask(None, wire.Written)).statuses == bytes([WriteStatus.STORED])
+        await eventually(lambda: busy.peer.link.idle_since() is not None)  # type: ignore[union-attr]
+
+
 PINNED = {
     "unpin twice": frame(wire.Unpin()) * 2,
     "an unpin with bytes": frame(wire.Unpin(), b"bytes"),
@@ -322,6 +438,16 @@ async def test_pins(watched: dev.Dev, name: str) -> None:
         await peer.send(PINNED[name])
         assert await peer.refusal() in ("BadMessage", "BadFrame")
         await eventually(lambda: server.store.pins == 0)
+
+
+async def test_a_small_write_lets_go_of_what_the_read_before_it_held(watched: dev.Dev) -> None:
+    (server,) = watched.servers
+    async with raw(watched, "shm") as peer:
+        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
+        await peer.ask(read(*CHAIN), wire.Pinned)
+        await peer.send(frame(write(key("a")), bytes(64))[:-1])
+        await eventually(lambda: server.store.reservations == 1)
+        assert server.store.pins == 0
 
 
 @pytest.mark.parametrize(("request_", "pins"), [(read(CHAIN[0]), 1), (reserve(key("a")), 0)])

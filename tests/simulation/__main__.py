@@ -39,8 +39,8 @@ from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 #: writers that disagree, `crowds` for many servers with a shared prompt, `circles` for blocks that
 #: are their own ancestors, `write-back` for servers that write to their disks what memory would
 #: drop, `sessions` for conversations whose prompts wait, `moves` for blocks that servers fetch from
-#: each other, `copies` for those of which they make copies by themselves, and `joins` for full
-#: servers that hand over chains to an empty one.
+#: each other, `copies` for those of which they make copies by themselves, `joins` for full
+#: servers that hand over chains to an empty one, and `one-request` for writes that come so.
 _WORLDS: Final = (
     "disk",
     "contests",
@@ -52,6 +52,7 @@ _WORLDS: Final = (
     "joins",
     "copies",
     "tenants",
+    "one-request",
 )
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, *_WORLDS)
 _OPS: Final = 40

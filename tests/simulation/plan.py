@@ -53,6 +53,7 @@ class WorldPlan:
     fresh_s: float = 2.0  # what was used so lately is not evicted for a prefetch
     copies_max: int = 0  # copies of a block that servers make by themselves
     tenants: bool = False  # two tenants beside the pool itself, whose quotas change
+    one_request_max: int = 0  # bytes of a write that comes in one request
 
     @property
     def alignment(self) -> int:
@@ -119,6 +120,9 @@ class WorldPlan:
         plan = replace(plan, faults=plan.faults | (of_maps - without))
         tenants = random.Random(f"{seed}/tenants").random() < 0.2
         plan = replace(plan, tenants=tenants and "tenants" not in without)
+        rng = random.Random(f"{seed}/one-request")
+        if rng.random() < 0.5 and "one-request" not in without:
+            plan = replace(plan, one_request_max=rng.choice([700, 3_000, 1 << 20]))
         pieces = random.Random(f"{seed}/pieces").choice([1, 3, 10, 1024])
         plan = replace(plan, piece_blocks=pieces)
         rng = random.Random(f"{seed}/disk")

@@ -41,6 +41,7 @@ _CONNECTION = "kvpool.server.connection"
 _ANNOUNCER = "kvpool.server.announcer"
 _STREAMS = "kvpool_transports.streams.stream"
 _SERVING = "kvpool_transports.streams.server"
+_REQUESTS = "kvpool_transports.streams.requests"
 _MAPPED = "kvpool_transports.streams.mapped_channel"
 _CLEARING = "kvpool.server.state.clearing"
 _COMPACTOR = "kvpool.server.compactor"
@@ -238,6 +239,45 @@ BUGS: Sequence[Bug] = (
         _CONNECTION,
         "        elif now - self._sampled_at >= STALLED_S:\n",
         "        elif now - self._sampled_at >= STALLED_S * 1e6:\n",
+    ),
+    # --- writes in one request
+    Bug(
+        "bytes-of-a-refused-block-go-into-the-next",
+        "G1",
+        _SERVING,
+        "for reservation, size in zip(reservations, write.sizes, strict=True)\n",
+        """\
+for reservation, size in sorted(
+                    zip(reservations, write.sizes, strict=True),
+                    key=lambda one: one[0].extent is None,
+                )
+""",
+    ),
+    Bug(
+        "sealed-before-its-bytes-have-arrived",
+        "G1",
+        _SERVING,
+        "        reservations = self._incoming = connection.reserve_now(request)\n",
+        """\
+        reservations = self._incoming = connection.reserve_now(request)
+        for r, checksum in zip(reservations, write.checksums, strict=True):
+            if r.extent is not None:
+                connection._store.seal(connection._id, r.id, checksum, self._loop.time())
+""",
+    ),
+    Bug(
+        "one-request-acknowledged-before-announced",
+        "G5",
+        _SERVING,
+        "visible=write.visible or is_here,",
+        "visible=False,",
+    ),
+    Bug(
+        "what-did-not-fit-is-left-out",
+        "G10",
+        _REQUESTS,
+        "        answer = await in_steps([blocks[i] for i in later])\n",
+        "        answer = [WriteStatus.STORED] * len(later)\n",
     ),
     # --- blocks that move
     Bug(

@@ -72,11 +72,11 @@ PINNED_AS_DRAWN = {
 NO_DISK = frozenset(
     {
         *("disk", "contests", "crowds", "circles", "hoard"),
-        *("sessions", "moves", "joins", "prefetches", "tenants"),
+        *("sessions", "moves", "joins", "prefetches", "tenants", "one-request"),
     }
 )
 #: Without write-back and moves, the same as before servers could do that.
-NO_WRITE_BACK = frozenset({"write-back", "moves", "joins", "prefetches", "tenants"})
+NO_WRITE_BACK = frozenset({"write-back", "moves", "joins", "prefetches", "tenants", "one-request"})
 #: Without contests, crowds and circles, a seed gives the same world as before they were added.
 NO_CONTESTS = frozenset(
     {
@@ -90,6 +90,7 @@ NO_CONTESTS = frozenset(
         "joins",
         "prefetches",
         "tenants",
+        "one-request",
     }
 )
 

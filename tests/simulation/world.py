@@ -33,6 +33,7 @@ from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
+from kvpool_transports.streams import requests
 from kvpool_transports.tcp import TcpTransport
 from tests.simulation.arrivals import WAIT_S, ArrivalOracle
 from tests.simulation.blocks import OF_TENANTS, BlockCatalog
@@ -109,6 +110,8 @@ class World:
         self.wrong_maps = 0
         self.maps_right_from = 0.0
         vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
+        vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max
+        vars(requests)["ONE_REQUEST_MAPPED_MAX"] = plan.one_request_max
         self.moves = Moves(self)
         self.joins = Joins(self)
         self.prefetches = Prefetches(self)
@@ -558,7 +561,13 @@ def _small_pool() -> Iterator[None]:
 
     What a world changes in the product stays its own: later tests run in this process, too.
     """
-    changed = ((spans, "SPAN_BLOCKS"), (balancer, "CHAIN_SHARE"), (spread, "SpreadTree"))
+    changed = (
+        (spans, "SPAN_BLOCKS"),
+        (balancer, "CHAIN_SHARE"),
+        (spread, "SpreadTree"),
+        (requests, "ONE_REQUEST_MAX"),
+        (requests, "ONE_REQUEST_MAPPED_MAX"),
+    )
     before = [(module, name, vars(module)[name]) for module, name in changed]
     vars(spans)["SPAN_BLOCKS"] = 2
     try:

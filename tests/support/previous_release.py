@@ -11,11 +11,14 @@ import sys
 import kvpool.net.requests
 import kvpool.wire.messages
 import kvpool.wire.versions  # noqa: F401
+from kvpool_transports.streams import requests
 
 for imported in list(sys.modules.values()):
     for constant in ("PROTOCOL_VERSION", "PROTOCOL_VERSION_MIN"):
         if hasattr(imported, constant):
             setattr(imported, constant, 3)
+for constant in ("ONE_REQUEST_MAX", "ONE_REQUEST_MAPPED_MAX"):
+    setattr(requests, constant, 0)  # every write came in steps
 
 if __name__ == "__main__":
     module = sys.argv.pop(1)

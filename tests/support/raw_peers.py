@@ -7,6 +7,8 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from kvpool import dev
 from kvpool.protocols import Link
 from kvpool.wire import messages as wire
@@ -90,6 +92,15 @@ def payload(size: int) -> bytes:
 def reserve(*digests: bytes, size: int = 64, wait_s: float = 1.0) -> wire.Reserve:
     packed, parents = b"".join(digests), bytes(32 * len(digests))
     return wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [size] * len(digests), wait_s)
+
+
+def write(*digests: bytes, size: int = 64, **changed: object) -> wire.Write:
+    """A small write, whose bytes come with it."""
+    packed, count = b"".join(digests), len(digests)
+    message = wire.Write(
+        NAMESPACE.name, 1, 32, packed, 0, bytes(32 * count), [size] * count, [0] * count, True, 1.0
+    )
+    return msgspec.structs.replace(message, **changed)
 
 
 def read(*digests: bytes) -> wire.Read:

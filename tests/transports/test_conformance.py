@@ -38,6 +38,7 @@ from kvpool.testing import (
     check_tier,
     check_transport,
     device_checks,
+    transport_checks,
 )
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
@@ -62,6 +63,7 @@ from kvpool_tiers.hbm import Hbm
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
+from kvpool_transports.streams import requests
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.tls import TlsTransport
 from kvpool_transports.ucx import UcxTransport
@@ -104,6 +106,19 @@ async def test_transport(scheme: str, check: str) -> None:
         await TRANSPORT_CHECKS[check](makers()[scheme])
     except NotDeclared as why:
         pytest.skip(str(why))
+
+
+@pytest.mark.parametrize(
+    "check", [name for name in TRANSPORT_CHECKS if name in vars(transport_checks)]
+)
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_transport_with_every_write_in_steps(
+    scheme: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a server of the release before, which knows no other."""
+    for limit in ("ONE_REQUEST_MAX", "ONE_REQUEST_MAPPED_MAX"):
+        monkeypatch.setattr(requests, limit, 0)
+    await TRANSPORT_CHECKS[check](makers()[scheme])
 
 
 @pytest.mark.parametrize(

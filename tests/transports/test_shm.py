@@ -27,6 +27,7 @@ from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from kvpool_transports import shm
 from kvpool_transports.shm import ShmTransport
+from kvpool_transports.streams import requests
 from kvpool_transports.streams import server as serving
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, value, values
 from tests.net.test_secret import OURS, THEIRS, pool_of
@@ -178,7 +179,7 @@ async def test_what_a_client_gets(writer: bool) -> None:
         assert stat.S_IMODE(os.fstat(got.fds[0]).st_mode) == 0o400
 
 
-async def test_a_reader_maps_nothing_that_can_be_written() -> None:
+async def test_a_reader_maps_nothing_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = keys("mapped", 2)
     async with pool_of(OPEN) as running:
         own, held = mappings("rw-s"), descriptors()
@@ -187,6 +188,10 @@ async def test_a_reader_maps_nothing_that_can_be_written() -> None:
             await kvpool.connect(config=config) as writer,
             await kvpool.connect(config=config) as reader,
         ):
+            small = keys("small", 1)
+            await writer.write(NAMESPACE, small, values(small))
+            assert mappings("rw-s") == own  # its bytes came with the request
+            monkeypatch.setattr(requests, "ONE_REQUEST_MAPPED_MAX", 0)
             await writer.write(NAMESPACE, chain, values(chain))
             # The writer has read-only memory no more: it has one mapping, not two.
             assert (mappings("rw-s"), mappings("r--s")) == (own + 1, 0)
@@ -259,6 +264,13 @@ def test_a_client_holds_what_it_has_touched_and_no_more(dev_in_thread: dev.Dev) 
     assert later == all_read
 
 
+@pytest.fixture
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write copies into the server's memory itself, also a small one."""
+    monkeypatch.setattr(requests, "ONE_REQUEST_MAPPED_MAX", 0)
+
+
+@pytest.mark.usefixtures("in_steps")
 async def test_many_first_writes_make_one_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pool_of(OPEN) as running:
         (server,) = running.servers
@@ -302,6 +314,7 @@ async def test_the_time_for_copying_is_not_the_servers() -> None:
         await channel.close()
 
 
+@pytest.mark.usefixtures("in_steps")
 async def test_a_first_write_that_was_cancelled_does_not_stop_the_next() -> None:
     """At each of its awaits, one after the other; no connection is left behind."""
     async with pool_of(OURS) as running:
@@ -319,6 +332,7 @@ async def test_a_first_write_that_was_cancelled_does_not_stop_the_next() -> None
         await eventually(lambda: descriptors() == 2)  # the server's own
 
 
+@pytest.mark.usefixtures("in_steps")
 async def test_the_first_write_keeps_its_deadline() -> None:
     """A server that answers reads and then accepts no connection."""
     async with pool_of(OPEN) as running:

@@ -188,6 +188,17 @@ def written(sizes: list[int], ids: list[int], checksums: list[int], wait_s: floa
     return frame(reserve) + payload + frame(messages.Seal(ids, checksums, True, wait_s))
 
 
+def written_at_once(sizes: list[int], checksums: list[int], more: int) -> bytes:
+    """A small write, with more or fewer bytes than it says."""
+    names = {**KEYS, "digests": DIGESTS[: 32 * len(sizes)]}
+    parents = bytes(32 * len(sizes))
+    write = messages.Write(
+        **names, part=0, parents=parents, sizes=sizes, checksums=checksums, visible=True, wait_s=0.5
+    )
+    size = max(0, sum(sizes) + more)
+    return frames.encode_frame(*messages.encode(write), size) + bytes(size)
+
+
 REQUESTS = st.one_of(
     st.sampled_from([frame(m) for m in SAMPLES if messages.TYPES[type(m)] < 32]),
     st.just(written([64], [2], [7], 0.5)),
@@ -197,6 +208,12 @@ REQUESTS = st.one_of(
         st.lists(st.integers(1, 5), max_size=2),
         st.lists(st.integers(0, 2**64 - 1), max_size=2),
         st.sampled_from([0.0, 0.5, 1e9]),
+    ),
+    st.builds(
+        written_at_once,
+        st.lists(st.sampled_from([1, 64, 4096, 40_000]), min_size=1, max_size=2),
+        st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=2),
+        st.sampled_from([-40_000, -1, 0, 0, 0, 0, 1]),
     ),
     st.just(frame(messages.Read(**ONE, part=0, buffer_sizes=[1 << 20]))),
     st.just(frame(messages.ReportCorruption(**ONE, part=0))),

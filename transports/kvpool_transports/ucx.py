@@ -253,6 +253,11 @@ class UcxChannel(StreamChannel):
         super().__init__(address, streams)
         self._workers = workers
 
+    @property
+    def one_request_max(self) -> int:
+        """More bytes would not come with their request."""
+        return min(SMALL, super().one_request_max)
+
     async def close(self) -> None:
         self.abort()
         self._workers.copies.close()
@@ -380,6 +385,7 @@ class _UcxListener:
 class _Session(StreamSession):
     """A session that exchanges UCX addresses after its handshake, so only with admitted clients."""
 
+    write_bytes_max = SMALL  # more would go by UCX, for which a request has no deadline
     serves_tenants = False  # who has a worker's address can send to it (design: ucx)
 
     async def handshake(self) -> Connection:

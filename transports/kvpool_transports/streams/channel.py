@@ -7,6 +7,7 @@ They are hashed in steps while they are in the CPU's cache (design: streams).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
@@ -42,11 +43,25 @@ class StreamChannel:
         self._address = address
         self._streams = streams
 
+    @property
+    def one_request_max(self) -> int:
+        """A write of at most so many bytes is one request."""
+        return requests.ONE_REQUEST_MAX
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._address} {self._streams!r}>"
 
     async def write(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
+    ) -> list[WriteStatus]:
+        """A small one in one request, `Write`; else in steps."""
+        in_steps = partial(self._write_in_steps, options, deadline)
+        return await requests.write(
+            self._streams, options, blocks, deadline, in_steps, self.one_request_max
+        )
+
+    async def _write_in_steps(
+        self, options: WriteOptions, deadline: float, blocks: Sequence[WriteBlock]
     ) -> list[WriteStatus]:
         """`Reserve`, then the payload of the granted blocks in one frame, then `Seal`."""
         async with self._streams.stream(deadline) as stream:

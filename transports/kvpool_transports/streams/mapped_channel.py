@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from kvpool.checksum import block_seeds
@@ -80,6 +81,15 @@ class MappedChannel:
 
     async def write(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
+    ) -> list[WriteStatus]:
+        """A small one in one request, its bytes over the stream; else in steps."""
+        in_steps = partial(self._write_in_steps, options, deadline)
+        return await requests.write(
+            self._streams, options, blocks, deadline, in_steps, requests.ONE_REQUEST_MAPPED_MAX
+        )
+
+    async def _write_in_steps(
+        self, options: WriteOptions, deadline: float, blocks: Sequence[WriteBlock]
     ) -> list[WriteStatus]:
         """`Reserve`, copy and hash the granted blocks into their extents, then `Seal`.
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
-from kvpool.checksum import block_seeds
+from kvpool.checksum import block_seeds, hasher
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
 from kvpool.protocols import DeviceReadBlock, DeviceWriteBlock, ReadOptions, View, WriteOptions
 from kvpool.types import (
@@ -55,7 +55,10 @@ from kvpool.wire.messages import (
     Seal,
     Sealed,
     Welcome,
+    Write,
+    Written,
     decode_answer,
+    is_known,
     pack_parents,
     unpack_parents,
     unpack_sessions,
@@ -74,6 +77,7 @@ _PREFETCH = tuple(PrefetchStatus)
 #: been sent is not stored, one that is sealed is not reserved, nor refused.
 _NOT_OF_SERVERS = (WriteStatus.SERVER_LOST, WriteStatus.NO_MASTER)
 _NOT_OF_RESERVE = (*_NOT_OF_SERVERS, WriteStatus.STORED)
+_NOT_OF_WRITE = (*_NOT_OF_SERVERS, WriteStatus.RESERVED)
 _NOT_OF_SEAL = (*_NOT_OF_SERVERS, WriteStatus.REFUSED, WriteStatus.RESERVED, WriteStatus.NOT_YET)
 
 
@@ -93,6 +97,12 @@ class Exchange(Protocol):
 
 
 T = TypeVar("T")
+
+#: A write of at most so many bytes is one request; a larger one reserves before it sends. The
+#: figures are in docs/benchmarks.md.
+ONE_REQUEST_MAX = 1 << 20
+#: The same, where the client could copy the bytes itself.
+ONE_REQUEST_MAPPED_MAX = 256 << 10
 
 
 async def dial_in_common_version(spoken: SpokenVersion, dial: Callable[[], Awaitable[T]]) -> T:
@@ -160,6 +170,71 @@ async def _prove(
         raise Unauthenticated(f"the server does not know this cluster's secret{middle}")
     proof = Proof(auth.client_proof(cluster, nonce, challenge.nonce, binding))
     await stream.send(proof, deadline=deadline)
+
+
+async def write(
+    streams: StreamPool,
+    options: WriteOptions,
+    blocks: Sequence[WriteBlock],
+    deadline: float,
+    in_steps: Callable[[Sequence[WriteBlock]], Awaitable[list[WriteStatus]]],
+    bytes_max: int,
+) -> list[WriteStatus]:
+    """Store blocks: in one request where they have at most `bytes_max` bytes together, else
+    `in_steps`, and so those that the server cannot take at once."""
+    if sum([block.size for block in blocks]) > bytes_max:
+        return await in_steps(blocks)
+    async with streams.stream(deadline) as stream:
+        if is_known(Write, stream.version):
+            statuses = await write_at_once(stream, options, blocks, deadline)
+        else:
+            statuses = [WriteStatus.NOT_YET] * len(blocks)
+    if later := [i for i, status in enumerate(statuses) if status is WriteStatus.NOT_YET]:
+        answer = await in_steps([blocks[i] for i in later])
+        for position, status in zip(later, answer, strict=True):
+            statuses[position] = status
+    return statuses
+
+
+async def write_at_once(
+    stream: Stream, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
+) -> list[WriteStatus]:
+    """Store blocks with a `Write`: request, checksums and bytes in one frame, and one answer.
+
+    NOT_YET where the server would have to wait. Raises BadMessage for an answer that does not fit.
+    """
+    digests = [block.digest for block in blocks]
+    digest_size = len(digests[0])
+    session_hint = options.session_hint or SessionHint("")
+    seeds = block_seeds(options.namespace, options.part, digests)
+    await stream.send(
+        Write(
+            namespace=options.namespace.name,
+            parts=options.namespace.parts,
+            digest_size=digest_size,
+            digests=b"".join(digests),
+            part=options.part,
+            parents=pack_parents([block.parent for block in blocks], digest_size),
+            sizes=[block.size for block in blocks],
+            checksums=[_checksum(block, seed) for block, seed in zip(blocks, seeds, strict=True)],
+            visible=options.visible,
+            wait_s=max(0.0, deadline - asyncio.get_running_loop().time()),
+            session=session_hint.session,
+            resume_s=session_hint.resume_in,
+            copies=options.copies if options.copies > 1 else 0,
+        ),
+        [block.pieces for block in blocks],
+        deadline=deadline,
+    )
+    written = await stream.expect(Written, deadline=deadline)
+    return write_statuses(written.statuses, len(blocks), _NOT_OF_WRITE)
+
+
+def _checksum(block: WriteBlock, seed: int) -> int:
+    digest = hasher(seed)
+    for piece in block.pieces:
+        digest.update(piece)
+    return digest.intdigest()
 
 
 async def reserve(

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from operator import eq
 from typing import Any, Final
 
 from kvpool import logs
@@ -35,11 +36,12 @@ from kvpool.types import (
 )
 from kvpool.wire import auth
 from kvpool.wire.access import check_access
-from kvpool.wire.frame_reader import PayloadReceiver
+from kvpool.wire.frame_reader import STEP, PayloadReceiver, Pieces, no_payload
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
     TYPES,
+    WRITE_BYTES_MAX,
     Challenge,
     Data,
     Drain,
@@ -66,6 +68,8 @@ from kvpool.wire.messages import (
     Unpin,
     Unpinned,
     Welcome,
+    Write,
+    Written,
     decode,
     message_type,
     pack_parents,
@@ -84,6 +88,10 @@ WAIT_S_MAX = 60.0
 GRACE_S = 5.0
 #: An answer that the client does not read within this time ends the connection.
 ANSWER_S = 60.0
+
+#: Bytes of blocks that are not stored go here, of all connections; nobody reads them.
+_NOWHERE: Final = memoryview(bytearray(STEP))
+_WRITE: Final = TYPES[Write]
 
 log = logs.get("kvpool.transport")
 
@@ -170,6 +178,8 @@ class StreamSession:
 
     #: Whether clients of tenants may use it. Never where the client maps the server's memory.
     serves_tenants = True
+    #: Bytes that may come with a `Write`.
+    write_bytes_max = WRITE_BYTES_MAX
     #: The hash of the certificate that this client was shown; proofs cover it (design: tls).
     binding = b""
 
@@ -191,6 +201,8 @@ class StreamSession:
         self._connection: Connection | None = None
         self._peer = Peer("")
         self._pins: list[Pin] = []
+        #: Of the `Write` that is arriving or has arrived.
+        self._incoming: list[Reservation] = []
         #: Between two exchanges: since when.
         self._idle_since: float | None = None
         self._lent = False  # the client writes what it has reserved last, and may write it late
@@ -224,7 +236,7 @@ class StreamSession:
             self._strangers.left(self.stream)
             while True:
                 self._idle_since = self._loop.time()
-                frame = await self.stream.receive(deadline=None)
+                frame = await self.stream.receive(self._payload_of_request, deadline=None)
                 self._idle_since = None
                 if self._unpin_previous(self._connection) and frame.type == TYPES[Unpin]:
                     if decode(Unpin, frame.type, frame.body).confirm:
@@ -415,31 +427,65 @@ class StreamSession:
         report = await connection.drain(order)
         await self._send(Drained(*report._replace(left=list(report.left))))  # type: ignore[arg-type]
 
+    def _payload_of_request(self, frame: Frame) -> PayloadReceiver:
+        """Where the bytes of a request go, of which only `Write` has some.
+
+        Its blocks are reserved here, in the step in which the request is complete: so each byte
+        goes where it stays, and nothing of a stranger's is held beside his reservations.
+        """
+        connection = self._connection
+        if frame.type != _WRITE or connection is None:
+            return no_payload(frame)
+        self._idle_since = None
+        self._unpin_previous(connection)
+        self._lent = False
+        if frame.payload_size > self.write_bytes_max:
+            raise BadMessage(
+                f"a Write with {frame.payload_size} bytes, limit {self.write_bytes_max}: reserve"
+            )
+        write = decode(Write, frame.type, frame.body)
+        request = _reserve_request(write)
+        if len(write.checksums) != len(write.sizes):
+            raise BadMessage(f"{len(write.sizes)} sizes, {len(write.checksums)} checksums")
+        try:
+            check_access(self._peer.tenant, write)
+        except Forbidden:  # `_answer` refuses it when its bytes are out of the way
+            return PayloadReceiver([_nowhere(frame.payload_size)])
+        if sum(write.sizes) != frame.payload_size:
+            raise BadMessage(f"blocks of {sum(write.sizes)} bytes with {frame.payload_size} bytes")
+        reservations = self._incoming = connection.reserve_now(request)
+        views = iter(connection.views([r.extent for r in reservations if r.extent is not None]))
+        return PayloadReceiver(
+            [
+                (next(views),) if reservation.extent is not None else _nowhere(size)
+                for reservation, size in zip(reservations, write.sizes, strict=True)
+            ]
+        )
+
+    async def _seal_written(self, write: Write, connection: Connection) -> None:
+        """Its bytes have arrived: seal the blocks that were reserved for it."""
+        reservations, self._incoming = self._incoming, []
+        granted = [i for i, r in enumerate(reservations) if r.extent is not None]
+        statuses = bytearray([r.status for r in reservations])
+        # The other writer may still wait until the masters have the block: as in `reserve`.
+        is_here = WriteStatus.ALREADY_STORED in statuses
+        if granted or is_here:
+            sealed = await connection.seal(
+                [reservations[i].id for i in granted],
+                [write.checksums[i] for i in granted],
+                visible=write.visible or is_here,
+                deadline=self._loop.time() + min(write.wait_s, WAIT_S_MAX),
+            )
+            for position, status in zip(granted, sealed, strict=True):
+                statuses[position] = status
+        await self._send(Written(bytes(statuses)))
+
     async def _write(self, reserve: Reserve, connection: Connection) -> None:
         """Reserve, let the bytes arrive, seal."""
-        namespace, digests = unpack_batch(reserve)
-        _check_part(namespace, reserve.part)
-        parents = unpack_parents(reserve.parents, reserve.digest_size)
-        if not len(digests) == len(parents) == len(reserve.sizes):
-            raise BadMessage(
-                f"{len(digests)} digests, {len(parents)} parents, {len(reserve.sizes)} sizes"
-            )
-        if any(parent == digest for parent, digest in zip(parents, digests, strict=True)):
-            raise BadMessage("a block names itself as its parent")
+        request = _reserve_request(reserve)
         deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
         self._lent = False
-        reservations = await connection.reserve(
-            ReserveRequest(
-                namespace,
-                reserve.part,
-                digests,
-                parents,
-                reserve.sizes,
-                _session_hint(reserve),
-                copies=[reserve.copies] * len(digests) if reserve.copies > 1 else None,
-            ),
-            deadline=deadline,
-        )
+        reservations = await connection.reserve(request, deadline=deadline)
         granted = [r for r in reservations if r.status is WriteStatus.RESERVED]
         # Before the client gets an offset: from then on its extents must not be reused without it.
         self._lent = self._mapped and bool(granted) and connection.lend()
@@ -537,6 +583,7 @@ _ANSWERS: Final[
 ] = {
     Read: StreamSession._read,
     Reserve: StreamSession._write,
+    Write: StreamSession._seal_written,
     Remove: StreamSession._remove,
     ReportCorruption: StreamSession._report_corruption,
     Propose: StreamSession._offer,
@@ -568,7 +615,35 @@ def _fields(scheme: str, error: KvpoolError) -> dict[str, str]:
     return {"transport": scheme, "error": type(error).__name__, "why": str(error)}
 
 
-def _session_hint(reserve: Reserve) -> SessionHint | None:
+def _reserve_request(message: Reserve | Write) -> ReserveRequest:
+    """The blocks that a client wants to write. Raises BadMessage."""
+    namespace, digests = unpack_batch(message)
+    _check_part(namespace, message.part)
+    parents = unpack_parents(message.parents, message.digest_size)
+    if not len(digests) == len(parents) == len(message.sizes):
+        raise BadMessage(
+            f"{len(digests)} digests, {len(parents)} parents, {len(message.sizes)} sizes"
+        )
+    if any(map(eq, parents, digests)):
+        raise BadMessage("a block names itself as its parent")
+    return ReserveRequest(
+        namespace,
+        message.part,
+        digests,
+        parents,
+        message.sizes,
+        _session_hint(message),
+        copies=[message.copies] * len(digests) if message.copies > 1 else None,
+    )
+
+
+def _nowhere(size: int) -> Pieces:
+    """Room for bytes that are thrown away."""
+    whole, rest = divmod(size, len(_NOWHERE))
+    return (*[_NOWHERE] * whole, *([_NOWHERE[:rest]] if rest else []))
+
+
+def _session_hint(reserve: Reserve | Write) -> SessionHint | None:
     """Who writes, if they say so. Raises BadMessage."""
     if not reserve.session:
         if reserve.resume_s is not None:
