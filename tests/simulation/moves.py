@@ -302,9 +302,10 @@ class Moves:
         world = self._world
         if not world.settled_since(world.loop.now - _KNOWN_S):
             return
+        leaving = self._leaving()
         for name in names:
             for other in world.servers:
-                if other is node or other.server is None or other.server._context.draining:
+                if other is node or other.server is None or other.name in leaving:
                     continue
                 # Of a block that lacks a part everywhere masters do not say where its parts are:
                 # no reader can use it (seed 65).
@@ -315,6 +316,20 @@ class Moves:
                     world.loop.fail(
                         f"moves: {name.digest.hex()[:12]} is moved, and {other.name} has it"
                     )
+
+    def _leaving(self) -> set[str]:
+        """Servers that drain, and those of which a master has not heard yet that they have stopped
+        to (seed 644116)."""
+        drain = {
+            node.name
+            for node in self._world.servers
+            if node.server is not None and node.server._context.draining
+        }
+        for node in self._world.masters:
+            if node.master is not None:
+                members = node.master.directory.members(self._world.loop.now)
+                drain |= {one.server for one in members if one.stats.draining}
+        return drain
 
     def _has_long(self, node: ServerNode, name: BlockName, part: int) -> bool:
         """Masters know that this server has this part of a block."""
