@@ -371,6 +371,26 @@ def test_a_lost_cache_leaves_its_blocks_where_they_are_below() -> None:
     assert {server.map[ONE, 0, digest] for digest in chain} == {2}
 
 
+def test_a_block_that_a_reader_waits_for_takes_the_place_of_one_whose_session_comes_back() -> None:
+    """Memory is full of one chain, whose end belongs to that session; all of it is on disk, too."""
+    server = Server(4, 64)
+    server.write(1, ONE, 0, keys("old", 1))
+    server.settle()
+    chain = keys("chain", 4)
+    server.write(1, ONE, 0, chain[:3])
+    end = ReserveRequest(ONE, 0, chain[3:], chain[2:3], [PAGE], SessionHint("s", resume_in=5.0))
+    (answer,) = server.stack.reserve(1, end, server.now)
+    assert answer.extent is not None
+    server.memory[0][answer.extent.offset] = (ONE, 0, chain[3])
+    server.stack.seal(1, answer.id, 1, server.now)
+    server.settle()
+    assert server.stack.backing.peek(ONE, 0, chain[3]) is not None
+    server.stage(ONE, 0, keys("old", 1))
+    server.settle()
+    assert server.read(1, ONE, 0, keys("old", 1)) == [ReadStatus.HIT]
+    assert server.stack.backing.peek(ONE, 0, chain[3]) is not None
+
+
 @pytest.mark.parametrize(
     ("ends", "writes_again", "known"), [(False, False, 1), (True, False, 0), (True, True, 1)]
 )

@@ -353,6 +353,7 @@ class SessionAwarePolicy:
         *,
         foreign: bool = False,
         owed: bool = False,
+        wanted: bool = False,
     ) -> Entry | Decision | None:
         """First leaves of superseded and ended sessions, then extra copies, then those that are
         expected latest.
@@ -362,10 +363,11 @@ class SessionAwarePolicy:
         budget, sessions with a hint are evicted first. BYPASS when `newcomer` is expected later
         than every evictable block. Of a `foreign` one, another tenant's, nothing is expected: the
         hints order what is here, and refuse nothing. Space that is `owed` the policy cannot refuse,
-        either: it is asked as if the blocks were not used for long.
+        either: it is asked as if the blocks were not used for long. Nor can it refuse a newcomer
+        that is `wanted` now, by a reader who waits for it.
         """
         self._expire(now)
-        asked_at = now + _LONG_S if owed and foreign else now
+        asked_at = now + _LONG_S if wanted or (owed and foreign) else now
         if self._superseded or self._ended:
             useless = self.next_useless(evictable)
             if useless is not None:
@@ -385,7 +387,7 @@ class SessionAwarePolicy:
         if far is None or far.session is None or far.session.due is None:
             return found
         over = self.announced_bytes > self.budget
-        if foreign and (found is None or isinstance(found, Decision)):
+        if (foreign or wanted) and (found is None or isinstance(found, Decision)):
             return far
         if found is None or isinstance(found, Decision):
             expected = self._expected(newcomer, now)

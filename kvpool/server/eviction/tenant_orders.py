@@ -138,6 +138,8 @@ class TenantOrders:
         evictable: Callable[[Entry], bool],
         now: float,
         last_used: int = _JUST_NOW,
+        *,
+        wanted: bool = False,
     ) -> Entry | Decision | None:
         """As `SessionAwarePolicy.victim`, of the order that the rules choose.
 
@@ -149,17 +151,23 @@ class TenantOrders:
         own = self._order(mine)
         if mine.exceeds(size):
             above = mine.used > mine.limit  # what is too much goes, also for a block of less worth
-            return own.victim(newcomer, evictable, now, last_used, foreign=above, owed=above)
+            return own.victim(
+                newcomer, evictable, now, last_used, foreign=above, owed=above, wanted=wanted
+            )
         owed = mine.owns(size)
         asked: set[Account] = set()
         younger = 0
         while len(asked) < _ASKED_MAX:
             account = self._next(mine, owed, asked, now)
             if account is None:
-                return own.victim(newcomer, evictable, now, last_used) if owed else None
+                if not owed:
+                    return None
+                return own.victim(newcomer, evictable, now, last_used, wanted=wanted)
             order = self._orders[account]
             foreign = account is not mine
-            found = order.victim(newcomer, evictable, now, last_used, foreign=foreign, owed=owed)
+            found = order.victim(
+                newcomer, evictable, now, last_used, foreign=foreign, owed=owed, wanted=wanted
+            )
             if found is None:
                 self._dry.add(account)
                 asked.add(account)

@@ -1043,6 +1043,8 @@ class Store:
         if gave_up is not None and gave_up[0] == newcomer.digest:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
+        # A reader waits for a block of the tier below: what leaves for it has a copy there, too.
+        wanted = owner == MOVER and self.demotes and last_used == _JUST_NOW
         searched, wrong, has_tenants = False, 0, self.accounts.has_tenants
         while self._steps_left > 0:
             exceeds = account.used + size > account.limit
@@ -1054,7 +1056,7 @@ class Store:
                 if refusal is not None:
                     return refusal
                 enough = self.allocator.available + size // _SEARCHES
-            victim = self.policy.victim(newcomer, self._evictable, now, last_used)
+            victim = self.policy.victim(newcomer, self._evictable, now, last_used, wanted=wanted)
             if victim is None:
                 if last_used == _JUST_NOW and self._give_up_prefetched(account, size):
                     continue
