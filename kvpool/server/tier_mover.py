@@ -296,12 +296,15 @@ class TierMover:
 
     async def _demote_forever(self) -> None:
         while True:
+            waited = self._store.waiting
             copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
             if self._store.has_changes:  # the reservations below have evicted blocks
                 self._on_change()
             if copies:
                 if not await self._demote(copies):
                     await asyncio.sleep(_AFTER_FAILURE_S)
+            elif 0 < self._store.waiting < waited:  # the disk has refused those that were next
+                await asyncio.sleep(0)
             else:
                 self._wake.clear()
                 if await self.erase() or self._store.read_only:
