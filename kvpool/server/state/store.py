@@ -1039,13 +1039,11 @@ class Store:
         if holder.limited and holder.reservations and not holder.may_evict(self.limits.writes):
             return _ASK_AGAIN
         enough = min(2 * size, size + self._slack)
-        gave_up = holder.gave_up
-        if gave_up is not None and gave_up[0] == newcomer.digest:
+        if (gave_up := holder.gave_up) is not None and gave_up[0] == newcomer.digest:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
-        # A reader waits for a block of the tier below: what leaves for it has a copy there, too.
-        wanted = owner == MOVER and self.demotes and last_used == _JUST_NOW
-        searched, wrong, has_tenants = False, 0, self.accounts.has_tenants
+        wanted = owner == MOVER and self.demotes and last_used == _JUST_NOW  # by a reader, now
+        searched, wrong = False, 0
         while self._steps_left > 0:
             exceeds = account.used + size > account.limit
             if in_steps and not exceeds and self.allocator.available >= enough:
@@ -1081,7 +1079,7 @@ class Store:
             if self._is_spared(victim, newcomer, owner, last_used):
                 self.policy.add_candidate(victim)
                 return Reservation(WriteStatus.NO_SPACE)
-            leaving = self._count_eviction(victim, account) if has_tenants else 0
+            leaving = self._count_eviction(victim, account) if self.accounts.has_tenants else 0
             if exceeds and account.used - leaving + size > account.limit:
                 self._evict(victim)  # its extent alone does not make enough room within the limit
                 continue
