@@ -30,7 +30,9 @@ if __package__ != "tests.simulation":
 
 from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, HOARD
 from tests.simulation.open_failures import OPEN_FAILURES
-from tests.simulation.planted import BUGS, Bug
+from tests.simulation.planted import BUGS as OF_CLUSTERS
+from tests.simulation.planted import Bug
+from tests.simulation.planted_devices import DEVICE_BUGS
 from tests.simulation.truth import PROBES
 from tests.simulation.world import HistoryReport, run
 from tests.simulation.wrong_maps import FAULTS_OF_MAPS
@@ -55,6 +57,7 @@ _WORLDS: Final = (
     "one-request",
 )
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, *_WORLDS)
+BUGS: Final = (*OF_CLUSTERS, *DEVICE_BUGS)
 _OPS: Final = 40
 #: Seeds that one process plays before it reports.
 _CHUNK: Final = 20

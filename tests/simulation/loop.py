@@ -242,6 +242,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._ready.append(handle)
         return handle
 
+    def call_soon_threadsafe(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> SimHandle:
+        return self.call_soon(callback, *args, context=context)  # threads are simulated, too
+
     def call_at(  # type: ignore[override]
         self,
         when: float,

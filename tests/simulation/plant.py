@@ -17,7 +17,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -28,6 +28,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.simulation.planted import BUGS, FIRST_SEED, Bug
+from tests.simulation.planted_devices import DEVICE_BUGS
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 #: Operations of each history.
@@ -76,11 +77,11 @@ def with_bug(bug: Bug, source: str) -> str:
 
 
 def _bug(name: str) -> Bug:
-    for bug in BUGS:
+    for bug in (*BUGS, *DEVICE_BUGS):
         if bug.name == name:
             return bug
     raise argparse.ArgumentTypeError(
-        f"no planted bug {name!r}; tests/simulation/planted.py has all"
+        f"no planted bug {name!r}; tests/simulation/planted.py and planted_devices.py have all"
     )
 
 
@@ -91,9 +92,24 @@ def _seeds(text: str) -> range:
     return range(int(found[1]), int(found[2]))
 
 
-def _fails_without(seed: int, without: frozenset[str]) -> bool:
+def _player(bug: Bug) -> Callable[[int, frozenset[str]], str | None]:
+    """What plays a seed of the worlds that this bug is for: what went wrong, or None."""
+    # Imported here, and not above: by then the hook changes what is imported.
+    if bug in DEVICE_BUGS:
+        from tests.simulation.devices import play
+
+        return lambda seed, _: play(seed) or None
+    from tests.simulation.world import run
+
+    return lambda seed, without: run(seed, ops=OPS, without=without).failure
+
+
+def _fails_without(bug: Bug, seed: int, without: frozenset[str]) -> bool:
     """Whether this history fails without the bug, too, so that it proves nothing."""
-    command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--ops", str(OPS)]
+    module = ["tests.simulation", "--ops", str(OPS)]
+    if bug in DEVICE_BUGS:
+        module = ["tests.simulation.devices"]
+    command = [sys.executable, "-m", *module, "--seed", str(seed)]
     command += ["--without", ",".join(without)] if without else []
     played = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
     return json.loads(played.stdout)["failure"] is not None
@@ -112,17 +128,15 @@ def main() -> None:
     arguments = parser.parse_args()
     bug: Bug = arguments.bug
     sys.meta_path.insert(0, Planter(bug))
-    # Imported here, and not above, because from now on the hook changes what is imported.
-    from tests.simulation.world import run
-
+    play = _player(bug)
     caught = None
     seeds: range = arguments.seeds
     first = FIRST_SEED.get(bug.name)
     known = [] if first is None else [(first, _WORLDS_OF_FIRST_SEEDS)]
     for seed, without in (*known, *((seed, frozenset[str]()) for seed in seeds)):
-        report = run(seed, ops=OPS, without=without)
-        if report.failure is not None and not _fails_without(seed, without):
-            caught = {"seed": seed, "failure": report.failure}
+        failure = play(seed, without)
+        if failure is not None and not _fails_without(bug, seed, without):
+            caught = {"seed": seed, "failure": failure}
             break
     print(json.dumps({"bug": bug.name, "promise": bug.promise, "caught": caught}))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,10 @@ class FakeEvent:
         self._blocking = blocking
         self._stream: FakeStream | None = None
         self._position = 0
+        self._number = next(gpu.events)
+
+    def __hash__(self) -> int:
+        return self._number  # sets of events iterate alike in each run
 
     def record(self, stream: FakeStream | None = None) -> None:
         self._stream = stream or self._gpu.current_stream()
@@ -143,6 +148,7 @@ class FakeGpu:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.lock = threading.RLock()
+        self.events = itertools.count()
         #: While it is set the devices do nothing, and who waits for them waits.
         self.busy = False
         #: What the next work that runs raises, as CUDA would say it.

@@ -1,0 +1,110 @@
+"""Planted bugs of direct transfers, for the worlds in `devices.py`: each is found in 40 seeds.
+
+As in `planted.py`: `before` occurs once in its module, and is a mistake that people make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.simulation.planted import Bug
+
+_DIRECT = "kvpool.client.device_direct"
+_WRITES = "kvpool.client.device_writes"
+_THREAD = "kvpool.device.thread"
+
+DEVICE_BUGS: Sequence[Bug] = (
+    Bug(
+        "hashed-before-the-copy-has-ended",
+        "G1",
+        _WRITES,
+        "            await wait_for_stream(blocks.values(), deadline)\n",
+        "",
+    ),
+    Bug(
+        "received-before-the-owners-work-has-ended",
+        "G1",
+        _DIRECT,
+        "            await wait_for_stream(blocks.values(), deadline)\n",
+        "            pass\n",
+    ),
+    Bug(
+        "another-stream-is-waited-for",
+        "G1",
+        _THREAD,
+        """\
+        with self._inference_mode(), self._on_stream():
+            try:
+                queued = queue()
+            finally:  # whatever was queued before an error runs, too
+                self._event.record()
+                self._event.synchronize()
+            return finish(queued)""",
+        """\
+        try:
+            with self._inference_mode(), self._on_stream():
+                queued = queue()
+        finally:  # whatever was queued before an error runs, too
+            self._event.record()
+            self._event.synchronize()
+        with self._inference_mode(), self._on_stream():
+            return finish(queued)""",
+    ),
+    Bug(
+        "scratch-memory-without-turns",
+        "G1",
+        _DIRECT,
+        """\
+        try:
+            yield scratch.memory
+        finally:
+            scratch.turn.release()""",
+        """\
+        scratch.turn.release()
+        yield scratch.memory""",
+    ),
+    Bug(
+        "given-back-before-the-bytes-have-left",
+        "G1",
+        _WRITES,
+        """\
+                    # The scratch memory is this round's until no transfer uses it any more.
+                    written = await write_blocks(ready)
+                    statuses.update(zip(one.numbers, written, strict=True))""",
+        """\
+                written = await write_blocks(ready)
+                statuses.update(zip(one.numbers, written, strict=True))""",
+    ),
+    Bug(
+        "pieces-swapped",
+        "G1",
+        _WRITES,
+        "sources = [row for number in one.in_rows for row in blocks[number].rows]",
+        "sources = [row for number in one.in_rows for row in blocks[number].rows[::-1]]",
+    ),
+    Bug(
+        "scattered-from-the-start-of-the-block",
+        "G1",
+        _DIRECT,
+        "                    taken += len(row)\n",
+        "",
+    ),
+    Bug(
+        "what-has-arrived-is-trusted",
+        "G1",
+        _DIRECT,
+        "if checksum != arrivals[position].checksum:",
+        "if checksum < 0:",
+    ),
+    Bug(
+        "a-cancelled-call-leaves-its-kernels",
+        "G1",
+        _THREAD,
+        """\
+                cancelled = True
+                job.cancel()""",
+        """\
+                job.cancel()
+                raise""",
+    ),
+)

@@ -1,0 +1,44 @@
+"""The worlds of direct transfers: silent about the real code, and not about planted bugs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import plant
+from tests.simulation.planted import Bug
+from tests.simulation.planted_devices import DEVICE_BUGS
+
+pytest.importorskip("torch", reason="devices need torch")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("first", range(0, 16, 4))
+def test_no_byte_is_wrong_early_or_late(first: int) -> None:
+    from tests.simulation import devices
+
+    assert {devices.play(seed) for seed in range(first, first + 4)} == {""}
+
+
+@pytest.mark.parametrize("bug", DEVICE_BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    command = [sys.executable, "-m", "tests.simulation.plant", "--bug", bug.name]
+    command += ["--seeds", "0:40"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    caught = json.loads(done.stdout)["caught"]
+    assert caught is not None
+    assert caught["failure"].startswith("G1: ")
+
+
+@pytest.mark.parametrize("bug", DEVICE_BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_in_step_with_the_source(bug: Bug) -> None:
+    spec = importlib.util.find_spec(bug.module)
+    assert spec is not None
+    assert spec.origin is not None
+    compile(plant.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
