@@ -369,8 +369,10 @@ class DryPool:
 
     def _new_store(self) -> TieredStore:
         stores = []
-        for size in self._sizes:
-            store = Store(size, alignment=BLOCK_SIZE, policy=self._policy(size))
+        for number, size in enumerate(self._sizes, 1):
+            # As in a server: the lowest tier follows the policy, those above keep what was used.
+            policy = self._policy(size) if number == len(self._sizes) else None
+            store = Store(size, alignment=BLOCK_SIZE, policy=policy)
             if self._guaranteed:
                 store.set_quotas({t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
             stores.append(store)

@@ -11,6 +11,7 @@ from kvpool.fleet.events import EventQueue
 from kvpool.fleet.memory import FleetMemory
 from kvpool.fleet.options import Hints, Incident, Scope
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.state.entry import Entry
 from kvpool.tools.dry_pool import DryPool, Placing
 from tests.conftest import NAMESPACE, key
 from tests.fleet.test_fleet import run
@@ -77,6 +78,17 @@ def test_a_block_that_left_memory_is_read_at_the_disks_rate() -> None:
     assert bench.memory.moved_bytes()[:2] == (1200, 400)
     assert bench.memory.moved_bytes().disk_written == 800  # its copy below is still good
     bench.pool.check()
+
+
+def test_the_policy_is_that_of_the_disk_as_in_a_server() -> None:
+    asked: list[int] = []
+
+    def policy(size: int) -> LRU[Entry]:
+        asked.append(size)
+        return LRU()
+
+    pool = DryPool(1, 4, policy, disk=64)
+    assert asked == [next(iter(pool.servers.values())).store.backing.allocator.capacity]
 
 
 def test_a_chain_longer_than_memory_comes_through_it_piece_by_piece() -> None:
