@@ -59,6 +59,8 @@ class Moves:
         self._written_at: dict[bytes, float] = {}
         #: Removed on every server, with no write since: nothing may bring them back.
         self._gone: set[tuple[Namespace, bytes]] = set()
+        #: When each server that has drained did so last.
+        self._drained_at: dict[str, float] = {}
         vars(fetcher)["_STEP_BLOCKS"] = world.plan.step_blocks  # a `Final` of the module
 
     # --- operations ---------------------------------------------------------------------------
@@ -318,18 +320,13 @@ class Moves:
                     )
 
     def _leaving(self) -> set[str]:
-        """Servers that drain, and those of which a master has not heard yet that they have stopped
-        to (seed 644116)."""
-        drain = {
-            node.name
-            for node in self._world.servers
-            if node.server is not None and node.server._context.draining
-        }
-        for node in self._world.masters:
-            if node.master is not None:
-                members = node.master.directory.members(self._world.loop.now)
-                drain |= {one.server for one in members if one.stats.draining}
-        return drain
+        """Servers that drain, or did so shortly: others plan with what they heard then (seeds
+        1996, 644116)."""
+        now = self._world.loop.now
+        for node in self._world.servers:
+            if node.server is not None and node.server._context.draining:
+                self._drained_at[node.name] = now
+        return {name for name, at in self._drained_at.items() if now - at < _KNOWN_S}
 
     def _has_long(self, node: ServerNode, name: BlockName, part: int) -> bool:
         """Masters know that this server has this part of a block."""
@@ -342,7 +339,11 @@ class Moves:
         """A server's process has begun."""
         assert node.server is not None
         drainer = node.server._drainer
-        offer_to = drainer._offer_to
+        offer_to, cancel = drainer._offer_to, drainer.cancel
+
+        async def watched_cancel() -> None:
+            await cancel()
+            self._drained_at[node.name] = self._world.loop.now
 
         async def watched_offer_to(
             target: str, entries: dict[BlockName, Entry], reasons: dict[BlockName, str]
@@ -350,7 +351,7 @@ class Moves:
             self.check_alone(node, entries)
             await offer_to(target, entries, reasons)
 
-        vars(drainer)["_offer_to"] = watched_offer_to
+        vars(drainer).update(_offer_to=watched_offer_to, cancel=watched_cancel)
         budget = WatchedBudget(self._world.plan.fetch_rate)
         budget.fail = self._world.loop.fail
         node.server._fetcher.budget = budget
