@@ -18,6 +18,7 @@ from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers
 from kvpool.client.device_direct import DirectReads
 from kvpool.client.device_staging import Staging
+from kvpool.client.device_writes import DirectWrites
 from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
@@ -242,6 +243,8 @@ async def write(
         cast(Versions, None),  # with one server there is one version
         cast(SharedCopies, None),  # and no other server that could have the parent
         cast(Callable[[], Staging], None),
+        "staged",
+        cast(Callable[[], DirectWrites], None),
         Counter(),
     )
     chain = keys("chain", count)

@@ -22,6 +22,7 @@ from kvpool.protocols import Channel, Link, WriteOptions
 from kvpool.types import ROOT, Cluster, ReadStatus, ServerStats, WriteBlock
 from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
+from kvpool_transports.streams.requests import ONE_REQUEST_MAPPED_MAX
 from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, keys, values
 from tests.support.raw_peers import KEYS, REGISTER, TOKEN, ask, frame
 
@@ -377,6 +378,7 @@ async def test_descriptors_in_drips() -> None:
 @pytest.mark.parametrize("name", WRITABLE_SEGMENTS)
 async def test_segments_for_writers(name: str) -> None:
     """The client goes on without: it can read, and has nothing to write into."""
+    size = ONE_REQUEST_MAPPED_MAX + 1
     before = open_descriptors()
     fd = read_only(memory())
     again = WRITABLE_SEGMENTS[name]
@@ -385,7 +387,7 @@ async def test_segments_for_writers(name: str) -> None:
         with pytest.raises((PeerError, LinkBroken)):
             await channel.write(
                 WriteOptions(NAMESPACE, 0, visible=False),
-                [WriteBlock(keys("w", 1)[0], ROOT, (memoryview(b"x"),), 1)],
+                [WriteBlock(keys("w", 1)[0], ROOT, (memoryview(bytes(size)),), size)],
                 deadline=asyncio.get_running_loop().time() + 1,
             )
         await channel.close()

@@ -82,7 +82,9 @@ async def stranger(running: dev.Dev) -> AsyncIterator[tuple[Raw, Collected]]:
 def mappings(access: str) -> int:
     """How often this process has mapped the memory of a server: `r--s` or `rw-s`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return sum("/memfd:kvpool " in line and line.split()[1] == access for line in lines)
+    found = [line.split() for line in lines if "/memfd:kvpool " in line]
+    # By their ends: while memory is mapped elsewhere, a long file may list one of them twice.
+    return len({one[0].partition("-")[2] for one in found if one[1] == access})
 
 
 def descriptors() -> int:
