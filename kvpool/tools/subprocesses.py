@@ -85,7 +85,8 @@ async def process_of(
         try:
             await asyncio.wait_for(process.wait(), _END_S)
         except TimeoutError:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                process.kill()
             await process.wait()
 
 
