@@ -304,7 +304,7 @@ class Moves:
         world = self._world
         if not world.settled_since(world.loop.now - _KNOWN_S):
             return
-        leaving = self._leaving()
+        leaving = self.leaving()
         for name in names:
             for other in world.servers:
                 if other is node or other.server is None or other.name in leaving:
@@ -319,7 +319,7 @@ class Moves:
                         f"moves: {name.digest.hex()[:12]} is moved, and {other.name} has it"
                     )
 
-    def _leaving(self) -> set[str]:
+    def leaving(self) -> set[str]:
         """Servers that drain, or did so shortly: others plan with what they heard then (seeds
         1996, 644116)."""
         now = self._world.loop.now

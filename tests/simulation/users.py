@@ -613,6 +613,8 @@ class SimClient:
             alone = world.only_incident
             if status is WriteStatus.BYPASSED and world.plan.sessions:
                 return  # for prompts that wait, as the oracle of the store has checked
+            if world.moves.leaving() >= {node.name for node in world.servers}:
+                return  # they take no writes
             size = len(value(ONE, digest, 0))
             stores = [node.store for node in world.servers if node.process.alive]
             if status is WriteStatus.NO_SPACE and world.tenants is not None:
