@@ -33,7 +33,8 @@ class Probe(NamedTuple):
     """One answer. `cold`: nothing was cached; `held`: by the engine itself; `saved`: cold, and
     stored in the pool; `loaded`: by another engine; `beside`: cold, while `engines` computed;
     `routed`: held, and asked through the router; `crowd`: the same, as one of `engines` requests
-    at a time. It was asked for before the row of this number."""
+    at a time. `pool_beside` and `pool_crowd` are asked with the pool: it is looked up, and what is
+    computed is saved. It was asked for before the row of this number."""
 
     kind: str
     tokens: int
@@ -66,20 +67,20 @@ async def probes(ask: Ask, engines: int, at_once: int, row: int, output: int) ->
             long_session(_FIRST_NUMBER + 10 * (repetition + 1) + engine, 1, _BESIDE_WORDS)
             for engine in range(engines)
         ]
-        answers = await asyncio.gather(
-            *(ask(engine, WITHOUT, f"{salt}own", one) for engine, one in enumerate(sessions))
-        )
-        for one in answers:
-            probed("beside", one, engines)
+        for kind, mode, name in (("beside", WITHOUT, "own"), ("pool_beside", WITH, "pool")):
+            asked = (ask(engine, mode, salt + name, one) for engine, one in enumerate(sessions))
+            for one in await asyncio.gather(*asked):
+                probed(kind, one, engines)
     session = long_session(_FIRST_NUMBER + 100, 1, _ROUTED_WORDS)
     for number in range(2 * engines):  # round robin: each engine cold, then each of them again
         one = await ask(None, WITHOUT, f"{salt}routed", session)
         if number >= engines:
             probed("routed", one)
-    for _ in range(3):
-        crowd = (ask(None, WITHOUT, f"{salt}routed", session) for _ in range(at_once))
-        for one in await asyncio.gather(*crowd):
-            probed("crowd", one, at_once)
+    for kind, mode in (("crowd", WITHOUT), ("pool_crowd", WITH)):
+        for _ in range(3):
+            crowd = (ask(None, mode, f"{salt}routed", session) for _ in range(at_once))
+            for one in await asyncio.gather(*crowd):
+                probed(kind, one, at_once)
     return found
 
 

@@ -15,7 +15,7 @@ def table(predictions: Sequence[Prediction]) -> Table:
     shown = Table(title="make demo-fleet, measured and predicted", title_justify="left")
     for name in ("router", "pool"):
         shown.add_column(name)
-    for name in ("hits", "predicted", "TTFT P50", "predicted", "rates"):
+    for name in ("hits", "predicted", "TTFT P50", "predicted", "took", "predicted", "rates"):
         shown.add_column(name, justify="right")
     for one in predictions:
         hits = one.predicted.hit_rate - one.row.hit_rate
@@ -29,8 +29,11 @@ def table(predictions: Sequence[Prediction]) -> Table:
             f"{one.row.first_s:.2f} s",
             f"{one.predicted.first_s:.2f} s ({first:+.0%}{_mark(one.first_is_near)}; "
             f"{one.least.first_s:.2f} to {one.most.first_s:.2f})",
+            f"{one.row.seconds:.1f} s",
+            f"{one.predicted.seconds:.1f} s",
             f"{one.rates.prefill_tokens_s:,.0f} tokens/s, {one.rates.step_s * 1e3:.0f} ms a step, "
-            f"{one.rates.load_bytes_s / 1e6:,.0f} MB/s, {one.rates.cores:.1f} engines at a time",
+            f"{one.rates.load_bytes_s / 1e6:,.0f} MB/s, {one.rates.cores:.1f} engines at a time, "
+            f"{one.rates.late:.0%} late",
         )
     return shown
 
@@ -52,7 +55,11 @@ def as_dict(predictions: Sequence[Prediction]) -> dict[str, Any]:
             {
                 "router": one.row.router,
                 "mode": one.row.mode,
-                "measured": {"hit_rate": one.row.hit_rate, "first_s": one.row.first_s},
+                "measured": {
+                    "hit_rate": one.row.hit_rate,
+                    "first_s": one.row.first_s,
+                    "seconds": one.row.seconds,
+                },
                 "predicted": one.predicted._asdict(),
                 "least": one.least._asdict(),
                 "most": one.most._asdict(),

@@ -51,11 +51,12 @@ class DemoAnswer(msgspec.Struct, frozen=True):
 
 
 class DemoRow(msgspec.Struct, frozen=True):
-    """One way to route, with one way to use the pool."""
+    """One way to route, with one way to use the pool; `seconds` in all."""
 
     router: str
     mode: str
     answers: list[DemoAnswer]
+    seconds: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -91,6 +92,7 @@ class Rates(NamedTuple):
     load_bytes_s: float
     cores: float
     noise: float  # relative, of the time of a prefill
+    late: float  # share of prompts that have nothing of what the pool has of them
 
 
 def read(path: Path) -> DemoRun:
@@ -118,12 +120,14 @@ def rates(run: DemoRun, row: int) -> Rates:
     """As they were measured just before and just after this row; each kind has probes then.
 
     What is done, by the seconds of all its probes: other programs have the cores at times, during
-    the row as during the probes, and the queues of a row add all of that up.
+    the row as during the probes, and the queues of a row add all of that up. In a row with the pool
+    what engines do beside each other has its costs, where that was measured.
     """
-    near = {
-        kind: [one for one in run.probes if one.kind == kind and one.row in (row, row + 1)]
-        for kind in KINDS
-    }
+    near = {kind: _near(run, kind, row) for kind in KINDS}
+    if run.rows[row].mode != WITHOUT:
+        # A run of before these probes has none.
+        near["beside"] = _near(run, "pool_beside", row) or near["beside"]
+        near["crowd"] = _near(run, "pool_crowd", row) or near["crowd"]
     held_s = _mean(near["held"])
     cold_s = max(1e-3, _mean(near["cold"]) - held_s)
     speed = mean(one.tokens for one in near["cold"]) / cold_s
@@ -139,6 +143,8 @@ def rates(run: DemoRun, row: int) -> Rates:
         load_bytes_s=_load_bytes_s(run, near["loaded"], near["held"]),
         cores=cores,
         noise=pstdev(math.log(one) for one in speeds),
+        # Of the whole run: beside one row there are a few, and this is rare.
+        late=mean(not one.cached for one in run.probes if one.kind == "loaded"),
     )
 
 
@@ -152,11 +158,17 @@ def _load_bytes_s(run: DemoRun, loaded: Sequence[DemoProbe], held: Sequence[Demo
     return median(rates) if rates else 1.0
 
 
+def _near(run: DemoRun, kind: str, row: int) -> list[DemoProbe]:
+    return [one for one in run.probes if one.kind == kind and one.row in (row, row + 1)]
+
+
 def _mean(probes: Sequence[DemoProbe]) -> float:
     """Seconds to the first token."""
     return mean(one.first_s for one in probes)
 
 
+#: A row's mode.
+WITHOUT: Final = "without the pool"
 #: Kinds of probes that rates are made of.
 KINDS: Final = ("cold", "held", "loaded", "beside", "crowd")
 

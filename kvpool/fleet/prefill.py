@@ -7,6 +7,7 @@ computing begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,12 +27,15 @@ from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints
 _WINDOW: Final = 4
 #: An engine asks again so soon about a prompt that waits for another one's load.
 _ASK_AGAIN_S: Final = 0.05
+#: A step of an engine that only waits for a lookup, about.
+_STEP_S: Final = 0.01
 
 
 class PrefillEngine:
     """Engine `number` of the fleet. `load` is the connector's setting: auto, always or never. A
     mixed engine decodes `beside` it. `compute` calls back when so many seconds of computing are
-    done, for engines that share a machine; else they take that time."""
+    done, for engines that share a machine; else they take that time. `lookup_s` says how long the
+    next lookup takes; inf: it has no answer, and the planner gives it up."""
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class PrefillEngine:
         hint: Callable[[Prompt], SessionHint | None],
         beside: MixedDecoder | None = None,
         compute: Callable[[float, Callable[[], None]], None] | None = None,
+        lookup_s: Callable[[], float] | None = None,
     ) -> None:
         self.number = number
         self.cache = HbmCache(int(constants.hbm_tokens) // block)
@@ -57,6 +62,7 @@ class PrefillEngine:
         self._hint = hint
         self._beside = beside
         self._compute_for = compute or events.after
+        self._lookup_s = lookup_s or (lambda: constants.first_byte_s)
         self._queue: list[Prompt] = []
         self._computing: Prompt | None = None
         self._stopped = False
@@ -140,8 +146,23 @@ class PrefillEngine:
             self._ready(prompt)
             return
         prompt.state = PromptState.LOOKING_UP
-        serial = lookup.serial
-        self._after(self._constants.first_byte_s, self._looked_up, prompt, serial)
+        seconds = self._lookup_s()
+        if math.isinf(seconds):
+            self._after(_STEP_S, self._look_if_late, prompt)
+        else:
+            self._after(seconds, self._looked_up, prompt, lookup.serial)
+
+    def _look_if_late(self, prompt: Prompt) -> None:
+        """In each step of an engine that has nothing else to do."""
+        computed = self.cache.held(prompt.chain) * self._block
+        now = self._events.now
+        serial = self._planner.late_lookup(prompt.id, prompt.tokens, computed, now)
+        if serial is None:
+            self._after(_STEP_S, self._look_if_late, prompt)
+            return
+        self._planner.on_lookup_result(prompt.id, serial, (), "late")
+        self._decide(prompt)
+        self._step()
 
     def _looked_up(self, prompt: Prompt, serial: int) -> None:
         assert self._memory is not None

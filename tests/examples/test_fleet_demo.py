@@ -164,6 +164,10 @@ async def test_every_engine_is_probed_with_prompts_of_its_own(
     assert {engine for engine, _, _ in asked} == {0, 1, 2, None}
     kinds = {one.kind for one in found}
     assert kinds >= set(demo_results.KINDS)
+    pooled = {salt for _, mode, salt in asked if mode == WITH}
+    assert {salt for _, mode, salt in asked if mode == WITHOUT} & pooled == {"rates-1-routed"}
+    assert {one.cached for one in found if one.kind in ("beside", "pool_beside")} == {0}
+    assert {one.cached for one in found if one.kind == "pool_crowd"} == {992}
     file = tmp_path / "results.json"
     facts = {
         **{"engines": 3, "engine_bytes": 1, "engine_tokens": 1, "pool_bytes": 1, "block": 32},

@@ -59,8 +59,8 @@ def results(tmp_path: Path, mode: str = "with the pool", **changed: Any) -> Path
         "sessions": SESSIONS,
         "probes": PROBES,
         "rows": [
-            {"router": "example: round_robin", "mode": mode, "answers": answers},
-            {"router": "vllm-router: kv_aware", "mode": mode, "answers": answers},
+            {"router": router, "mode": mode, "answers": answers, "seconds": 3.0}
+            for router in ("example: round_robin", "vllm-router: kv_aware")
         ],
         **changed,
     }
@@ -78,6 +78,78 @@ def test_rates_are_those_of_the_probes_beside_a_row(tmp_path: Path) -> None:
     assert known.request_s == pytest.approx(0.06)  # four at a time on two cores
     assert known.step_s == 0.01
     assert known.noise == 0
+
+
+def test_a_row_with_the_pool_has_what_engines_cost_beside_each_other_with_it(
+    tmp_path: Path,
+) -> None:
+    pooled = [
+        probe("pool_beside", 1000, 0, 3.05, engines=3),  # three in 3 s: one at a time
+        probe("pool_crowd", 100, 96, 0.8, engines=4),
+    ]
+    file = demo_results.read(results(tmp_path, probes=[*PROBES, *pooled]))
+    known = demo_results.rates(file, 0)
+    assert known.cores == pytest.approx(1.0)
+    assert known.request_s == pytest.approx(0.2)
+    file = demo_results.read(results(tmp_path, mode="without the pool", probes=[*PROBES, *pooled]))
+    assert demo_results.rates(file, 0).cores == pytest.approx(2.0)
+
+
+def test_lookups_without_an_answer_are_given_up_and_computed(tmp_path: Path) -> None:
+    """As many as did not have in the probes what they had saved: here every one."""
+    late = [{**one, "cached": 0} if one["kind"] == "loaded" else one for one in PROBES]
+    file = demo_results.read(results(tmp_path, probes=late))
+    assert demo_results.rates(file, 0).late == 1
+    assert demo_results.rates(demo_results.read(results(tmp_path)), 0).late == 0
+    (lost,) = demo.predictions(file)
+    assert lost.predicted.hit_rate == 0
+    (alone,) = demo.predictions(demo_results.read(results(tmp_path, "without the pool")))
+    # They wait for half of what computing takes, and no longer.
+    assert alone.predicted.first_s < lost.predicted.first_s < 2 * alone.predicted.first_s
+
+
+def test_a_sessions_next_prompt_comes_before_those_that_wait_for_its_answer(
+    tmp_path: Path,
+) -> None:
+    """One place, round robin over one engine that holds one prompt of ten blocks and a little: the
+    child that comes between two turns of its parent would take the parent's blocks."""
+    child = {
+        "name": "child",
+        "parent": "root",
+        "after": ["root", 0],
+        "turns": [{"tokens": 330, "blocks": list(range(100, 110))}],
+    }
+    root = {
+        "name": "root",
+        "parent": "",
+        "after": None,
+        "turns": [{"tokens": 330, "blocks": list(range(10))}] * 2,
+    }
+    file = results(
+        tmp_path,
+        "without the pool",
+        **{"engines": 1, "at_once": 1, "sessions": [child, root]},
+        **{"engine_tokens": 384, "engine_bytes": 8192 * 384},
+    )
+    (alone,) = demo.predictions(demo_results.read(file))
+    assert alone.predicted.hit_rate == pytest.approx(320 / 990)
+
+
+def test_an_engine_has_a_block_less_than_its_memory(tmp_path: Path) -> None:
+    """As vLLM has: a prompt of exactly that memory finds its last block evicted."""
+    root = {
+        "name": "root",
+        "parent": "",
+        "after": None,
+        "turns": [{"tokens": 330, "blocks": list(range(10))}] * 2,
+    }
+    file = results(
+        tmp_path,
+        "without the pool",
+        **{"engines": 1, "sessions": [root], "engine_tokens": 320, "engine_bytes": 8192 * 320},
+    )
+    (alone,) = demo.predictions(demo_results.read(file))
+    assert alone.predicted.hit_rate == pytest.approx(288 / 660)
 
 
 def test_the_model_plays_the_demos_sessions(tmp_path: Path) -> None:
@@ -114,7 +186,9 @@ def test_the_command_prints_what_was_measured_beside_what_is_predicted(tmp_path:
     assert "of 1 rows" in done.output
     done = CliRunner().invoke(app, ["fleet", "--demo-results", file, "--json"])
     (row,) = json.loads(done.stdout)["rows"]
-    assert row["measured"] == {"hit_rate": 0.0, "first_s": 0.5}
+    assert row["measured"] == {"hit_rate": 0.0, "first_s": 0.5, "seconds": 3.0}
+    # Three prompts with 5 tokens after the first one each, one of them after another.
+    assert 0.3 < row["predicted"]["seconds"] < 3
 
 
 @pytest.mark.parametrize(
