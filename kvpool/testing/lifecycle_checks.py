@@ -107,18 +107,19 @@ async def nobody_there_is_unavailable(stage: Stage) -> None:
 async def a_cancelled_read_leaves_nothing(stage: Stage) -> None:
     """Cancelled at many points: no pin, and no later byte in the caller's buffers."""
     channel = await stage.connect()
-    data = blocks("read", 3, LARGE)
+    size = 3 << 20  # takes longer to copy than the end of a cancelled call
+    data = blocks("read", 3, size)
     await stage.stored(channel, data)
     for after in STEPS:
-        buffers = [blank(LARGE) for _ in data]
+        buffers = [blank(size) for _ in data]
         ended, outcome = await cut_off(stage.read(channel, list(data), buffers), after)
         fine = isinstance(outcome, asyncio.CancelledError | list)
         stage.expect(fine, "CancelledError or a result from a cancelled read", describe(outcome))
         for buffer in buffers:
-            buffer[:] = blank(LARGE)
+            buffer[:] = blank(size)
         await stage.nothing_held("after a read was cancelled")
         await asyncio.sleep(0.002)
-        untouched = all(buffer == blank(LARGE) for buffer in buffers)
+        untouched = all(buffer == blank(size) for buffer in buffers)
         stage.expect(untouched, "no byte in the buffers after the call has ended")
         if ended:
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
 import threading
 
@@ -9,8 +11,17 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvpool.errors import DeadlineExceeded, LinkBroken
 from kvpool_transports import copy_pool
-from kvpool_transports.copy_pool import SMALL_PIECE_MAX, STEP, CopyJob, StopFlag
+from kvpool_transports.copy_pool import (
+    INLINE_MAX,
+    SMALL_PIECE_MAX,
+    STEP,
+    TURN_MAX,
+    CopyJob,
+    CopyPool,
+    StopFlag,
+)
 
 
 def pieces_of(data: bytearray, sizes: list[int]) -> tuple[memoryview, ...]:
@@ -134,3 +145,85 @@ def test_other_threads_run_while_small_pieces_are_copied(monkeypatch: pytest.Mon
     sizes = [4096] * (size // 4096)
     copy_pool._copy(CopyJob(pieces_of(data, sizes), (memoryview(target),), 7, True), StopFlag())
     assert 8 <= len(copied) <= 10
+
+
+BLOCK = 256 << 10
+
+
+def whole(data: bytes, target: bytearray) -> list[CopyJob]:
+    """The data in blocks of 256 KiB, each with a seed."""
+    view, room = memoryview(data), memoryview(target)
+    return [
+        CopyJob((view[at : at + BLOCK],), (room[at : at + BLOCK],), at)
+        for at in range(0, len(data), BLOCK)
+    ]
+
+
+def sums(data: bytes) -> list[int]:
+    return [
+        xxhash.xxh3_64_intdigest(data[at : at + BLOCK], at) for at in range(0, len(data), BLOCK)
+    ]
+
+
+async def test_a_batch_is_copied_in_turns_between_which_others_run() -> None:
+    pool, data = CopyPool(2), random.Random(1).randbytes(INLINE_MAX)
+    target, seen = bytearray(len(data)), []
+    here = threading.get_ident()
+
+    async def look() -> None:
+        while not seen or seen[-1] < len(data):
+            seen.append(len(target.rstrip(b"\0")))
+            await asyncio.sleep(0)
+
+    looking = asyncio.ensure_future(look())
+    await asyncio.sleep(0)
+    checksums = await pool.run(whole(data, target), deadline=asyncio.get_running_loop().time() + 9)
+    assert (checksums, bytes(target)) == (sums(data), data)
+    await looking
+    turns = sorted(set(seen))
+    assert len(turns) == 1 + INLINE_MAX // TURN_MAX
+    assert max(b - a for a, b in itertools.pairwise(turns)) <= TURN_MAX + BLOCK
+    assert threading.get_ident() == here
+    pool.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "stopped", "late"])
+async def test_a_batch_that_ends_between_two_turns_copies_no_more(how: str) -> None:
+    pool, data = CopyPool(2), b"x" * INLINE_MAX
+    target, loop = bytearray(len(data)), asyncio.get_running_loop()
+    deadline = loop.time() + (0 if how == "late" else 9)
+    running = asyncio.ensure_future(pool.run(whole(data, target), deadline=deadline))
+    await asyncio.sleep(0)
+    if how == "cancelled":
+        running.cancel()
+    elif how == "stopped":
+        pool.stop()
+    error = {"cancelled": asyncio.CancelledError, "stopped": LinkBroken, "late": DeadlineExceeded}
+    with pytest.raises(error[how]):
+        await running
+    assert target.count(b"x") == TURN_MAX
+    if how != "stopped":  # the next batch has turns again, too
+        again = whole(data, target)
+        assert await pool.run(again, deadline=loop.time() + 9) == sums(data)
+    pool.close()
+
+
+async def test_batches_side_by_side_have_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's thread copies for one of them; the other ones do not wait for it."""
+    pool, data = CopyPool(2), random.Random(1).randbytes(INLINE_MAX)
+    threads, copy = [], copy_pool._copy_all
+
+    def noted(jobs: list[CopyJob], flag: StopFlag) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return copy(jobs, flag)
+
+    monkeypatch.setattr(copy_pool, "_copy_all", noted)
+    targets = [bytearray(len(data)) for _ in range(3)]
+    deadline = asyncio.get_running_loop().time() + 9
+    found = await asyncio.gather(
+        *(pool.run(whole(data, target), deadline=deadline) for target in targets)
+    )
+    assert found == [sums(data)] * 3
+    assert all(target == data for target in targets)
+    assert len(threads) == 4  # two for each batch but the first
+    pool.close()

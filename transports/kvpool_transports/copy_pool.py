@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,14 @@ STEP = 256 << 10
 #: A piece up to this size is copied without giving up the GIL, because that takes longer than the
 #: copy. xxhash keeps the GIL for such a piece, too. (design: copy-pool)
 SMALL_PIECE_MAX = 64 << 10
-#: Below this, a thread's wake-up costs more than the copy; the loop waits a third of a millisecond.
-INLINE_MAX = 1 << 20
+#: Up to this, the loop's thread copies: waking threads takes longer, on a busy machine ten times as
+#: long as the copy (design: copy-pool).
+INLINE_MAX = 8 << 20
+#: Bytes that it copies in one turn of the loop: a third of a millisecond, a whole one at worst.
+TURN_MAX = 2 << 20
+_LATE: Final = "copying did not end in time"
+#: Bytes for which one more thread is woken.
+_SHARE_MIN = 4 << 20
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -67,13 +73,18 @@ class StopFlag:
 
 
 class CopyPool:
-    """A few threads that copy for one channel. Up to `inline_max` bytes are copied on the spot."""
+    """A few threads that copy for one channel.
+
+    Up to `inline_max` bytes are copied by the loop's thread, in turns; one call at a time, so that
+    calls side by side have the threads.
+    """
 
     def __init__(self, threads: int | None = None, *, inline_max: int = INLINE_MAX) -> None:
         self.threads = threads or min(4, os.cpu_count() or 1)
         self._inline_max = inline_max
         self._executor = ThreadPoolExecutor(self.threads, "kvpool-copy")
         self._flags: dict[StopFlag, None] = {}
+        self._in_turns = False
         self._stopped = False
 
     async def run(self, jobs: Sequence[CopyJob], *, deadline: float) -> list[int]:
@@ -86,12 +97,41 @@ class CopyPool:
             raise LinkBroken("the channel is closed")
         sizes = [job.size for job in jobs]
         total = sum(sizes)
-        if total <= self._inline_max:
+        if total <= min(TURN_MAX, self._inline_max):
             return [_copy(job, None) for job in jobs]
+        if total <= self._inline_max and max(sizes) <= TURN_MAX and not self._in_turns:
+            return await self._run_in_turns(jobs, sizes, deadline)
+        return await self._run_in_threads(jobs, sizes, deadline)
+
+    async def _run_in_turns(
+        self, jobs: Sequence[CopyJob], sizes: Sequence[int], deadline: float
+    ) -> list[int]:
+        """On the loop's thread; other tasks run after each TURN_MAX bytes."""
         loop = asyncio.get_running_loop()
-        shares = _shares(
-            jobs, sizes, min(self.threads, -(-total // max(1, self._inline_max))), total
-        )
+        checksums: list[int] = []
+        left = TURN_MAX
+        self._in_turns = True
+        try:
+            for job, size in zip(jobs, sizes, strict=True):
+                if size > left:
+                    await asyncio.sleep(0)
+                    self._check_not_stopped()
+                    if loop.time() >= deadline:
+                        raise DeadlineExceeded(_LATE)
+                    left = TURN_MAX
+                left -= size
+                checksums.append(_copy(job, None))
+        finally:
+            self._in_turns = False
+        return checksums
+
+    async def _run_in_threads(
+        self, jobs: Sequence[CopyJob], sizes: Sequence[int], deadline: float
+    ) -> list[int]:
+        loop = asyncio.get_running_loop()
+        total = sum(sizes)
+        share_min = max(1, min(_SHARE_MIN, self._inline_max))
+        shares = _shares(jobs, sizes, min(self.threads, -(-total // share_min)), total)
         flags = [StopFlag() for _ in shares]
         self._flags.update(dict.fromkeys(flags))
         try:
@@ -103,15 +143,18 @@ class CopyPool:
                     )
                 )
         except TimeoutError:
-            raise DeadlineExceeded("copying did not end in time") from None
+            raise DeadlineExceeded(_LATE) from None
         finally:
             for flag, share in zip(flags, shares, strict=True):
                 flag.set()
                 del self._flags[flag]
                 share.clear()  # an exception may keep this frame, and must not keep the memory
+        self._check_not_stopped()
+        return [sum_ for share in done for sum_ in share]
+
+    def _check_not_stopped(self) -> None:
         if self._stopped:
             raise LinkBroken("the channel was closed while it copied")
-        return [sum_ for share in done for sum_ in share]
 
     def stop(self) -> None:
         """End every run: when this returns, no thread touches their buffers any more.
