@@ -10,6 +10,7 @@ needs no collision. (design: map-fingerprint)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -46,6 +47,11 @@ class MapFingerprint:
         """A block has come (`sign` 1) or left (-1); `seed` is the `location_seed` of its place."""
         self.blocks += sign
         self.total += sign * entry_hash(digest, seed)
+
+    def count_all(self, digests: Sequence[bytes], seed: int, sign: int) -> None:
+        """The same for several blocks of one place."""
+        self.blocks += sign * len(digests)
+        self.total += sign * sum([entry_hash(digest, seed) for digest in digests])
 
     def packed(self) -> bytes:
         """The sum as it travels in messages."""

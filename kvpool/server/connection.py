@@ -232,10 +232,7 @@ class ServerConnection:
     ) -> list[WriteStatus]:
         now = self._loop.time()
         sealed_before = self._store.front.sealed_bytes
-        statuses = [
-            self._store.seal(self._id, id, sum_, now)
-            for id, sum_ in zip(ids, checksums, strict=True)
-        ]
+        statuses = self._store.seal_all(self._id, ids, checksums, now)
         self._store.front.cancel_rest(self._id)
         self._context.counters["written_blocks"] += len(statuses)
         self._context.counters["written_bytes"] += self._store.front.sealed_bytes - sealed_before
@@ -305,9 +302,8 @@ class ServerConnection:
 
     def unpin(self, pins: Sequence[Pin]) -> None:
         if self._open:
-            for pin in pins:
-                if pin.status is ReadStatus.HIT:
-                    self._store.front.unpin(self._id, pin.id)
+            ids = [pin.id for pin in pins if pin.extent is not None]
+            self._store.front.unpin_all(self._id, ids)
             self._context.space_changed()
 
     async def remove(

@@ -44,9 +44,8 @@ def write(
     answers = books.reserve(
         1, ReserveRequest(namespace, part, chain, parents, [PAGE] * len(chain)), now
     )
-    for answer in answers:
-        if answer.status is WriteStatus.RESERVED:
-            books.seal(1, answer.id, answer.id, now)
+    ids = [answer.id for answer in answers if answer.status is WriteStatus.RESERVED]
+    books.seal_all(1, ids, ids, now)
     books.check()
     return [answer.status for answer in answers]
 
@@ -281,6 +280,69 @@ def test_two_writers_of_one_key() -> None:
     assert third.status is WriteStatus.ALREADY_STORED
     with pytest.raises(BadMessage):
         books.seal(1, first.id, 0, 0.0)
+
+
+@pytest.mark.parametrize("of", ["another", "it, twice"])
+def test_with_a_foreign_id_nothing_of_a_batch_is_sealed_or_unpinned(of: str) -> None:
+    books = store(4)
+    chain = keys("k", 3)
+    request = ReserveRequest(ONE, 0, chain[:2], [ROOT, chain[0]], [PAGE] * 2)
+    ids = [answer.id for answer in books.reserve(1, request, 0.0)]
+    (other,) = books.reserve(2, ReserveRequest(ONE, 0, chain[2:], [chain[1]], [PAGE]), 0.0)
+    with pytest.raises(BadMessage):
+        books.seal_all(1, [*ids, other.id if of == "another" else ids[0]], [7] * 3, 0.0)
+    books.check()
+    assert present(books, chain) == [False] * 3
+    books.seal_all(1, ids, [7, 8], 0.0)
+    pins = [pin.id for pin in books.pin(1, ONE, 0, chain[:2], 1.0)]
+    with pytest.raises(BadMessage):
+        books.unpin_all(1, [*pins, 999 if of == "another" else pins[0]])
+    books.check()
+    assert books.pins == 2
+    books.unpin_all(1, pins)
+    assert books.pins == 0
+    books.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_batch_is_sealed_as_its_blocks_would_be_one_by_one(seed: int) -> None:
+    """Chains of two namespaces and several parts, also from their tails, in a full store."""
+    chance = random.Random(seed)
+    both = [store(24), store(24)]
+    chains = [keys(f"chain {number}", 6) for number in range(8)]
+    for step in range(80):
+        chain, part = chance.choice(chains), chance.choice([None, 0, 1])
+        first = chance.randrange(len(chain))
+        digests = chain[first : first + chance.randrange(1, 6)]
+        namespace = ONE if part is None else TWO
+        parents = [chain[first - 1] if first else ROOT, *digests[:-1]]
+        if chance.random() < 0.3:
+            digests, parents = digests[::-1], parents[::-1]
+        request = ReserveRequest(namespace, part or 0, digests, parents, [PAGE] * len(digests))
+        for number, books in enumerate(both):
+            answers = books.reserve(1, request, float(step))
+            ids = [answer.id for answer in answers if answer.extent is not None]
+            if number:
+                books.seal_all(1, ids, ids, float(step))
+            else:
+                for id in ids:
+                    books.seal(1, id, id, float(step))
+            pins = [pin.id for pin in books.pin(1, namespace, part or 0, chain, step + 0.5)]
+            if number:
+                books.unpin_all(1, [id for id in pins if id])
+            else:
+                for id in pins:
+                    if id:
+                        books.unpin(1, id)
+            books.check()
+        one, other = both
+        assert one.take_changes() == other.take_changes()
+        assert one.fingerprint == other.fingerprint
+        assert [e.digest for e in one.inventory()] == [e.digest for e in other.inventory()]
+        gone = {(namespace, digest) for namespace, digest, _ in one.tombstones}
+        assert not gone & {(e.index.namespace, e.digest) for e in one.inventory()}
+        assert (one.stored_bytes, one.sealed_bytes) == (other.stored_bytes, other.sealed_bytes)
+    assert one.evicted == other.evicted > 100
 
 
 def test_parts_leave_together() -> None:

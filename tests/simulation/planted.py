@@ -209,7 +209,7 @@ BUGS: Sequence[Bug] = (
         "pins-stay-charged",
         "G9",
         _STORE,
-        "        self._charge_pin(holder, entry, -1)\n",
+        "        self._charge_pins(holder, entries, -1)\n",
         "",
     ),
     Bug(
@@ -223,7 +223,7 @@ BUGS: Sequence[Bug] = (
         "aborted-reservations-stay-charged",
         "G9",
         _STORE,
-        "        self._charge_write(holder, -entry.size)\n",
+        "        self._charge_write(holder, -self._bytes(entries))\n",
         "",
     ),
     Bug(

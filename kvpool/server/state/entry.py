@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -206,6 +207,13 @@ class ChangeLog:
         """Record a change of a block: `HIT` means that it is in `tier` now."""
         index = entry.index
         self.changes.append(Change(index.namespace, index.part, entry.digest, status, tier))
+
+    def append_all(
+        self, index: Index, digests: Iterable[bytes], status: ReadStatus, tier: int
+    ) -> None:
+        """The same for several blocks of one index."""
+        namespace, part = index.namespace, index.part
+        self.changes += [Change(namespace, part, digest, status, tier) for digest in digests]
 
     def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         """Record that a block has left this server, with its tombstone."""

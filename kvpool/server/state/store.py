@@ -73,6 +73,7 @@ _SEARCHES: Final = 8
 #: Blocks of a file that are added in one step: two milliseconds.
 RESTORED_AT_ONCE: Final = 256
 _GENERATION: Final = attrgetter("generation")
+_INDEX: Final = attrgetter("index")
 _UNLIMITED: Final = 1 << 62
 #: Later than the last use of any block, in microseconds.
 _JUST_NOW: Final = 1 << 62
@@ -271,31 +272,49 @@ class Store:
         With `from_other_tier` another tier of this server has the block already, so nothing is
         announced: the caller does it where readers must be sent to this tier (design: promotion).
         """
-        entry = self._take_reservation(owner, id)
-        self._owner(owner).sealed_bytes += self.allocator.rounded(entry.size)
-        entry.state = after(entry.state, Event.SEAL)
-        entry.checksum = checksum
-        if entry.index.namespace.parts > 1:
-            self.raise_copies(entry, max(part.copies for part in self._parts(entry)))
+        (status,) = self.seal_all(
+            owner, [id], [checksum], now, from_other_tier=from_other_tier, last_used=last_used
+        )
+        return status
+
+    def seal_all(
+        self,
+        owner: int,
+        ids: Sequence[int],
+        checksums: Sequence[int],
+        now: float,
+        *,
+        from_other_tier: bool = False,
+        last_used: int | None = None,
+    ) -> list[WriteStatus]:
+        """As `seal` for each block of a write. With a foreign id among them none is sealed."""
+        entries = self._take_reservations(owner, ids)
+        self._owner(owner).sealed_bytes += self._bytes(entries)
         # Only a block that no other tier has must be written back before it may be evicted.
-        if self.demotes and not from_other_tier:
-            self.mark_dirty(entry)
-        self.policy.touch(entry, now)
-        if last_used is not None:  # it was used elsewhere, and is as old as it was there
-            entry.last_used = min(entry.last_used, last_used)
-        self.stored += 1
-        self.stored_bytes += entry.size
-        self.sealed_bytes += entry.size
-        if not from_other_tier:
-            self.tombstones.came_back(entry.index.namespace, entry.digest)
-            self.change_log.append(entry, ReadStatus.HIT, self.tier)
-        self._count(entry, 1)
-        self._add_candidate(entry)
-        return WriteStatus.STORED
+        is_dirty = self.demotes and not from_other_tier
+        sealed = after(State.RESERVED, Event.SEAL)
+        touch = self.policy.touch
+        for entry, checksum in zip(entries, checksums, strict=True):
+            entry.state = sealed
+            entry.checksum = checksum
+            if entry.index.namespace.parts > 1:
+                self.raise_copies(entry, max(part.copies for part in self._parts(entry)))
+            if is_dirty:
+                self.mark_dirty(entry)
+            touch(entry, now)
+            if last_used is not None:  # it was used elsewhere, and is as old as it was there
+                entry.last_used = min(entry.last_used, last_used)
+        size = sum([entry.size for entry in entries])
+        self.stored += len(entries)
+        self.stored_bytes += size
+        self.sealed_bytes += size
+        for index, group in itertools.groupby(entries, _INDEX):
+            self._became_visible(index, list(group), announced=not from_other_tier)
+        return [WriteStatus.STORED] * len(entries)
 
     def cancel(self, owner: int, id: int) -> None:
         """Give a reservation back; nothing of it was ever visible."""
-        entry = self._take_reservation(owner, id)
+        (entry,) = self._take_reservations(owner, [id])
         entry.state = after(entry.state, Event.CANCEL)
         self._unlink(entry)
         self._free(entry)
@@ -388,19 +407,23 @@ class Store:
 
     def unpin(self, owner: int, id: int) -> None:
         """Release one pin. Raises BadMessage when the owner does not hold it."""
+        self.unpin_all(owner, [id])
+
+    def unpin_all(self, owner: int, ids: Sequence[int]) -> None:
+        """Release the pins of a read. With one that the owner does not hold none is released."""
         holder = self._owner(owner)
-        entry = holder.pins.pop(id, None)
-        if entry is None:
-            raise BadMessage(f"unpin of {id}, which this connection does not hold")
-        entry.pins -= 1
-        self._charge_pin(holder, entry, -1)
-        # The last reader decides: a removed block's extent is freed only now (design: pins).
-        if entry.pins == 0:
+        entries = _take(holder.pins, ids)
+        self._charge_pins(holder, entries, -1)
+        for entry in entries:
+            entry.pins -= 1
+            if entry.pins:
+                continue
+            # The last reader decides: a removed block's extent is freed only now (design: pins).
             if entry.state is State.PENDING_FREE:
                 entry.state = after(entry.state, Event.LAST_UNPIN)
                 del self._pending_free[entry.offset]
                 self._free(entry)
-            else:
+            elif not entry.children:
                 self._add_candidate(entry)
 
     # --- removing --------------------------------------------------------------------
@@ -441,12 +464,11 @@ class Store:
         held = self._owners.get(owner)
         if held is None:
             return False
-        for id in list(held.pins):
-            self.unpin(owner, id)
+        self.unpin_all(owner, list(held.pins))
         for id, entry in list(held.reservations.items()):
             if writer_may_be_alive:
                 # Out of the index, so another writer may store the block; the extent is not reused.
-                self._take_reservation(owner, id)
+                self._take_reservations(owner, [id])
                 entry.state = after(entry.state, Event.WRITER_LOST)
                 self._unlink(entry)
                 self._quarantine.setdefault(owner, []).append(entry)
@@ -500,7 +522,7 @@ class Store:
         entry.pins += 1
         id = self._new_id()
         holder.pins[id] = entry
-        self._charge_pin(holder, entry, 1)
+        self._charge_pins(holder, [entry], 1)
         return id
 
     def holder(self, owner: int) -> Owner | None:
@@ -903,7 +925,8 @@ class Store:
     # --- inside ----------------------------------------------------------------------
 
     def _bytes(self, entries: Iterable[Entry]) -> int:
-        return sum(self.allocator.rounded(entry.size) for entry in entries)
+        mask = self.allocator.alignment - 1
+        return sum([(entry.size + mask) & ~mask for entry in entries])
 
     def _pin_budget(self, holder: Owner) -> Budget:
         return self.limits.views if holder.views else self.limits.copies
@@ -931,9 +954,9 @@ class Store:
         self.quarantined_bytes += held
         self.limits.lent.used += held
 
-    def _charge_pin(self, holder: Owner, entry: Entry, pins: int) -> None:
+    def _charge_pins(self, holder: Owner, entries: Sequence[Entry], sign: int) -> None:
         if holder.limited:
-            self._count_pins(holder, self.allocator.rounded(entry.size) * pins)
+            self._count_pins(holder, self._bytes(entries) * sign)
 
     def _count_pins(self, holder: Owner, held: int) -> None:
         holder.pinned_bytes += held
@@ -998,13 +1021,13 @@ class Store:
         self._next_id += 1
         return self._next_id
 
-    def _take_reservation(self, owner: int, id: int) -> Entry:
+    def _take_reservations(self, owner: int, ids: Sequence[int]) -> list[Entry]:
+        """The entries of reservations that end. Raises BadMessage, and takes none, if one of them
+        is another owner's."""
         holder = self._owner(owner)
-        entry = holder.reservations.pop(id, None)
-        if entry is None:
-            raise BadMessage(f"reservation {id} does not belong to this connection")
-        self._charge_write(holder, -entry.size)
-        return entry
+        entries = _take(holder.reservations, ids)
+        self._charge_write(holder, -self._bytes(entries))
+        return entries
 
     def _already_here(
         self, entry: Entry, session: Session | None, now: float, copies: int
@@ -1262,6 +1285,20 @@ class Store:
         else:
             self.count_place(entry, sign)
 
+    def _became_visible(self, index: Index, entries: Sequence[Entry], *, announced: bool) -> None:
+        """Blocks of one index were sealed: readers find them from now on."""
+        digests = [entry.digest for entry in entries]
+        if announced:
+            self.tombstones.came_back_all(index.namespace, digests)
+            self.change_log.append_all(index, digests, ReadStatus.HIT, self.tier)
+        if self.count_place is None:
+            self.fingerprint.count_all(digests, index.seed, 1)
+        for entry in entries:
+            if self.count_place is not None:
+                self.count_place(entry, 1)
+            if not entry.children:  # most blocks of a chain have one
+                self._add_candidate(entry)
+
     def _remove_entry(
         self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
     ) -> None:
@@ -1376,6 +1413,17 @@ class Store:
             return
         if self._indexes.pop((index.namespace, index.part), None) is not None:
             index.account.indexes -= 1
+
+
+def _take(held: dict[int, Entry], ids: Sequence[int]) -> list[Entry]:
+    """The entries with these ids, which are held no more. Raises BadMessage, and changes nothing,
+    for an id that is not held, or is named twice."""
+    entries = [entry for id in ids if (entry := held.get(id)) is not None]
+    if len(entries) < len(ids) or len(set(ids)) < len(ids):
+        raise BadMessage(f"ids {list(ids)[:8]}: this connection does not hold each of them, once")
+    for id in ids:
+        del held[id]
+    return entries
 
 
 def _due(entry: Entry) -> float | None:

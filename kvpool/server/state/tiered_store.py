@@ -195,13 +195,28 @@ class TieredStore:
         self, owner: int, id: int, checksum: int, now: float, *, last_used: int | None = None
     ) -> WriteStatus:
         """As `Store.seal`; the block is written back when its turn comes."""
-        entry = self.front.reserved(owner, id)
-        status = self.front.seal(owner, id, checksum, now, last_used=last_used)
-        if not entry.clean:
-            self._queue(entry)
-            if last_used is not None:
-                self._fetched.add(entry)
+        (status,) = self.seal_all(owner, [id], [checksum], now, last_used=last_used)
         return status
+
+    def seal_all(
+        self,
+        owner: int,
+        ids: Sequence[int],
+        checksums: Sequence[int],
+        now: float,
+        *,
+        last_used: int | None = None,
+    ) -> list[WriteStatus]:
+        """As `Store.seal_all`; the blocks are written back when their turn comes."""
+        front = self.front
+        entries = [front.reserved(owner, id) for id in ids] if front.demotes else []
+        statuses = front.seal_all(owner, ids, checksums, now, last_used=last_used)
+        for entry in entries:
+            if not entry.clean:
+                self._queue(entry)
+                if last_used is not None:
+                    self._fetched.add(entry)
+        return statuses
 
     def pin(
         self,
