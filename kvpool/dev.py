@@ -89,7 +89,9 @@ async def serve(
         chosen = dict(transports or {})
         if missing := [text for text in listen if parse_transport(text).scheme not in chosen]:
             chosen |= registry.transports(missing, strict=True)
-        master = Master(MasterConfig(bind=bind), network)
+        # All of them are on one host; a real pool's master bounds how many may be.
+        per_host = max(servers, MasterConfig().servers_per_host_max)
+        master = Master(MasterConfig(bind=bind, servers_per_host_max=per_host), network)
         await master.start()
         stack.push_async_callback(master.close)
         started = []

@@ -1,0 +1,24 @@
+"""A pool in one process: as many servers as are asked for."""
+
+from __future__ import annotations
+
+from kvpool import dev
+from kvpool.config import MasterConfig
+from kvpool.types import WriteStatus
+from tests.conftest import NAMESPACE, buffers, keys, values
+
+
+async def test_more_servers_than_a_master_takes_from_one_host() -> None:
+    count = MasterConfig().servers_per_host_max + 1
+    async with (
+        dev.serve("64KiB", servers=count, listen=("inproc://",)) as running,
+        running.pool() as pool,
+    ):
+        chain = keys("many", count)
+        last = f"dev-{count - 1}"
+        status = await pool.write_to(last, NAMESPACE, chain[0], values(chain)[0])
+        assert status is WriteStatus.STORED
+        got = buffers(1)
+        (result,) = await pool.read(NAMESPACE, chain[:1], got)
+        assert result.status.hit
+        assert got == values(chain[:1])
