@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvpool.arguments import as_text
 from kvpool.errors import ConfigError
 from kvpool.runtime import make_private_directory, runtime_directory
 from kvpool.tenants import is_tenant_name
@@ -212,6 +213,31 @@ class Config(_Section, frozen=True):
     client: ClientConfig = ClientConfig()
 
 
+def checked_client(config: ClientConfig) -> ClientConfig:
+    """The same, with values as a file could have them: programs may pass `masters="host:7450"`, or
+    `timeout_s="5s"`. Raises ConfigError for a value that is not valid."""
+    if not isinstance(config, ClientConfig):
+        raise ConfigError(f"config is a {type(config).__name__}, expected a kvpool.ClientConfig")
+    checked: ClientConfig = _convert(msgspec.structs.asdict(config), ClientConfig, "client.")
+    _check_masters(checked.masters)
+    return checked
+
+
+def checked_cluster(cluster: str | Cluster) -> Cluster:
+    """A cluster by its name, or as it is. Raises ConfigError for a name or a secret that no file
+    could hold."""
+    if not isinstance(cluster, Cluster):
+        cluster = Cluster(cluster)
+    name, secret = as_text(cluster.name), cluster.secret
+    if name is None:
+        raise ConfigError(f"cluster is {cluster.name!r:.40}, expected a name or a kvpool.Cluster")
+    if not isinstance(secret, bytes):
+        raise ConfigError(f"the secret of a cluster is a {type(secret).__name__}, expected bytes")
+    if secret:
+        _check_secret_size(f"the secret of cluster {name!r}", secret)
+    return cluster._replace(name=name)
+
+
 def check_device_path(config: ClientConfig) -> None:
     """Raises ConfigError for a value that is none."""
     if config.device_path not in (STAGED, DIRECT, AUTO):
@@ -303,12 +329,16 @@ def _read_secret_file(path: str) -> bytes:
 
 
 def _checked_secret(path: str, secret: bytes) -> bytes:
+    _check_secret_size(f"secret file {path!r}", secret)
+    return secret
+
+
+def _check_secret_size(what: str, secret: bytes) -> None:
     if not _SECRET_SIZE_MIN <= len(secret) <= _SECRET_SIZE_MAX:
         raise ConfigError(
-            f"secret file {path!r} holds {len(secret)} bytes, expected {_SECRET_SIZE_MIN} to "
+            f"{what} holds {len(secret)} bytes, expected {_SECRET_SIZE_MIN} to "
             f"{_SECRET_SIZE_MAX}: openssl rand -hex 32 makes a good one"
         )
-    return secret
 
 
 def local_secret_file() -> Path:
@@ -602,5 +632,9 @@ def _check(config: Config) -> None:
             "expected at most 256 printable characters"
         )
     for section in (config.server, config.client):
-        if not section.masters:
-            raise ConfigError("setting 'masters' is empty: expected at least one host:port")
+        _check_masters(section.masters)
+
+
+def _check_masters(masters: list[str]) -> None:
+    if not masters:
+        raise ConfigError("setting 'masters' is empty: expected at least one host:port")

@@ -17,9 +17,10 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from kvpool.arguments import as_float
 from kvpool.client import opening
 from kvpool.client.buffers import BufferLike, with_device_blocks
-from kvpool.config import ClientConfig
+from kvpool.config import ClientConfig, checked_client
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
 from kvpool.types import (
@@ -65,7 +66,7 @@ class Pool:
         self, *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
     ) -> None:
         self._pid = os.getpid()
-        self._timeout_s = (config or ClientConfig()).timeout_s
+        self._timeout_s = checked_client(config or ClientConfig()).timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
         self._closed = False
@@ -345,7 +346,9 @@ class Pool:
             call.close()
             raise Closed("the pool is closed") from None
         try:
-            return ended.result((self._timeout_s if timeout is None else timeout) + _GRACE_S)
+            # A timeout that is no number is refused by the call itself.
+            seconds = self._timeout_s if timeout is None else as_float(timeout) or 0.0
+            return ended.result(seconds + _GRACE_S)
         except concurrent.futures.TimeoutError as error:
             if ended.done():
                 raise  # the call's own

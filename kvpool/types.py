@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from kvpool.arguments import as_float, as_int, as_text
 from kvpool.errors import BadKey, UsageError
 
 #: Anything that exposes its memory: bytes, bytearray, memoryview, numpy array.
@@ -101,10 +102,22 @@ class Namespace:
     parts: int = 1
 
     def __post_init__(self) -> None:
+        if type(self.name) is not str or type(self.parts) is not int:
+            self._be_plain()
         if not 1 <= len(self.name) <= 512 or not self.name.isprintable():
             raise BadKey(f"namespace {self.name[:40]!r}: expected 1 to 512 printable characters")
         if not 1 <= self.parts <= 256:
             raise BadKey(f"namespace {self.name[:40]!r}: parts is {self.parts}, expected 1 to 256")
+
+    def _be_plain(self) -> None:
+        """Take what is a text or a whole number of another type. Raises BadKey."""
+        name, parts = as_text(self.name), as_int(self.parts)
+        if name is None:
+            raise BadKey(f"namespace {self.name!r:.40}: expected 1 to 512 printable characters")
+        if parts is None:
+            raise BadKey(f"namespace {name[:40]!r}: parts is {self.parts!r:.40}, expected 1 to 256")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "parts", parts)
 
 
 class BlockKey(NamedTuple):
@@ -822,24 +835,37 @@ class ReadBlock(NamedTuple):
     size: int
 
 
-def check_session(session: str) -> None:
-    """Raises UsageError unless `session` is 1 to SESSION_NAME_MAX printable characters."""
-    named: object = session
-    if not (isinstance(named, str) and 1 <= len(named) <= SESSION_NAME_MAX and named.isprintable()):
+def check_namespace(namespace: Namespace) -> None:
+    """Raises UsageError for another type."""
+    given: object = namespace
+    if not isinstance(given, Namespace):
+        raise UsageError(f"namespace is {given!r:.40}, expected a kvpool.Namespace")
+
+
+def check_session(session: str) -> str:
+    """The name of a session. Raises UsageError unless it is 1 to SESSION_NAME_MAX printable
+    characters."""
+    name = as_text(session)
+    if name is None or not 1 <= len(name) <= SESSION_NAME_MAX or not name.isprintable():
         raise UsageError(
             f"session {session!r:.40}: expected 1 to {SESSION_NAME_MAX} printable characters"
         )
+    return name
 
 
-def check_resume_in(resume_in: float) -> None:
-    """Raises UsageError unless `resume_in` is 0 to 1e9 seconds."""
-    if not 0 <= resume_in <= 1e9:
-        raise UsageError(f"resume_in is {resume_in}, expected seconds, 0 or more")
+def check_resume_in(resume_in: float) -> float:
+    """Seconds. Raises UsageError unless `resume_in` is 0 to 1e9 of them."""
+    seconds = as_float(resume_in)
+    if seconds is None or not 0 <= seconds <= 1e9:
+        raise UsageError(f"resume_in is {resume_in!r:.40}, expected seconds, 0 or more")
+    return seconds
 
 
 def check_digest_size(digests: Sequence[bytes]) -> int:
     """The length of the first digest, in bytes. Raises BadKey unless it is 16 to 32, and of bytes:
     whoever has strings, has all of them so."""
+    if not isinstance(digests, Sequence):
+        raise BadKey(f"keys are a {type(digests).__name__}, expected a list of bytes")
     if not digests:
         raise BadKey("empty batch: expected at least one key")
     first: object = digests[0]
@@ -861,6 +887,7 @@ def check_digests(digests: Sequence[bytes]) -> int:
     Raises BadKey for lengths that differ or are not 16 to 32, and for a digest that occurs twice.
     """
     size = check_digest_size(digests)
+    check_digest_types(digests)
     if len(set(map(len, digests))) != 1:
         index = next(i for i, digest in enumerate(digests) if len(digest) != size)
         raise BadKey(
@@ -873,3 +900,12 @@ def check_digests(digests: Sequence[bytes]) -> int:
                 raise BadKey(f"key {digest.hex()[:12]} (index {index}) is twice in one batch")
             seen.add(digest)
     return size
+
+
+def check_digest_types(digests: Sequence[bytes]) -> None:
+    """Raises BadKey unless all are bytes."""
+    if set(map(type, digests)) == {bytes}:
+        return
+    for index, digest in enumerate(digests):
+        if not isinstance(digest, bytes):
+            raise BadKey(f"key {index} is {digest!r:.40}, expected bytes")

@@ -7,6 +7,7 @@ block apart, so the memory of one block may be several pieces.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,16 @@ class Buffers(NamedTuple):
     host: list[tuple[memoryview, ...]]
     device: dict[int, DeviceBlock]
     sizes: list[int]
+
+
+def check_one_for_each(buffers: Sequence[BufferLike], digests: Sequence[bytes]) -> None:
+    """Raises BadBuffer unless there is one buffer for each key."""
+    try:
+        count = len(buffers)
+    except TypeError:
+        raise BadBuffer(f"buffers are a {type(buffers).__name__}, expected a list") from None
+    if count != len(digests):
+        raise BadBuffer(f"{count} buffers for {len(digests)} keys")
 
 
 def normalize_buffers(buffers: Sequence[BufferLike], *, writable: bool) -> Buffers:
@@ -148,14 +159,18 @@ def _view(buffer: Any, index: int) -> memoryview:
     """The bytes of a buffer. Raises BadBuffer."""
     try:
         view = memoryview(buffer)
-    except TypeError:
+    except (TypeError, ValueError, BufferError):  # nothing of memory, or closed, or of no format
         raise BadBuffer(
             f"buffer {index} is {type(buffer).__name__}, expected contiguous memory such as bytes, "
             "bytearray or a numpy array"
         ) from None
-    if not view.contiguous:
+    if not view.c_contiguous:
         raise BadBuffer(f"buffer {index} is not contiguous: copy it, or pass its pieces")
-    view = view.cast("B") if view.format != "B" or view.ndim != 1 else view
+    if view.format != "B" or view.ndim != 1:
+        # Addresses of objects mean nothing elsewhere, and read here they would crash the process.
+        if "O" in re.sub(":[^:]*:", "", view.format):  # less the names of fields
+            raise BadBuffer(f"buffer {index} holds Python objects, expected bytes or numbers")
+        view = view.cast("B")
     if not len(view):
         raise BadBuffer(f"buffer {index} is empty: a block has at least one byte")
     return view
@@ -174,7 +189,7 @@ def _resolve(memory: Any, index: int, events: dict[torch.device, DeviceEvent]) -
     ):
         return memory
     if not any(map(_is_on_device, pieces)):
-        host = [_byte_row(piece, index).numpy() if _is_tensor(piece) else piece for piece in pieces]
+        host = [_array(piece, index) if _is_tensor(piece) else piece for piece in pieces]
         return host if isinstance(memory, _PIECES) else host[0]
     block = _device_block(pieces, index, None)
     device = block.device
@@ -250,6 +265,16 @@ def _tensor(piece: Any, index: int) -> torch.Tensor:
     if tensor.data_ptr() != piece.__cuda_array_interface__["data"][0]:  # torch has copied it
         raise BadBuffer(f"buffer {index} lies on another device than torch's current one")
     return tensor
+
+
+def _array(tensor: Any, index: int) -> Any:
+    """The memory of a tensor on the host, as an array of bytes. Raises BadBuffer."""
+    try:
+        return _byte_row(tensor, index).numpy()
+    except (TypeError, RuntimeError) as error:  # without memory, conjugated, of another device
+        from kvpool.device_copy import first_line  # not at the top (design: import-time)
+
+        raise BadBuffer(f"buffer {index} cannot be used: {first_line(error)}") from None
 
 
 def _byte_row(tensor: torch.Tensor, index: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from kvpool.types import (
     Run,
     WorkingSet,
     check_digest_size,
+    check_digest_types,
     check_digests,
 )
 from kvpool.wire import messages as wire
@@ -59,7 +60,10 @@ async def match(
     """As `Pool.match`; it is no demand if it only `observes`. It awaits nothing but
     `masters.ask`. (design: match)"""
     size = check_digest_size(chain)
-    packed = b"".join(chain)
+    try:
+        packed = b"".join(chain)
+    except TypeError:
+        packed = b""
     if len(packed) != size * len(chain):  # cheaper than a check of each key
         check_digests(chain)
     page = _Page(namespace, size, packed, known)
@@ -296,6 +300,7 @@ class Lookup:
         Positions of runs count from the first block of their page. Raises BadKey, MasterLost.
         """
         size = check_digest_size(digests)
+        check_digest_types(digests)
         if len(set(map(len, digests))) != 1:
             check_digests(digests)
         for first in range(0, len(digests), _FIND_KEYS):

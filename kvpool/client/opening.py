@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvpool import registry, tracing
 from kvpool.client.pool import Pool
-from kvpool.config import ClientConfig
+from kvpool.config import ClientConfig, checked_client, checked_cluster
 from kvpool.errors import MasterLost
 from kvpool.net.diagnose import diagnose_unreachable
 from kvpool.net.zmq_rpc import ZmqNetwork
@@ -20,11 +20,12 @@ async def connect(
     """Open a pool on the masters at `host:port`; any one of them is enough.
 
     A cluster with a secret is `Cluster(name, secret)`. Raises MasterLost when none answers within
-    `timeout_s` of the configuration.
+    `timeout_s` of the configuration; ConfigError for a value that is not valid.
     """
-    cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
+    cluster = checked_cluster(cluster)
     if config is None:
         config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
+    config = checked_client(config)
     transports = registry.transports(config.transports)
     network = ZmqNetwork(cluster)
     try:

@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from kvpool.client.buffers import BufferLike, as_views, normalize_buffers
+from kvpool.arguments import as_float, as_int
+from kvpool.client.buffers import BufferLike, as_views, check_one_for_each, normalize_buffers
 from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
@@ -83,6 +84,7 @@ from kvpool.types import (
     WriteBlock,
     WriteStatus,
     check_digests,
+    check_namespace,
     check_resume_in,
     check_session,
 )
@@ -312,8 +314,8 @@ class Pool:
             raise UsageError(
                 f"hosts is {str(hosts)[:80]}, expected 1 to {SCORED_HOSTS_MAX} ids of hosts"
             )
-        if block_bytes is not None and not 1 <= block_bytes <= BLOCK_SIZE_MAX:
-            raise UsageError(f"block_bytes is {block_bytes}, expected 1 to {BLOCK_SIZE_MAX}")
+        if block_bytes is not None:
+            block_bytes = _whole("block_bytes", block_bytes, BLOCK_SIZE_MAX)
         return await self._scorer.score(self._own(namespace), chain, hosts, block_bytes, deadline)
 
     def events(self, from_position: EventPosition | None = None) -> EventReader:
@@ -382,10 +384,9 @@ class Pool:
         TooLarge for a buffer above 4 GiB; Unavailable when a device fails.
         """
         deadline = self._begin(timeout)
-        _check_part(namespace, part)
+        part = _part(namespace, part)
         check_digests(digests)
-        if len(buffers) != len(digests):
-            raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
+        check_one_for_each(buffers, digests)
         target = normalize_buffers(buffers, writable=True)
         namespace = self._own(namespace)
         results = await self._reader.read(namespace, part, digests, target, match, deadline)
@@ -414,7 +415,7 @@ class Pool:
         BadKey for wrong arguments.
         """
         deadline = self._begin(timeout)
-        _check_part(namespace, part)
+        part = _part(namespace, part)
         check_digests(digests)
         namespace = self._own(namespace)
         async with self._reader.read_view(namespace, part, digests, match, deadline) as views:
@@ -486,14 +487,12 @@ class Pool:
         UsageError for wrong `copies`, `session` or `resume_in`; Unavailable when a device fails.
         """
         deadline = self._begin(timeout)
-        _check_part(namespace, part)
+        part = _part(namespace, part)
         session_hint = self._session_hint(session, resume_in)
         namespace = self._own(namespace)
-        if not 1 <= copies <= COPIES_MAX:
-            raise UsageError(f"copies is {copies}, expected 1 to {COPIES_MAX}")
-        if len(buffers) != len(digests):
-            raise BadBuffer(f"{len(buffers)} buffers for {len(digests)} keys")
+        copies = _whole("copies", copies, COPIES_MAX)
         size = check_digests(digests)
+        check_one_for_each(buffers, digests)
         if parents is not None:
             _check_parents(parents, digests, size)
         else:
@@ -503,7 +502,7 @@ class Pool:
                     raise BadKey(f"parent {parent.hex()[:12]} is one of the keys that follow it")
             parents = [parent, *digests[:-1]]
         source = normalize_buffers(buffers, writable=False)
-        options = WriteOptions(namespace, part, visible, session_hint, copies)
+        options = WriteOptions(namespace, part, bool(visible), session_hint, copies)
         statuses = await self._writer.write(options, digests, parents, source, copies, deadline)
         for position, status in enumerate(statuses):
             if status is WriteStatus.TOO_LARGE:
@@ -557,13 +556,15 @@ class Pool:
         """
         deadline = self._begin(timeout)
         check_digests(chain)
-        count = 0 if isinstance(to, str) else to if isinstance(to, int) else len(to)
+        number = as_int(to)
+        count = len(to) if isinstance(to, Sequence) and not isinstance(to, str) else number or 0
         if not 1 <= count <= RECEIVERS_MAX:
             raise UsageError(
                 f"to is {to!r}, expected a number of servers or a list of names, "
                 f"1 to {RECEIVERS_MAX}"
             )
-        return await self._spreader.spread(self._own(namespace), chain, to, deadline)
+        targets = to if number is None else number
+        return await self._spreader.spread(self._own(namespace), chain, targets, deadline)
 
     async def drain(
         self,
@@ -580,7 +581,10 @@ class Pool:
         lie in its file stay there. Raises ServerLost when the server cannot be reached, and
         MasterLost.
         """
-        return await self._drain(server, DrainOrder(True, False, within_s, back_in_s), timeout)
+        order = DrainOrder(
+            True, False, _seconds("within_s", within_s), _seconds("back_in_s", back_in_s)
+        )
+        return await self._drain(server, order, timeout)
 
     async def drain_report(self, server: str, *, timeout: float | None = None) -> DrainReport:
         """How far the drain of `server` is, and what is left. Raises as `drain`."""
@@ -612,8 +616,7 @@ class Pool:
         (design: session-hints).
         """
         session = self._session(session)
-        check_resume_in(resume_in)
-        return await self._hint(wire.Hint(session, resume_in), timeout)
+        return await self._hint(wire.Hint(session, check_resume_in(resume_in)), timeout)
 
     async def arrived(self, session: str, *, timeout: float | None = None) -> HintStatus:
         """A prompt of this conversation waits to be served, in the queue of an engine perhaps.
@@ -685,8 +688,7 @@ class Pool:
 
     def _own(self, namespace: Namespace) -> Namespace:
         """The namespace that users of this tenant call so. UsageError for another type."""
-        if not isinstance(namespace, Namespace):
-            raise UsageError(f"namespace is {namespace!r:.40}, expected a kvpool.Namespace")
+        check_namespace(namespace)
         return own_namespace(self._tenant, namespace) if self._tenant else namespace
 
     def _as_seen(self, namespace: Namespace) -> Namespace:
@@ -700,12 +702,11 @@ class Pool:
 
     def _session(self, session: str) -> str:
         """The name by which the pool knows a session. Raises UsageError."""
-        check_session(session)
-        return own_session(self._tenant, session)
+        return own_session(self._tenant, check_session(session))
 
     def _session_hint(self, session: str, resume_in: float | None) -> SessionHint | None:
         if resume_in is not None:
-            check_resume_in(resume_in)
+            resume_in = check_resume_in(resume_in)
         if session or resume_in is not None:
             return SessionHint(self._session(session), resume_in)
         return None
@@ -782,10 +783,10 @@ class Pool:
                 "the pool belongs to another event loop or thread: use kvpool.sync.Pool from "
                 "threads, or open one pool in each loop"
             )
-        seconds = self._config.timeout_s if timeout is None else timeout
-        if isinstance(seconds, str) or not seconds <= _TIMEOUT_S_MAX:  # nor nan
+        seconds = as_float(self._config.timeout_s if timeout is None else timeout)
+        if seconds is None or not seconds <= _TIMEOUT_S_MAX:  # nor nan
             raise UsageError(
-                f"timeout is {seconds!r}, expected seconds, at most {_TIMEOUT_S_MAX:g}"
+                f"timeout is {timeout!r:.40}, expected seconds, at most {_TIMEOUT_S_MAX:g}"
             )
         return self._loop.time() + seconds
 
@@ -807,15 +808,38 @@ def _for_tenants(transports: Mapping[str, Transport]) -> dict[str, Transport]:
     return fit
 
 
-def _check_part(namespace: Namespace, part: int) -> None:
-    if not 0 <= part < namespace.parts:
-        raise BadKey(f"part {part} of a namespace with {namespace.parts} part(s)")
+def _part(namespace: Namespace, part: int) -> int:
+    """One of the namespace's parts. Raises BadKey, and UsageError for no namespace."""
+    check_namespace(namespace)
+    number = as_int(part)
+    if number is None or not 0 <= number < namespace.parts:
+        raise BadKey(f"part {part!r:.40} of a namespace with {namespace.parts} part(s)")
+    return number
+
+
+def _seconds(what: str, value: float) -> float:
+    seconds = as_float(value)
+    if seconds is None or not 0 <= seconds <= _TIMEOUT_S_MAX:
+        raise UsageError(f"{what} is {value!r:.40}, expected seconds, 0 to {_TIMEOUT_S_MAX:g}")
+    return seconds
+
+
+def _whole(what: str, value: int, most: int) -> int:
+    """A number from 1 on. Raises UsageError."""
+    number = as_int(value)
+    if number is None or not 1 <= number <= most:
+        raise UsageError(f"{what} is {value!r:.40}, expected 1 to {most}")
+    return number
 
 
 def _check_parents(parents: Sequence[bytes], digests: Sequence[bytes], size: int) -> None:
+    if not isinstance(parents, Sequence):
+        raise BadKey(f"parents are a {type(parents).__name__}, expected a list of bytes")
     if len(parents) != len(digests):
         raise BadKey(f"{len(parents)} parents for {len(digests)} keys")
     for index, (parent, digest) in enumerate(zip(parents, digests, strict=True)):
+        if not isinstance(parent, bytes):
+            raise BadKey(f"parent {index} is {parent!r:.40}, expected bytes")
         if parent != ROOT and len(parent) != size:
             raise BadKey(f"parent {index} has {len(parent)} bytes, the keys have {size}")
         if parent == digest:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 from collections.abc import Callable, Coroutine
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
+import kvpool.sync
+from kvpool import ClientConfig, Cluster, Namespace, Pool, ReadStatus, WriteStatus, dev
 from kvpool.cli.app import app
 from kvpool.cli.shared import console
-from kvpool.errors import BadKey, Closed, UsageError
+from kvpool.errors import BadBuffer, BadKey, Closed, ConfigError, UsageError
 from kvpool.ops.tables import members_table
 from kvpool.types import ROOT, Member, ServerStats, check_digests
 from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
@@ -97,6 +102,105 @@ async def test_values_of_another_type_are_named(watched: dev.Dev) -> None:
             await pool.match(asked, CHAIN)
         with pytest.raises(UsageError, match=r"session b.name."):
             await pool.match(NAMESPACE, CHAIN, session=cast(Any, b"name"))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [(name, value) for name in ("part", "copies") for value in (True, 1.0, "1", None)]
+    + [(name, value) for name in ("timeout", "resume_in") for value in (True, "1", Decimal(1))],
+)
+async def test_an_argument_of_another_type_is_no_failure_of_servers(
+    watched: dev.Dev, transport: str, argument: str, value: Any
+) -> None:
+    """They would refuse the message, and count as failed for the other calls of this process."""
+    space, (digest,) = Namespace("typed", 2), keys(f"{transport} {argument} {value}", 1)
+    config = ClientConfig(masters=[watched.address], transports=[transport])
+    async with await kvpool.connect(config=config) as pool:
+        with pytest.raises(UsageError, match=re.escape(f"{argument} ")) as raised:
+            await pool.write(space, [digest], values([digest]), **{argument: value})
+        assert repr(value) in str(raised.value)
+        assert await pool.write(NAMESPACE, [digest], values([digest])) == [WriteStatus.STORED]
+
+
+async def test_numbers_and_texts_of_numpy_and_subclasses(watched: dev.Dev) -> None:
+    """They mean what they mean in Python, and are on the wire what they mean."""
+    text = type("text", (str,), {})
+    space, (digest,) = Namespace(text("typed"), np.int64(2)), keys("numpy", 1)
+    assert (type(space.name), type(space.parts)) == (str, int)
+    assert space == Namespace("typed", 2)
+    config = ClientConfig(masters=[watched.address], transports=["tcp"])
+    async with await kvpool.connect(config=config) as pool:
+        for part in range(2):
+            (status,) = await pool.write(
+                space,
+                (digest,),
+                [value(digest)],
+                part=np.int32(part),
+                copies=np.int64(2),
+                visible=cast(Any, np.bool_(True)),
+                session=text("s"),
+                resume_in=np.float32(1.5),
+                timeout=Fraction(5, 1),
+            )
+            assert status is WriteStatus.STORED
+        (got,) = buffers(1)
+        (result,) = await pool.read(space, [digest], [got], part=np.int8(1), timeout=np.float64(5))
+        assert (result.status, got) == (ReadStatus.HIT, value(digest))
+
+
+async def test_sequences_that_are_none(watched: dev.Dev) -> None:
+    asked: Any
+    async with watched.pool() as pool:
+        for asked in (iter(CHAIN), set(CHAIN), dict.fromkeys(CHAIN)):
+            for call in (pool.match, pool.contains, pool.explain, pool.prefetch, pool.remove):
+                with pytest.raises(BadKey, match=f"keys are a {type(asked).__name__}, expected"):
+                    await call(NAMESPACE, asked)
+        for asked in (CHAIN[1].hex()[:32], None):
+            for call in (pool.match, pool.contains, pool.explain, pool.prefetch, pool.remove):
+                with pytest.raises(BadKey, match=r"key 1 .*expected (bytes|equal)"):
+                    await call(NAMESPACE, [CHAIN[0], asked])
+            with pytest.raises(BadKey, match=r"parent 1 is .*, expected bytes"):
+                await pool.write(NAMESPACE, CHAIN[:2], values(CHAIN[:2]), parents=[ROOT, asked])
+        asked = iter(values(CHAIN))
+        with pytest.raises(BadBuffer, match="buffers are a list_iterator, expected a list"):
+            await pool.write(NAMESPACE, CHAIN, asked)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (ClientConfig(masters=[]), "'masters' is empty"),
+        (ClientConfig(masters=cast(Any, None)), "masters"),
+        (ClientConfig(timeout_s=-1), "'client.timeout_s': duration -1"),
+        (ClientConfig(copies_max=99), "copies_max"),
+        (cast(Any, "127.0.0.1:7450"), "config is a str, expected a kvpool.ClientConfig"),
+    ],
+)
+async def test_a_configuration_that_a_program_makes(config: ClientConfig, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await kvpool.connect(config=config)
+    with pytest.raises(ConfigError, match=says):
+        kvpool.sync.connect(config=config)
+
+
+async def test_masters_and_times_as_a_file_has_them(watched: dev.Dev) -> None:
+    config = ClientConfig(masters=cast(Any, watched.address), timeout_s=cast(Any, "5s"))
+    async with await kvpool.connect(config=config) as pool:
+        assert (await pool.match(NAMESPACE, CHAIN)).length == len(CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        (None, "cluster is None, expected a name"),
+        (Cluster("x", cast(Any, "0123456789abcdef")), "a str, expected bytes"),
+        (Cluster("x", b"short"), "holds 5 bytes, expected 16"),
+    ],
+)
+async def test_a_cluster_that_no_file_could_hold(cluster: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await kvpool.connect(cluster=cluster)
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e9, "5"])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from kvpool import BadBuffer, Match, Pool, ReadStatus, Run, WriteStatus
+from kvpool.client.buffers import normalize_buffers
 from kvpool.types import Replica
 from tests.conftest import NAMESPACE, keys, value, values
 
@@ -101,3 +107,42 @@ async def test_views_of_other_shapes_are_bytes_too_and_bad_ones_are_found_behind
         await pool.write(NAMESPACE, [name], [[plain, plain[:0]]])
     with pytest.raises(BadBuffer, match="read-only"):
         await pool.read(NAMESPACE, [name], [[memoryview(got), memoryview(b"abc")]])
+
+
+_CLOSED = mmap.mmap(-1, 4096)
+_CLOSED.close()
+_FIELDS = np.dtype([("Offset", "i4"), ("OO", "f8")])
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        (np.array([object(), 1]), "holds Python objects"),
+        (np.zeros(4, np.dtype([("number", "i4"), ("object", "O")])), "holds Python objects"),
+        ([bytearray(8), np.array([None])], "holds Python objects"),
+        (np.zeros((4, 8), order="F"), "not contiguous"),
+        (np.zeros(4, "datetime64[s]"), "ndarray, expected"),
+        (_CLOSED, "mmap, expected"),
+        (torch.empty(8, device="meta"), "cannot be used: .*meta"),
+        (torch.zeros(8, dtype=torch.complex64).conj(), "cannot be used: .*conjugate"),
+        (torch.zeros(8).to_sparse(), "not contiguous"),
+    ],
+    ids=["objects", "fields", "piece", "order", "dates", "closed", "meta", "conjugate", "sparse"],
+)
+@pytest.mark.parametrize("writable", [False, True])
+def test_memory_whose_bytes_are_not_the_contents(memory: Any, says: str, writable: bool) -> None:
+    """An address of an object, read from the pool, would crash the process that follows it."""
+    with pytest.raises(BadBuffer, match=rf"buffer 0 (is )?{says}"):
+        normalize_buffers([memory], writable=writable)
+
+
+async def test_numbers_of_every_kind_are_bytes(pool: Pool) -> None:
+    numbers = np.arange(6, dtype=np.int64)
+    kinds = [np.float16, np.complex64, np.dtype(">i4"), np.longdouble, np.bool_, np.dtype("S3")]
+    arrays = [*[numbers.astype(kind) for kind in kinds], np.ones(3, _FIELDS), np.array(7.5)]
+    chain = keys("kinds", len(arrays))
+    await pool.write(NAMESPACE, chain, arrays)
+    got = [np.zeros_like(array) for array in arrays]
+    results = await pool.read(NAMESPACE, chain, got)
+    assert all(result.status.hit for result in results)
+    assert [array.tobytes() for array in got] == [array.tobytes() for array in arrays]

@@ -109,9 +109,6 @@ class World:
         #: Maps that a fault has changed and that are not right yet, and since when all are right.
         self.wrong_maps = 0
         self.maps_right_from = 0.0
-        vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
-        vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max
-        vars(requests)["ONE_REQUEST_MAPPED_MAX"] = plan.one_request_max
         self.moves = Moves(self)
         self.joins = Joins(self)
         self.prefetches = Prefetches(self)
@@ -556,12 +553,13 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _small_pool() -> Iterator[None]:
+def _small_pool(plan: WorldPlan) -> Iterator[None]:
     """Spans of two blocks: chains of 16 blocks have many, and a master learns and forgets them.
 
     What a world changes in the product stays its own: later tests run in this process, too.
     """
     changed = (
+        (announcer, "_PIECE_BLOCKS"),
         (spans, "SPAN_BLOCKS"),
         (balancer, "CHAIN_SHARE"),
         (spread, "SpreadTree"),
@@ -570,6 +568,9 @@ def _small_pool() -> Iterator[None]:
     )
     before = [(module, name, vars(module)[name]) for module, name in changed]
     vars(spans)["SPAN_BLOCKS"] = 2
+    vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
+    vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max
+    vars(requests)["ONE_REQUEST_MAPPED_MAX"] = plan.one_request_max
     try:
         yield
     finally:
@@ -581,8 +582,9 @@ def run(
     seed: int, *, ops: int = 120, without: frozenset[str] = frozenset(), trace: bool = False
 ) -> HistoryReport:
     """Play one history. `failure` of the report is None when no promise was broken."""
-    with _small_pool():
-        world = World(WorldPlan.draw(seed, ops, without), trace)
+    plan = WorldPlan.draw(seed, ops, without)
+    with _small_pool(plan):
+        world = World(plan, trace)
         with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
             try:
                 world.loop.run(world.history())
