@@ -61,7 +61,7 @@ def files(*folders: str) -> list[Path]:
 #: Who may import whom, one direction: a layer sees itself only where it is a package, and all
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "logs", "runtime"),
+    ("errors", "arguments", "logs", "runtime"),
     (
         *("types", "units", "tenants", "backoff", "piecewise_dict", "spans", "kv_events"),
         *("file_stamp", "tracing", "sorting"),
