@@ -342,21 +342,21 @@ class WatchedStore(Store):
         self.inspect_now_and_then()
         return answers
 
-    def seal(
+    def seal_all(
         self,
         owner: int,
-        id: int,
-        checksum: int,
+        ids: Sequence[int],
+        checksums: Sequence[int],
         now: float,
         *,
         from_other_tier: bool = False,
         last_used: int | None = None,
-    ) -> WriteStatus:
-        entry = self._forget("reservation", owner, id)
-        status = super().seal(
-            owner, id, checksum, now, from_other_tier=from_other_tier, last_used=last_used
+    ) -> list[WriteStatus]:
+        entries = [self._forget("reservation", owner, id) for id in ids]
+        statuses = super().seal_all(
+            owner, ids, checksums, now, from_other_tier=from_other_tier, last_used=last_used
         )
-        if entry is not None:
+        for entry in filter(None, entries):
             if self.arrivals is not None:
                 self.arrivals.used(entry, now, last=False)
             self.verify(entry, "sealed")
@@ -371,7 +371,7 @@ class WatchedStore(Store):
             elif not self.tier:
                 self.truth.probes.add("a block was promoted from the disk")
         self.inspect_now_and_then()
-        return status
+        return statuses
 
     def cancel(self, owner: int, id: int) -> None:
         self._forget("reservation", owner, id)
@@ -420,9 +420,8 @@ class WatchedStore(Store):
             self.truth.fail(f"G1: {entry!r} is copied before it is sealed")
         return id
 
-    def unpin(self, owner: int, id: int) -> None:
-        entry = self._forget("pin", owner, id)
-        if entry is not None:
+    def unpin_all(self, owner: int, ids: Sequence[int]) -> None:
+        for entry in filter(None, [self._forget("pin", owner, id) for id in ids]):
             self.verify(entry, "unpinned")
             if entry.state is State.PENDING_FREE and owner != MOVER:
                 self.truth.probes.add("removed while it was read")
@@ -430,7 +429,7 @@ class WatchedStore(Store):
             for offset, size in self.unsent() if last else ():
                 if offset < entry.offset + entry.size and entry.offset < offset + size:
                     self.truth.fail(f"G4: {entry!r} was unpinned before its bytes were sent")
-        super().unpin(owner, id)
+        super().unpin_all(owner, ids)
         self.inspect_now_and_then()
 
     def drop_lapsed(self, now: float) -> None:

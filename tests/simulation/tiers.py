@@ -188,21 +188,21 @@ class WatchedDiskStore(WatchedStore):
                 self.refused.discard((request.namespace, digest, request.part))
         return answers
 
-    def seal(
+    def seal_all(
         self,
         owner: int,
-        id: int,
-        checksum: int,
+        ids: Sequence[int],
+        checksums: Sequence[int],
         now: float,
         *,
         from_other_tier: bool = False,
         last_used: int | None = None,
-    ) -> WriteStatus:
-        status = super().seal(
-            owner, id, checksum, now, from_other_tier=from_other_tier, last_used=last_used
+    ) -> list[WriteStatus]:
+        statuses = super().seal_all(
+            owner, ids, checksums, now, from_other_tier=from_other_tier, last_used=last_used
         )
         self.truth.probes.add("a block was demoted to the disk")
-        return status
+        return statuses
 
     def restore(self, record: Record) -> Entry | None:
         entry = super().restore(record)
