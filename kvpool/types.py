@@ -483,6 +483,8 @@ class Pin(NamedTuple):
     id: int = 0
     extent: Extent | None = None
     checksum: int = 0
+    #: Where the extent lies, if not in the memory that clients read: a tier on a device.
+    tier: int | None = None
 
 
 class Replica(NamedTuple):

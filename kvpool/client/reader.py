@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -343,6 +344,8 @@ class Reader:
         for position, result in found.items():
             state.results[position] = result
         left = {i: block for i, block in blocks.items() if i not in chosen}
+        if state.direct_corrupt and self._path == AUTO:
+            await self._acquit_the_way(state)
         for position, servers in state.indirect.items():
             if state.results[position].status is not _HIT:
                 state.candidates[position] += servers
@@ -359,6 +362,15 @@ class Reader:
                 "triton is not installed, or they are large and in pieces"
             )
             log.info("blocks for devices are staged", device_path=AUTO, blocks=blocks, why=why)
+
+    async def _acquit_the_way(self, state: ReadState) -> None:
+        """Have servers look at their copies before these are read once more: then a wrong one may
+        be gone, and another right, and nobody could say what was wrong."""
+        confirmed = await self._report_corruption(state)
+        state.corrupt.clear()
+        state.direct_corrupt = {
+            i for i in state.direct_corrupt if state.digests[i] not in confirmed
+        }
 
     def _distrust_direct(self, state: ReadState) -> None:
         """Bytes that were wrong on the device and right on the host: the server is well, and the
@@ -541,14 +553,19 @@ class Reader:
                 state.results[position] = result
         await self._fetch_all(state, missing)
 
-    async def _report_corruption(self, state: ReadState) -> None:
-        """Have each server check its copies itself: only the server removes a block."""
+    async def _report_corruption(self, state: ReadState) -> set[bytes]:
+        """Have each server check its copies itself: only the server removes a block. Returns
+        those of which one was wrong."""
         namespace, part = state.options.namespace, state.options.part
+        confirmed: set[bytes] = set()
         for server, digests in [(s, list(d)) for s, d in state.corrupt.items()]:
             log.error("wrong checksum", server=server, blocks=len(digests))
             self._counters["corrupt"] += len(digests)
             report = functools.partial(_report_to, namespace, part, digests, state.deadline)
-            await gather_errors([self._servers.call(server, report, state.deadline)])
+            (answer,) = await gather_errors([self._servers.call(server, report, state.deadline)])
+            if not isinstance(answer, KvpoolError):
+                confirmed.update(itertools.compress(digests, answer))
+        return confirmed
 
     def _count(self, results: Sequence[ReadResult]) -> None:
         hits = size = 0

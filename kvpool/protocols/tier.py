@@ -32,7 +32,7 @@ bytearray::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvpool.types import Record
 
@@ -106,9 +106,26 @@ class DeviceMemory(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
+class DeviceToken(NamedTuple):
+    """Eight bytes on a device, and what they are: sent first, they show what the lanes do with
+    memory of that device."""
+
+    device: str
+    memory: DeviceMemory
+    content: bytes
+
+
 @runtime_checkable
 class DeviceAddressable(Protocol):
-    """A tier whose memory is on a device, for transports that move bytes from and to a device."""
+    """A tier whose memory is on a device, for transports that move bytes from and to a device.
+
+    A block of it is read from there into memory on another device, without a stop in that of a
+    host (design: hbm-reads).
+    """
+
+    @property
+    def device_token(self) -> DeviceToken:
+        """Of the same device, always the same bytes."""
 
     def device_view(self, offset: int, size: int) -> DeviceMemory:
         """`size` bytes at `offset`: one dimension of bytes, no copy, writable.

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvpool.errors import KvpoolError
-from kvpool.protocols.tier import DeviceMemory, Tier
+from kvpool.protocols.tier import DeviceAddressable, DeviceMemory, DeviceToken, Tier
 from kvpool.tenants import TenantKeys
 from kvpool.types import (
     Cluster,
@@ -145,6 +145,7 @@ class Connection(Protocol):
         buffer_sizes: Sequence[int],
         *,
         view: bool = False,
+        in_place_above: int | None = None,
     ) -> list[Pin]:
         """Pin the blocks that are stored; the extent of a hit is not reused before `unpin`.
 
@@ -153,7 +154,14 @@ class Connection(Protocol):
         for some of those blocks (design: promotion, budgets). With `view` the client uses the
         memory for as long as it likes: these pins have a budget of their own, beyond which a block
         is REFUSED.
+
+        A transport that can send from memory of a device, to a client that can receive it, gives
+        `in_place_above`: if the hits have more bytes than that together, some may lie in the
+        memory of a `device_tier` (`Pin.tier`). Without it `views` has all of them.
         """
+
+    def device_tier(self, tier: int) -> DeviceAddressable:
+        """The tier that `Pin.tier` names."""
 
     def unpin(self, pins: Sequence[Pin]) -> None:
         """Release the hits among `pins`."""
@@ -571,15 +579,6 @@ class DeviceWriteBlock(NamedTuple):
     @property
     def size(self) -> int:
         return len(self.memory)
-
-
-class DeviceToken(NamedTuple):
-    """Eight bytes on a device, and what they are: sent first, they show what the lanes do with
-    memory of that device."""
-
-    device: str
-    memory: DeviceMemory
-    content: bytes
 
 
 #: Copies of small blocks in memory of the host. Raises DeadlineExceeded, and Overloaded when their

@@ -29,6 +29,7 @@ from kvpool.protocols import (
     Addressable,
     BelongsToOwner,
     Connection,
+    DeviceAddressable,
     Encrypts,
     Listener,
     Network,
@@ -62,6 +63,7 @@ from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
 
+_DLPACK_CPU: Final = 1
 #: Clients in one heartbeat: those that hold most.
 _CLIENTS_SHOWN: Final = 16
 
@@ -109,11 +111,9 @@ class BlockServer:
             front_tier=_front_tier(tiers),
             promote_after=config.promote_after,
             write_back=config.write_mode == WRITE_BACK,
+            in_place_tiers=[n for n, tier in enumerate(tiers) if _is_on_a_device(tier)],
         )
-        memory = store.front.allocator.capacity
-        store.front.limits = Limits.of(
-            config.pinned_max or memory // 4, config.reserved_max or default_reserved_max(memory)
-        )
+        _limit(store, config)
         self._context = ServerContext(self.server, store, self.tiers, config.connections_max)
         self._peers = PeerServers(
             self.server,
@@ -447,6 +447,25 @@ def check_scheme(address: str, transports: Mapping[str, Transport]) -> None:
 def _front_tier(tiers: Sequence[Tier]) -> int:
     """Which tier clients write into and read out of: the first whose memory can be looked at."""
     return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
+
+
+def _limit(store: TieredStore, config: ServerConfig) -> None:
+    """What connections may pin and reserve; on a device, a quarter of it may be pinned."""
+    memory = store.front.allocator.capacity
+    store.front.limits = Limits.of(
+        config.pinned_max or memory // 4, config.reserved_max or default_reserved_max(memory)
+    )
+    for tier in store.in_place_tiers:
+        room = store.stores[tier].allocator.capacity
+        store.stores[tier].limits = Limits.of(room // 4, room)
+
+
+def _is_on_a_device(tier: Tier) -> bool:
+    """Whether its memory is not the host's, as that of `hbm?device=cpu` is."""
+    return (
+        isinstance(tier, DeviceAddressable)
+        and tier.device_view(0, 1).__dlpack_device__()[0] != _DLPACK_CPU
+    )
 
 
 def _stores(tiers: Sequence[Tier], alignment: int, policy: Policy[Entry] | None) -> list[Store]:

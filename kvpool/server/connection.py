@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.errors import Overloaded
-from kvpool.protocols import Peer, ReserveRequest
+from kvpool.protocols import DeviceAddressable, Peer, ReserveRequest
 from kvpool.server.context import ServerContext
 from kvpool.server.copy_keeper import CopyKeeper
 from kvpool.server.drainer import Drainer
@@ -249,8 +249,12 @@ class ServerConnection:
         buffer_sizes: Sequence[int],
         *,
         view: bool = False,
+        in_place_above: int | None = None,
     ) -> list[Pin]:
-        pins = self._pin(namespace, part, digests, buffer_sizes, view=view)
+        def pin_now() -> list[Pin]:
+            return self._pin(namespace, part, digests, buffer_sizes, view, in_place_above)
+
+        pins = pin_now()
         self._keeper.read(namespace, part, digests, self.peer)
         later = [
             digest
@@ -268,7 +272,7 @@ class ServerConnection:
             else:
                 has_room = await mover.promote_and_wait(namespace, part, later, until)
             if self._open:
-                pins = self._pin(namespace, part, digests, buffer_sizes, view=view)
+                pins = pin_now()
             if not has_room:
                 pins = [_NO_ROOM if pin.status is ReadStatus.NOT_YET else pin for pin in pins]
         return pins
@@ -279,12 +283,21 @@ class ServerConnection:
         part: int,
         digests: Sequence[bytes],
         buffer_sizes: Sequence[int],
-        *,
         view: bool = False,
+        in_place_above: int | None = None,
     ) -> list[Pin]:
         """What is in reach now. Between this and the answer nothing is awaited."""
         now = self._loop.time()
-        pins = self._store.pin(self._id, namespace, part, digests, now, buffer_sizes, view=view)
+        pins = self._store.pin(
+            self._id,
+            namespace,
+            part,
+            digests,
+            now,
+            buffer_sizes,
+            view=view,
+            in_place_above=in_place_above,
+        )
         hits = [pin.extent.size for pin in pins if pin.extent is not None]
         counters = self._context.counters
         counters["read_blocks"] += len(hits)
@@ -302,8 +315,7 @@ class ServerConnection:
 
     def unpin(self, pins: Sequence[Pin]) -> None:
         if self._open:
-            ids = [pin.id for pin in pins if pin.extent is not None]
-            self._store.front.unpin_all(self._id, ids)
+            self._store.unpin(self._id, pins)
             self._context.space_changed()
 
     async def remove(
@@ -372,26 +384,41 @@ class ServerConnection:
     ) -> list[bool]:
         half = namespace_seed(namespace, part)
         corrupt = [False] * len(digests)
+        bad: dict[int | None, list[bytes]] = {}  # by tier
         for position, digest in enumerate(digests):
             # One at a time: a batch could pin more than a connection may.
-            pins = self._pin(namespace, part, [digest], [1 << 62])
+            pins = self._pin(namespace, part, [digest], [1 << 62], in_place_above=-1)
             try:
                 for pin in pins:
-                    if pin.extent is not None:
-                        (data,) = self.views([pin.extent])
-                        got = await _checksum_of(data, block_seed(half, digest))
-                        corrupt[position] = pin.checksum != got
+                    if pin.extent is not None and await self._is_corrupt(
+                        pin, pin.extent, block_seed(half, digest)
+                    ):
+                        corrupt[position] = True
+                        bad.setdefault(pin.tier, []).append(digest)
             finally:
                 self.unpin(pins)
-        bad = [digest for digest, is_bad in zip(digests, corrupt, strict=True) if is_bad]
         if bad:
-            log.error("blocks are corrupt", server=self._context.server, blocks=len(bad))
-            self._context.counters["corrupt_blocks"] += len(bad)
-            # In this memory only: what another tier has is checked when it is read from there.
-            self._store.front.remove(namespace, bad, ReadStatus.CORRUPT, part)
+            log.error("blocks are corrupt", server=self._context.server, blocks=sum(corrupt))
+            self._context.counters["corrupt_blocks"] += sum(corrupt)
+            # Where they were read from only: what another tier has is checked when it is read.
+            for tier, gone in bad.items():
+                store = self._store.front if tier is None else self._store.stores[tier]
+                store.remove(namespace, gone, ReadStatus.CORRUPT, part)
             self._context.on_change()
             await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return corrupt
+
+    async def _is_corrupt(self, pin: Pin, extent: Extent, seed: int) -> bool:
+        """Whether a pinned block has other bytes than its writer had. False where its tier cannot
+        be read."""
+        if pin.tier is None:
+            (data,) = self.views([extent])
+            return await _checksum_of(data, seed) != pin.checksum
+        got = await self._context.mover.checksum_in(pin.tier, extent, seed)
+        return got is not None and got != pin.checksum
+
+    def device_tier(self, tier: int) -> DeviceAddressable:
+        return cast(DeviceAddressable, self._context.tiers[tier])
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         view = self._context.memory.view
@@ -403,26 +430,28 @@ class ServerConnection:
             return ClientUsage(
                 self.peer.name, self.peer.transport, quarantined_bytes=self._quarantined_bytes
             )
-        holder = self._store.front.holder(self._id)
-        if holder is None or not (holder.pinned_bytes or holder.reserved_bytes):
+        held = self._store.holders(self._id)
+        pinned, reserved = sum(h.pinned_bytes for h in held), sum(h.reserved_bytes for h in held)
+        if not (pinned or reserved):
             return None
         return ClientUsage(
             self.peer.name,
             self.peer.transport,
-            pinned_bytes=holder.pinned_bytes,
-            oldest_pin_s=max(0.0, now - holder.pinned_at) if holder.pins else 0.0,
-            reserved_bytes=holder.reserved_bytes,
+            pinned_bytes=pinned,
+            oldest_pin_s=max([0.0, *(now - h.pinned_at for h in held if h.pins)]),
+            reserved_bytes=reserved,
         )
 
     def cut_if_stalled(self, now: float) -> None:
         """End the connection if it holds memory that may be taken back and moved no byte for
         STALLED_S. Called while others wait (design: budgets)."""
-        holder, link = self._store.front.holder(self._id), self.peer.link
-        if link is None or holder is None:
+        held, link = self._store.holders(self._id), self.peer.link
+        if link is None or not held:
             return
-        holds_pins = holder.pinned_bytes and not holder.views
-        sample = (link.progress(), holder.pinned_at, holder.sealed_bytes)
-        if not (holds_pins or holder.reserved_bytes) or sample != self._sample:
+        holds_pins = any(h.pinned_bytes and not h.views for h in held)
+        reserved = sum(h.reserved_bytes for h in held)
+        sample = (link.progress(), *((h.pinned_at, h.sealed_bytes) for h in held))
+        if not (holds_pins or reserved) or sample != self._sample:
             self._sample, self._sampled_at = sample, now
         elif now - self._sampled_at >= STALLED_S:
             self._sampled_at = now
@@ -432,8 +461,8 @@ class ServerConnection:
                 why="it moves no bytes, and others wait for the memory that it holds",
                 client=self.peer.name,
                 transport=self.peer.transport,
-                pinned_bytes=holder.pinned_bytes,
-                reserved_bytes=holder.reserved_bytes,
+                pinned_bytes=sum(h.pinned_bytes for h in held),
+                reserved_bytes=reserved,
                 stalled_s=STALLED_S,
             )
             link.hang_up(
@@ -449,7 +478,7 @@ class ServerConnection:
         self._open = False
         front = self._store.front
         before = front.quarantined_bytes
-        quarantined = front.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
+        quarantined = self._store.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
         self._quarantined_bytes = front.quarantined_bytes - before
         if not quarantined:  # else it counts as connected, until its client has disconnected
             self._context.disconnected(self)

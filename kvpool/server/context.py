@@ -57,6 +57,7 @@ class ServerContext:
     ) -> None:
         self.server = server
         self.store = store
+        self.tiers = tiers
         memory = tiers[store.front_tier]
         assert isinstance(memory, Addressable)
         #: The memory that clients write into and read out of.

@@ -16,14 +16,14 @@ from typing import Any, Final, TypeVar
 
 from kvpool import logs
 from kvpool.backoff import Backoff
-from kvpool.checksum import block_seed, checksum, namespace_seed
+from kvpool.checksum import block_seed, checksum, hasher, namespace_seed
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, PersistentTier, ReportsDropped, Tier
 from kvpool.server import tier_traffic
 from kvpool.server.state.entry import MOVER
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
-from kvpool.types import Namespace, ReadStatus, Record, TierUsage
+from kvpool.types import Extent, Namespace, ReadStatus, Record, TierUsage
 
 log = logs.get("kvpool.mover")
 
@@ -59,6 +59,9 @@ _CLOSE_S: Final = 5.0
 _YIELD_S: Final = 0.05
 #: Smaller blocks are hashed on the loop: waking up a thread costs more.
 _INLINE_MAX: Final = 128 << 10
+#: Read and hashed at once where a block is looked at that readers found corrupt. A multiple of
+#: every alignment.
+_HASH_STEP: Final = 1 << 20
 #: Blocks of an offline tier that are announced as lost at once.
 _LOST_STEP: Final = 1024
 
@@ -485,6 +488,22 @@ class TierMover:
         if len(data) <= _INLINE_MAX:
             return checksum(data, seed)
         return await asyncio.get_running_loop().run_in_executor(None, checksum, data, seed)
+
+    async def checksum_in(self, tier: int, extent: Extent, seed: int) -> int | None:
+        """The checksum of the bytes that a tier has in a pinned extent; None if it cannot be
+        read."""
+        digest = hasher(seed)
+        buffer = memoryview(bytearray(min(extent.size, _HASH_STEP)))
+        for start in range(0, extent.size, _HASH_STEP):
+            part = buffer[: extent.size - start]
+            try:
+                with self._watchdog(tier):
+                    await self._tiers[tier].read_into(extent.offset + start, part)
+            except Unavailable as error:
+                self._read_failed(tier, error)
+                return None
+            digest.update(part)
+        return digest.intdigest()
 
     # --- failures -------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from kvpool.protocols import (
     Addressable,
     Channel,
     Connection,
+    DeviceAddressable,
     Listener,
     Peer,
     ReadOptions,
@@ -344,16 +345,19 @@ class _Watched:
         buffer_sizes: Sequence[int],
         *,
         view: bool = False,
+        in_place_above: int | None = None,
     ) -> list[Pin]:
-        pins = await self._inner.pin(namespace, part, digests, buffer_sizes, view=view)
+        pins = await self._inner.pin(
+            namespace, part, digests, buffer_sizes, view=view, in_place_above=in_place_above
+        )
         for key, pin in zip(digests, pins, strict=True):
-            if pin.extent is not None:
+            if pin.extent is not None and pin.tier is None:
                 self._pinned[pin.id] = (namespace, part, key, pin.extent)
         return pins
 
     def unpin(self, pins: Sequence[Pin]) -> None:
         self._inner.unpin(pins)
-        self._let_go([pin.id for pin in pins if pin.status is ReadStatus.HIT])
+        self._let_go([p.id for p in pins if p.status is ReadStatus.HIT and p.tier is None])
 
     async def remove(
         self,
@@ -412,6 +416,9 @@ class _Watched:
     async def drain(self, order: DrainOrder) -> DrainReport:
         report: DrainReport | None = self._recorder.answer("drain", order)
         return report if report is not None else await self._inner.drain(order)
+
+    def device_tier(self, tier: int) -> DeviceAddressable:
+        return self._inner.device_tier(tier)
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         held = {extent for extent, _ in self._unsealed.values()}

@@ -219,12 +219,14 @@ class Written(Message, frozen=True):
 class Read(Keys, frozen=True, omit_defaults=True):
     """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`).
 
-    With `view` the client uses the pinned memory itself, not a copy of it.
+    With `view` the client uses the pinned memory itself, not a copy of it. A client that reads
+    `to_device` can receive from memory of a device, and answers a `SendToken` before the `Data`.
     """
 
     part: Small
     buffer_sizes: Counts
     view: bool = False
+    to_device: bool = False
 
 
 class Data(Message, frozen=True):
@@ -277,10 +279,11 @@ class Removed(Message, frozen=True):
 
 
 class SendToken(Message, frozen=True):
-    """The client is about to send these bytes from memory of a device, by the way of its blocks.
+    """These bytes come next from memory of a device, by the way of blocks: of a client that is
+    about to write some, or of the server that has been asked for some.
 
-    It shows what the lanes do with that memory, before a block goes that way
-    (design: direct-writes).
+    They show what the lanes do with that memory, before a block goes that way
+    (design: direct-writes, hbm-reads).
     """
 
     content: Annotated[bytes, Meta(min_length=8, max_length=8)]
@@ -793,6 +796,7 @@ NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
     HeartbeatReply: frozenset({"others_have_room"}),
     Heartbeat: frozenset({"hint_answers"}),
     Reserve: frozenset({"copies"}),
+    Read: frozenset({"to_device"}),
     Remove: frozenset({"checksums"}),
 }
 #: Messages that a peer of protocol 3 does not know.

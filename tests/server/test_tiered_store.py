@@ -9,6 +9,7 @@ import pytest
 
 from kvpool import registry
 from kvpool.protocols import ReserveRequest
+from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
@@ -40,12 +41,14 @@ class Server:
         front_tier: int = 0,
         promote_after: int = 1,
         write_back: bool = False,
+        in_place: tuple[int, ...] = (),
     ) -> None:
         self.stack = TieredStore(
             [Store(count * PAGE, alignment=PAGE) for count in pages],
             front_tier=front_tier,
             promote_after=promote_after,
             write_back=write_back,
+            in_place_tiers=in_place,
         )
         self.memory: list[dict[int, Name]] = [{} for _ in pages]
         self.copies: list[TierTransfer] = []
@@ -80,10 +83,17 @@ class Server:
         self.stack.seal(owner, id, hash(name) & 0xFFFF, self.now)
 
     def read(
-        self, owner: int, namespace: Namespace, part: int, chain: list[bytes]
+        self,
+        owner: int,
+        namespace: Namespace,
+        part: int,
+        chain: list[bytes],
+        above: int | None = None,
     ) -> list[ReadStatus]:
         self.now += 1
-        pins = self.stack.pin(owner, namespace, part, chain, self.now, BIG[: len(chain)])
+        pins = self.stack.pin(
+            owner, namespace, part, chain, self.now, BIG[: len(chain)], in_place_above=above
+        )
         for digest, pin in zip(chain, pins, strict=True):
             if pin.extent is not None:
                 self.pins.append((owner, (namespace, part, digest), pin))
@@ -92,10 +102,10 @@ class Server:
 
     def unpin(self, number: int) -> None:
         owner, _, pin = self.pins.pop(number)
-        self.stack.front.unpin(owner, pin.id)
+        self.stack.unpin(owner, [pin])
 
     def drop(self, owner: int) -> None:
-        self.stack.front.drop_owner(owner)
+        self.stack.drop_owner(owner)
         self.pins = [held for held in self.pins if held[0] != owner]
         self.open = {held: what for held, what in self.open.items() if held[0] != owner}
 
@@ -129,7 +139,8 @@ class Server:
         self.stack.check()
         for _, name, pin in self.pins:
             assert pin.extent is not None
-            assert self.memory[self.stack.front_tier][pin.extent.offset] == name
+            tier = self.stack.front_tier if pin.tier is None else pin.tier
+            assert self.memory[tier][pin.extent.offset] == name
         for change in self.stack.take_changes():
             name = (change.namespace, change.part, change.digest)
             if change.status is ReadStatus.HIT:
@@ -293,6 +304,83 @@ def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
     assert {copy.source for copy in server.copies} == {0}
     server.settle()
     assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 2
+
+
+def below(count: int, *pages: int) -> tuple[Server, list[bytes]]:
+    """A server that has blocks in its backing tier alone, from which they can be read in place."""
+    server = Server(*pages, in_place=(1,))
+    chain = keys("in place", count)
+    server.write(1, ONE, 0, chain)
+    server.drop(1)
+    server.settle()
+    server.stack.front.remove(ONE, chain, ReadStatus.EVICTED)
+    server.look()
+    return server, chain
+
+
+@pytest.mark.parametrize(("above", "hits"), [(None, 0), (3 * PAGE, 0), (3 * PAGE - 1, 3), (-1, 3)])
+def test_blocks_are_read_where_they_are_if_they_are_enough(above: int | None, hits: int) -> None:
+    server, chain = below(3, 8, 16)
+    statuses = server.read(2, ONE, 0, chain, above)
+    assert statuses == [ReadStatus.HIT] * hits + [ReadStatus.NOT_YET] * (3 - hits)
+    assert [pin.tier for _, _, pin in server.pins] == [1] * hits
+    assert server.stack.hits == [0, hits]
+    held = server.stack.holders(2)
+    assert sum(one.pinned_bytes for one in held) == hits * PAGE
+    server.drop(2)
+    assert [store.pins for store in server.stack.stores] == [0, 0]
+
+
+def test_what_memory_has_counts_for_the_answer_and_is_read_from_there() -> None:
+    server, chain = below(3, 8, 16)
+    server.stage(ONE, 0, chain[:1])
+    server.settle()
+    assert server.read(2, ONE, 0, chain, 3 * PAGE - 1) == [ReadStatus.HIT] * 3
+    assert [pin.tier for _, _, pin in server.pins] == [None, 1, 1]
+
+
+def test_blocks_that_are_not_enough_together_with_what_may_be_pinned_are_promoted() -> None:
+    """A part of them would be too small for its way."""
+    server, chain = below(3, 8, 16)
+    server.stack.stores[1].limits = Limits.of(4 * PAGE, PAGE)  # two for each
+    assert server.read(2, ONE, 0, chain, 2 * PAGE) == [ReadStatus.NOT_YET] * 3
+    assert server.stack.stores[1].pins == 0
+    assert server.stack.stores[1].limits.copies.used == 0
+    statuses = server.read(2, ONE, 0, chain, 2 * PAGE - 1)
+    assert statuses == [ReadStatus.HIT] * 2 + [ReadStatus.NOT_YET]
+
+
+def test_a_block_that_is_read_in_place_stays_there() -> None:
+    """Pinned, it is not evicted and its place not used again; read, it is evicted late."""
+    server, chain = below(2, 4, 4)
+    server.read(2, ONE, 0, chain[:1], 0)
+    other = keys("other", 3)
+    server.write(1, ONE, 0, other)
+    server.drop(1)
+    server.settle()
+    assert server.stack.stores[1].peek(ONE, 0, chain[0]) is not None
+    server.stack.remove(ONE, chain[:1])
+    server.write(1, ONE, 0, keys("more", 4))
+    server.drop(1)
+    server.settle()  # `look` compares what lies under the pin
+    assert server.stack.stores[1].pins == 1
+    server.unpin(0)
+    assert server.stack.stores[1].pins == 0
+
+
+def test_a_tier_that_is_out_of_service_is_not_read_in_place() -> None:
+    server = Server(8, 8, 64, front_tier=1, promote_after=1, in_place=(0,))
+    chain = keys("lost", 2)
+    server.write(1, ONE, 0, chain)
+    server.read(1, ONE, 0, chain)
+    server.drop(1)
+    server.settle()
+    server.stack.front.remove(ONE, chain, ReadStatus.EVICTED)
+    assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.HIT] * 2
+    server.stack.report_lost(server.stack.take_offline(0))
+    server.drop(2)
+    assert server.stack.stores[0].pins == 0
+    assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.NOT_YET] * 2
 
 
 def test_a_block_is_copied_up_once_when_it_was_read_often_enough() -> None:
@@ -577,7 +665,10 @@ def test_random_histories(seed: int, write_back: bool) -> None:
     """Writers, readers, copies that end late or badly, removals, full tiers, a tier that dies."""
     rng = random.Random(seed)
     pages, front_tier = rng.choice([((12, 40), 0), ((12, 16), 0), ((8, 12, 40), 1), ((8, 12), 1)])
-    server = Server(*pages, front_tier=front_tier, write_back=write_back)
+    in_place = (0,) if front_tier and rng.random() < 0.7 else (1,) if rng.random() < 0.3 else ()
+    server = Server(*pages, front_tier=front_tier, write_back=write_back, in_place=in_place)
+    for tier in server.stack.in_place_tiers:
+        server.stack.stores[tier].limits = Limits.of(6 * PAGE, PAGE)
     digests = keys("random", 48)
     for _ in range(300):
         step, owner, first = rng.random(), rng.randint(1, 3), rng.randrange(48)
@@ -588,7 +679,8 @@ def test_random_histories(seed: int, write_back: bool) -> None:
         elif step < 0.4 and server.open:
             server.seal(*rng.choice(sorted(server.open)))
         elif step < 0.55:
-            if ReadStatus.NOT_YET in server.read(owner, namespace, part, chain):
+            above = rng.choice([None, 0, PAGE, 2 * PAGE])
+            if ReadStatus.NOT_YET in server.read(owner, namespace, part, chain, above):
                 server.stage(namespace, part, chain, rng.choice([PAGE, 3 * PAGE, 1 << 30]))
         elif step < 0.65:
             server.start(rng.choice([PAGE, 4 * PAGE, 1 << 30]))

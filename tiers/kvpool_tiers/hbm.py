@@ -6,16 +6,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvpool.device_copy import STEP, DeviceCopier, first_line
 from kvpool.errors import BadBuffer, Closed, ConfigError, UsageError
+from kvpool.protocols import DeviceToken
 from kvpool_tiers.dram import memory_available
 
 if TYPE_CHECKING:  # torch takes seconds to import: only `Hbm.__init__` does (design: import-time)
     import torch
+
+_TOKEN_SIZE: Final = 8
 
 
 class Hbm:
@@ -54,6 +58,9 @@ class Hbm:
                     "lower `capacity`"
                 )
             memory = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
+            content = os.urandom(_TOKEN_SIZE)
+            shown = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+            self.device_token = DeviceToken(str(self.device), shown, content)
             self._copier = DeviceCopier(self.device, at_once)
         except RuntimeError as error:  # torch's out of memory is one
             raise ConfigError(

@@ -38,7 +38,14 @@ import numpy as np
 import xxhash
 
 from kvpool import logs
-from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, VersionMismatch
+from kvpool.errors import (
+    BadFrame,
+    ConfigError,
+    KvpoolError,
+    LinkBroken,
+    PeerError,
+    VersionMismatch,
+)
 from kvpool.protocols import (
     BlocksToHost,
     BlockStore,
@@ -54,7 +61,7 @@ from kvpool.protocols import (
     ReadOptions,
     WriteOptions,
 )
-from kvpool.types import Cluster, ReadStatus, WriteStatus
+from kvpool.types import Cluster, Pin, ReadStatus, WriteStatus
 from kvpool.wire.frame_reader import (
     ChooseTarget,
     PayloadReceiver,
@@ -101,6 +108,8 @@ HINT: Final = "UCX is not installed: pip install 'kvpool[ucx]'"
 _INTRODUCTION = struct.Struct("<4sHHHQQ")
 _MAGIC: Final = b"kvux"
 _TOKEN = struct.Struct("<Q")
+#: A reader waits this long for the token of a server's device; later a way is silent.
+_TOKEN_S: Final = 0.05
 _ADDRESS_SIZE_MAX: Final = 16 << 10
 #: Lanes of RDMA, and those of them over which a receiver can read the sender's memory.
 _FABRICS: Final = ("rc", "dc", "ud", "ib", "srd", "all")
@@ -145,7 +154,8 @@ class UcxTransport:
     async def listen(self, address: str, store: BlockStore) -> Listener:
         host, _ = parse(address or "ucx://127.0.0.1:0", "ucx")
         workers = await self._workers(host)
-        sessions = Sessions(store, mapped=False, scheme="ucx", session=_Session)
+        session = _Session if self.device_lack else _DeviceSession
+        sessions = Sessions(store, mapped=False, scheme="ucx", session=session)
         listener = TcpListener(
             sessions,
             "ucx",
@@ -272,15 +282,61 @@ class UcxDeviceChannel(UcxChannel):
     """One whose UCX has lanes to devices: it registers a buffer there, and receives into it or
     sends from it."""
 
+    #: The server may send from memory of its devices (design: hbm-reads).
+    _takes_from_devices = True
+
     async def read_to_device(
         self, options: ReadOptions, blocks: Sequence[DeviceReadBlock], *, deadline: float
     ) -> list[DeviceArrival]:
-        """As `SupportsDeviceRead.read_to_device`."""
+        """As `SupportsDeviceRead.read_to_device`. The server may send from a device, too; where its
+        token does not come, this channel asks for blocks of the host's memory from then on."""
+        stream: UcxStream | None = None
+        try:
+            async with self._streams.stream(deadline) as taken:
+                stream = cast(UcxStream, taken)
+                return await self._read_to_device(stream, options, blocks, deadline)
+        except (LinkBroken, PeerError) as error:
+            if stream is None or not stream.waits_for_token:
+                raise
+            self._no_sources(error)
+        async with self._streams.stream(deadline) as taken:
+            return await self._read_to_device(cast(UcxStream, taken), options, blocks, deadline)
+
+    async def _read_to_device(
+        self,
+        stream: UcxStream,
+        options: ReadOptions,
+        blocks: Sequence[DeviceReadBlock],
+        deadline: float,
+    ) -> list[DeviceArrival]:
         answer = _DeviceAnswer(options, blocks)
-        async with self._streams.stream(deadline) as stream:
-            await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
-            await stream.receive(answer.payload_target, deadline=deadline)
-        return answer.arrivals()
+        request = requests.read_request(
+            options, blocks, view=False, to_device=self._takes_from_devices
+        )
+        await stream.send(request, deadline=deadline)
+        while True:
+            frame = await stream.receive(answer.payload_target, deadline=deadline)
+            if frame.type != TYPES[SendToken]:
+                return answer.arrivals()
+            token = decode(SendToken, frame.type, frame.body)
+            began = asyncio.get_running_loop().time()
+            stream.waits_for_token = True
+            try:
+                await stream.take_device_token(token.content, deadline)
+            except BaseException:  # also of a reader who does not wait for it any longer
+                if asyncio.get_running_loop().time() - began >= _TOKEN_S:
+                    self._no_sources("its token does not come")
+                raise
+            stream.waits_for_token = False
+
+    def _no_sources(self, why: object) -> None:
+        if self._takes_from_devices:
+            self._takes_from_devices = False
+            log.warning(
+                "blocks on the server's device come through its memory",
+                server=self._address,
+                why=str(why),
+            )
 
     async def write_from_device(
         self,
@@ -325,6 +381,8 @@ class _DeviceAnswer:
 
     def payload_target(self, frame: Frame) -> PayloadTarget:
         """As `streams.channel`'s; a payload that UCX carries goes to the device itself."""
+        if frame.type == TYPES[SendToken]:
+            return no_payload(frame)
         self._statuses, self._hits, self._data = read_answer(frame, self._blocks)
         sizes = self._data.sizes
         if sum(sizes) <= SMALL:
@@ -406,6 +464,34 @@ class _Session(StreamSession):
         await cast(UcxStream, self.stream).take_device_token(token.content, until)
 
 
+class _DeviceSession(_Session):
+    """One whose UCX has lanes to devices: it sends blocks of a tier on a device from there."""
+
+    @property
+    def in_place_above(self) -> int | None:
+        return SMALL  # less goes with its frame, from the host's memory
+
+    async def _payload_of(self, hits: list[Pin], connection: Connection) -> list[Pieces]:
+        """Also of blocks on devices, when the lanes are proved for these."""
+        devices = {
+            pin.tier: connection.device_tier(pin.tier) for pin in hits if pin.tier is not None
+        }
+        if not devices:
+            return await super()._payload_of(hits, connection)
+        until = asyncio.get_running_loop().time() + HELLO_S
+        for tier in devices.values():
+            await cast(UcxStream, self.stream).send_device_token(tier.device_token, until)
+        payload: list[Pieces] = []
+        for pin in hits:
+            assert pin.extent is not None
+            if pin.tier is None:
+                payload.append(tuple(connection.views([pin.extent])))
+            else:  # memory on a device is cut like any other: its parts are the same memory
+                memory = devices[pin.tier].device_view(pin.extent.offset, pin.extent.size)
+                payload.append(cast(Pieces, (memory,)))
+        return payload
+
+
 async def _exchange_addresses(stream: UcxStream, workers: Workers, deadline: float) -> None:
     """Send our UCX address and receive the server's; then each side makes its end of an endpoint.
 
@@ -431,6 +517,8 @@ class UcxStream(Stream):
         self._path: UcxPath | None = None
         self._transfer: Transfer | None = None
         self._proved_devices: set[str] = set()
+        #: The peer is about to prove its lanes for memory of a device.
+        self.waits_for_token = False
 
     async def send_address(self, deadline: float) -> None:
         """Send the address of our worker, and the number in the tags of our receives."""
@@ -506,7 +594,7 @@ class UcxStream(Stream):
         self._proved_devices.add(token.device)
 
     async def take_device_token(self, content: bytes, deadline: float) -> None:
-        """The server's half. Raises BadFrame when other bytes arrive."""
+        """The receiver's half. Raises BadFrame when other bytes arrive."""
         token = bytearray(len(content))
         async with self._moving() as transfer:
             transfer.receive(memoryview(token))

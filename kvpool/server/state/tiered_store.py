@@ -19,7 +19,7 @@ Pure, like `store.py`: this file hands out `TierTransfer`s, `TierMover` moves th
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import compress
@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.entry import MOVER, Change, Entry, Session, Stretch
+from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Session, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import FRESH_S, Chain
 from kvpool.server.state.store import ANCESTORS_MAX, RESTORED_AT_ONCE, Store
@@ -108,8 +108,11 @@ class TieredStore:
         front_tier: int = 0,
         promote_after: int = 1,
         write_back: bool = False,
+        in_place_tiers: Collection[int] = (),
     ) -> None:
         self.stores = list(stores)
+        #: Tiers below the front tier whose memory transports can send from (design: hbm-reads).
+        self.in_place_tiers = tuple(sorted(set(in_place_tiers) - {front_tier}))
         self.front_tier = front_tier
         self.front = self.stores[front_tier]
         self.backing_tier = len(self.stores) - 1
@@ -228,9 +231,14 @@ class TieredStore:
         buffer_sizes: Sequence[int],
         *,
         view: bool = False,
+        in_place_above: int | None = None,
     ) -> list[Pin]:
         """As `Store.pin`; NOT_YET also for a block of a slower tier, which `start_promotions`
-        copies (design: promotion)."""
+        copies (design: promotion).
+
+        With `in_place_above` a block of one of the `in_place_tiers` is pinned there instead, if the
+        hits have more bytes than that together (design: hbm-reads).
+        """
         front = self.front
         if len(self.stores) == 1:
             return front.pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
@@ -269,7 +277,29 @@ class TieredStore:
         self._touch_others(namespace, part, hits, now)
         if self._cache_tiers:
             self._count_reads(namespace, part, hits)
+        if in_place_above is not None and any(below):
+            self._pin_in_place(owner, below, pins, now, in_place_above)
         return pins
+
+    def unpin(self, owner: int, pins: Sequence[Pin]) -> None:
+        """Release the hits among these, each where it lies."""
+        if self.in_place_tiers:
+            for pin in pins:
+                if pin.tier is not None:
+                    self.stores[pin.tier].unpin(owner, pin.id)
+        here = [pin.id for pin in pins if pin.extent is not None and pin.tier is None]
+        self.front.unpin_all(owner, here)
+
+    def holders(self, owner: int) -> list[Owner]:
+        """What one connection holds, in each tier that connections reach; see `Store.holder`."""
+        stores = (self.front, *(self.stores[tier] for tier in self.in_place_tiers))
+        return [held for store in stores if (held := store.holder(owner)) is not None]
+
+    def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
+        """As `Store.drop_owner`, in each of those."""
+        for tier in self.in_place_tiers:
+            self.stores[tier].drop_owner(owner)
+        return self.front.drop_owner(owner, writer_may_be_alive=writer_may_be_alive)
 
     def remove(
         self,
@@ -844,12 +874,57 @@ class TieredStore:
         if other is not None:
             self._fingerprint_of(other).count(other.digest, other.index.seed, -sign)
 
-    def _touch_others(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], now: float
+    def _pin_in_place(
+        self,
+        owner: int,
+        below: Sequence[Entry | None],
+        pins: MutableSequence[Pin],
+        now: float,
+        above: int,
     ) -> None:
-        """Count a use in every other tier that has the block, or those tiers would evict it."""
+        """Pin those of the blocks `below` that can be sent from where they are; their answers in
+        `pins` change from NOT_YET to HIT, all or none."""
+        found = {
+            position: entry
+            for position, entry in enumerate(below)
+            if entry is not None
+            and entry.index.tier in self.in_place_tiers
+            and pins[position].status is ReadStatus.NOT_YET
+        }
+        size = sum([pin.extent.size for pin in pins if pin.extent is not None])
+        if size + sum([entry.size for entry in found.values()]) <= above:
+            return
+        taken: dict[int, Pin] = {}
+        for position, entry in found.items():
+            index, tier = entry.index, entry.index.tier
+            store = self.stores[tier]
+            (pin,) = store.pin(owner, index.namespace, index.part, [entry.digest], now)
+            if pin.extent is not None:
+                size += entry.size
+                taken[position] = pin._replace(tier=tier)
+        if size <= above:  # this connection may not pin enough there
+            self.unpin(owner, list(taken.values()))
+            return
+        for position, pin in taken.items():
+            pins[position] = pin
+            entry = found[position]
+            index, tier = entry.index, entry.index.tier
+            self.hits[tier] += 1
+            self._touch_others(index.namespace, index.part, [entry.digest], now, counted=tier)
+
+    def _touch_others(
+        self,
+        namespace: Namespace,
+        part: int,
+        digests: Sequence[bytes],
+        now: float,
+        *,
+        counted: int = -1,
+    ) -> None:
+        """Count a use in every other tier that has the block, or those tiers would evict it; the
+        tier `counted` has done it."""
         for tier, store in enumerate(self.stores):
-            if tier != self.front_tier and tier not in self.offline_tiers:
+            if tier not in (self.front_tier, counted) and tier not in self.offline_tiers:
                 blocks = store.blocks(namespace, part)
                 for digest in digests:
                     entry = blocks.get(digest)

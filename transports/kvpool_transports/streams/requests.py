@@ -296,6 +296,7 @@ def read_request(
     blocks: Sequence[ReadBlock] | Sequence[DeviceReadBlock],
     *,
     view: bool,
+    to_device: bool = False,
 ) -> Read:
     """The request for these blocks; the server refuses those larger than their memory."""
     return Read(
@@ -306,6 +307,7 @@ def read_request(
         part=options.part,
         buffer_sizes=[block.size for block in blocks],
         view=view,
+        to_device=to_device,
     )
 
 

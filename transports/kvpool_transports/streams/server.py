@@ -180,6 +180,12 @@ class StreamSession:
     serves_tenants = True
     #: Bytes that may come with a `Write`.
     write_bytes_max = WRITE_BYTES_MAX
+
+    @property
+    def in_place_above(self) -> int | None:
+        """As `Connection.pin` has it, for a client that reads to a device."""
+        return None
+
     #: The hash of the certificate that this client was shown; proofs cover it (design: tls).
     binding = b""
 
@@ -529,7 +535,14 @@ class StreamSession:
         if len(read.buffer_sizes) != len(digests):
             raise BadMessage(f"{len(digests)} digests, {len(read.buffer_sizes)} sizes")
         view = read.view and self._mapped
-        pins = await connection.pin(namespace, read.part, digests, read.buffer_sizes, view=view)
+        pins = await connection.pin(
+            namespace,
+            read.part,
+            digests,
+            read.buffer_sizes,
+            view=view,
+            in_place_above=self.in_place_above if read.to_device else None,
+        )
         self._pins = [pin for pin in pins if pin.extent is not None]
         if self._mapped:
             await self._send_offsets(pins)
@@ -547,19 +560,23 @@ class StreamSession:
 
     async def _send_payload(self, pins: list[Pin], connection: Connection) -> None:
         hits = [pin for pin in pins if pin.extent is not None]
-        views = connection.views([pin.extent for pin in hits if pin.extent is not None])
-        payload = [(view,) for view in views]
         answer = Data(
             bytes([pin.status for pin in pins]),
-            [len(view) for view in views],
+            [pin.extent.size for pin in hits if pin.extent is not None],
             [pin.checksum for pin in hits],
         )
         try:
+            payload = await self._payload_of(hits, connection)
             # It returns when the kernel has every byte, so unpinning after it is safe.
             await self.stream.send(answer, payload, deadline=self._loop.time() + ANSWER_S)
         except BaseException:
             self.stream.abort()  # before the pins go: what is queued must not be sent from there
             raise
+
+    async def _payload_of(self, hits: list[Pin], connection: Connection) -> list[Pieces]:
+        """The memory of pinned blocks. For a transport that sends from other memory, too."""
+        views = connection.views([pin.extent for pin in hits if pin.extent is not None])
+        return [(view,) for view in views]
 
     async def _send_offsets(self, pins: list[Pin]) -> None:
         """Say where they lie. The pins stay until the client sends something else, or goes.
