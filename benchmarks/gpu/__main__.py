@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu import checks, direct, direct_writes, machine, questions
+from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, questions
 from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
 
 _CLAIM_S: Final = 540.0
@@ -142,6 +142,13 @@ CLAIMS: Final = (
         direct_writes.end_when_they_return,
     ),
     Claim(
+        "hbm-reads",
+        _UCX,
+        "Blocks of a server's HBM tier come right, and from there; a bit that rots is found",
+        _DIRECT,
+        hbm_reads.give_right_bytes,
+    ),
+    Claim(
         "batch",
         _SPEED,
         "A batch is hashed at 190 GB/s or more",
@@ -192,6 +199,13 @@ CLAIMS: Final = (
         "Direct writes are not slower than staged ones",
         _DIRECT,
         direct_writes.are_not_slower_than_staged,
+    ),
+    Claim(
+        "hbm-reads-rate",
+        _SPEED,
+        "Direct reads from a server's HBM tier are not slower than by way of its memory",
+        _DIRECT,
+        hbm_reads.are_not_slower_than_promoted,
     ),
     Claim(
         "direct-share",

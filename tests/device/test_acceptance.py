@@ -16,10 +16,10 @@ import pytest
 
 from benchmarks import device as plain
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import checks, direct, direct_writes, machine
+from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine
 from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
 from kvpool.client.device_direct import DirectReads
-from tests.support.fake_device import FakeGpu
+from tests.support.fake_device import FakeGpu, FakeTensor
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 
@@ -299,6 +299,46 @@ def test_direct_writes_are_asked_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
     assert right.met, right.figures
     ended = direct_writes.end_when_they_return("cuda:0")
     assert ended.met, ended.figures
+
+
+@needs_ucx
+def test_reads_from_a_servers_device_are_asked_for(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hbm_reads, "_ROUNDS", 2)
+    monkeypatch.setattr(direct, "_BATCH", 4)
+    monkeypatch.setattr(direct, "_SIZE", 8192)
+    right = hbm_reads.give_right_bytes("cuda:0")
+    assert right.met, right.figures
+    beside = hbm_reads.are_not_slower_than_promoted("cuda:0")
+    assert "from the tier" in beside.figures
+
+
+@needs_ucx
+def test_a_server_that_does_not_send_from_its_device_is_seen(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it measured as if it did; and the bytes that it sends are compared."""
+    from kvpool_transports.ucx_worker import Transfer
+
+    monkeypatch.setattr(hbm_reads, "_ROUNDS", 2)
+    send = Transfer.send
+
+    def stale(transfer: Transfer, buffer: Any) -> bool:
+        """A card that sees what was in the tier before."""
+        if isinstance(buffer, FakeTensor) and len(buffer) > 8:
+            buffer = memoryview(bytearray(len(buffer)))
+        return send(transfer, buffer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "send", stale)
+        assert hbm_reads.give_right_bytes("cuda:0").met is False
+    monkeypatch.setattr(
+        Transfer, "send", lambda self, one: send(self, one) or isinstance(one, FakeTensor)
+    )
+    answer = hbm_reads.give_right_bytes("cuda:0")
+    assert answer.met is False
+    assert "came by way of memory" in answer.figures
 
 
 @needs_ucx
