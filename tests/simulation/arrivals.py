@@ -30,6 +30,7 @@ class ArrivalOracle:
         self._fail = fail
         self._until: dict[str, float] = {}  # its prompt waits
         self._perhaps_until: dict[str, float] = {}  # it may: something was read at about that time
+        self._expected_until: dict[str, float] = {}  # it returns soon, as a hint said
         self._used: Counter[str] = Counter()  # the last use, in microseconds
         self._answered: Counter[str] = Counter()  # the last use that ends a wait
         self.now = 0.0
@@ -50,14 +51,15 @@ class ArrivalOracle:
             if came > used:
                 self._until[name] = came + WAIT_S
 
-    def came(self, name: str, resume_in: float, now: float) -> None:
-        """A block is fetched whose session waits at another server, or returns soon: it is
-        announced here, too (seed 403419)."""
+    def expected(self, name: str, resume_in: float, now: float) -> None:
+        """A session returns soon; also by a block that is fetched from a server where it does, or
+        where its prompt waits (seeds 403419, 702131)."""
         lapses = now + max(_HINT_S, _HINT_TIMES * resume_in)
-        self._perhaps_until[name] = max(self._perhaps_until.get(name, 0.0), lapses)
+        self._expected_until[name] = max(self._expected_until.get(name, 0.0), lapses)
 
     def ended(self, name: str, now: float) -> None:
         self._drop(name)
+        self._expected_until.pop(name, None)
         self._used[name] = max(self._used[name], int(now * 1e6))
 
     def writes(self, name: str, now: float) -> None:
@@ -101,13 +103,16 @@ class ArrivalOracle:
         """The store has refused a block of this session, or of none; its policy alone refuses none.
 
         A block whose own session is announced, as one that is fetched may be, has no right to the
-        place of others in the same budget (seed 54, 120 operations).
+        place of others in the same budget, nor of its own session's (seed 54, 120 operations; seed
+        701571).
         """
-        if not any(self.now < until for until in self._perhaps_until.values()):
-            self._fail("arrivals: a write is refused, but no prompt waits")
         session = self._policy._sessions.get(name)
-        announced = session is not None and session.due is not None
-        if self._policy.announced_bytes > self._policy.budget and not announced:
+        if session is not None and session.due is not None:
+            return
+        waits = [*self._perhaps_until.values(), *self._expected_until.values()]
+        if not any(self.now < until for until in waits):
+            self._fail("arrivals: a write is refused, but no prompt waits, and none is expected")
+        if self._policy.announced_bytes > self._policy.budget:
             self._fail("arrivals: a write finds no room beside sessions beyond their budget")
 
     def _drop(self, name: str) -> None:

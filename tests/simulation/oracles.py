@@ -286,6 +286,13 @@ class WatchedStore(Store):
         self.inspect_now_and_then()
         return status
 
+    def resume(
+        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        if self.arrivals is not None:
+            self.arrivals.expected(session, resume_in, now)
+        return super().resume(session, resume_in, now, age_s=age_s)
+
     def end(self, session: str, now: float) -> HintStatus:
         if self.arrivals is not None:
             self.arrivals.ended(session, now)
@@ -298,10 +305,12 @@ class WatchedStore(Store):
         hint, arrivals = request.session_hint, self.arrivals
         if request.last_used is not None:  # no session writes: a server fetches its blocks
             if arrivals is not None and hint is not None and hint.resume_in is not None:
-                arrivals.came(hint.session, hint.resume_in, now)
+                arrivals.expected(hint.session, hint.resume_in, now)
             hint = None
         if arrivals is not None:
             arrivals.writes(hint.session if hint is not None else "", now)
+            if hint is not None and hint.resume_in is not None:
+                arrivals.expected(hint.session, hint.resume_in, now)
         answers = super().reserve(owner, request, now)
         if self.tenants is not None:
             self.tenants.answered(request.namespace, answers)
