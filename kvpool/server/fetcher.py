@@ -78,6 +78,9 @@ class FetchCall:
     extra: bool = False
     statuses: list[FetchStatus] = field(init=False)
     offers: dict[int, Offer] = field(default_factory=dict)
+    #: When the source was asked for each offer. Its times count from then: a step may wait for its
+    #: turn for minutes, and a block must not become younger on its way.
+    asked_at: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.statuses = [FetchStatus.NOT_YET] * len(self.digests)
@@ -102,6 +105,17 @@ class FetchCall:
         """The session that alone uses the block; empty if there is none."""
         hint = self.offers[position].session_hint
         return hint.session if hint is not None else ""
+
+    def last_used(self, position: int) -> int:
+        """When the block was used last, in microseconds of this loop's clock; rather too early."""
+        return max(0, int((self.asked_at[position] - self.offers[position].age_s) * 1e6))
+
+    def session_hint(self, position: int, now: float) -> SessionHint | None:
+        """The hint about the block's session, as it is to be said now."""
+        hint = self.offers[position].session_hint
+        if hint is None or hint.resume_in is None:
+            return hint
+        return hint._replace(resume_in=max(0.0, hint.resume_in - (now - self.asked_at[position])))
 
     def stop_behind(self, position: int, waiting: list[int]) -> None:
         """A block did not arrive: the blocks of `waiting` below it in its chain do not either."""
@@ -207,6 +221,7 @@ class Fetcher:
         channel = await self._peers.channel(call.source, until)
         if not isinstance(channel, SupportsFetch):
             raise Unavailable(f"the transport to {call.source} cannot fetch")
+        asked_at = _now()
         offers = await channel.offer(
             call.namespace,
             call.part,
@@ -217,6 +232,7 @@ class Fetcher:
         for position, offer in zip(wanted, offers, strict=True):
             if offer.status.hit:
                 call.offers[position] = offer
+                call.asked_at[position] = asked_at
             else:
                 call.statuses[position] = FetchStatus.GONE
         return channel
@@ -270,7 +286,7 @@ class Fetcher:
         for position, id in sorted(reservations.items()):  # heads first
             digest, offer = call.digests[position], call.offers[position]
             if self.fetches.may_seal(call.namespace, call.part, digest):
-                last_used = _stamp(now, offer)
+                last_used = call.last_used(position)
                 self._store.seal(call.owner, id, offer.checksum, now, last_used=last_used)
                 call.statuses[position] = FetchStatus.FETCHED
             else:
@@ -295,8 +311,8 @@ class Fetcher:
             [call.digests[i] for i in step],
             [offer.parent for offer in offers],
             [offer.size for offer in offers],
-            None if call.extra else offers[0].session_hint,
-            last_used=[_stamp(now, offer) for offer in offers],
+            None if call.extra else call.session_hint(step[0], now),
+            last_used=[call.last_used(i) for i in step],
             copies=[0 if call.extra else max(1, offer.copies) for offer in offers],
         )
         until = min(call.until, now + _STEP_S)
@@ -452,11 +468,6 @@ class Fetcher:
                 self._peers.failed(server)
                 why = str(error)  # and not the error, which refers to this frame
         log.info("a removal was not passed on", receiver=server, why=why)
-
-
-def _stamp(now: float, offer: Offer) -> int:
-    """When the block was used last, in microseconds of this loop's clock."""
-    return max(0, int((now - offer.age_s) * 1e6))
 
 
 def _now() -> float:

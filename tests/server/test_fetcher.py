@@ -15,6 +15,7 @@ from kvpool.errors import LinkBroken
 from kvpool.protocols import Channel, SupportsFetch, WriteOptions
 from kvpool.server import fetcher as fetcher_module
 from kvpool.server.block_server import BlockServer
+from kvpool.server.fetcher import FetchCall, Fetcher
 from kvpool.server.state.fetches import FetchBudget
 from kvpool.types import ROOT, FetchStatus, ReadStatus, SessionHint, WriteBlock
 from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
@@ -169,6 +170,33 @@ async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
         assert room == 2
         assert await both.fetch([*chain, *other]) == [FETCHED, FETCHED, NO_ROOM, NO_ROOM, NO_ROOM]
         assert both.target.store.evicted == 0
+
+
+async def test_what_waits_for_its_turn_does_not_become_younger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A large move waits for minutes: what was used since is evicted for none of its blocks."""
+    turn, waits, goes_on = Fetcher._turn, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Fetcher, call: FetchCall, step: Sequence[int]) -> float | None:
+        waits.set()
+        await goes_on.wait()
+        return await turn(self, call, step)
+
+    monkeypatch.setattr(Fetcher, "_turn", late)
+    async with pair("1MiB") as both:
+        old = keys("old", 8)
+        await both.put(old, session_hint=SessionHint("one", 60.0))
+        moved = asyncio.create_task(both.fetch(old))
+        await waits.wait()
+        await asyncio.sleep(0.3)
+        await both.put(keys("new", 126), both.target)
+        await asyncio.sleep(0.3)
+        goes_on.set()
+        assert await moved == [FETCHED] * 2 + [NO_ROOM] * 6
+        assert both.target.store.evicted == 0
+        due = [server.store.policy.due("one") for server in (both.source, both.target)]
+        assert due == [pytest.approx(due[0], abs=0.3)] * 2, "nor is the session expected later"
 
 
 async def test_a_removal_follows_a_block_to_where_it_was_fetched() -> None:
