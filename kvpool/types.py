@@ -8,16 +8,19 @@ token prefix; together with its namespace it is the block's key.
 from __future__ import annotations
 
 import enum
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvpool.arguments import as_float, as_int, as_text
 from kvpool.errors import BadKey, UsageError
+
+R = TypeVar("R", bound=tuple[Any, ...])
 
 #: Anything that exposes its memory: bytes, bytearray, memoryview, numpy array.
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -835,6 +838,15 @@ class ReadBlock(NamedTuple):
     digest: bytes
     pieces: tuple[memoryview, ...]
     size: int
+
+
+def rows_of(kind: type[R], *columns: Iterable[Any]) -> list[R]:
+    """The named tuples of some columns: `[kind(*row) for row in zip(*columns)]`, in half the time.
+
+    For batches of many small blocks: the call of a named tuple is one of Python, and this is none.
+    The columns are of one length, and there is one for every field, in their order.
+    """
+    return list(map(functools.partial(tuple.__new__, kind), zip(*columns, strict=True)))
 
 
 def check_namespace(namespace: Namespace) -> None:

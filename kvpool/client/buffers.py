@@ -87,10 +87,12 @@ def normalize_buffers(buffers: Sequence[BufferLike], *, writable: bool) -> Buffe
             host.append(())
             sizes.append(buffer.size)
             continue
-        views = as_views(buffer, position)
-        if len(views) == 1:  # most blocks: without a generator
-            size, readonly = len(views[0]), views[0].readonly
+        if not isinstance(buffer, _PIECES):  # most blocks: without a generator
+            view = _view(buffer, position)
+            views: tuple[memoryview, ...] = (view,)
+            size, readonly = len(view), view.readonly
         else:
+            views = as_views(buffer, position)
             size = sum(map(len, views))
             readonly = writable and any(view.readonly for view in views)
         if size > BLOCK_SIZE_MAX:
@@ -140,6 +142,9 @@ def as_views(memory: Memory, index: int) -> tuple[memoryview, ...]:
 
 def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Consecutive positions in batches that a channel takes in one call."""
+    total = sum([sizes[position] for position in positions])
+    if len(positions) <= BATCH_BLOCKS_MAX and total <= _BATCH_BYTES:
+        return [list(positions)] if positions else []
     batches: list[list[int]] = []
     held = 0
     for position in positions:
@@ -171,7 +176,7 @@ def _view(buffer: Any, index: int) -> memoryview:
         if "O" in re.sub(":[^:]*:", "", view.format):  # less the names of fields
             raise BadBuffer(f"buffer {index} holds Python objects, expected bytes or numbers")
         view = view.cast("B")
-    if not len(view):
+    if not view:
         raise BadBuffer(f"buffer {index} is empty: a block has at least one byte")
     return view
 

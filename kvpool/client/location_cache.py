@@ -55,12 +55,15 @@ class LocationCache:
 
     def get(self, namespace: Namespace, digests: Sequence[bytes]) -> list[CachedLocation]:
         """Where each block was; an empty list unless all of them are cached."""
+        young, old = self._young, self._old
         locations = []
+        same: CachedLocation | None = None  # most blocks of a batch share theirs
         for digest in digests:
-            location = self._young.get(digest) or self._old.get(digest)
-            if location is None or location.namespace != namespace:
+            location = young.get(digest) or old.get(digest)
+            if location is None or (location is not same and location.namespace != namespace):
                 return []
             locations.append(location)
+            same = location
         return locations
 
     def discard(self, digests: Iterable[bytes]) -> None:

@@ -43,7 +43,7 @@ from kvpool.protocols import (
     View,
 )
 from kvpool.runtime import task_group
-from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus
+from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -425,6 +425,8 @@ class Reader:
                 sole_replica = not state.candidates[waiting[0]]
                 location = CachedLocation(state.options.namespace, server, sole_replica)
                 self._locations.put(location, hits)
+            if len(hits) == len(waiting):
+                break
             still = [i for i in waiting if state.results[i].status is _NOT_YET]
             now = self._loop.time()
             if len(still) < len(waiting):  # the timer of a message sees only its own silence
@@ -443,10 +445,12 @@ class Reader:
             return await self._ask_direct(state, attempt, hedged)
         server, positions = attempt
         sizes = [state.sizes[i] for i in positions]
-        blocks = [
-            ReadBlock(state.digests[i], state.host[i], size)
-            for i, size in zip(positions, sizes, strict=True)
-        ]
+        blocks = rows_of(
+            ReadBlock,
+            [state.digests[i] for i in positions],
+            [state.host[i] for i in positions],
+            sizes,
+        )
         try:
             async with InactivityTimer(self._silence_s(hedged)) as timer:
                 options = state.options._replace(idle_timeout=timer)
@@ -526,7 +530,7 @@ class Reader:
     def _measure(self, state: ReadState, servers: Collection[str], seconds: float) -> None:
         """Keep the rate of a read that was whole, from memory, and from one side: from servers
         of this host, or from others."""
-        size = sum(result.size for result in state.results if result.status is _HIT)
+        size = sum([result.size for result in state.results if result.status is _HIT])
         if size < MEASURED_BYTES_MIN or state.promoted or state.unresponsive or state.device:
             return
         near = self._servers.on_this_host(servers)
@@ -568,16 +572,14 @@ class Reader:
         return confirmed
 
     def _count(self, results: Sequence[ReadResult]) -> None:
-        hits = size = 0
-        for result in results:
-            if result.status is _HIT:
-                hits += 1
-                size += result.size
-            else:
-                self._counters[f"read_{result.status.name.lower()}"] += 1
-        self._counters["read_hit"] += hits
-        if size:
-            self._counters["read_bytes"] += size
+        sizes = [result.size for result in results if result.status is _HIT]
+        self._counters["read_hit"] += len(sizes)
+        if sizes:
+            self._counters["read_bytes"] += sum(sizes)
+        if len(sizes) < len(results):
+            for result in results:
+                if result.status is not _HIT:
+                    self._counters[f"read_{result.status.name.lower()}"] += 1
 
 
 def group_by_server(
@@ -590,8 +592,12 @@ def group_by_server(
     """
     groups: dict[tuple[str, bool], list[int]] = {}
     for position in positions:
-        server = candidates[position].pop()
-        groups.setdefault((server, bool(candidates[position])), []).append(position)
+        others = candidates[position]
+        key = others.pop(), bool(others)
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = []
+        group.append(position)
     return [
         Attempt(server, batch)
         for (server, _), together in groups.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from kvpool.config import STAGED
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group
-from kvpool.types import WriteBlock, WriteStatus
+from kvpool.types import WriteBlock, WriteStatus, rows_of
 from kvpool.wire import messages as wire
 
 if TYPE_CHECKING:
@@ -59,6 +58,8 @@ _BEST_FIRST: Final = (
 _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
 #: Ends of a request to one server; the blocks may be written to another one.
 _FAILURES: Final = (Unavailable, PeerError, Overloaded)
+#: By value; numbers are hashed without a call of Python, members of an enum are not.
+_STATUSES: Final = tuple(WriteStatus)
 _STORED, _NOT_YET = WriteStatus.STORED, WriteStatus.NOT_YET
 
 
@@ -93,12 +94,13 @@ class BatchState:
         batches: dict[str, list[int]] = {}
         for position, missing in needed.items():
             tried = self.tried[position]
-            untried = (server for server in self.servers if server not in tried)
-            for server in itertools.islice(untried, missing):
-                batches.setdefault(server, []).append(position)
-        for server, positions in batches.items():
-            for position in positions:
-                self.tried[position].add(server)
+            for server in self.servers:
+                if not missing:
+                    break
+                if server not in tried:
+                    tried.add(server)
+                    batches.setdefault(server, []).append(position)
+                    missing -= 1
         return batches
 
     def answered(
@@ -110,19 +112,18 @@ class BatchState:
     ) -> None:
         """Keep a server's answer for these blocks; `needed` keeps those that need copies."""
         for position, status in zip(positions, answer, strict=True):
-            self.record(position, server, status)
-            needed[position] -= status not in RETRY_ELSEWHERE
-            if not needed[position]:
+            before = self.statuses[position]
+            self.statuses[position] = status if before is None else best_status(before, status)
+            if status in _PRESENT:
+                self.holders[position].add(server)
+                if status is _STORED:
+                    self.stored_on[position].add(server)
+            elif status in RETRY_ELSEWHERE:
+                continue
+            if needed[position] > 1:
+                needed[position] -= 1
+            else:
                 del needed[position]
-
-    def record(self, position: int, server: str, status: WriteStatus) -> None:
-        """Keep what a server answered for one block."""
-        before = self.statuses[position]
-        self.statuses[position] = status if before is None else best_status(before, status)
-        if status in _PRESENT:
-            self.holders[position].add(server)
-        if status is _STORED:
-            self.stored_on[position].add(server)
 
     def results(self, now: float) -> list[WriteStatus]:
         """One status per block; where no server was asked, there is none, or no time was left."""
@@ -175,7 +176,13 @@ class Writer:
         host, device, sizes = buffers
 
         async def send(rows: HostRows) -> dict[int, WriteStatus]:
-            blocks = [WriteBlock(digests[i], parents[i], rows[i], sizes[i]) for i in rows]
+            blocks = rows_of(
+                WriteBlock,
+                [digests[i] for i in rows],
+                [parents[i] for i in rows],
+                rows.values(),
+                [sizes[i] for i in rows],
+            )
             written = await self._write_blocks(options, blocks, copies, deadline)
             return dict(zip(rows, written, strict=True))
 
@@ -190,7 +197,8 @@ class Writer:
             statuses |= await direct.write(options, names, chosen, write_blocks, deadline)
         if device:
             statuses |= await self._staging().write(device, send, deadline)
-        for status, count in Counter(statuses.values()).items():
+        for value, count in Counter(map(int, statuses.values())).items():
+            status = _STATUSES[value]
             self._counters[f"write_{status.name.lower()}"] += count
         return [statuses[position] for position in range(len(digests))]
 

@@ -52,10 +52,6 @@ class CopyJob(NamedTuple):
     seed: int | None
     hash_source: bool = False
 
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.source))
-
 
 class StopFlag:
     """Stops one thread: a step of its copy goes on under the lock, or not at all."""
@@ -95,7 +91,7 @@ class CopyPool:
         """
         if self._stopped:
             raise LinkBroken("the channel is closed")
-        sizes = [job.size for job in jobs]
+        sizes = [_size(job.source) for job in jobs]
         total = sum(sizes)
         if total <= min(TURN_MAX, self._inline_max):
             return [_copy(job, None) for job in jobs]
@@ -168,6 +164,10 @@ class CopyPool:
     def close(self) -> None:
         self.stop()
         self._executor.shutdown(wait=True)
+
+
+def _size(pieces: Sequence[memoryview]) -> int:
+    return len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
 
 
 def _shares(

@@ -27,6 +27,7 @@ from kvpool.types import (
     ReadStatus,
     WriteBlock,
     WriteStatus,
+    rows_of,
 )
 from kvpool.wire.messages import Pinned, Unpin, Unpinned
 from kvpool_transports.copy_pool import CopyJob, CopyPool
@@ -109,10 +110,8 @@ class MappedChannel:
                     memory.target(offset, blocks[i].size)
                     for i, offset in zip(granted, reserved.offsets, strict=True)
                 ]
-                jobs = [
-                    CopyJob(blocks[i].pieces, (target,), seed, hash_source=True)
-                    for i, target, seed in zip(granted, targets, seeds, strict=True)
-                ]
+                pieces = [blocks[i].pieces for i in granted]
+                jobs = rows_of(CopyJob, pieces, zip(targets), seeds, [True] * len(granted))
                 # If this is cancelled, the copies have stopped before the stream is aborted: the
                 # server may then reuse the extents at once.
                 with _borrowed(targets, jobs):
@@ -137,10 +136,8 @@ class MappedChannel:
                     seeds[:] = block_seeds(
                         options.namespace, options.part, [blocks[i].digest for i in hits]
                     )
-                jobs = [
-                    CopyJob((source,), blocks[i].pieces, seed)
-                    for i, source, seed in zip(hits, sources, seeds, strict=True)
-                ]
+                pieces = [blocks[i].pieces for i in hits]
+                jobs = rows_of(CopyJob, zip(sources), pieces, seeds, [False] * len(hits))
                 with _borrowed(sources, jobs):
                     got = await self._copies.run(jobs, deadline=deadline)
                 if options.verify and got == pinned.checksums:

@@ -438,11 +438,14 @@ async def drain(streams: StreamPool, order: DrainOrder, deadline: float) -> Drai
 
 def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:
     """One result per block: HIT where the checksums are equal, else CORRUPT."""
-    hit, corrupt = ReadStatus.HIT, ReadResult(ReadStatus.CORRUPT)
-    return [
-        ReadResult(hit, size) if one == other else corrupt
-        for size, one, other in zip(sizes, expected, got, strict=True)
-    ]
+    # One result for all blocks of a size: most batches have one size.
+    hits = {size: ReadResult(ReadStatus.HIT, size) for size in set(sizes)}
+    results = [hits[size] for size in sizes]
+    if expected != got:
+        for position, (one, other) in enumerate(zip(expected, got, strict=True)):
+            if one != other:
+                results[position] = ReadResult(ReadStatus.CORRUPT)
+    return results
 
 
 def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
@@ -463,7 +466,7 @@ def write_statuses(
         statuses = [_WRITE[value] for value in packed]
     except IndexError:
         raise BadMessage(f"{max(packed)} is not a valid WriteStatus") from None
-    if wrong := set(excluded).intersection(statuses):
+    if wrong := set(excluded).intersection(_WRITE[value] for value in set(packed)):
         raise BadMessage(f"{min(wrong).label} is no answer to this request")
     return statuses
 

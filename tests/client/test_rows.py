@@ -1,0 +1,33 @@
+"""Named tuples that are made from columns are those that a call makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.types import ReadBlock, ReadResult, ReadStatus, rows_of
+from kvpool_transports.streams.requests import verified
+
+
+def test_rows_are_the_named_tuples_of_their_columns() -> None:
+    digests, sizes = [b"a" * 16, b"b" * 16], [3, 4]
+    pieces = [(memoryview(bytes(size)),) for size in sizes]
+    rows = rows_of(ReadBlock, digests, pieces, sizes)
+    assert rows == [ReadBlock(*row) for row in zip(digests, pieces, sizes, strict=True)]
+    assert [(row.digest, row.size) for row in rows] == [(b"a" * 16, 3), (b"b" * 16, 4)]
+    assert rows_of(ReadBlock, [], [], []) == []
+
+
+def test_columns_of_different_lengths_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        rows_of(ReadBlock, [b"a"], [()], [])
+
+
+def test_each_block_of_a_batch_is_verified_by_its_own_checksum() -> None:
+    expected = [1, 2, 3, 4]
+    found = verified([10, 20, 10, 30], expected, [1, 2, 7, 4])
+    hit, corrupt = ReadStatus.HIT, ReadStatus.CORRUPT
+    assert [result.status for result in found] == [hit, hit, corrupt, hit]
+    assert [result.size for result in found] == [10, 20, 0, 30]
+    assert verified([10, 20], [5, 6], [5, 6]) == [ReadResult(hit, 10), ReadResult(hit, 20)]
+    with pytest.raises(ValueError, match="shorter"):
+        verified([10, 20], [5, 6], [5])
