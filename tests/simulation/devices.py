@@ -5,7 +5,8 @@ Each takes a seed, plays some calls of the real code (`kvpool/client/device_dire
 about what went wrong, or nothing. The device is the fake one: its work runs when it is waited for,
 and not before. The card reads and writes its memory when it likes, piece by piece; it loses bytes,
 changes them, and fails. Users queue work before a call, cancel calls, and use memory again as soon
-as a call has ended. `planted_devices.py` has mistakes that these worlds must find:
+as a call has ended. A second world of each seed is that of a server's HBM tier
+(`device_tiers.py`). `planted_devices.py` has mistakes that these worlds must find:
 
     python -m tests.simulation --bugs --only pieces-swapped
 """
@@ -16,11 +17,12 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
@@ -39,6 +41,9 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.types import ROOT, Namespace, ReadResult, ReadStatus, WriteStatus
+from kvpool_transports import ucx
+from tests.simulation import device_tiers
+from tests.simulation.device_tiers import TierWorld
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.support.fake_device import FakeGpu
 
@@ -257,26 +262,51 @@ class World:
         return statuses
 
 
+class History(NamedTuple):
+    """What went wrong in a world, if something did, and a value that differs if another run of it
+    went another way."""
+
+    failure: str
+    mark: str
+
+
 def play(seed: int) -> str:
-    """What went wrong in this seed's world; nothing, if nothing did."""
+    """What went wrong in this seed's worlds; nothing, if nothing did."""
+    return _play(seed, World).failure or _play(seed, TierWorld).failure
+
+
+def marks(seed: int) -> list[str]:
+    """Of this seed's worlds: equal in each run, whatever was played before."""
+    return [_play(seed, kind).mark for kind in (World, TierWorld)]
+
+
+def _play(seed: int, kind: type[World] | type[TierWorld]) -> History:
     rng = random.Random(f"{seed}/threads")
     loop = SimLoop(rng, 0.001)  # type: ignore[abstract]
     process = Process(loop, "client", "host-0", rng)
+    failure = ""
     with pytest.MonkeyPatch.context() as patch:
         gpu = FakeGpu(patch)
         patch.setattr(thread, "ThreadPoolExecutor", lambda *_: _Thread(loop, rng))
         patch.setattr(device_direct, "SCRATCH", _SCRATCH)
 
+        patch.setattr(ucx, "SMALL", device_tiers.SMALL)
+
         async def main() -> None:
-            await process.spawn(World(seed, loop, gpu).play())
+            await process.spawn(kind(seed, loop, gpu).play())
 
         try:
             loop.run(main())
         except Violation as error:
-            return str(error)
+            failure = str(error)
         except Exception as error:
-            return f"an error that no user expects: {error!r}"
-    return ""
+            failure = f"an error that no user expects: {error!r}"
+        # What is left of a world that failed must end in it, and not in one that comes later.
+        sys.unraisablehook, hook = lambda _: None, sys.unraisablehook
+        process.discard_tasks()
+        sys.unraisablehook = hook
+    mark = f"{loop.steps} {loop.now!r} {rng.random()!r} {failure}"
+    return History(failure, mark)
 
 
 def _nothing_staged() -> Any:

@@ -1,4 +1,5 @@
-"""Planted bugs of direct transfers, for the worlds in `devices.py`: each is found in 40 seeds.
+"""Planted bugs of direct transfers and of HBM tiers, for the worlds in `devices.py` and
+`device_tiers.py`: each is found in 40 seeds.
 
 As in `planted.py`: `before` occurs once in its module, and is a mistake that people make.
 """
@@ -12,6 +13,10 @@ from tests.simulation.planted import Bug
 _DIRECT = "kvpool.client.device_direct"
 _WRITES = "kvpool.client.device_writes"
 _THREAD = "kvpool.device.thread"
+_TIERED = "kvpool.server.state.tiered_store"
+_MOVER = "kvpool.server.tier_mover"
+_SERVING = "kvpool_transports.streams.server"
+_UCX = "kvpool_transports.ucx"
 
 DEVICE_BUGS: Sequence[Bug] = (
     Bug(
@@ -106,5 +111,37 @@ DEVICE_BUGS: Sequence[Bug] = (
         """\
                 job.cancel()
                 raise""",
+    ),
+    Bug(
+        "sent-when-the-pins-are-gone",
+        "G4",
+        _SERVING,
+        """\
+            await self._send_payload(pins, connection)
+            self._unpin_previous(connection)""",
+        """\
+            self._unpin_previous(connection)
+            await self._send_payload(pins, connection)""",
+    ),
+    Bug(
+        "pins-on-a-device-outlive-their-connection",
+        "G4",
+        _TIERED,
+        "            self.stores[tier].drop_owner(owner)\n",
+        "            pass\n",
+    ),
+    Bug(
+        "sent-from-the-other-memory",
+        "G4",
+        _UCX,
+        "            if pin.tier is None:\n",
+        "            if pin.tier != 0:\n",
+    ),
+    Bug(
+        "a-copy-on-a-device-is-looked-at-elsewhere",
+        "G1",
+        _MOVER,
+        "read_into(extent.offset + start, part)",
+        "read_into(start, part)",
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,27 @@ def test_no_byte_is_wrong_early_or_late(first: int) -> None:
     assert {devices.play(seed) for seed in range(first, first + 4)} == {""}
 
 
+def test_a_world_does_not_know_what_was_played_before() -> None:
+    """Else a seed that fails among others would not fail alone."""
+    from tests.simulation import devices
+
+    alone = "from tests.simulation import devices; import json; print(json.dumps(devices.marks(5)))"
+    marks = []
+    for hash_seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", alone],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        marks.append(json.loads(done.stdout.splitlines()[-1]))
+    for seed in (3, 4):
+        devices.play(seed)
+    assert devices.marks(5) == marks[0] == marks[1]
+
+
 @pytest.mark.parametrize("bug", DEVICE_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     command = [sys.executable, "-m", "tests.simulation.plant", "--bug", bug.name]
@@ -33,7 +55,7 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     caught = json.loads(done.stdout)["caught"]
     assert caught is not None
-    assert caught["failure"].startswith("G1: ")
+    assert caught["failure"].startswith(f"{bug.promise}: ")
 
 
 @pytest.mark.parametrize("bug", DEVICE_BUGS, ids=lambda bug: bug.name)
