@@ -1,0 +1,53 @@
+"""One batch of a write, pure: which servers are asked for which blocks, and what they answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import Namespace, WriteStatus
+from kvpool.client.writer import RETRY_ELSEWHERE, BatchState
+from kvpool.protocols import WriteOptions
+from kvpool.types import WriteBlock
+
+STORED = WriteStatus.STORED
+
+
+def batch(blocks: int, servers: list[str], copies: int = 1) -> tuple[BatchState, dict[int, int]]:
+    rows = [WriteBlock(bytes([i]) * 16, b"", (memoryview(b"x"),), 1) for i in range(blocks)]
+    options = WriteOptions(Namespace("one"), 0, True)
+    return BatchState(options, rows, copies, 9.0, servers), dict.fromkeys(range(blocks), copies)
+
+
+@pytest.mark.parametrize("refusal", RETRY_ELSEWHERE)
+def test_a_block_that_a_server_refuses_is_the_next_ones(refusal: WriteStatus) -> None:
+    state, needed = batch(3, ["a", "b"])
+    assert state.next_batches(needed) == {"a": [0, 1, 2]}
+    state.answered("a", [0, 1, 2], [STORED, refusal, WriteStatus.IN_PROGRESS], needed)
+    assert needed == {1: 1}
+    assert state.next_batches(needed) == {"b": [1]}
+    state.answered("b", [1], [STORED], needed)
+    assert not needed
+    assert state.results(0.0) == [STORED, STORED, WriteStatus.IN_PROGRESS]
+    assert state.holders == [{"a"}, {"b"}, set()]
+
+
+def test_each_copy_is_on_another_server() -> None:
+    state, needed = batch(2, ["a", "b", "c"], copies=2)
+    assert state.next_batches(needed) == {"a": [0, 1], "b": [0, 1]}
+    state.answered("a", [0, 1], [STORED, WriteStatus.ALREADY_STORED], needed)
+    assert needed == {0: 1, 1: 1}
+    state.answered("b", [0, 1], [STORED, WriteStatus.NO_SPACE], needed)
+    assert needed == {1: 1}
+    assert state.next_batches(needed) == {"c": [1]}
+    state.answered("c", [1], [STORED], needed)
+    assert not needed
+    assert state.stored_on == [{"a", "b"}, {"c"}]
+    assert state.holders == [{"a", "b"}, {"a", "c"}]
+
+
+def test_when_every_server_was_asked_there_is_no_other() -> None:
+    state, needed = batch(1, ["a"], copies=3)
+    assert state.next_batches(needed) == {"a": [0]}
+    state.answered("a", [0], [WriteStatus.NO_SPACE], needed)
+    assert state.next_batches(needed) == {}
+    assert state.results(0.0) == [WriteStatus.NO_SPACE]
