@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 Which = Annotated[
     list[str] | None,
     typer.Argument(
-        help="headline, scaling, memory, grid, hints, links, links-70b, disks, placements, "
-        "failures, fan-out, hog, thousand, loads, mixed, trace, sensitivity, masters, or one: a "
-        "fleet of the options below."
+        help="headline, scaling, memory, grid, hints, returns, links, links-70b, disks, "
+        "placements, failures, fan-out, hog, thousand, loads, mixed, trace, sensitivity, masters, "
+        "or one: a fleet of the options below."
     ),
 ]
 Gpus = Annotated[
@@ -79,12 +79,23 @@ DiskTokens = Annotated[
 WriteMode = Annotated[
     str, typer.Option(help="When disks are written: write_through or write_back.")
 ]
+Prefetch = Annotated[
+    bool,
+    typer.Option(
+        "--prefetch/--no-prefetch",
+        help="Blocks come up from disks before a session returns (--hints resume).",
+    ),
+]
 PlacingName = Annotated[
     str,
     typer.Option("--placing", help="Where the pool puts blocks: chains (ours), striped or near."),
 ]
 Direct = Annotated[
     bool, typer.Option("--direct", help="Engines read their own host's server without a link.")
+]
+Spread = Annotated[
+    bool,
+    typer.Option("--spread", help="Contexts of agents with children are brought to all hosts."),
 ]
 BlockTokens = Annotated[int, typer.Option("--block-tokens", help="Tokens in a block.")]
 Engines = Annotated[
@@ -138,8 +149,10 @@ def fleet(
     memory_tokens: MemoryTokens = None,
     disk_tokens: DiskTokens = 0,
     write_mode: WriteMode = "write_through",
+    prefetch: Prefetch = True,
     placing: PlacingName = "chains",
     direct: Direct = False,
+    spread: Spread = False,
     block: BlockTokens = 512,
     engines: Engines = "split",
     trace: Trace = None,
@@ -175,7 +188,7 @@ def fleet(
     if "masters" in fleets:
         _print_masters(fleets.pop("masters"), as_json)
     runtime.freeze_gc()  # a collection would visit millions of blocks
-    studies = [tables.study(name, base, jobs, _say) for name, base in fleets.items()]
+    studies = tables.studies(fleets, jobs, _say)
     if pictures is not None:
         _write_pictures(studies, pictures)
     if page is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
 from kvpool.fleet.fleet import Fleet
@@ -54,15 +54,24 @@ def with_memory(base: FleetOptions, working_sets: float) -> FleetOptions:
     return replace(base, memory_tokens=int(base.concurrent * CONTEXT_TOKENS * working_sets))
 
 
-def results(cases: Sequence[Case], jobs: int, done: Callable[[str], None]) -> Iterator[FleetResult]:
-    """Of each case in turn, `jobs` at a time; `done` receives the name of each that has ended.
+def results(cases: Sequence[Case], jobs: int, done: Callable[[int], None]) -> list[FleetResult]:
+    """Of each case, `jobs` at a time; `done` receives the number of each that has ended.
 
-    The results do not depend on `jobs`.
+    Those with most sessions begin first, so that no long one is left to run alone at the end. The
+    results do not depend on `jobs`.
     """
+    by_size = sorted(range(len(cases)), key=lambda number: -cases[number].options.sessions)
+    found: dict[int, FleetResult] = {}
     with ProcessPoolExecutor(jobs) as workers:
-        for case, result in zip(cases, workers.map(_run, cases), strict=True):
-            done(case.name)
-            yield result
+        running = {workers.submit(_run, cases[number]): number for number in by_size}
+        try:
+            for ended in as_completed(running):
+                number = running[ended]
+                found[number] = ended.result()
+                done(number)
+        finally:
+            workers.shutdown(wait=False, cancel_futures=True)
+    return [found[number] for number in range(len(cases))]
 
 
 def _run(case: Case) -> FleetResult:

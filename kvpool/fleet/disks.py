@@ -82,10 +82,37 @@ class ServerDisk:
         store, now = self._pool.servers[self._name].store, self._events.now
         others = [digest for digest in digests if (namespace, digest) not in self._promoting]
         for copy in store.start_promotions(namespace, 0, others, blocks * BLOCK_SIZE, now):
-            self._promoting[_key(copy)] = []
-            end = self.reads.take(self._block_bytes, now) + self._latency_s
-            self._events.at(end, self._promoted, copy, self._life)
+            self._read(copy)
         self.pump()
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether a reader waits for something of the disk."""
+        return any(self._promoting.values()) or bool(self._waiting)
+
+    def prefetch(
+        self, namespace: Namespace, digests: Sequence[bytes], blocks: int
+    ) -> list[TierTransfer]:
+        """Bring up so many of these blocks for which no reader has asked, where memory has room for
+        that; those that have begun."""
+        store, now = self._pool.servers[self._name].store, self._events.now
+        others = [digest for digest in digests if (namespace, digest) not in self._promoting]
+        copies = store.start_promotions(
+            namespace, 0, others, blocks * BLOCK_SIZE, now, prefetch=True
+        )
+        for copy in copies:
+            self._read(copy)
+        self.pump()
+        return copies
+
+    def on_end(self, copy: TierTransfer, ended: Callable[[], None]) -> None:
+        """Call it when this copy has come up, or its server has ended."""
+        self._promoting[_key(copy)].append(ended)
+
+    def _read(self, copy: TierTransfer) -> None:
+        self._promoting[_key(copy)] = []
+        end = self.reads.take(self._block_bytes, self._events.now) + self._latency_s
+        self._events.at(end, self._promoted, copy, self._life)
 
     def when_promoted(
         self, namespace: Namespace, digest: bytes, waiter: Callable[[], None]

@@ -105,6 +105,7 @@ class Fleet:
             options.block * self._constants.kv_bytes,
             shared=options.scope is Scope.POOL,
             direct=options.direct,
+            prefetch=options.prefetch,
         )
 
     def _make_engine(self, number: int) -> PrefillEngine:
@@ -193,6 +194,8 @@ class Fleet:
             self._end(session, prompt, gap_s)
         elif session.plan.children and not prompt.turn:
             session.children = len(session.plan.children)
+            if self._memory is not None and self._options.spread:
+                self._memory.spread(prompt.engine, prompt.namespace, prompt.chain)
             for child in session.plan.children:
                 begins_s = self._rng.uniform(0.0, CHILDREN_WITHIN_S)
                 self._events.after(gap_s + begins_s, self._begin, child, session)

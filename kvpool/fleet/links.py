@@ -20,6 +20,10 @@ class QueuedLink:
         """How long a transfer that begins now waits for those before it."""
         return max(0.0, self._free_at - now)
 
+    def hold(self, until: float) -> None:
+        """What comes next waits until then."""
+        self._free_at = max(self._free_at, until)
+
     def take(self, size: float, now: float) -> float:
         """When the last of `size` bytes has passed that are there now."""
         self._free_at = max(now, self._free_at) + size / self._bytes_s

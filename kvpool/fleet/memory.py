@@ -2,14 +2,14 @@
 
 Either is a `DryPool`, so stores, directory, policy and placement are the product's. Bytes move over
 modelled links. Loads share the engine's link, and wait for their turn on that of each server that
-sends a part; saves wait on the engine's: what servers receive is not queued. What is on a server's
-disk comes up into its memory first.
+sends a part; saves wait on the engine's link, and for what the server's receives besides. What is
+on a server's disk comes up into its memory first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvpool.fleet.constants import Constants
@@ -17,7 +17,9 @@ from kvpool.fleet.disks import ServerDisk
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.links import QueuedLink, SharedLink
 from kvpool.fleet.loads import DiskRead, PoolLoad
+from kvpool.fleet.prefetch import ReturnPrefetcher
 from kvpool.fleet.results import MovedBytes
+from kvpool.fleet.spreads import ChainSpread, ServerLinks
 from kvpool.tools.dry_pool import DryPool, ServerRun
 from kvpool.types import ARRIVED, Match, Namespace, ReadStatus, SessionHint
 
@@ -36,9 +38,12 @@ class FleetMemory:
         *,
         shared: bool,
         direct: bool = False,
+        prefetch: bool = True,
     ) -> None:
-        """With `direct`, an engine reads what is on its own host at the rate of host memory."""
+        """With `direct`, an engine reads what is on its own host at the rate of host memory. With
+        `prefetch`, blocks of sessions that return come up from disks before, as in a server."""
         self.saves_dropped = 0
+        self.spread_bytes = 0.0
         self.pools = pools
         self.shared = shared
         #: Until then no master answers.
@@ -54,15 +59,20 @@ class FleetMemory:
         self._saves = [QueuedLink(constants.save_bytes_s) for _ in range(engines)]
         # One host's memory needs no link of a server.
         server_bytes_s = constants.server_link_bytes_s if shared else load_bytes_s
-        self._sends = [
-            {name: QueuedLink(server_bytes_s) for name in pool.servers} for pool in pools
-        ]
+        self._links = [ServerLinks(list(pool.servers), server_bytes_s) for pool in pools]
         self._disks = [
             {
                 name: ServerDisk(pool, name, events, constants, block_bytes)
                 for name in (pool.servers if pool.has_disks else ())
             }
             for pool in pools
+        ]
+        self._prefetchers = [
+            [
+                ReturnPrefetcher(pool, name, disk, events, block_bytes)
+                for name, disk in (disks.items() if prefetch else ())
+            ]
+            for pool, disks in zip(pools, self._disks, strict=True)
         ]
 
     def moved_bytes(self) -> MovedBytes:
@@ -94,11 +104,14 @@ class FleetMemory:
         namespace: Namespace,
         chain: Sequence[bytes],
         ended: Callable[[PoolLoad], None],
+        match: Match | None = None,
     ) -> PoolLoad:
-        """Load what is still there of these blocks, and call `ended` when it has come."""
+        """Load what is still there of these blocks, and call `ended` when it has come. `match` is
+        what is there, if that is known."""
         now = self._events.now
         pool = self._pool(engine)
-        match = pool.match(chain, namespace)
+        if match is None:
+            match = pool.match(chain, namespace)
         load = PoolLoad(pool, now, ended)
         self._loads[load] = None
         if not match.length:
@@ -120,7 +133,7 @@ class FleetMemory:
         """All blocks at once, from each server its own."""
         now, host = self._events.now, self._host(engine)
         load.pins = load.pool.pin(match, chain, host, now, namespace)
-        sends = self._sends[engine % len(self.pools)]
+        sends = self._links[engine % len(self.pools)].sends
         sizes = Counter[str]()
         for run in load.pins:
             sizes[run.server] += len(run.pins)
@@ -157,7 +170,7 @@ class FleetMemory:
                 namespace=namespace,
                 digests=chain[run.first : run.last + 1],
                 block_bytes=self._block_bytes,
-                sends=self._sends[number][run.server],
+                sends=self._links[number].sends[run.server],
                 receives=self._link_from(load.pool, run.server, engine),
                 ended=partial(self._part_ended, load, 0.0),
             )
@@ -223,7 +236,9 @@ class FleetMemory:
         pool.exchange_heartbeats(now)
         match = pool.match(chain, namespace)
         kept = chain[: max(match.length, pool.capacity)]
+        pool.written.clear()
         pool.store(kept, match, self._host(engine), hint, now, namespace)
+        self._received(engine, pool.written, now)
         if not pool.has_disks:
             return
         disks = self._disks[engine % len(self.pools)]
@@ -236,6 +251,33 @@ class FleetMemory:
             if server.store.is_writing_back and disks[name].when_moved(again):
                 return
 
+    def _received(self, engine: int, written: Mapping[str, int], now: float) -> None:
+        """Servers received these blocks while the engine sent them. Where their links were slower,
+        the engine's next save waits for that."""
+        links = self._links[engine % len(self.pools)].receives
+        for name, blocks in written.items():
+            size = blocks * self._block_bytes
+            began = now - size / self._constants.save_bytes_s
+            self._saves[engine].hold(links[name].take(size, began))
+
+    def spread(self, engine: int, namespace: Namespace, chain: Sequence[bytes]) -> None:
+        """Bring a chain to every host, before it is read there: what `pool.spread` does."""
+        pool = self._pool(engine)
+        ChainSpread(
+            pool,
+            self._links[engine % len(self.pools)],
+            self._events,
+            namespace=namespace,
+            chain=chain,
+            receivers=list(pool.servers),
+            block_bytes=self._block_bytes,
+            latency_s=self._constants.first_byte_s,
+            moved=self._spread_bytes,
+        ).step()
+
+    def _spread_bytes(self, size: float) -> None:
+        self.spread_bytes += size
+
     def end(self, engine: int, session: str, now: float) -> None:
         """This session has ended; its last prompt was computed by that engine."""
         self._pool(engine).hint(session, None, now)
@@ -247,6 +289,8 @@ class FleetMemory:
     def resumes(self, engine: int, session: str, in_s: float, now: float) -> None:
         """That engine expects the session's next prompt then."""
         self._pool(engine).hint(session, in_s, now)
+        for prefetcher in self._prefetchers[engine % len(self.pools)]:
+            prefetcher.expect(in_s)
 
     def lose_server(self, number: int) -> None:
         """Server `number` is gone with its disk, and each load that reads from it ends. The host

@@ -105,8 +105,10 @@ class FleetOptions:
     memory that the sessions' tenant has for itself. With `trace` the prompts of that file come at
     `trace_rate` times their speed, and no `load`. `block` in tokens. `engines` are split (some
     prefill and others decode) or mixed. `disk_tokens` fit on the disks below the servers' memory,
-    which is written through or back (`write_mode`). With `direct`, engines read what lies on their
-    own host at the rate of host memory. Raises ConfigError.
+    which is written through or back (`write_mode`), and with `prefetch` blocks come up from them
+    before their session returns, if that is announced. With `direct`, engines read what lies on
+    their own host at the rate of host memory. With `spread`, an agent's context is brought to all
+    hosts when it begins to wait for its children. Raises ConfigError.
     """
 
     gpus: int = GPUS_PER_INSTANCE
@@ -127,8 +129,10 @@ class FleetOptions:
     memory_tokens: int | None = None
     disk_tokens: int = 0
     write_mode: str = config.WRITE_THROUGH
+    prefetch: bool = True
     placing: Placing = Placing.CHAINS
     direct: bool = False
+    spread: bool = False
     block: int = 512
     engines: str = "split"
     trace: str | None = None

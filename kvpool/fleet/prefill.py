@@ -18,7 +18,7 @@ from kvpool.fleet.loads import PoolLoad
 from kvpool.fleet.memory import FleetMemory
 from kvpool.fleet.mixed import MixedDecoder
 from kvpool.fleet.prompts import Prompt, PromptState
-from kvpool.types import SessionHint
+from kvpool.types import Match, SessionHint
 from kvpool_connector.messages import LoadRequest, LoadResult, ProbeRequest, ProbeResult
 from kvpool_connector.planner import Planner
 from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints
@@ -168,13 +168,14 @@ class PrefillEngine:
         assert self._memory is not None
         match = self._memory.match(self.number, prompt.namespace, prompt.chain, self._events.now)
         self._planner.on_lookup_result(prompt.id, serial, [match], "")
-        self._decide(prompt)
+        self._decide(prompt, just_matched=True)
         self._step()
 
-    def _decide(self, prompt: Prompt) -> None:
+    def _decide(self, prompt: Prompt, *, just_matched: bool = False) -> None:
         """Load it, compute it, or wait: for another load of the same blocks, or for the engine.
 
-        That it is computed is decided when it can be: until then loading may become faster.
+        That it is computed is decided when it can be: until then loading may become faster. What
+        was `just_matched` need not be matched again to be loaded.
         """
         now = self._events.now
         computed = self.cache.held(prompt.chain) * self._block
@@ -194,7 +195,8 @@ class PrefillEngine:
             self._ready(prompt)
         plan = self._planner.plan_step((), _never_cached, now)
         for load in plan.loads:
-            self._load(prompt, load, computed + tokens)
+            match = load.blocks[0].match if just_matched else None
+            self._load(prompt, load, computed + tokens, match)
         if plan.probe is not None:
             self._probe(prompt, plan.probe)
 
@@ -202,7 +204,7 @@ class PrefillEngine:
         self._decide(prompt)
         self._step()
 
-    def _load(self, prompt: Prompt, request: LoadRequest, last: int) -> None:
+    def _load(self, prompt: Prompt, request: LoadRequest, last: int, match: Match | None) -> None:
         memory = self._memory
         assert memory is not None
         digests = request.blocks[0].digests
@@ -214,7 +216,7 @@ class PrefillEngine:
             elif load.running:  # it may have been given up
                 self._loaded(prompt, load, wanted, last)
 
-        load = memory.start_load(self.number, prompt.namespace, digests, loaded)
+        load = memory.start_load(self.number, prompt.namespace, digests, loaded, match)
         self._events.after(request.timeout_s, loaded, load)
 
     def _loaded(self, prompt: Prompt, load: PoolLoad, wanted: float, last: int) -> None:

@@ -38,6 +38,7 @@ from kvpool.tools.workloads import Request
 from kvpool.types import (
     ARRIVED,
     ROOT,
+    FetchStatus,
     Match,
     Namespace,
     Pin,
@@ -159,6 +160,8 @@ class DryPool:
         self._heartbeat_s = heartbeat_s
         self._copies_max = ClientConfig().copies_max
         self.played = Played()
+        #: Blocks that servers have received from writers.
+        self.written = Counter[str]()
         self._hosts = hosts or count
         self._directory = Directory(servers_max=count, servers_per_host_max=count)
         self._hints = HintLog()
@@ -284,6 +287,33 @@ class DryPool:
         server = self._write(options, fresh, chain[held - 1] if held else ROOT, host, now)
         if server:
             self._copy_shared(namespace, server, match.runs, chain[:held], now)
+
+    def lacks(self, name: str, chain: Sequence[bytes], namespace: Namespace = _NAMESPACE) -> int:
+        """How many of these blocks this server does not have."""
+        store = self.servers[name].store
+        return sum(store.peek(namespace, 0, digest) is None for digest in chain)
+
+    def fetch(
+        self,
+        name: str,
+        source: str,
+        chain: Sequence[bytes],
+        first: int,
+        end: int,
+        now: float,
+        namespace: Namespace = _NAMESPACE,
+    ) -> list[FetchStatus]:
+        """This server has received blocks `first` to before `end` of the chain from `source`, as
+        extra copies. What came of each."""
+        servers = self.servers
+        if name not in servers or source not in servers:
+            return [FetchStatus.SOURCE_LOST] * (end - first)
+        statuses = [
+            self._fetched(servers[name].store, servers[source].store, chain, at, now, namespace)
+            for at in range(first, end)
+        ]
+        self.announce(name)
+        return statuses
 
     def hint(self, session: str, resume_in_s: float | None, now: float) -> None:
         """The next prompt of this session is expected then; None: it has ended; ARRIVED: its
@@ -465,11 +495,40 @@ class DryPool:
             self.played.copies += 1
         self.announce(server)
 
+    @staticmethod
+    def _fetched(
+        target: TieredStore,
+        source: TieredStore,
+        chain: Sequence[bytes],
+        position: int,
+        now: float,
+        namespace: Namespace,
+    ) -> FetchStatus:
+        digest = chain[position]
+        if target.peek(namespace, 0, digest) is not None:
+            return FetchStatus.ALREADY_HERE
+        entry = source.peek(namespace, 0, digest)
+        if entry is None:
+            return FetchStatus.GONE
+        stamp = entry.last_used
+        request = ReserveRequest(
+            namespace,
+            *(0, [digest], [chain[position - 1] if position else ROOT], [BLOCK_SIZE]),
+            last_used=[stamp],
+            copies=[0],
+        )
+        (reservation,) = target.reserve(_OWNER, request, now)
+        if reservation.status is not WriteStatus.RESERVED:
+            return FetchStatus.NO_ROOM
+        target.seal(_OWNER, reservation.id, 0, now, last_used=stamp)
+        return FetchStatus.FETCHED
+
     def _store(
         self, name: str, batch: BatchState, positions: Sequence[int], now: float
     ) -> list[WriteStatus]:
         """Reserve and seal, as one connection does, and announce what has changed."""
         store = self.servers[name].store
+        self.written[name] += len(positions)
         request = ReserveRequest(
             batch.options.namespace,
             0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,10 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool.cli.app import app
-from kvpool.fleet.cases import FleetStudy
 from kvpool.fleet.options import FleetOptions
 from kvpool.fleet.pictures import pictures
-from kvpool.fleet.tables import DEFAULT, TABLES
+from kvpool.fleet.tables import DEFAULT, TABLES, studies
 
 #: Small enough for a second.
 SMALL = ("--sessions", "6", "--concurrent", "3", "--block-tokens", "4096", "--jobs", "1")
@@ -95,9 +95,21 @@ def test_json_has_every_row() -> None:
 
 def test_a_study_without_lines_is_drawn_by_case() -> None:
     options = FleetOptions(sessions=4, concurrent=2, block=4096)
-    from kvpool.fleet.tables import study
-
-    made: FleetStudy = study("one", options, 1, lambda name: None)
+    (made,) = studies({"one": options}, 1, lambda name: None)
     assert [name for name, _ in pictures(made)] == ["one-first-token", "one-time"]
     (_, result) = made.rows[0]
     assert sum(result.parts) == pytest.approx(sum(result.parts[:4]) + result.parts.answered)
+
+
+def test_rows_stand_in_their_order_however_many_run_at_a_time() -> None:
+    """Those that begin first are the largest, and none of another table's."""
+    small = FleetOptions(sessions=4, concurrent=2, block=4096)
+    fleets = {"one": small, "headline": replace(small, sessions=8)}
+    said: list[str] = []
+    alone = studies(fleets, 1, said.append)
+    assert said[0].startswith("headline: ")
+    assert said[-1].startswith("one: ")
+    assert len(said) == len({*said}) == sum(len(one.rows) for one in alone)
+    assert [one.name for one in alone] == [*fleets]
+    assert [one.rows for one in studies(fleets, 2, said.append)] == [one.rows for one in alone]
+    assert alone[0].rows[0][1].prompts < alone[1].rows[0][1].prompts

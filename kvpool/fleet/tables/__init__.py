@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvpool.errors import ConfigError
@@ -53,6 +53,9 @@ TABLES: Final = {
         x="memory in working sets",
     ),
     "hints": FleetTable("what the pool knows of sessions", knowledge.hints, sessions=200),
+    "returns": FleetTable(
+        "what comes up from disks before its session returns", knowledge.returns, sessions=75
+    ),
     "links": FleetTable("from slow links to fast ones", bad_days.links, sessions=150),
     "links-70b": FleetTable(
         "from slow links to fast ones, 328 KB of KV per token", bad_days.links_dense, sessions=150
@@ -97,9 +100,19 @@ def table(name: str) -> FleetTable:
     return TABLES[name]
 
 
-def study(name: str, base: FleetOptions, jobs: int, done: Callable[[str], None]) -> FleetStudy:
-    """Run every case of a table, `jobs` at a time, and call `done` with the name of each."""
-    kind = TABLES[name]
-    cases = kind.cases(base)
-    found = results(cases, jobs, lambda case: done(f"{name}: {case}"))
-    return FleetStudy(name, kind.title, list(zip(cases, found, strict=True)), kind.x)
+def studies(
+    fleets: Mapping[str, FleetOptions], jobs: int, done: Callable[[str], None]
+) -> list[FleetStudy]:
+    """Run every case of these tables, `jobs` at a time, and call `done` with the name of each."""
+    cases = {name: TABLES[name].cases(base) for name, base in fleets.items()}
+    named = [(name, case) for name, table_cases in cases.items() for case in table_cases]
+
+    def ended(number: int) -> None:
+        name, case = named[number]
+        done(f"{name}: {case.name}")
+
+    found = iter(results([case for _, case in named], jobs, ended))
+    return [
+        FleetStudy(name, TABLES[name].title, [(case, next(found)) for case in one], TABLES[name].x)
+        for name, one in cases.items()
+    ]

@@ -27,6 +27,25 @@ def hints(base: FleetOptions) -> list[Case]:
     return cases
 
 
+def returns(base: FleetOptions) -> list[Case]:
+    """What is on disks comes up before its session returns: a quarter of a working set of memory
+    over disks of four, fast ones and slow ones."""
+    disk_tokens = with_memory(base, 4.0).memory_tokens or 0
+    base = replace(with_memory(base, 0.25), disk_tokens=disk_tokens)
+    returning = Hints.END | Hints.RESUME
+    cases = []
+    for rate in (4.0, 12.0):
+        values = {"disk_read_bytes_s": rate * 1e9, "disk_write_bytes_s": rate * 1e9 / 2}
+        disk = replace(base, constants=base.constants.changed(values))
+        for name, options in (
+            ("end", replace(disk, hints=Hints.END)),
+            ("end, resume, nothing comes up early", replace(disk, hints=returning, prefetch=False)),
+            ("end, resume", replace(disk, hints=returning)),
+        ):
+            cases.append(Case(f"{rate:g} GB/s, {name}", options))
+    return cases
+
+
 def hog(base: FleetOptions) -> list[Case]:
     """Agents beside a client that sends long prompts, each of them once; 1.1 working sets."""
     base = replace(with_memory(base, 1.1), router="least-loaded")

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvpool.fleet.cases import Case, Published
 from kvpool.fleet.constants import Kind
-from kvpool.fleet.options import GPUS_PER_INSTANCE, FleetOptions, Hints, Scope
+from kvpool.fleet.options import GPUS_PER_INSTANCE, FleetOptions, Scope
 
 
 def headline(base: FleetOptions) -> list[Case]:
@@ -29,7 +29,6 @@ def headline(base: FleetOptions) -> list[Case]:
             "first token" if same else "",
         ),
         Case("pool, loads where that is faster", base),
-        Case("pool, and sessions say when they end", replace(base, hints=Hints.END)),
         Case("host memory of the engine, no pool", replace(base, scope=Scope.LOCAL)),
     ]
 

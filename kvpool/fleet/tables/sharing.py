@@ -19,7 +19,7 @@ def memory(base: FleetOptions) -> list[Case]:
     """A pool, and each engine's host memory with session affinity, by memory in working sets."""
     return _by_memory(
         base,
-        (0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
+        (0.25, 0.5, 0.75, 1.0, 1.5),
         ((Scope.LOCAL, "sticky"), (Scope.POOL, "least-loaded")),
     )
 
@@ -50,9 +50,11 @@ def _by_memory(
 
 
 def fan_out(base: FleetOptions) -> list[Case]:
-    """Agents with sixteen children each, which read the agent's context at once."""
-    return [
-        Case(f"{scope.value}, {router}", replace(base, load="fan-out", scope=scope, router=router))
+    """Agents with sixteen children each, which read the agent's context at once; then with engines
+    that read their own host's server directly, and contexts that are brought to all hosts."""
+    base = replace(base, load="fan-out")
+    cases = [
+        Case(f"{scope.value}, {router}", replace(base, scope=scope, router=router))
         for scope, router in (
             (Scope.NONE, "sticky"),
             (Scope.LOCAL, "sticky"),
@@ -61,6 +63,14 @@ def fan_out(base: FleetOptions) -> list[Case]:
             (Scope.POOL, "least-loaded"),
             (Scope.POOL, "precise"),
         )
+    ]
+    pool = replace(base, router="least-loaded")
+    direct = replace(pool, direct=True)
+    return [
+        *cases,
+        Case("pool, least-loaded, spread", replace(pool, spread=True)),
+        Case("pool, least-loaded, own host read directly", direct),
+        Case("the same, spread", replace(direct, spread=True)),
     ]
 
 
