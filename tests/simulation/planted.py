@@ -650,8 +650,8 @@ for reservation, size in sorted(
         "skip-checksum",
         "G1",
         "kvpool_transports.streams.requests",
-        "ReadResult(hit, size) if one == other else corrupt",
-        "ReadResult(hit, size) if one == one else corrupt",
+        "            if one != other:",
+        "            if one != one:",
     ),
     # --- masters
     Bug(
