@@ -9,6 +9,7 @@ from typing import Final
 from kvpool import logs
 from kvpool.config import ClientConfig
 from kvpool.errors import (
+    DeadlineExceeded,
     MasterLost,
     MasterTooOld,
     MessageTooNew,
@@ -24,6 +25,9 @@ from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client.masters")
 
+#: Requests of this client that masters work on at a time; others wait here. A master answers so
+#: many well within `hedge_s`, so what is late then is the master, and not this client's own queue.
+_IN_FLIGHT_MAX: Final = 64
 #: Without an answer for so long the pool counts as lost. One late answer is no loss.
 _LOST_AFTER_S: Final = 1.0
 
@@ -39,6 +43,8 @@ class Masters:
         self._config = config
         self._addresses = ",".join(config.masters)
         self._preferred = 0
+        self._places = asyncio.Semaphore(_IN_FLIGHT_MAX)
+        self._answered_at = 0.0
         #: When the first request since the last answer failed; and whether the log has it.
         self._failing_since: float | None = None
         self._logged_lost = False
@@ -60,8 +66,20 @@ class Masters:
         the preferred master sends nothing for `hedge_s`, all masters are asked at once, that one
         included: it may only be slow (design: unresponsive-servers).
         """
-        now = asyncio.get_running_loop().time()
         request = wire.encode(message)
+        if self._places.locked():
+            await self._wait_for_place(deadline)
+        else:
+            await self._places.acquire()  # at once, and without a timer
+        try:
+            return await self._ask_some(request, answer, deadline, patient)
+        finally:
+            self._places.release()
+
+    async def _ask_some(
+        self, request: tuple[int, bytes], answer: type[wire.M], deadline: float, patient: bool
+    ) -> wire.M:
+        now = asyncio.get_running_loop().time()
         until = deadline if patient else min(deadline, now + self._config.attempt_s)
         problems: list[Exception] = []
         if len(self._links) > 1:
@@ -75,6 +93,22 @@ class Masters:
         if got is None:
             raise self._lost(problems)
         return got
+
+    async def _wait_for_place(self, deadline: float) -> None:
+        """As long as answers come. Raises MasterLost when there was none for `attempt_s`."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            heard = max(began, self._answered_at)
+            try:
+                async with asyncio.timeout_at(min(deadline, heard + self._config.attempt_s)):
+                    await self._places.acquire()
+                    return
+            except TimeoutError:
+                now = loop.time()
+                if now >= deadline or now >= self._answered_at + self._config.attempt_s:
+                    waiting = f"{_IN_FLIGHT_MAX} requests of this client are not answered yet"
+                    raise self._lost([DeadlineExceeded(waiting)]) from None
 
     def close(self) -> None:
         for link in self._links:
@@ -95,6 +129,7 @@ class Masters:
             problems.append(error)
             return None
         self._preferred = index
+        self._answered_at = asyncio.get_running_loop().time()
         if self._failing_since is not None:
             self._answers_again()
         return decoded

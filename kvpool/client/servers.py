@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
@@ -103,6 +104,7 @@ class KnownServer:
         self.connecting = asyncio.Lock()
         self.retry_at = 0.0
         self.slow_until = 0.0
+        self.worked_at = -math.inf  # a call succeeded
 
 
 class Servers:
@@ -250,6 +252,7 @@ class Servers:
         record = self._records.get(server)
         if record is not None:
             now = self._loop.time()
+            known = now < record.slow_until
             record.slow_until = now + record.backoff.next_delay()
             self._counters["hedged"] += not given_up
             if given_up:
@@ -259,7 +262,12 @@ class Servers:
                     if not self._transports[path.scheme].same_host:
                         self._mark_broken(path)
                 self._close_channels(record)
-            log.warning("server is silent", server=server)
+            if not known:  # one line, however many calls wait for it
+                log.warning("server is silent", server=server)
+
+    def _is_mute(self, record: KnownServer) -> bool:
+        """No call to it has succeeded for as long as an attempt may be silent."""
+        return self._loop.time() - record.worked_at >= self._config.attempt_s
 
     def rank(self, servers: Iterable[str]) -> list[str]:
         """The same servers, each once, best first: this host's, others, then slow and lost ones."""
@@ -416,14 +424,16 @@ class Servers:
                         raise
                     problem = str(error)  # and not the error, which refers to this frame
                     if self._loop.time() >= deadline:
-                        # A call with a short deadline proves nothing about the path.
-                        if deadline - began >= self._config.attempt_s:
+                        # A call with a short deadline proves nothing about the path, nor does one
+                        # that had to wait for others.
+                        if deadline - began >= self._config.attempt_s and self._is_mute(record):
                             self._path_failed(record, path, channel, error)
                         raise DeadlineExceeded(f"server {record.server}: {error}") from None
                     if reused and first and isinstance(error, LinkBroken):
                         continue  # closed while it was idle: once more, on a fresh connection
                     self._path_failed(record, path, channel, error)
                     break
+                record.worked_at = self._loop.time()
                 if record.backoff.failures:
                     record.backoff.reset()
                 if counted_as:
@@ -552,9 +562,12 @@ class Servers:
         # Another call may have replaced it already: a fresh channel is not closed for an old one.
         if channel is not None and record.channels.get(path) is channel:
             self._abort_and_close(record.channels.pop(path))
+        known = self._is_broken(path, self._loop.time())
         self._mark_broken(path)
         self._counters[f"failed_{path.scheme}"] += 1
-        log.warning("transport failed", server=record.server, address=path.address, why=str(error))
+        if not known:
+            why = str(error)
+            log.warning("transport failed", server=record.server, address=path.address, why=why)
 
     def _mark_broken(self, path: _Path) -> None:
         """The path comes last for a while. Paths whose time is over are forgotten: a server that

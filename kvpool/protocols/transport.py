@@ -303,6 +303,9 @@ class IdleTimeout(Protocol):
     def touch(self) -> None:
         """A part of the answer arrived: start the time again."""
 
+    def rest(self) -> None:
+        """The read waits for other calls of this client: stop the time until the next `touch`."""
+
     def disarm(self) -> None:
         """The answer is complete: the rest of the read is local work and may take longer."""
 

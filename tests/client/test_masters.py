@@ -15,7 +15,8 @@ from unittest.mock import AsyncMock, Mock
 import msgspec
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, spans
+import kvpool
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev, spans
 from kvpool.client import lookup as lookup_module
 from kvpool.client import masters as masters_module
 from kvpool.client import pool as pool_module
@@ -441,6 +442,120 @@ async def test_a_pool_closes_while_a_master_is_silent() -> None:
     match = await pool.match(Namespace("x"), keys("x", 3))
     assert match.stopped is ReadStatus.NO_MASTER
     await pool.close()
+
+
+# --- a caller with many calls at once ----------------------------------------------------------
+
+
+class SlowMaster(ScriptedMaster):
+    """Answers one request after the other, each after `each_s`."""
+
+    def __init__(self, address: str, answer: Answer, each_s: float) -> None:
+        super().__init__(address, answer)
+        self.each_s = each_s
+        self.held = self.most_held = 0
+        self._turn = asyncio.Lock()
+
+    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+        self.held += 1
+        self.most_held = max(self.most_held, self.held)
+        try:
+            async with asyncio.timeout_at(deadline), self._turn:
+                await asyncio.sleep(self.each_s)
+            return await super().request(type, body, deadline=deadline)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.address} is slow") from None
+        finally:
+            self.held -= 1
+
+
+async def test_a_client_with_many_questions_waits_for_its_own_and_not_in_vain() -> None:
+    """All of them take longer than an attempt may: what is late is this client's queue."""
+    network = ScriptedNetwork()
+    master = network.masters["a"] = SlowMaster("a", tells("a"), 0.001)
+    masters = Masters(network, config(network, attempt_s=0.3))
+    began = asyncio.get_running_loop().time()
+    answers = await asyncio.gather(*[ask(masters, 30) for _ in range(600)])
+    assert answers == ["a"] * 600
+    assert asyncio.get_running_loop().time() - began > 0.6
+    assert master.most_held <= 64
+
+
+async def test_questions_that_wait_for_a_silent_master_end_after_an_attempt() -> None:
+    network = ScriptedNetwork(a=tells("a"))
+    masters = Masters(network, config(network, attempt_s=0.2))
+    network.masters["a"].is_silent = True
+    began = asyncio.get_running_loop().time()
+    answers = await asyncio.gather(
+        *[ask(masters, 30) for _ in range(300)],
+        return_exceptions=True,
+    )
+    assert {type(answer) for answer in answers} == {MasterLost}
+    assert asyncio.get_running_loop().time() - began < 5
+    network.masters["a"].is_silent = False
+    assert await ask(masters, 5) == "a"  # none is held back
+
+
+async def test_a_question_that_is_given_up_leaves_its_place() -> None:
+    network = ScriptedNetwork(a=tells("a"))
+    masters = Masters(network, config(network, attempt_s=30))
+    network.masters["a"].is_silent = True
+    asked = [asyncio.create_task(ask(masters, 30)) for _ in range(100)]
+    await asyncio.sleep(0.05)
+    for task in asked:
+        task.cancel()
+    await asyncio.wait(asked)
+    network.masters["a"].is_silent = False
+    assert await ask(masters, 5) == "a"
+
+
+async def test_a_thousand_reads_at_once_are_no_silence_of_a_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """64 streams carry them; those that wait have time, and the log is quiet."""
+    async with dev.serve("32MiB", listen=("tcp://127.0.0.1:0",)) as running:
+        settings = ClientConfig(
+            masters=[running.address], transports=["tcp"], attempt_s=0.2, hedge_s=0.05
+        )
+        async with await kvpool.connect(config=settings) as pool:
+            chain = keys("crowd", 1000)
+            await pool.write(NAMESPACE, chain, values(chain), timeout=60)
+            match = await pool.match(NAMESPACE, chain, timeout=60)
+            got = buffers(1000)
+            results = await asyncio.gather(
+                *[
+                    pool.read(NAMESPACE, [digest], [into], match=match.of(i, i + 1), timeout=60)
+                    for i, (digest, into) in enumerate(zip(chain, got, strict=True))
+                ]
+            )
+            assert {result.status for (result,) in results} == {ReadStatus.HIT}
+            assert got == values(chain)
+            assert not pool.counters["failed_tcp"]
+            stored = await asyncio.gather(
+                *[
+                    pool.write(NAMESPACE, [digest], [value(digest)], timeout=60)
+                    for digest in keys("crowd of writers", 1000)
+                ]
+            )
+            assert stored == [[WriteStatus.STORED]] * 1000
+    assert not [one for one in caplog.records if one.name.startswith("kvpool.client")]
+
+
+async def test_one_line_says_that_a_server_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    info = msgspec.structs.replace(member("s", host="here"), addresses=["x://s"])
+    network = ScriptedNetwork(m=listing(info))
+    chosen, counters = config(network), Counter[str]()
+    transport = ScriptedTransport()
+    masters = Masters(network, chosen)
+    servers = Servers(
+        chosen, Cluster(), HERE, {"x": transport}, masters, counters, random.Random(1)
+    )
+    await servers.refresh(later(5))
+    for _ in range(100):
+        servers.mark_unresponsive("s", given_up=True)
+    lines = [one.message for one in caplog.records]
+    assert [line.split(" server=")[0] for line in lines] == ["server is silent"]
+    await servers.close()
 
 
 # --- what the log has of a lost pool -----------------------------------------------------------

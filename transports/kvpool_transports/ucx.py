@@ -292,14 +292,14 @@ class UcxDeviceChannel(UcxChannel):
         token does not come, this channel asks for blocks of the host's memory from then on."""
         stream: UcxStream | None = None
         try:
-            async with self._streams.stream(deadline) as taken:
+            async with self._streams.stream(deadline, options.idle_timeout) as taken:
                 stream = cast(UcxStream, taken)
                 return await self._read_to_device(stream, options, blocks, deadline)
         except (LinkBroken, PeerError) as error:
             if stream is None or not stream.waits_for_token:
                 raise
             self._no_sources(error)
-        async with self._streams.stream(deadline) as taken:
+        async with self._streams.stream(deadline, options.idle_timeout) as taken:
             return await self._read_to_device(cast(UcxStream, taken), options, blocks, deadline)
 
     async def _read_to_device(

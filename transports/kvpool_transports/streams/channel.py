@@ -82,7 +82,7 @@ class StreamChannel:
     ) -> list[ReadResult]:
         """`Read`, then one `Data` frame whose payload fills the blocks' memory."""
         answer = _ReadAnswer(options, blocks)
-        async with self._streams.stream(deadline) as stream:
+        async with self._streams.stream(deadline, options.idle_timeout) as stream:
             await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
             await stream.receive(answer.payload_target, deadline=deadline)
         return answer.results()

@@ -128,7 +128,7 @@ class MappedChannel:
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         """`Read`, which pins the blocks, copy and hash them, then a deferred `Unpin`."""
-        async with self._streams.stream(deadline) as stream:
+        async with self._streams.stream(deadline, options.idle_timeout) as stream:
             statuses, pinned, hits, sources = await self._pin(stream, options, blocks, deadline)
             if hits:
                 seeds: list[int | None] = [None] * len(hits)
@@ -165,7 +165,7 @@ class MappedChannel:
     ) -> AsyncIterator[list[View]]:
         """Views of the mapped segment, pinned until the `with` ends (design: zero-copy-views)."""
         blocks = [ReadBlock(digest, (), BLOCK_SIZE_MAX) for digest in digests]
-        async with self._streams.stream(deadline) as stream:
+        async with self._streams.stream(deadline, options.idle_timeout) as stream:
             statuses, pinned, hits, sources = await self._pin(
                 stream, options, blocks, deadline, view=True
             )

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
+from kvpool.protocols import IdleTimeout
 from kvpool_transports.streams.stream import Stream
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class StreamPool:
         self._idle: list[Stream] = []
         self._busy: dict[Stream, None] = {}  # ordered, unlike a set
         self._places = asyncio.Semaphore(limit)
+        self._queued = 0  # calls that wait for a place
         #: Calls for which the server has no further stream.
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
@@ -41,9 +43,15 @@ class StreamPool:
         return f"<StreamPool idle={len(self._idle)} busy={len(self._busy)}>"
 
     @asynccontextmanager
-    async def stream(self, deadline: float) -> AsyncIterator[Stream]:
-        """A stream for one exchange. Any exception inside aborts the stream."""
-        stream = await self._take(deadline)
+    async def stream(
+        self, deadline: float, idle_timeout: IdleTimeout | None = None
+    ) -> AsyncIterator[Stream]:
+        """A stream for one exchange. Any exception inside aborts the stream.
+
+        While all are busy with other calls of this client the `idle_timeout` rests: if the server
+        is silent, those calls notice.
+        """
+        stream = await self._take(deadline, idle_timeout)
         try:
             yield stream
         except BaseException:
@@ -53,11 +61,14 @@ class StreamPool:
             raise
         else:
             self._busy.pop(stream, None)
-            if stream.lost or self._closed or len(self._idle) >= _IDLE_MAX:
+            if stream.lost or self._closed:
                 stream.abort()
             else:
                 stream.owned = False
                 self._idle.append(stream)
+                # Each call that waits takes one: to dial again costs more than its exchange.
+                while len(self._idle) > _IDLE_MAX + self._queued:
+                    self._idle.pop(0).abort()
         finally:
             self._places.release()
             self._wake_one()
@@ -71,19 +82,17 @@ class StreamPool:
         for _ in range(len(self._waiting)):
             self._wake_one()
 
-    async def _take(self, deadline: float) -> Stream:
+    async def _take(self, deadline: float, idle_timeout: IdleTimeout | None) -> Stream:
         if self._closed:
             raise LinkBroken("the channel is closed")
         if not self._places.locked():
             await self._places.acquire()  # at once, and without a timer
         else:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._places.acquire()
-            except TimeoutError:
-                raise DeadlineExceeded(f"all {self._limit} streams are busy") from None
+            await self._wait_for_place(deadline, idle_timeout)
         try:
-            stream = await self._idle_or_new(deadline)
+            if self._closed:
+                raise LinkBroken("the channel is closed")
+            stream = await self._idle_or_new(deadline, idle_timeout)
             self._busy[stream] = None
             if self._closed:
                 stream.abort()
@@ -94,7 +103,21 @@ class StreamPool:
             self._wake_one()  # if this call was woken, then in vain
             raise
 
-    async def _idle_or_new(self, deadline: float) -> Stream:
+    async def _wait_for_place(self, deadline: float, idle_timeout: IdleTimeout | None) -> None:
+        if idle_timeout is not None:
+            idle_timeout.rest()
+        self._queued += 1
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._places.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(f"all {self._limit} streams are busy") from None
+        finally:
+            self._queued -= 1
+        if idle_timeout is not None:
+            idle_timeout.touch()
+
+    async def _idle_or_new(self, deadline: float, idle_timeout: IdleTimeout | None) -> Stream:
         """A server may refuse a further stream: then those must do that this client has, and a
         client that has none tries again a few times (design: connection-shares)."""
         pauses = iter(_PAUSES_S)
@@ -105,12 +128,19 @@ class StreamPool:
                     stream.owned = True
                     return stream
             try:
-                return await self._dial(deadline)
+                stream = await self._dial(deadline)
+                if idle_timeout is not None:  # the server has answered the handshake
+                    idle_timeout.touch()
+                return stream
             except Overloaded:
                 pause_s = None if self._busy else next(pauses, None)
                 if pause_s is None and not self._busy:
                     raise
+            if idle_timeout is not None and pause_s is None:
+                idle_timeout.rest()
             await self._wait_for_return(deadline, pause_s)
+            if idle_timeout is not None:
+                idle_timeout.touch()
 
     async def _wait_for_return(self, deadline: float, pause_s: float | None) -> None:
         """Until an exchange ends, or the pause. Raises DeadlineExceeded at the deadline."""
