@@ -1217,7 +1217,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "no-hedge": 102,
     "full-disk-cannot-be-read": 17,
     "read-only-for-ever": 17,
-    "copies-are-handed-over": 114,
+    "copies-are-handed-over": 358,
     "drained-although-others-have-it": 34,
     "circles-in-files-are-believed": 15,
     "one-copy-of-a-namespace": 16,
