@@ -1210,7 +1210,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "any-header-is-believed": 37,
     "dropped-before-it-is-down": 38,
     "already-stored-before-announced": 742,
-    "winner-does-not-look-at-its-own-copies": 1376,
+    "winner-does-not-look-at-its-own-copies": 6399,
     "record-before-payload": 70,
     "rotten-block-stays-on-disk": 81,
     "frozen-writer-is-not-feared": 82,
