@@ -30,8 +30,6 @@ log = logs.get("kvpool.link")
 #: Requests one caller may have in flight to one master.
 PENDING_MAX = 4096
 _ERROR: Final = TYPES[Error]
-#: A timer that fires so much later than it should tells of a busy loop.
-_LATE_S: Final = 0.02
 
 
 class PendingRequests:
@@ -50,7 +48,6 @@ class PendingRequests:
         # An error is a result, too: a future that raises its exception is in a cycle with the frame
         # that waited (design: garbage-collection).
         self._pending: dict[int, asyncio.Future[Envelope | KvpoolError]] = {}
-        self._due: dict[int, asyncio.TimerHandle] = {}
         self._closed = False
 
     def __len__(self) -> int:
@@ -91,12 +88,12 @@ class PendingRequests:
         id = self._next_id = self._next_id + 1
         future: asyncio.Future[Envelope | KvpoolError] = self._loop.create_future()
         self._pending[id] = future
-        self._due[id] = self._loop.call_at(deadline, self._expire, id, deadline)
+        timer = self._loop.call_at(deadline, self._expire, future)
         try:
             transmit(id, encode_envelope(type, self._cluster, id, body, version=version))
             reply = await future
         finally:
-            self._due.pop(id).cancel()
+            timer.cancel()
             del self._pending[id]
         if isinstance(reply, KvpoolError):
             raise reply.fresh()
@@ -124,17 +121,7 @@ class PendingRequests:
             if not future.done():
                 future.set_result(Closed(f"the link to master {self._address} was closed"))
 
-    def _expire(self, id: int, deadline: float) -> None:
-        late_s = self._loop.time() - deadline
-        if late_s > _LATE_S:
-            # This loop was busy itself, and may not have read yet what came meanwhile: as much time
-            # again, once.
-            self._due[id] = self._loop.call_later(late_s, self._end, id)
-        else:
-            self._end(id)
-
-    def _end(self, id: int) -> None:
-        future = self._pending[id]
+    def _expire(self, future: asyncio.Future[Envelope | KvpoolError]) -> None:
         if not future.done():
             future.set_result(DeadlineExceeded(f"master {self._address} did not answer in time"))
 

@@ -534,8 +534,8 @@ for reservation, size in sorted(
         "deadline-forgotten",
         "G6",
         "kvpool.net.requests",
-        "self._loop.call_at(deadline, self._expire, id, deadline)",
-        "self._loop.call_at(deadline + 3600, self._expire, id, deadline)",
+        "timer = self._loop.call_at(deadline, self._expire, future)",
+        "timer = self._loop.call_at(deadline + 3600, self._expire, future)",
     ),
     # --- results
     Bug(
