@@ -619,13 +619,6 @@ for reservation, size in sorted(
         "            if not servers:\n",
     ),
     Bug(
-        "winner-does-not-look-at-its-own-copies",
-        "G2",
-        _VERSIONS,
-        "            if min(written[position].servers) < min(theirs)\n",
-        "            if False\n",
-    ),
-    Bug(
         "no-hedge",
         "G6",
         _READER,
@@ -1210,7 +1203,6 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "any-header-is-believed": 37,
     "dropped-before-it-is-down": 38,
     "already-stored-before-announced": 742,
-    "winner-does-not-look-at-its-own-copies": 6399,
     "record-before-payload": 70,
     "rotten-block-stays-on-disk": 81,
     "frozen-writer-is-not-feared": 82,
