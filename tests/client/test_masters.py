@@ -555,8 +555,17 @@ async def test_one_line_says_that_a_server_is_silent(caplog: pytest.LogCaptureFi
     await servers.refresh(later(5))
     for _ in range(100):
         servers.mark_unresponsive("s", given_up=True)
-    lines = [one.message for one in caplog.records]
-    assert [line.split(" server=")[0] for line in lines] == ["server is silent"]
+    transport.broken = False
+
+    async def broken(channel: Channel) -> str:
+        await asyncio.sleep(0)
+        raise LinkBroken("gone")
+
+    await asyncio.gather(
+        *[servers.call("s", broken, later(5)) for _ in range(100)], return_exceptions=True
+    )
+    lines = [one.message.split(" server=")[0] for one in caplog.records]
+    assert lines == ["server is silent", "transport failed"]
     await servers.close()
 
 

@@ -110,6 +110,60 @@ async def test_streams_that_the_server_has_closed_keep_no_place() -> None:
     streams.abort()
 
 
+async def test_calls_that_wait_take_the_streams_of_those_before() -> None:
+    """All end in one turn of the loop: no stream is dialled anew, and few are kept afterwards."""
+    dialled: list[Stream] = []
+
+    async def dial(deadline: float) -> Stream:
+        stream = Stream()
+        Wire(stream)
+        dialled.append(stream)
+        return stream
+
+    async def call(streams: StreamPool) -> None:
+        async with streams.stream(asyncio.get_running_loop().time() + 5):
+            await asyncio.sleep(0)
+
+    streams = StreamPool(dial)
+    for _ in range(2):
+        await asyncio.gather(*[call(streams) for _ in range(400)])
+        assert len(dialled) <= 64 + 56
+        assert sum(not stream.lost for stream in dialled) <= 8
+    streams.abort()
+
+
+async def test_the_time_of_a_call_rests_while_it_waits_for_a_stream() -> None:
+    told: list[str] = []
+
+    class Timer:
+        def touch(self) -> None:
+            told.append("touch")
+
+        def rest(self) -> None:
+            told.append("rest")
+
+        def disarm(self) -> None:
+            pass
+
+    async def dial(deadline: float) -> Stream:
+        stream = Stream()
+        Wire(stream)
+        return stream
+
+    async def call(streams: StreamPool) -> None:
+        async with streams.stream(asyncio.get_running_loop().time() + 5, Timer()):
+            assert told[-1:] != ["rest"]
+
+    streams = StreamPool(dial, limit=1)
+    async with streams.stream(asyncio.get_running_loop().time() + 5):
+        waiting = asyncio.create_task(call(streams))
+        await asyncio.sleep(0.01)
+        assert told == ["rest"]
+    await waiting
+    assert told == ["rest", "touch"]
+    streams.abort()
+
+
 async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:
     """Or the answers to a peer who only asks would pile up without a bound (G11)."""
     stream = Stream()
