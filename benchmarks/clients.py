@@ -181,7 +181,7 @@ def _many_clients(count: int, seconds: float) -> list[str]:
             took += times
     blocks = sum(answers.values())
     rest = ", ".join(f"{n} {name}" for name, n in answers.items() if name != "HIT") or "none"
-    p50, p99 = np.percentile(took, [50, 99]) * 1e3
+    p50, p99 = np.percentile(took or [np.nan], [50, 99]) * 1e3
     return [
         f"{count:,}",
         f"{connected:.1f} s",
@@ -219,7 +219,10 @@ def _many_servers(count: int) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",") if part]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 1 on, as 250,1000")
+    return numbers
 
 
 def main() -> None:
