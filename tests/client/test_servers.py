@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvpool import WriteStatus, dev
+from kvpool import ReadStatus, WriteStatus, dev
 from kvpool.client import servers as servers_module
 from kvpool.errors import LinkBroken
 from kvpool.protocols import SupportsZeroCopyView
@@ -56,6 +56,24 @@ async def test_a_call_that_waited_to_connect_is_not_misled_by_another_path(
         fail(servers, "tcp://127.0.0.1:9")
         record.connecting.release()
         assert await waiting is record.channels[path]
+
+
+async def test_a_call_that_waits_to_connect_ends_at_its_deadline(pool_dev: dev.Dev) -> None:
+    """Another call of this client is connecting to that server, and takes its time."""
+    async with pool_dev.pool() as pool:
+        chain = keys("connecting", 2)
+        assert await pool.write(NAMESPACE, chain, [b"a" * 100] * 2) == [WriteStatus.STORED] * 2
+        servers, match = pool._servers, await pool.match(NAMESPACE, chain)
+        (record,) = servers._records.values()
+        servers._close_channels(record)
+        await record.connecting.acquire()
+        memory = [bytearray(100) for _ in chain]
+        results = await pool.read(NAMESPACE, chain, memory, match=match, timeout=0.05)
+        assert [result.status for result in results] == [ReadStatus.DEADLINE] * 2
+        assert not pool.counters["failed_tcp"]  # it says nothing about the path
+        record.connecting.release()
+        results = await pool.read(NAMESPACE, chain, memory, match=match)
+        assert [result.status for result in results] == [ReadStatus.HIT] * 2
 
 
 async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: dev.Dev) -> None:

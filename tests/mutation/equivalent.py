@@ -14,6 +14,7 @@ _LABEL: Final = "Members are compared with each other only: any other number mea
 _EMPTY: Final = "The value is written before anybody reads it."
 _MOMENT: Final = "Differs if a call ends at exactly that moment, and then either answer is right."
 _ID: Final = "Ids only have to differ, and grow."
+_CLOCK: Final = "A machine's clock shows more than a second when a pool runs."
 _NO_DESCRIPTOR: Final = "Every negative number means that there is no descriptor."
 
 EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
@@ -99,7 +100,12 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "kvpool/client/servers.py",
         "return self._broken_until.get(path, 0.0) > now",
         "return self._broken_until.get(path, 1.0) > now",
-    ): "A machine's clock shows more than a second when a pool runs.",
+    ): _CLOCK,
+    (
+        "kvpool/client/servers.py",
+        "broken_until = self._broken_until.get(path, 0.0)",
+        "broken_until = self._broken_until.get(path, 1.0)",
+    ): _CLOCK,
     (
         "kvpool/client/versions.py",
         "if server < min(servers):",

@@ -248,6 +248,25 @@ async def test_messages_with_bytes(watched: dev.Dev, name: str) -> None:
         assert await peer.refusal() == "BadMessage"
 
 
+OF_ANOTHER_PART: tuple[wire.Message, ...] = (
+    wire.Read(**KEYS, part=1, buffer_sizes=[64]),
+    wire.Remove(**KEYS, part=1),
+    wire.ReportCorruption(**KEYS, part=1),
+    wire.Propose(**KEYS, part=1, receiver="r"),
+    wire.Fetch(**KEYS, part=1, source="r", wait_s=0.1),
+    wire.Prefetch(**KEYS, part=1),
+)
+
+
+@pytest.mark.parametrize("request_", OF_ANOTHER_PART, ids=lambda one: type(one).__name__)
+async def test_no_request_is_for_a_part_that_its_namespace_does_not_have(
+    watched: dev.Dev, request_: wire.Message
+) -> None:
+    async with raw(watched) as peer:
+        await peer.send(HELLO + frame(request_))
+        assert await peer.refusal() == "BadMessage"
+
+
 async def test_a_path_for_a_namespace_is_only_a_name(watched: dev.Dev) -> None:
     async with raw(watched) as peer:
         await peer.ask(wire.Hello("default", "../x"), wire.Welcome)

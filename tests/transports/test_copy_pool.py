@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def test_each_thread_has_about_the_same_number_of_bytes(
     assert [job for share in found for job in share] == jobs
 
 
-@pytest.mark.parametrize("sizes", [[100, 100, 100], [30_000] * 12])
+@pytest.mark.parametrize("sizes", [[300], [100, 100, 100], [30_000] * 12, [2 * STEP]])
 def test_a_writer_hashes_what_it_meant_and_a_reader_what_it_received(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,26 @@ async def test_a_batch_that_ends_between_two_turns_copies_no_more(how: str) -> N
     if how != "stopped":  # the next batch has turns again, too
         again = whole(data, target)
         assert await pool.run(again, deadline=loop.time() + 9) == sums(data)
+    pool.close()
+
+
+async def test_threads_that_are_late_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller has its memory back with the error: a thread that went on would write into it."""
+    flags: list[StopFlag] = []
+
+    def endless(jobs: list[CopyJob], flag: StopFlag) -> list[int]:
+        flags.append(flag)
+        until = time.monotonic() + 5
+        while not flag.is_set and time.monotonic() < until:
+            time.sleep(0.001)
+        return []
+
+    monkeypatch.setattr(copy_pool, "_copy_all", endless)
+    pool, data = CopyPool(2), bytes(INLINE_MAX + BLOCK)
+    loop = asyncio.get_running_loop()
+    with pytest.raises(DeadlineExceeded, match="copying did not end in time"):
+        await pool.run(whole(data, bytearray(len(data))), deadline=loop.time() + 0.05)
+    assert [flag.is_set for flag in flags] == [True, True]
     pool.close()
 
 

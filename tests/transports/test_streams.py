@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool import ClientConfig, dev
-from kvpool.errors import BadMessage, DeadlineExceeded
+from kvpool.errors import BadFrame, BadMessage, DeadlineExceeded, Overloaded
 from kvpool.protocols import WriteOptions
 from kvpool.types import WriteBlock, WriteStatus
 from kvpool.wire.messages import TYPES, Hello, Message, Reserved, Sealed, Unpin
@@ -46,6 +46,23 @@ async def pair() -> AsyncIterator[tuple[Stream, Stream]]:
 async def heard(stream: Stream, count: int) -> list[int]:
     deadline = asyncio.get_running_loop().time() + 5
     return [(await stream.receive(deadline=deadline)).type for _ in range(count)]
+
+
+async def test_a_small_payload_goes_out_in_the_turn_of_its_call() -> None:
+    """A block that the kernel takes at once costs no turn of a busy loop; a long payload does."""
+
+    async def turns(payload: list[tuple[memoryview, ...]]) -> int:
+        count, stream = 0, Stream()
+        Wire(stream)
+        sending = stream.send(None, payload, deadline=asyncio.get_running_loop().time() + 5)
+        with pytest.raises(StopIteration):
+            while True:
+                sending.send(None)
+                count += 1
+        return count
+
+    assert await turns([(memoryview(bytes(4096)),)]) == 0
+    assert await turns([(memoryview(bytes(8 << 20)),)] * 2) > 0
 
 
 async def test_an_idle_stream_says_its_last_word() -> None:
@@ -132,18 +149,24 @@ async def test_calls_that_wait_take_the_streams_of_those_before() -> None:
     streams.abort()
 
 
+class Timer:
+    """An idle timeout that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def touch(self) -> None:
+        self.told.append("touch")
+
+    def rest(self) -> None:
+        self.told.append("rest")
+
+    def disarm(self) -> None:
+        pass
+
+
 async def test_the_time_of_a_call_rests_while_it_waits_for_a_stream() -> None:
-    told: list[str] = []
-
-    class Timer:
-        def touch(self) -> None:
-            told.append("touch")
-
-        def rest(self) -> None:
-            told.append("rest")
-
-        def disarm(self) -> None:
-            pass
+    timer = Timer()
 
     async def dial(deadline: float) -> Stream:
         stream = Stream()
@@ -151,16 +174,75 @@ async def test_the_time_of_a_call_rests_while_it_waits_for_a_stream() -> None:
         return stream
 
     async def call(streams: StreamPool) -> None:
-        async with streams.stream(asyncio.get_running_loop().time() + 5, Timer()):
-            assert told[-1:] != ["rest"]
+        async with streams.stream(asyncio.get_running_loop().time() + 5, timer):
+            assert timer.told[-1:] != ["rest"]
 
     streams = StreamPool(dial, limit=1)
     async with streams.stream(asyncio.get_running_loop().time() + 5):
         waiting = asyncio.create_task(call(streams))
         await asyncio.sleep(0.01)
-        assert told == ["rest"]
+        assert timer.told == ["rest"]
     await waiting
-    assert told == ["rest", "touch"]
+    assert timer.told == ["rest", "touch"]
+    streams.abort()
+
+
+class FullServer:
+    """Accepts one stream, after so many refusals; `dials` counts what a client tries."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.dials = refusals, 0
+
+    async def dial(self, deadline: float) -> Stream:
+        self.dials += 1
+        if self.refusals:
+            self.refusals -= 1
+            raise Overloaded("no further stream")
+        self.refusals = 1000
+        stream = Stream()
+        Wire(stream)
+        return stream
+
+
+async def test_a_client_without_a_stream_asks_a_full_server_a_few_times() -> None:
+    """Its own last streams may not be gone there yet. A server that stays full has refused it."""
+    loop = asyncio.get_running_loop()
+    nearly, full = FullServer(3), FullServer(1000)
+    streams = StreamPool(nearly.dial)
+    async with streams.stream(loop.time() + 5):
+        assert nearly.dials == 4
+    streams.abort()
+    streams, began = StreamPool(full.dial), loop.time()
+    for dials in (6, 12):  # and the second call is as patient as the first
+        with pytest.raises(Overloaded):
+            async with streams.stream(loop.time() + 5):
+                pass
+        assert full.dials == dials
+    assert loop.time() - began < 4
+    streams.abort()
+
+
+async def test_a_client_with_a_stream_waits_for_it_where_the_server_is_full() -> None:
+    loop = asyncio.get_running_loop()
+    server = FullServer(0)
+    streams, timer = StreamPool(server.dial), Timer()
+
+    async def call() -> Stream:
+        async with streams.stream(loop.time() + 5, timer) as stream:
+            await asyncio.sleep(0)
+            return stream
+
+    async with streams.stream(loop.time() + 5) as first:
+        waiting = [asyncio.create_task(call()) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        assert server.dials == 4  # once each: they do not knock while they wait
+        assert timer.told == ["rest"] * 3
+    assert set(await asyncio.gather(*waiting)) == {first}
+    assert timer.told[3:] == ["touch"] * 3
+    with pytest.raises(DeadlineExceeded, match="no further stream for this client, and its 1 are"):
+        async with streams.stream(loop.time() + 5), streams.stream(loop.time() + 0.05):
+            pass
     streams.abort()
 
 
@@ -172,6 +254,22 @@ async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:
     deadline = asyncio.get_running_loop().time() + 0.05
     with pytest.raises(DeadlineExceeded, match="does not read"):
         await stream.send(Unpin(), deadline=deadline)
+
+
+async def test_junk_that_comes_in_two_parts_is_one_error() -> None:
+    """uvloop reads several times before the owner of the stream hears of the first part."""
+    stream = Stream()
+    Wire(stream)
+    receiving = asyncio.ensure_future(
+        stream.receive(deadline=asyncio.get_running_loop().time() + 5)
+    )
+    await asyncio.sleep(0)
+    for _ in range(3):
+        if room := stream.get_buffer(-1):
+            room[:] = b"j" * len(room)
+            stream.buffer_updated(len(room))
+    with pytest.raises(BadFrame):
+        await receiving
 
 
 @pytest.mark.parametrize("status", [WriteStatus.STORED, *OF_CLIENTS, 200])
