@@ -234,9 +234,9 @@ def _constants(run: DemoRun, known: Rates) -> Constants:
     return Constants().changed(
         {
             "kv_bytes": run.engine_bytes / run.engine_tokens,
-            "linear_flop": 1.0,
-            "attention_flop": 0.0,
-            "prefill_flop_s": known.prefill_tokens_s,
+            "linear_flop": known.token_s,
+            "attention_flop": known.attention_s,
+            "prefill_flop_s": 1.0,  # these are seconds
             "prefill_start_s": 0.0,
             "hbm_tokens": run.engine_tokens - run.block,  # vLLM's null block
             "chunk_tokens": _STEP_TOKENS,

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from kvpool.fleet.demo import FIRST_WITHIN, HITS_WITHIN, Prediction
+from kvpool.fleet.demo_results import Rates
 
 
 def table(predictions: Sequence[Prediction]) -> Table:
@@ -31,9 +32,7 @@ def table(predictions: Sequence[Prediction]) -> Table:
             f"{one.least.first_s:.2f} to {one.most.first_s:.2f})",
             f"{one.row.seconds:.1f} s",
             f"{one.predicted.seconds:.1f} s",
-            f"{one.rates.prefill_tokens_s:,.0f} tokens/s, {one.rates.step_s * 1e3:.0f} ms a step, "
-            f"{one.rates.load_bytes_s / 1e6:,.0f} MB/s, {one.rates.cores:.1f} engines at a time, "
-            f"{one.rates.late:.0%} late",
+            _rates(one.rates),
         )
     return shown
 
@@ -68,6 +67,15 @@ def as_dict(predictions: Sequence[Prediction]) -> dict[str, Any]:
             for one in predictions
         ]
     }
+
+
+def _rates(rates: Rates) -> str:
+    return (
+        f"{1e6 * rates.token_s:.0f} us a token and {1e9 * rates.attention_s:.0f} ns for each "
+        f"before it, {1e3 * rates.request_s:.0f} ms a prompt, {1e3 * rates.step_s:.0f} ms a step, "
+        f"{rates.load_bytes_s / 1e6:,.0f} MB/s, {rates.cores:.1f} engines at a time, "
+        f"{rates.late:.0%} late"
+    )
 
 
 def _mark(near: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean, median, pstdev
+from statistics import linear_regression, mean, median, pstdev
 from typing import Final, NamedTuple
 
 import msgspec
@@ -86,7 +86,8 @@ class DemoRun(msgspec.Struct, frozen=True):
 class Rates(NamedTuple):
     """Of one engine alone, and how many engines' work the machine does at a time."""
 
-    prefill_tokens_s: float
+    token_s: float  # of computing a token, but for attention
+    attention_s: float  # besides, for each token before it
     step_s: float
     request_s: float  # of work that a prompt costs besides its tokens, router and client included
     load_bytes_s: float
@@ -107,45 +108,58 @@ def read(path: Path) -> DemoRun:
         raise ConfigError(
             f"--demo-results {path}: not a file of `make demo-fleet ARGS='--results FILE'`"
         ) from None
-    for row in range(len(run.rows)):
-        kinds = {probe.kind for probe in run.probes if probe.row in (row, row + 1)}
-        if missing := [kind for kind in KINDS if kind not in kinds]:
-            raise ConfigError(
-                f"--demo-results {path}: beside row {row} no probe is {', '.join(missing)}"
-            )
+    kinds = {probe.kind for probe in run.probes}
+    if missing := [kind for kind in KINDS if kind not in kinds]:
+        raise ConfigError(f"--demo-results {path}: no probe is {', '.join(missing)}")
     return run
 
 
 def rates(run: DemoRun, row: int) -> Rates:
-    """As they were measured just before and just after this row; each kind has probes then.
+    """Of all probes of the run: beside one row there are a few, and their means differ from row to
+    row by no more than chance would have them differ.
 
-    What is done, by the seconds of all its probes: other programs have the cores at times, during
-    the row as during the probes, and the queues of a row add all of that up. In a row with the pool
-    what engines do beside each other has its costs, where that was measured.
+    What one prompt costs alone is the least that was measured: all that other programs do adds to
+    it. What prompts cost each other is a mean, as the queues of a row add all of it up. In a row
+    with the pool that has the pool's costs, where it was measured.
     """
-    near = {kind: _near(run, kind, row) for kind in KINDS}
+    cold, held, loaded, beside, crowd = (_kind(run, kind) for kind in KINDS)
     if run.rows[row].mode != WITHOUT:
         # A run of before these probes has none.
-        near["beside"] = _near(run, "pool_beside", row) or near["beside"]
-        near["crowd"] = _near(run, "pool_crowd", row) or near["crowd"]
-    held_s = _mean(near["held"])
-    cold_s = max(1e-3, _mean(near["cold"]) - held_s)
-    speed = mean(one.tokens for one in near["cold"]) / cold_s
-    beside_s = max(1e-3, _mean(near["beside"]) - held_s)
-    work_s = mean(one.engines * one.tokens for one in near["beside"]) / speed
-    cores = max(1.0, work_s / beside_s)
-    every = [one for probes in near.values() for one in probes]
-    speeds = [one.tokens / max(1e-3, one.first_s - held_s) for one in near["cold"]]
+        beside = _kind(run, "pool_beside") or beside
+        crowd = _kind(run, "pool_crowd") or crowd
+    held_s = min(one.first_s for one in held)
+    token_s, attention_s = _compute_s(cold, held_s)
+
+    def alone_s(one: DemoProbe) -> float:
+        return one.tokens * (token_s + attention_s * one.tokens / 2)
+
+    beside_s = max(1e-3, _mean(beside) - held_s)
+    cores = mean(one.engines * alone_s(one) for one in beside) / beside_s
+    relative = [math.log(max(1e-3, one.first_s - held_s) / alone_s(one)) for one in cold]
     return Rates(
-        prefill_tokens_s=speed,
-        step_s=mean(one.step_s for one in every),
-        request_s=max(held_s, _mean(near["crowd"]) * cores / run.at_once),
-        load_bytes_s=_load_bytes_s(run, near["loaded"], near["held"]),
+        token_s=token_s,
+        attention_s=attention_s,
+        step_s=mean(one.step_s for one in (*cold, *held, *loaded, *beside, *crowd)),
+        request_s=max(held_s, _mean(crowd) * cores / run.at_once),
+        load_bytes_s=_load_bytes_s(run, loaded, held),
         cores=cores,
-        noise=pstdev(math.log(one) for one in speeds),
-        # Of the whole run: beside one row there are a few, and this is rare.
-        late=mean(not one.cached for one in run.probes if one.kind == "loaded"),
+        noise=pstdev(relative),
+        late=mean(not one.cached for one in loaded),
     )
+
+
+def _compute_s(cold: Sequence[DemoProbe], held_s: float) -> tuple[float, float]:
+    """Seconds of a token, and for each token before it: the line through the seconds per token of
+    prompts of each length."""
+    lengths: dict[int, float] = {}
+    for one in cold:
+        each = max(1e-3, one.first_s - held_s) / one.tokens
+        lengths[one.tokens] = min(each, lengths.get(one.tokens, each))
+    if len(lengths) > 1:
+        slope, start = linear_regression(list(lengths), list(lengths.values()))
+        if slope > 0 and start > 0:
+            return start, 2 * slope  # half of a prompt is before each of its tokens
+    return mean(lengths.values()), 0.0
 
 
 def _load_bytes_s(run: DemoRun, loaded: Sequence[DemoProbe], held: Sequence[DemoProbe]) -> float:
@@ -158,8 +172,8 @@ def _load_bytes_s(run: DemoRun, loaded: Sequence[DemoProbe], held: Sequence[Demo
     return median(rates) if rates else 1.0
 
 
-def _near(run: DemoRun, kind: str, row: int) -> list[DemoProbe]:
-    return [one for one in run.probes if one.kind == kind and one.row in (row, row + 1)]
+def _kind(run: DemoRun, kind: str) -> list[DemoProbe]:
+    return [one for one in run.probes if one.kind == kind]
 
 
 def _mean(probes: Sequence[DemoProbe]) -> float:

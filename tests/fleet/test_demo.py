@@ -69,15 +69,49 @@ def results(tmp_path: Path, mode: str = "with the pool", **changed: Any) -> Path
     return file
 
 
-def test_rates_are_those_of_the_probes_beside_a_row(tmp_path: Path) -> None:
-    far = probe("cold", 1000, 0, 9.0, row=5)
-    known = demo_results.rates(demo_results.read(results(tmp_path, probes=[*PROBES, far])), 0)
-    assert known.prefill_tokens_s == pytest.approx(1000)
+def test_rates_are_those_of_all_probes_of_the_run(tmp_path: Path) -> None:
+    """Each prompt alone by the least of its kind, and what they cost each other by the mean."""
+    busy = [
+        probe("cold", 1000, 0, 9.0, row=5),
+        probe("held", 1000, 992, 5.0, row=5),
+        probe("beside", 1000, 0, 4.55, engines=3, row=5),
+    ]
+    known = demo_results.rates(demo_results.read(results(tmp_path, probes=[*PROBES, *busy])), 0)
+    assert known.token_s == pytest.approx(1e-3)
+    assert known.attention_s == 0  # one length says nothing of it
     assert known.load_bytes_s == pytest.approx(1000 * 8192 / 0.1)
+    assert known.cores == pytest.approx(1.2)  # three in 1.5, 1.5 and 4.5 s
+    assert known.request_s == pytest.approx(0.05)  # no less than alone
+    assert known.noise > 0
+    known = demo_results.rates(demo_results.read(results(tmp_path)), 0)
     assert known.cores == pytest.approx(2.0)
     assert known.request_s == pytest.approx(0.06)  # four at a time on two cores
     assert known.step_s == 0.01
     assert known.noise == 0
+
+
+def test_engines_may_do_less_beside_each_other_than_one_alone(tmp_path: Path) -> None:
+    slow = [{**one, "first_s": 6.05} if one["kind"] == "beside" else one for one in PROBES]
+    known = demo_results.rates(demo_results.read(results(tmp_path, probes=slow)), 0)
+    assert known.cores == pytest.approx(0.5)
+
+
+def test_a_token_takes_longer_the_more_there_are_before_it(tmp_path: Path) -> None:
+    """100 us each, and 0.1 us for each token before: 0.15 s of 1,000 tokens, 0.4 s of 2,000."""
+    cold = [probe("cold", 1000, 0, 0.05 + 0.15), probe("cold", 2000, 0, 0.05 + 0.4)]
+    others = [one for one in PROBES if one["kind"] != "cold"]
+    file = demo_results.read(results(tmp_path, "without the pool", probes=[*others, *cold]))
+    known = demo_results.rates(file, 0)
+    assert known.token_s == pytest.approx(100e-6)
+    assert known.attention_s == pytest.approx(100e-9)
+    assert known.noise == pytest.approx(0)
+    # 330 tokens, and 330 after 320 that are cached; then five steps each.
+    alone_s = 330 * (100e-6 + 165 * 100e-9) + 330 * (100e-6 + (320 + 165) * 100e-9)
+    one = {"engines": 1, "at_once": 1, "sessions": SESSIONS[:1]}
+    file = demo_results.read(results(tmp_path, "without the pool", probes=[*others, *cold], **one))
+    (row,) = demo.predictions(file)
+    work_s = alone_s + 2 * row.rates.request_s
+    assert row.predicted.seconds == pytest.approx(work_s / row.rates.cores + 2 * 5 * 0.01)
 
 
 def test_a_row_with_the_pool_has_what_engines_cost_beside_each_other_with_it(
