@@ -85,7 +85,8 @@ GPU_PYTHON ?= $(BIN)/python
 gpu-acceptance: $(VENV)/ready  ## what is true of device memory here, on one page; GPU_PYTHON=... has CUDA
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
-bench-peers: $(PEERS_VENV)/ready  ## beside Mooncake Store and Redis; ARGS="--quick --only reads,failures"
+bench-peers: $(PEERS_VENV)/ready  ## beside Mooncake Store, Redis and LMCache; ARGS="--quick --only reads,failures"
+	@$(MAKE) --no-print-directory $(LMCACHE_VENV)/ready || echo "LMCache cannot be installed here, and is left out"
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find

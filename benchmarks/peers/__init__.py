@@ -1,4 +1,4 @@
-"""kvpool, Mooncake Store and Redis on the same work, in the same minutes, on one machine.
+"""kvpool, Mooncake Store, Redis and LMCache on the same work, in the same minutes, on one machine.
 
     make bench-peers                                  # everything
     .venv-peers/bin/python -m benchmarks.peers --help # parts of it

@@ -141,7 +141,7 @@ class Parts:
     async def replay(self) -> None:
         """A curve: 88 MiB is a little more than the working set of 12 live sessions. The trace is
         played a hundred times too fast, so Mooncake takes part with leases to scale, too."""
-        systems = list(self._systems)
+        systems = self._field.taking_part("replay", self._systems)
         if "mooncake" in systems:
             systems.insert(systems.index("mooncake") + 1, "mooncake-scaled")
         count = 4 if self._options.quick else 30
@@ -153,7 +153,8 @@ class Parts:
 
     async def pressure(self) -> None:
         shape = self._of("512MiB")
-        async with self._field.contenders(self._hardened, shape) as contenders:
+        systems = self._field.taking_part("pressure", self._hardened)
+        async with self._field.contenders(systems, shape) as contenders:
             self._add(await sessions.pressure(contenders, shape.capacity), contenders)
 
     async def memory(self) -> None:
@@ -166,8 +167,9 @@ class Parts:
         patience = failures.Patience()
         if self._options.quick:
             patience = failures.Patience(6.0, 4.0, 3.0, 5.0, 2)
+        systems = self._field.taking_part("failures", self._hardened)
         for what in self._options.failures.split(","):
-            rows, abouts = await failures.play(self._field, what, self._hardened, patience)
+            rows, abouts = await failures.play(self._field, what, systems, patience)
             self._add(rows, abouts)
 
     def _of(self, capacity: str) -> Shape:

@@ -12,20 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import pool_kvpool, pool_mooncake
+from benchmarks.peers import pool_kvpool, pool_lmcache, pool_mooncake
 from benchmarks.peers.contract import Failed, Memory, Missing, Shape, System
 from benchmarks.peers.pool_kvpool import KvpoolSystem
+from benchmarks.peers.pool_lmcache import LmcacheSystem
 from benchmarks.peers.pool_mooncake import MooncakeSystem
 from benchmarks.peers.pool_redis import RedisSystem
 from benchmarks.peers.processes import Process, Rig
 
 #: kvpool-tcp is kvpool with clients that do not use shared memory. mooncake has a client in
 #: the engine's process, as its vLLM connector has; mooncake-shm goes through the store of its host.
-CONTENDERS = ("kvpool", "kvpool-tcp", "mooncake", "mooncake-shm", "redis")
+CONTENDERS = ("kvpool", "kvpool-tcp", "mooncake", "mooncake-shm", "redis", "lmcache")
 _VARIANTS = {"kvpool-tcp": pool_kvpool.over_tcp, "mooncake-shm": pool_mooncake.on_host}
 #: For what is about failures and full memory: no tcp, and mooncake also with settings that have it
 #: notice sooner: a shorter lease, which probes renew, a shorter time to live, shorter timeouts.
-HARDENED = ("kvpool", "mooncake", "mooncake-tuned", "redis")
+HARDENED = ("kvpool", "mooncake", "mooncake-tuned", "redis", "lmcache")
 _TUNED = {
     "default_kv_lease_ttl": "1000",
     "client_ttl": "2",
@@ -39,7 +40,9 @@ _SYSTEMS: dict[str, Callable[[Rig, Shape], System]] = {
     "kvpool": KvpoolSystem,
     "mooncake": MooncakeSystem,
     "redis": RedisSystem,
+    "lmcache": LmcacheSystem,
 }
+_WITHOUT = {"lmcache": pool_lmcache.WITHOUT}
 _RANDOM = 16 << 20
 
 
@@ -92,6 +95,17 @@ class Field:
             memory.source[first : first + len(noise)] = noise[: region - first]
         memory.target.fill(0)
 
+    def taking_part(self, part: str, names: Sequence[str]) -> list[str]:
+        """Those whose API has what this part needs. `missing` gets the reasons of the others."""
+        able = []
+        for name in names:
+            why = _WITHOUT.get(name, {}).get(part)
+            if why is None:
+                able.append(name)
+            else:
+                self.missing[f"{name}, {part}"] = why
+        return able
+
     @asynccontextmanager
     async def contenders(
         self, names: Sequence[str], shape: Shape, clients: int = 1, *, apart: bool = False
@@ -125,14 +139,15 @@ class Field:
 
     async def worker(self, rig: Rig, name: str, system: System) -> Worker:
         """One more client of a system that runs."""
-        about = system.client()
+        about = dict(system.client())
         if name in _VARIANTS:
             about = _VARIANTS[name](about)
         about["pids"] = [process.pid for process in system.processes.values()]
         about["memory_fd"] = self._fd
         process = await rig.run(
             f"{name}-client",
-            *(sys.executable, "-m", "benchmarks.peers.worker", json.dumps(about)),
+            *(about.pop("python", sys.executable), "-m", "benchmarks.peers.worker"),
+            json.dumps(about),
             environment=about.get("environment"),
             pass_fds=[self._fd],
         )

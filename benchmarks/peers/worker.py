@@ -11,7 +11,14 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from benchmarks.peers import pool_kvpool, pool_mooncake, pool_redis, tasks, trials
+from benchmarks.peers import (
+    pool_kvpool,
+    pool_lmcache,
+    pool_mooncake,
+    pool_redis,
+    tasks,
+    trials,
+)
 from benchmarks.peers.client import Bench
 from benchmarks.peers.contract import Client, Memory
 from kvpool import runtime as process
@@ -20,6 +27,7 @@ _CLIENTS: dict[str, Callable[[dict[str, Any]], Client]] = {
     "kvpool": pool_kvpool.KvpoolClient,
     "mooncake": pool_mooncake.MooncakeClient,
     "redis": pool_redis.RedisClient,
+    "lmcache": pool_lmcache.LmcacheClient,
 }
 
 COMMANDS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.peers import failures, report, sessions, targets, work
+from benchmarks.peers import failures, pool_lmcache, report, sessions, targets, work
 from benchmarks.peers.contract import Shape
 from benchmarks.peers.field import Field
 from benchmarks.peers.processes import Rig
@@ -57,6 +57,24 @@ async def test_who_is_missing_is_left_out(field: Field, monkeypatch: pytest.Monk
     async with field.contenders(("redis",), Shape(64 * _MIB)) as contenders:
         assert contenders == []
     assert "apt-get install redis-server" in field.missing["redis"]
+
+
+async def test_who_has_no_environment_is_left_out(
+    field: Field, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others are measured."""
+    monkeypatch.setattr(pool_lmcache, "_PYTHON", tmp_path / "python")
+    async with field.contenders(("lmcache", "kvpool"), Shape(64 * _MIB)) as contenders:
+        assert [one.name for one in contenders] == ["kvpool"]
+    assert "make .venv-lmcache/ready" in field.missing["lmcache"]
+
+
+async def test_who_cannot_take_part_is_left_out_of_that_part(field: Field) -> None:
+    """With the reason in the report, and nobody is missing elsewhere."""
+    names = ["kvpool", "lmcache", "mooncake"]
+    assert field.taking_part("pressure", names) == ["kvpool", "mooncake"]
+    assert field.taking_part("reads", names) == names
+    assert field.missing == {"lmcache, pressure": pool_lmcache.WITHOUT["pressure"]}
 
 
 def _row(part: str, what: str, system: str, **figures: Any) -> work.Row:
