@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import threading
 import time
@@ -134,6 +135,30 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+async def test_its_status_counts_what_did_not_decrypt(tmp_path: Path) -> None:
+    path, records = tmp_path / "file", [record(number * 8 * PAGE) for number in range(3)]
+    with tier_at(path) as tier:
+        await write(tier, *records)
+        plain = tier.status_text
+        assert plain == f"{path}, {tier.mode}, encrypted"
+        for one in records[:2]:
+            ((position, _, _),) = PLACES.pieces(one.offset, one.size)
+            with path.open("r+b") as file:
+                os.pwrite(file.fileno(), b"altered", position)
+    with tier_at(path) as tier:
+        await tier.recover()
+        assert tier.status_text == plain
+        assert [any(await read(tier, one)) for one in records] == [False, False, True]
+        assert tier.status_text == f"{plain}, 2 blocks did not decrypt"
+
+
+async def test_more_writes_at_once_than_there_is_memory_for_ciphertext(tmp_path: Path) -> None:
+    records = [record(number * 8 * PAGE, 5 * PAGE) for number in range(16)]
+    with tier_at(tmp_path / "file") as tier:
+        await asyncio.gather(*[write(tier, one) for one in records])
+        assert [await read(tier, one) for one in records] == [content(one) for one in records]
 
 
 @pytest.mark.parametrize("what", ["payload", "header", "both"])

@@ -470,6 +470,35 @@ async def test_its_status_has_what_it_could_not_keep(path: Path) -> None:
         assert tier.status_text == f"{plain}, 1 damaged headers dropped"
 
 
+async def test_its_status_counts_what_was_mended() -> None:
+    disk, records = await file_of_namespaces(2, 6)
+    _, tier = await found(disk)
+    assert tier.status_text == "memory, buffered"
+    for page in pages_in_use(disk)[COPIES : COPIES + 2]:  # the first copy of each namespace
+        disk.bytes[page + 8] ^= 1
+    for text in ("memory, buffered, 2 pages mended", "memory, buffered"):
+        left, tier = await found(disk)
+        assert left == records
+        assert tier.status_text == text
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+async def test_headers_of_neighbours_are_written_at_once(pages: int) -> None:
+    """A batch of small blocks costs one write of headers, and not one for each block."""
+    disk = MemoryDisk(Geometry(CAPACITY, PAGE).file_size)
+    tier = Nvme(CAPACITY, path="memory", disk=disk)
+    await write(tier, first := record(CAPACITY - PAGE))  # names its namespace, too
+    near = [record(number * pages * PAGE, pages * PAGE - 7) for number in range(1, 21)]
+    far = record(40 * pages * PAGE)
+    for one in (*near, far):
+        await tier.write_from(one.offset, memoryview(value(one.digest, one.size)))
+    disk.writes_left = 2  # a third one would fail
+    await tier.persist([far, *reversed(near)])
+    assert disk.writes_left == 0
+    disk.writes_left = 1 << 60
+    assert (await found(disk))[0] == {first, far, *near}
+
+
 async def test_a_buffer_that_is_none_fails_its_own_call_only(path: Path) -> None:
     with tier_at(path) as tier:
         await write(tier, record(0))
