@@ -15,6 +15,7 @@ _EMPTY: Final = "The value is written before anybody reads it."
 _MOMENT: Final = "Differs if a call ends at exactly that moment, and then either answer is right."
 _ID: Final = "Ids only have to differ, and grow."
 _CLOCK: Final = "A machine's clock shows more than a second when a pool runs."
+_DIGITS: Final = "A line of the log has one digit more."
 _NO_DESCRIPTOR: Final = "Every negative number means that there is no descriptor."
 
 EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
@@ -106,6 +107,16 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "broken_until = self._broken_until.get(path, 0.0)",
         "broken_until = self._broken_until.get(path, 1.0)",
     ): _CLOCK,
+    (
+        "kvpool/server/tier_mover.py",
+        "seconds=round(_now() - began, 2),",
+        "seconds=round(_now() - began, 3),",
+    ): _DIGITS,
+    (
+        "tiers/kvpool_tiers/nvme/namespaces.py",
+        "self._generation += 1",
+        "self._generation += 2",
+    ): _ID,
     (
         "kvpool/client/versions.py",
         "if server < min(servers):",

@@ -118,6 +118,27 @@ async def test_a_server_that_leaves_is_lost_at_once() -> None:
         assert setup.link.sent.total() == sent
 
 
+async def test_a_master_that_is_gone_is_asked_ten_times_a_heartbeat() -> None:
+    """Soon enough to find the next one at once, and no load for its host."""
+    setup, tries = Setup(), 0
+
+    async def refused(type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+        nonlocal tries
+        tries += 1
+        raise Unavailable("connection refused")
+
+    setup.link.request, request = refused, setup.link.request  # type: ignore[method-assign]
+    setup.write(blocks := keys("a", 3))
+    began = asyncio.get_running_loop().time()
+    setup.announcer.start()
+    await asyncio.sleep(10 * HEARTBEAT_S)
+    heartbeats = (asyncio.get_running_loop().time() - began) / HEARTBEAT_S
+    assert 3 < tries <= 10 * heartbeats + 1
+    setup.link.request = request  # type: ignore[method-assign]
+    await setup.until_known(blocks)
+    await setup.announcer.close()
+
+
 async def test_late_answers_are_no_gap() -> None:
     """Neither lost answers nor lost requests, for many heartbeats, cost an inventory."""
     chain = keys("c", 60)
@@ -220,6 +241,28 @@ async def test_blocks_that_come_and_go_during_an_inventory_are_right_in_the_end(
     await eventually(lambda: len(setup.master.directory) == 7_000)
     setup.master.directory.check()
     await setup.announcer.close()
+
+
+async def test_blocks_for_which_a_map_has_no_room_are_sent_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not with each heartbeat: the map is as full then, and an inventory is long."""
+    monkeypatch.setattr(module, "_RELIST_AFTER_S", 10 * HEARTBEAT_S)
+    async with running(keys("first", 1)) as setup:
+        directory = setup.master.directory
+        directory.blocks_max = 4
+        setup.write(keys("many", 5))
+        await eventually(lambda: setup.announcer.unlisted == 2)
+        listed_at, sent = asyncio.get_running_loop().time(), setup.link.sent["Inventory"]
+        setup.write(keys("more", 1))
+        await eventually(lambda: setup.announcer.unlisted == 3)
+        lines = [one for one in caplog.messages if one.startswith("a master does not list")]
+        assert len(lines) == 1
+        directory.blocks_max = 100
+        await eventually(lambda: setup.link.sent["Inventory"] > sent)
+        assert asyncio.get_running_loop().time() - listed_at > 9 * HEARTBEAT_S
+        await eventually(lambda: len(directory) == 7)
+        assert setup.announcer.unlisted == 0
 
 
 async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool import Namespace, Pool, dev
 from kvpool.errors import LinkBroken
-from kvpool.protocols import Channel, SupportsFetch, WriteOptions
+from kvpool.protocols import Channel, ReserveRequest, SupportsFetch, WriteOptions
 from kvpool.server import fetcher as fetcher_module
 from kvpool.server.block_server import BlockServer
 from kvpool.server.fetcher import FetchCall, Fetcher
@@ -197,6 +197,30 @@ async def test_what_waits_for_its_turn_does_not_become_younger(
         assert both.target.store.evicted == 0
         due = [server.store.policy.due("one") for server in (both.source, both.target)]
         assert due == [pytest.approx(due[0], abs=0.3)] * 2, "nor is the session expected later"
+
+
+async def test_a_block_of_another_size_than_was_offered_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has been replaced meanwhile: it is another block, and nothing is wrong with its bytes."""
+    turn = Fetcher._turn
+
+    async with pair() as both:
+        chain, source = keys("chain", 3), both.source.store
+        await both.put(chain)
+
+        async def replaced(self: Fetcher, call: FetchCall, step: Sequence[int]) -> float | None:
+            if source.remove(NAMESPACE, chain[1:2]) == [True]:
+                request = ReserveRequest(NAMESPACE, 0, chain[1:2], chain[:1], [SIZE // 2])
+                (answer,) = source.reserve(1 << 40, request, now())
+                source.seal(1 << 40, answer.id, 0, now())
+            return await turn(self, call, step)
+
+        monkeypatch.setattr(Fetcher, "_turn", replaced)
+        statuses = await both.fetch(chain[:2])
+        assert statuses == [FETCHED, FetchStatus.GONE]
+        assert both.has(both.target, chain) == [True, False, False]
+        assert both.source.store.peek(NAMESPACE, 0, chain[1]) is not None
 
 
 async def test_a_removal_follows_a_block_to_where_it_was_fetched() -> None:

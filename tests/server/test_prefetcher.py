@@ -12,15 +12,17 @@ import pytest
 
 from kvpool import Pool, PrefetchStatus, ReadStatus, WriteStatus, dev
 from kvpool.errors import InvariantViolated
-from kvpool.protocols import ReserveRequest
+from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server import prefetcher
 from kvpool.server.block_server import BlockServer
 from kvpool.server.state import prefetches, tiered_store
 from kvpool.server.state.fetches import FetchBudget
 from kvpool.server.state.prefetches import Chain, PrefetchedBlocks, PrefetchQueue
 from kvpool.server.state.store import Store
+from kvpool.server.tier_mover import TierMover
 from kvpool.types import ROOT, Namespace, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
+from tests.server.test_tier_stack import spoil
 from tests.server.test_tiered_store import ONE, PAGE, Server
 
 BLOCK = 64 << 10
@@ -297,6 +299,21 @@ async def test_a_chain_comes_up_and_is_read_from_memory(tmp_path: Path) -> None:
         assert pool.counters["prefetch_gone"] == 1
 
 
+async def test_each_block_of_a_request_has_its_own_answer(tmp_path: Path) -> None:
+    """Some may have come up, or left, since the client asked a master where they are."""
+    async with serving(tmp_path) as (server, pool):
+        chain = keys("chain", 4)
+        await put(server, pool, chain)
+        await fill(server, pool)
+        await pool.read(NAMESPACE, chain[:1], buffers(1, BLOCK))
+        await pool.read(NAMESPACE, chain[2:3], buffers(1, BLOCK))
+        asked = [*chain, key("never"), chain[2]]
+        connection = server.connect(Peer("client"))
+        found = connection.prefetch(NAMESPACE, 0, asked)
+        assert found == [IN_MEMORY, COMING, IN_MEMORY, COMING, GONE, IN_MEMORY]
+        connection.close()
+
+
 @pytest.mark.usefixtures("soon")
 async def test_an_eighth_of_the_memory_comes_up_and_the_rest_when_that_is_read(
     tmp_path: Path,
@@ -326,6 +343,54 @@ async def test_what_comes_up_is_paid_for(tmp_path: Path) -> None:
             await pool.prefetch(NAMESPACE, chain)
         await eventually(lambda: all(in_memory(server, chain) for chain in chains))
         assert 0.39 < asyncio.get_running_loop().time() - began < 3.0
+
+
+class NotedBudget(FetchBudget):
+    """Notes the bytes that have moved."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.moved = 0
+
+    def end(self, price_s: float, planned: int, moved: int, seconds: float) -> None:
+        self.moved += moved
+        super().end(price_s, planned, moved, seconds)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_damaged_block_is_no_sign_of_a_fast_disk(tmp_path: Path) -> None:
+    """What did not come up must not raise the rate at which further blocks come up."""
+    async with serving(tmp_path) as (server, pool):
+        chain = keys("chain", 6)
+        await put(server, pool, chain)
+        await fill(server, pool)
+        spoil(tmp_path / "tier", values(chain[5:], BLOCK)[0])
+        budget = server._prefetcher.budget = NotedBudget()
+        await pool.prefetch(NAMESPACE, chain)
+        await eventually(lambda: in_memory(server, chain) == 5)
+        await eventually(lambda: server.stack.backing.peek(NAMESPACE, 0, chain[5]) is None)
+        await eventually(lambda: budget.moved >= 5 * BLOCK)
+        assert budget.moved == 5 * BLOCK
+
+
+@pytest.mark.parametrize("writers_wait", [False, True])
+async def test_writing_back_lets_readers_go_first_unless_writers_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers_wait: bool
+) -> None:
+    waited: list[TierMover] = []
+    wait = TierMover.wait_for_readers
+
+    async def noted(mover: TierMover) -> None:
+        waited.append(mover)
+        await wait(mover)
+
+    monkeypatch.setattr(TierMover, "wait_for_readers", noted)
+    pressure = property(lambda _: writers_wait)
+    monkeypatch.setattr(tiered_store.TieredStore, "is_under_pressure", pressure)
+    async with serving(tmp_path) as (server, pool):
+        for number in range(2):
+            await put(server, pool, keys(f"chain {number}", 60))
+        assert (len(waited) > 0) is not writers_wait
 
 
 async def test_what_was_used_a_moment_ago_stays(tmp_path: Path) -> None:

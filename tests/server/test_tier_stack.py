@@ -22,8 +22,9 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tier
 from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.tools.subprocesses import Child, process_of, servers_up
-from kvpool.types import Reservation
+from kvpool.types import Record, Reservation
 from kvpool_tiers.dram import Dram
+from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values
 
 BLOCK = 64 << 10
@@ -516,6 +517,31 @@ async def test_a_server_that_was_killed_comes_back_warm(file: Path) -> None:
                 assert set(await read(pool, chain)) == {ReadStatus.HIT}
                 assert not any(status.hit for status in await read(pool, removed))
                 assert (await pool.write(NAMESPACE, [key("x")], [b"x"])) == [WriteStatus.STORED]
+
+
+async def test_a_block_that_a_file_has_twice_is_counted_and_said(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that drops anything says how much, and why, in its status and at WARNING."""
+    chain = keys("chain", 5)
+    async with dev.serve(tiers=[MEMORY, f"nvme:{file}:16MiB"]) as running, running.pool() as pool:
+        await write(pool, chain)
+        await saved(running)
+    recover = Nvme.recover
+
+    async def twice(self: Nvme) -> list[Record]:
+        found = await recover(self)
+        return [*found, *(one._replace(offset=one.offset + (8 << 20)) for one in found[:2])]
+
+    monkeypatch.setattr(Nvme, "recover", twice)
+    async with dev.serve(tiers=[MEMORY, f"nvme:{file}:16MiB"]) as running, running.pool() as pool:
+        (server,) = running.servers
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        assert server._context.mover.usage(0.0)[1].dropped == {"refused": 2}
+    (line,) = [one for one in caplog.records if one.message.startswith("tier is warm")]
+    assert line.levelname == "WARNING"
+    assert "blocks=5" in line.message
+    assert "why='2 refused'" in line.message
 
 
 # --- what people type -------------------------------------------------------------------

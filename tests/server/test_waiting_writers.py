@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from kvpool import ClientConfig, WriteStatus, dev
+from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.state.budget import Limits
+from kvpool.types import ROOT
 from tests.conftest import NAMESPACE, eventually, keys, value
 
 
@@ -47,3 +49,21 @@ async def test_a_writer_that_waits_gets_space_that_becomes_free(pool_dev: dev.De
             )
             await eventually(lambda: bool(server._context._waiting_for_space))
         assert await write == [WriteStatus.STORED]
+
+
+async def test_masters_hear_of_what_a_writer_has_displaced_before_it_sends(
+    pool_dev: dev.Dev,
+) -> None:
+    """Or readers would go for blocks that are gone, for as long as its bytes take."""
+    (server,) = pool_dev.servers
+    server.store.limits = Limits.none()
+    chain, loop = keys("full", 16), asyncio.get_running_loop()
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, [value(digest, 1 << 20) for digest in chain])
+        assert (await pool.match(NAMESPACE, chain)).length == 16
+        connection = server.connect(Peer("slow"))
+        request = ReserveRequest(NAMESPACE, 0, keys("new", 3), [ROOT] * 3, [1 << 20] * 3)
+        answers = await connection.reserve(request, deadline=loop.time() + 5)
+        assert {answer.status for answer in answers} == {WriteStatus.RESERVED}
+        await eventually(lambda: pool_dev.master.directory.match(NAMESPACE, chain).length == 13)
+        connection.close()
