@@ -16,6 +16,7 @@ _COLOURS = {
     "mooncake-scaled": "#c47b9a",
     "mooncake-tuned": "#b0653a",
     "redis": "#62707d",
+    "lmcache": "#5b6fb5",
 }
 _INK, _GRID = "#1b2733", "#e3e8ed"
 

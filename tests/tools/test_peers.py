@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.peers import failures, pool_lmcache, report, sessions, targets, work
+from benchmarks.peers import failures, plot, pool_lmcache, report, sessions, targets, work
 from benchmarks.peers.contract import Shape
-from benchmarks.peers.field import Field
+from benchmarks.peers.field import CONTENDERS, HARDENED, Field
 from benchmarks.peers.processes import Rig
 
 _MIB = 1 << 20
@@ -75,6 +75,10 @@ async def test_who_cannot_take_part_is_left_out_of_that_part(field: Field) -> No
     assert field.taking_part("pressure", names) == ["kvpool", "mooncake"]
     assert field.taking_part("reads", names) == names
     assert field.missing == {"lmcache, pressure": pool_lmcache.WITHOUT["pressure"]}
+
+
+def test_every_system_is_in_the_chart() -> None:
+    assert {*CONTENDERS, *HARDENED} <= plot._COLOURS.keys()
 
 
 def _row(part: str, what: str, system: str, **figures: Any) -> work.Row:
