@@ -281,6 +281,16 @@ def pod_settings(
     return settings_of(words, ours, monkeypatch)
 
 
+def test_a_master_has_the_memory_for_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full map refuses blocks and says so; a container that is killed does not."""
+    master = of_kind("Deployment")
+    memory = container(master)["resources"]["limits"]["memory"]
+    found = pod_settings(master, tmp_path, monkeypatch)
+    assert 150 * found.master.blocks_max + (200 << 20) <= parse_size(f"{memory}B")
+
+
 def test_manifests_are_all_applied() -> None:
     kustomization = of_kind("Kustomization")
     files = {path.name for path in MANIFESTS} - {"kustomization.yaml"}
