@@ -7,13 +7,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from kvpool import dev
 from kvpool.errors import ConfigError
-from kvpool.net.http_server import Page, Pages, pages
+from kvpool.net import http_server
+from kvpool.net.http_server import Page, Pages, PageView, pages
 from kvpool.ops import metrics
 from tests.conftest import NAMESPACE, eventually, keys, values
 
@@ -50,6 +52,35 @@ async def figures(address: str) -> dict[str, float]:
         for family in parsed(text)
         for sample in family.samples
     }
+
+
+PLAIN = Page(HTTPStatus.OK, b"")
+
+
+def test_so_many_views_may_come_at_once_and_so_many_each_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A view costs far more than its request, and other sites' scripts may ask, too."""
+    now = 1000.0
+    loop = SimpleNamespace(time=lambda: now)
+    monkeypatch.setattr(http_server.asyncio, "get_running_loop", lambda: loop)
+    served = Pages({"/view": PageView(lambda fields: PLAIN), "/": lambda: PLAIN})
+
+    def views() -> int:
+        """How many of 150 are made now."""
+        found = [served._page("/view", "localhost", "127.0.0.1").status for _ in range(150)]
+        assert found == sorted(found)
+        return found.count(HTTPStatus.OK)
+
+    assert views() == http_server._VIEWS_AT_ONCE
+    assert views() == 0
+    now += 1.0
+    assert views() == http_server._VIEWS_PER_S
+    now += 3600.0
+    assert views() == http_server._VIEWS_AT_ONCE
+    assert served._page("/", "localhost", "127.0.0.1").status == HTTPStatus.OK
+    assert served._page("/", "a.test", "127.0.0.1").status == HTTPStatus.OK
+    assert served._page("/view", "a.test", "127.0.0.1").status == HTTPStatus.FORBIDDEN
 
 
 async def test_a_page_that_cannot_be_made_is_an_error_of_its_own() -> None:

@@ -352,6 +352,27 @@ async def test_a_gap_that_nobody_can_fill_is_noticed(replay: bool) -> None:
         engine.close()
 
 
+async def test_what_the_replay_has_told_is_left_out_when_it_comes_again() -> None:
+    """It was on its way when the reader asked. What follows it is read all the same."""
+    engine = engine_at()
+    reader = EventSubscriber(engine.endpoint, engine.replay_endpoint)
+    found: list[EngineBatch] = []
+    await asyncio.sleep(0.3)  # it is connected, and reads nothing yet
+    for number in range(3):
+        engine.publish([told(number + 1)], time.time())
+    task = asyncio.create_task(collect(reader, found))
+    try:
+        await eventually(lambda: len(found) == 3)
+        engine.publish([told(4)], time.time())
+        await eventually(lambda: len(found) == 4)
+        batches = [one.batch.events for one in found if one.batch is not None and not one.lost]
+        assert batches == [[told(number + 1)] for number in range(4)]
+    finally:
+        task.cancel()
+        reader.close()
+        engine.close()
+
+
 async def test_a_replay_address_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_subscriber, "_REPLAY_TIMEOUT_S", 0.2)
     engine = engine_at()

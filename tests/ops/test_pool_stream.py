@@ -330,6 +330,44 @@ async def test_a_reader_that_never_reads_is_given_up(
     silent.close()
 
 
+async def test_a_reader_that_has_gone_is_given_up_at_once(
+    publisher: EventPublisher, client: Client
+) -> None:
+    big = taken(PoolStream(ONE, "full"), stored("a", ONE, *range(500)))
+    for _ in range(3000):
+        publisher.publish(big, time.time())
+    leaving = Client(publisher)
+    leaving.dealer.setsockopt(zmq.RCVHWM, 1)
+    await leaving.dealer.send_multipart([b"", struct.pack(">Q", 0)])
+    await eventually(lambda: publisher.readers == 1)
+    leaving.close()
+    began = time.monotonic()
+    await eventually(lambda: publisher.readers == 0)
+    assert time.monotonic() - began < event_publisher._READER_TIMEOUT_S / 2
+    assert (publisher.counts.given_up, publisher.counts.replays) == (1, 0)
+
+
+async def test_of_too_many_readers_the_oldest_are_given_up(
+    publisher: EventPublisher, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a place in the buffer, and anybody may ask."""
+    monkeypatch.setattr(event_publisher, "_READERS_MAX", 2)
+    big = taken(PoolStream(ONE, "full"), stored("a", ONE, *range(500)))
+    for _ in range(3000):
+        publisher.publish(big, time.time())
+    silent = [Client(publisher) for _ in range(4)]
+    for one in silent:
+        one.dealer.setsockopt(zmq.RCVHWM, 1)
+        await one.dealer.send_multipart([b"", struct.pack(">Q", 0)])
+    await eventually(lambda: publisher.counts.given_up == 2)
+    assert publisher.readers == 2
+    last = publisher.buffer.next - 1
+    assert [number for number, _ in await client.ask(struct.pack(">Q", last))] == [last]
+    assert (publisher.counts.given_up, publisher.counts.replays) == (3, 1)
+    for one in silent:
+        one.close()
+
+
 async def test_a_publisher_counts_what_it_has_sent_and_what_it_could_not() -> None:
     stream = PoolStream(ONE)
     one = EventPublisher(

@@ -154,6 +154,18 @@ async def test_its_status_counts_what_did_not_decrypt(tmp_path: Path) -> None:
         assert tier.status_text == f"{plain}, 2 blocks did not decrypt"
 
 
+async def test_a_buffer_of_another_size_than_the_extent(tmp_path: Path) -> None:
+    """It gets as much as it has room for; behind the extent there are zeros, and never its rest."""
+    one = record(8 * PAGE)
+    with tier_at(tmp_path / "file") as tier:
+        await write(tier, one)
+        for size in (1, PAGE, one.size - 1, one.size, one.size + 1, 3 * PAGE):
+            buffer = bytearray(b"?" * size)
+            await tier.read_into(one.offset, memoryview(buffer))
+            assert bytes(buffer) == content(one)[:size].ljust(size, b"\0")
+        assert tier.altered == 0
+
+
 async def test_more_writes_at_once_than_there_is_memory_for_ciphertext(tmp_path: Path) -> None:
     records = [record(number * 8 * PAGE, 5 * PAGE) for number in range(16)]
     with tier_at(tmp_path / "file") as tier:

@@ -319,6 +319,20 @@ def blocks(records: Iterable[Record]) -> dict[bytes, Record]:
     return {one.digest: one for one in records}
 
 
+async def test_a_file_as_large_as_before_is_not_cut(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with tier_at(path) as tier:
+        await write(tier, last := record(tier.capacity - PAGE))
+    for capacity, lines in ((CAPACITY, 0), (CAPACITY - PAGE, 1), (CAPACITY - PAGE, 1)):
+        with tier_at(path, capacity) as tier:
+            (found,) = await tier.recover()
+            assert found.digest == last.digest
+        said = [one for one in caplog.messages if one.startswith("the file is smaller")]
+        assert len(said) == lines
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_what_lies_behind_a_new_end_is_moved_newest_first(
     seed: int, monkeypatch: pytest.MonkeyPatch
