@@ -47,6 +47,9 @@ async def test_matches_reads_and_writes_are_timed_by_transport() -> None:
         assert value("kvpool_client_read_blocks_total", {"status": "corrupt"}) == 0
         assert value("kvpool_client_write_blocks_total", {"status": "stored"}) == 4
         assert value("kvpool_client_read_bytes_total") == 8 * 64
+        assert value("kvpool_client_corrupt_blocks_total") == 0
+        pool.counters["corrupt"] += 3
+        assert value("kvpool_client_corrupt_blocks_total") == 3
 
 
 def test_buckets_hold_what_took_as_long_as_their_end_and_not_more() -> None:

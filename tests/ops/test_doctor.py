@@ -72,6 +72,23 @@ def test_servers_of_a_mixed_pool_are_named() -> None:
     assert "s07 and 11 more: dram, the others" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("sizes", "large"),
+    [
+        ([1, 5], ["1"]),  # of two, the smaller one is the usual one
+        ([5, 1, 5], []),
+        ([1, 1, 5, 5], ["2", "3"]),
+        ([1, 5, 5, 5], []),
+        ([5, 1, 1, 1, 4], ["0"]),
+        ([1, 1, 5, 5, 5, 5, 5], []),
+    ],
+)
+def test_a_server_is_large_beside_the_one_in_the_middle(sizes: list[int], large: list[str]) -> None:
+    members = [member(str(n), capacity=size << 30) for n, size in enumerate(sizes)]
+    named = [one.text.partition(":")[0].split(", ") for one in differing(members)]
+    assert named == ([large] if large else [])
+
+
 async def test_a_pool_of_this_release_is_not_mixed(two_servers: dev.Dev) -> None:
     async with two_servers.pool() as pool:
         directory = two_servers.master.directory

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,30 @@ async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
 
 
 _COUNTERS = [f"counter_{number:02}" for number in range(60)]
+
+
+async def test_what_was_made_serves_all_who_ask_at_about_the_same_time(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And names that strangers make up are not kept for longer than that."""
+    now, made = 1000.0, []
+    page = StatusPage(pool_dev.master, 1.5)
+    monkeypatch.setattr(page, "_loop", SimpleNamespace(time=lambda: now))
+
+    def ask(*keys: str) -> None:
+        for key in keys:
+            page._answer(key, lambda key=key: made.append(key))
+
+    ask("a", "b", "a", "b", "a")
+    now += status_page_module._FRESH_S * 0.9
+    ask("a", "c", "b")
+    assert made == ["a", "b", "c"]
+    now += status_page_module._FRESH_S * 0.2
+    ask("a", "c", *map(str, range(100)))
+    assert made[3:5] == ["a", "0"]
+    now += status_page_module._FRESH_S
+    ask("a")
+    assert list(page._made) == ["a"]
 
 
 async def test_a_query_that_means_nothing_is_refused(address: str) -> None:
