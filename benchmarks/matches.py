@@ -1,26 +1,31 @@
 """Matches of long chains at one master: how many a second, and what each costs it.
 
     python -m benchmarks.matches [--blocks 1000000] [--chain 2048] [--clients 64] [--announce 0]
+                                 [--over streams]
 
 A real master in its own process. 64 clients ask it over loopback for chains that are in its map, as
 clients do: with the keys of all blocks (a client's first match of a chain), and with marks of the
 spans that were found before. Their questions are made in advance, and one thread asks all of them,
-so that the other core is the master's. `--announce N` announces N new blocks a second beside them,
-and takes as many away. CPU time is that of the master's process, with the threads of zmq.
+so that the other core is the master's. They have streams, or ask over zmq as those do that ask
+seldom (`--over zmq`). `--announce N` announces N new blocks a second beside them, and takes as many
+away. CPU time is that of the master's process, with the threads of zmq.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import random
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
+import uvloop
 import zmq
 
 from benchmarks.masters import NAMESPACE, RunningMaster, TimedLoop
+from kvpool.net.control_stream import CallerStream, open_stream
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.spans import SPAN_BLOCKS, marks_of, pack_marks
 from kvpool.types import ReadStatus, ServerStats
@@ -93,13 +98,74 @@ def by_marks(packed: bytes) -> wire.Message:
     return wire.FindChain(NAMESPACE.name, 1, _DIGEST, rest, pack_marks(marks))
 
 
-def ask(
-    address: str, questions: list[bytes], clients: int, seconds: float, blocks: int
-) -> tuple[float, float]:
-    """Matches a second, and the median time of one in us, of clients that ask without a pause.
+class Asked(NamedTuple):
+    """Replies a second, the median time of one in us, and how many blocks each has found."""
 
-    Each has to find so many blocks.
-    """
+    rate: float
+    median_us: float
+    lengths: set[int]
+
+
+class Times:
+    """What came when, of clients that ask without a pause."""
+
+    def __init__(self, seconds: float) -> None:
+        self._took: list[float] = []
+        self._lengths: set[int] = set()
+        self._began = time.perf_counter()
+        self.until = self._began + seconds
+
+    def add(self, reply: bytes, sent_at: float) -> int:
+        """The number of this reply."""
+        answer = decode_envelope(reply, _CLUSTER)
+        found = wire.decode_answer(wire.FindReply, answer.type, answer.body)
+        self._lengths.add(found.runs[-1][1] + 1 if found.runs else 0)
+        self._took.append(time.perf_counter() - sent_at)
+        return len(self._took)
+
+    def asked(self) -> Asked:
+        elapsed = time.perf_counter() - self._began
+        median = sorted(self._took)[len(self._took) // 2]
+        return Asked(len(self._took) / elapsed, median * 1e6, self._lengths)
+
+
+def over_streams(address: str, questions: list[bytes], clients: int, seconds: float) -> Asked:
+    """Each client on a stream of its own."""
+
+    async def ask() -> Asked:
+        network = ZmqNetwork()
+        loop = asyncio.get_running_loop()
+        sent_at = [0.0] * clients
+        streams: list[CallerStream] = []
+
+        def replied(number: int, reply: bytes) -> None:
+            count = times.add(reply, sent_at[number])
+            sent_at[number] = time.perf_counter()
+            streams[number].send(questions[count % len(questions)])
+
+        link = network.connect(address)
+        for number in range(clients):
+            request = wire.encode(wire.AskStream())
+            reply = await link.request(*request, deadline=loop.time() + 10)
+            offer = wire.decode_answer(wire.StreamOffer, *reply)
+            on_message = functools.partial(replied, number)
+            streams.append(await open_stream(address, offer, on_message, lambda: None))
+        times = Times(seconds)
+        for number, stream in enumerate(streams):
+            sent_at[number] = time.perf_counter()
+            stream.send(questions[number % len(questions)])
+        await asyncio.sleep(seconds)
+        asked = times.asked()
+        for stream in streams:
+            stream.abort()
+        network.close()
+        return asked
+
+    return uvloop.run(ask())
+
+
+def over_zmq(address: str, questions: list[bytes], clients: int, seconds: float) -> Asked:
+    """Each client with a socket of its own."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     poller, sent_at = zmq.Poller(), {}
     sockets = []
@@ -110,28 +176,23 @@ def ask(
         sockets.append(socket)
         socket.send(questions[number % len(questions)])
         sent_at[socket] = time.perf_counter()
-    took: list[float] = []
-    lengths: set[int] = set()
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds:
+    times = Times(seconds)
+    while time.perf_counter() < times.until:
         for socket, _ in poller.poll(1000):
-            answer = decode_envelope(socket.recv(), _CLUSTER)
-            reply = wire.decode_answer(wire.FindReply, answer.type, answer.body)
-            lengths.add(reply.runs[-1][1] + 1 if reply.runs else 0)
-            now = time.perf_counter()
-            took.append(now - sent_at[socket])
-            sent_at[socket] = now
-            socket.send(questions[len(took) % len(questions)])
-    elapsed = time.perf_counter() - began
+            count = times.add(socket.recv(), sent_at[socket])
+            sent_at[socket] = time.perf_counter()
+            socket.send(questions[count % len(questions)])
     context.destroy(linger=0)
-    assert lengths == {blocks}, lengths
-    return len(took) / elapsed, sorted(took)[len(took) // 2] * 1e6
+    return times.asked()
 
 
 def cpu_s(pid: int) -> float:
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_S
+
+
+_WAYS: Final = {"streams": over_streams, "zmq": over_zmq}
 
 
 async def measure(options: argparse.Namespace) -> None:
@@ -165,9 +226,10 @@ async def measure(options: argparse.Namespace) -> None:
         ]
         before, told_before = cpu_s(master.pid), server.announced
         began = loop.time()
-        rate, median_us = await asyncio.to_thread(
-            ask, state.address, questions, options.clients, options.seconds, length
+        rate, median_us, lengths = await asyncio.to_thread(
+            _WAYS[options.over], state.address, questions, options.clients, options.seconds
         )
+        assert lengths == {length}, lengths
         spent, told = cpu_s(master.pid) - before, server.announced - told_before
         after = await asyncio.to_thread(master.state)
         print(
@@ -192,6 +254,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--chain", type=int, default=2048)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--over", choices=list(_WAYS), default="streams")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument(
         "--announce", type=int, default=0, help="blocks a second beside the matches"

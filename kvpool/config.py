@@ -76,6 +76,10 @@ class MasterConfig(_Section, frozen=True):
     #: Host and port for metrics, health and readiness over HTTP, usually 127.0.0.1:7452. Empty, the
     #: default: no HTTP server, because several masters may share a host.
     http: str = ""
+    #: Port on which callers that ask often get a stream, at the host of `bind`. 0, the default: a
+    #: free one; give a number where a firewall has to know it. -1: none, all requests go by zmq
+    #: (design: control-stream).
+    stream_port: Annotated[int, Meta(ge=-1, lt=2**16)] = 0
     #: Listen beyond loopback although access needs no secret.
     insecure: bool = False
 

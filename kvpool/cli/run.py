@@ -114,7 +114,8 @@ def master(
     async def main() -> None:
         tenants = TenantsFile.of(settings)
         keys = tenants.keys if tenants is not None else None
-        network = ZmqNetwork(cluster_of(settings), keys)
+        port = settings.master.stream_port
+        network = ZmqNetwork(cluster_of(settings), keys, stream_port=port)
         running = Master(settings.master, network)
         try:
             runtime.freeze_gc()

@@ -22,7 +22,7 @@ from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import ChainMatch, Directory, MapCursor
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
-from kvpool.protocols import Caller, CountsRefused, Listener, Network
+from kvpool.protocols import Caller, CountsConnections, Listener, Network
 from kvpool.spans import MarkedChain
 from kvpool.tenants import marker_of
 from kvpool.types import (
@@ -164,7 +164,13 @@ class Master:
     def refused_connections(self) -> int:
         """Connections that were refused for their key, as far as the network knows."""
         network = self._network
-        return network.refused_connections if isinstance(network, CountsRefused) else 0
+        return network.refused_connections if isinstance(network, CountsConnections) else 0
+
+    @property
+    def streams(self) -> int:
+        """Callers that ask on a stream of their own."""
+        network = self._network
+        return network.streams if isinstance(network, CountsConnections) else 0
 
     def uptime_s(self, now: float) -> float:
         return max(0.0, now - self._started)

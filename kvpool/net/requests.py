@@ -48,6 +48,7 @@ class PendingRequests:
         # An error is a result, too: a future that raises its exception is in a cycle with the frame
         # that waited (design: garbage-collection).
         self._pending: dict[int, asyncio.Future[Envelope | KvpoolError]] = {}
+        self._messages: dict[int, bytes] = {}
         self._closed = False
 
     def __len__(self) -> int:
@@ -55,6 +56,15 @@ class PendingRequests:
 
     def __contains__(self, id: int) -> bool:
         return id in self._pending
+
+    @property
+    def last_id(self) -> int:
+        """That of the request that was sent last; each one's is larger than those before it."""
+        return self._next_id
+
+    def unanswered(self, after: int) -> list[tuple[int, bytes]]:
+        """The requests after this id that still wait, as they were transmitted."""
+        return [item for item in self._messages.items() if item[0] > after]
 
     async def send(
         self, type: int, body: bytes, transmit: Callable[[int, bytes], None], deadline: float
@@ -90,11 +100,14 @@ class PendingRequests:
         self._pending[id] = future
         timer = self._loop.call_at(deadline, self._expire, future)
         try:
-            transmit(id, encode_envelope(type, self._cluster, id, body, version=version))
+            message = encode_envelope(type, self._cluster, id, body, version=version)
+            self._messages[id] = message
+            transmit(id, message)
             reply = await future
         finally:
             timer.cancel()
             del self._pending[id]
+            self._messages.pop(id, None)
         if isinstance(reply, KvpoolError):
             raise reply.fresh()
         return reply

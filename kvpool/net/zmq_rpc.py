@@ -1,5 +1,8 @@
 """Requests and replies over zmq: one ROUTER at the master, one DEALER at each caller.
 
+A caller that asks often gets a stream beside it, on which its requests travel from then on
+(`kvpool.net.control_stream`); whatever happens to that, zmq is there.
+
 The sockets are driven straight from the loop (`add_reader` on zmq's descriptor) and not through
 zmq.asyncio, which adds futures and a scheduling step to each message. That descriptor is
 edge-triggered: after every send the socket must be checked again, or a reply that arrived during
@@ -22,7 +25,21 @@ from zmq.utils import z85
 
 from kvpool import logs
 from kvpool.audit import LOG_EVERY_S, AuditLog
-from kvpool.errors import Closed, ConfigError, DeadlineExceeded, Unauthenticated
+from kvpool.backoff import Backoff
+from kvpool.errors import (
+    Closed,
+    ConfigError,
+    DeadlineExceeded,
+    KvpoolError,
+    Unauthenticated,
+)
+from kvpool.net.control_stream import (
+    OFFER_S,
+    CallerStream,
+    MasterStreams,
+    can_seal,
+    open_stream,
+)
 from kvpool.net.requests import PENDING_MAX, PendingRequests, answer
 from kvpool.protocols import Caller, Handler, Link, Listener
 from kvpool.tenants import TenantKeys
@@ -33,6 +50,7 @@ from kvpool.wire.frames import (
     HEADER_SIZE,
     cluster_id,
 )
+from kvpool.wire.messages import TYPES, AskStream, StreamOffer, decode, decode_answer, encode
 
 log = logs.get("kvpool.link")
 
@@ -50,6 +68,14 @@ _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 _POLLIN, _NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
+#: Replies after which a link asks its master for a stream. A command that asks twice needs none.
+STREAM_AFTER = 8
+#: Seconds after which it asks again when there was none, or it has ended: the first time, at most.
+_ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 1.0, 60.0
+#: A master's setting for its port of streams: there is none.
+NO_STREAMS = -1
+_ASK_STREAM = TYPES[AskStream]
+
 #: Where libzmq asks who may connect (ZeroMQ RFC 27, ZAP), and for which sockets.
 _GATE_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"kvpool"
@@ -58,8 +84,17 @@ ZAP_DOMAIN = b"kvpool"
 class ZmqNetwork:
     """The control plane in production. One zmq context, closed with the network."""
 
-    def __init__(self, cluster: Cluster | None = None, tenants: TenantKeys | None = None) -> None:
-        """With `tenants`, callers are asked for a key of their own: of the cluster or a tenant."""
+    def __init__(
+        self,
+        cluster: Cluster | None = None,
+        tenants: TenantKeys | None = None,
+        *,
+        stream_port: int = 0,
+    ) -> None:
+        """With `tenants`, callers are asked for a key of their own: of the cluster or a tenant.
+
+        `stream_port` is where `serve` offers streams: 0 takes a free port, NO_STREAMS offers none.
+        """
         cluster = cluster or Cluster()
         self._cluster = cluster_id(cluster.name)
         self._tenant = cluster.tenant
@@ -69,6 +104,7 @@ class ZmqNetwork:
             if self._keys is None or self._keys.masters_secret is None:
                 raise ConfigError("tenants need a cluster with a secret (setting secret_file)")
             self._callers = KnownCallers(self._keys.public, tenants)
+        self._stream_port = stream_port
         self._gate: Gate | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
@@ -81,9 +117,15 @@ class ZmqNetwork:
         return self._keys is not None
 
     @property
+    def streams(self) -> int:
+        """As `CountsConnections`."""
+        return sum(len(listener.streams) for listener in self._listeners)
+
+    @property
     def refused_connections(self) -> int:
-        """As `CountsRefused`. Only with tenants: else libzmq drops who has no key by itself."""
-        return self._gate.refused if self._gate is not None else 0
+        """As `CountsConnections`. Of zmq's only with tenants: else libzmq drops who has no key."""
+        at_gate = self._gate.refused if self._gate is not None else 0
+        return at_gate + sum(listener.streams.refused for listener in self._listeners)
 
     def connect(self, address: str) -> Link:
         """A link to the master at `host:port`."""
@@ -122,8 +164,17 @@ class ZmqNetwork:
                 f"cannot listen on {address}: {zmq.strerror(error.errno or 0)}; "
                 "choose another with --bind"
             ) from None
-        listener = _ZmqListener(socket, handler, self._cluster, self._callers)
+        listener = _ZmqListener(
+            socket, handler, self._cluster, self._callers, sealed=self._keys is not None
+        )
         self._listeners.append(listener)
+        host = urlsplit(f"//{listener.address}").hostname  # as zmq understood it; an ipc: none
+        if host and self._stream_port != NO_STREAMS:
+            try:
+                await listener.streams.listen(host, self._stream_port)
+            except BaseException:
+                await listener.close()
+                raise
         return listener
 
     def close(self) -> None:
@@ -139,6 +190,22 @@ class ZmqNetwork:
             self._gate.close()
             self._callers.close()
         self._context.destroy(linger=0)
+
+
+async def stream_problem(cluster: Cluster, address: str) -> str:
+    """Why callers in this process get no stream from the master; empty if they do."""
+    if cluster.secret and not can_seal():
+        return "this process lacks the package cryptography: pip install 'kvpool[encryption]'"
+    network = ZmqNetwork(cluster)
+    link = _ZmqLink(network._context, address, network._cluster, network._keys)
+    try:
+        (await link.ask_stream()).abort()
+    except KvpoolError as error:
+        return str(error)
+    finally:
+        link.close()
+        network.close()
+    return ""
 
 
 class CurveKeys(NamedTuple):
@@ -313,6 +380,14 @@ class _ZmqLink:
         self._loop = asyncio.get_running_loop()
         self._unanswered_since: float | None = None
         self._socket = self._open_socket()
+        # Opened after STREAM_AFTER replies, if this process can have one.
+        self._stream: CallerStream | None = None
+        self._before_stream = 0  # the last request that went by zmq
+        self._opening: asyncio.Task[None] | None = None
+        self._may_open = keys is None or can_seal()
+        self._replies = 0  # since the last stream, by zmq
+        self._ask_at = 0.0
+        self._ask_again = Backoff(_ASK_AGAIN_S, _ASK_AGAIN_MAX_S)
 
     def _open_socket(self) -> _Socket:
         return _Socket(open_dealer(self._context, self._address, self._keys), self._on_message)
@@ -334,8 +409,52 @@ class _ZmqLink:
             raise
 
     def _on_message(self, parts: list[bytes], _: zmq.Frame | None) -> None:
+        self._on_reply(parts[-1])
+        self._replies += 1
+        if self._replies >= STREAM_AFTER and self._may_open and self._stream is None:
+            now = self._loop.time()
+            if self._opening is None and now >= self._ask_at and not self._socket.closed:
+                self._opening = self._loop.create_task(
+                    self._open_stream(), name=f"stream to master {self._address}"
+                )
+
+    def _on_reply(self, message: bytes) -> None:
         self._unanswered_since = None
-        self._requests.on_reply(parts[-1])
+        self._requests.on_reply(message)
+
+    async def ask_stream(self) -> CallerStream:
+        """A stream from the master, which nobody uses yet. Raises KvpoolError."""
+        type, body = encode(AskStream())
+        deadline = self._loop.time() + OFFER_S
+        reply = await self._requests.send(type, body, self._send_by_zmq, deadline)
+        offer = decode_answer(StreamOffer, *reply)
+        return await open_stream(self._address, offer, self._on_reply, self._on_stream_end)
+
+    async def _open_stream(self) -> None:
+        try:
+            stream = await self.ask_stream()
+        except KvpoolError as error:
+            self._ask_at = self._loop.time() + self._ask_again.next_delay()
+            log.debug("requests to a master stay with zmq", master=self._address, why=str(error))
+        else:
+            self._ask_again.reset()
+            self._before_stream, self._stream = self._requests.last_id, stream
+        finally:
+            self._opening = None
+
+    def _on_stream_end(self) -> None:
+        """Zmq carries on, also with what was asked on the stream: a master may get that twice."""
+        if self._stream is not None:
+            self._drop_stream()
+            for id, message in self._requests.unanswered(self._before_stream):
+                self._send_by_zmq(id, message)
+
+    def _drop_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+            self._stream = None
+            self._replies = 0
+            self._ask_at = self._loop.time() + _ASK_AGAIN_S
 
     def _reconnect(self) -> None:
         """Open a new socket when no reply has come for RECONNECT_AFTER_S.
@@ -346,18 +465,28 @@ class _ZmqLink:
         now = self._loop.time()
         since = self._unanswered_since
         if since is not None and now - since >= RECONNECT_AFTER_S and not self._socket.closed:
+            self._drop_stream()
             self._socket.close()
             self._socket = self._open_socket()
             self._unanswered_since = now
 
     def close(self) -> None:
         self._socket.close()
+        if self._opening is not None:
+            self._opening.cancel()
+        self._drop_stream()
         if self._retry is not None:
             self._retry.cancel()
         self._unsent.clear()
         self._requests.close()
 
     def _send(self, id: int, message: bytes) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
+        else:
+            self._send_by_zmq(id, message)
+
+    def _send_by_zmq(self, id: int, message: bytes) -> None:
         if self._unsent or not self._socket.send([message]):
             self._unsent.append((id, message))
             self._retry_soon()
@@ -383,10 +512,13 @@ class _ZmqListener:
         handler: Handler,
         cluster: int,
         callers: KnownCallers | None,
+        *,
+        sealed: bool,
     ) -> None:
         self._handler = handler
         self._cluster = cluster
         self._callers = callers
+        self.streams = MasterStreams(self._answer, sealed=sealed)
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._socket = _Socket(socket, self._receive, with_caller=True)
 
@@ -399,24 +531,35 @@ class _ZmqListener:
 
     def stop(self) -> None:
         self._socket.close()
+        self.streams.stop()
 
     def _receive(self, parts: list[bytes], frame: zmq.Frame | None) -> None:
         if len(parts) != 2:
             return  # not a request of this protocol: no reply
         identity, message = parts
-        handler, caller = self._handler, Caller(_property(frame, "Peer-Address"))
-        if self._callers is not None:
-            # Looked up for each message: a connection outlives the secret that opened it.
-            tenant = self._callers.tenant_of_user(_property(frame, "User-Id"))
-            if tenant is None:
-                handler = _revoked
-                self._callers.refused(caller.address, "any", "its secret is not valid any more")
-            caller = caller._replace(tenant=tenant or "")
-        reply = answer(handler, self._cluster, message, caller)
+        key = _property(frame, "User-Id") if self._callers is not None else ""
+        reply = self._answer(message, Caller(_property(frame, "Peer-Address"), key=key))
         if reply is not None:
             # A full queue means that this peer does not read. Its reply is dropped and its request
             # ends at its deadline; other peers do not wait.
             self._socket.send([identity, reply])
+
+    def _answer(self, message: bytes, caller: Caller) -> bytes | None:
+        handler = self._handle
+        if self._callers is not None:
+            # Looked up for each message: a connection outlives the secret that opened it.
+            tenant = self._callers.tenant_of_user(caller.key)
+            if tenant is None:
+                handler = _revoked
+                self._callers.refused(caller.address, "any", "its secret is not valid any more")
+            caller = caller._replace(tenant=tenant or "")
+        return answer(handler, self._cluster, message, caller)
+
+    def _handle(self, type: int, body: bytes, caller: Caller) -> tuple[int, bytes]:
+        if type == _ASK_STREAM:
+            decode(AskStream, type, body)
+            return encode(self.streams.offer(caller))
+        return self._handler(type, body, caller)
 
 
 def _property(frame: zmq.Frame | None, name: str) -> str:

@@ -24,7 +24,7 @@ from kvpool.config import ClientConfig, Config, cluster_of, parse_transport
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.net.diagnose import diagnose_unreachable
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.zmq_rpc import ZmqNetwork, stream_problem
 from kvpool.ops.demand import judged, memory_of
 from kvpool.protocols import SupportsStatusText
 from kvpool.types import Cluster, Member, Namespace
@@ -45,7 +45,10 @@ async def examine(settings: Config) -> list[Finding]:
     """Look at this machine, the masters, the servers, and one real block on each transport."""
     findings = [_python(), _loop(), _kernel(), await _huge_pages(), *_transports(settings.client)]
     findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
-    findings += [await _master(settings, address) for address in settings.client.masters]
+    for address in settings.client.masters:
+        findings.append(await _master(settings, address))
+        if findings[-1].verdict == "ok":
+            findings.append(await _stream(settings, address))
     findings += await _pool(settings)
     return findings
 
@@ -169,6 +172,16 @@ async def _master(settings: Config, address: str) -> Finding:
             f"master {address}", "fail", text, f"start one: kvpool server --masters {address}"
         )
     return Finding(f"master {address}", "ok", text)
+
+
+async def _stream(settings: Config, address: str) -> Finding:
+    """Whether requests to this master need not go by zmq."""
+    check = f"stream to master {address}"
+    problem = await stream_problem(cluster_of(settings), address)
+    if not problem:
+        return Finding(check, "ok", "requests of callers that ask often travel on it")
+    advice = "let clients reach master.stream_port; until then zmq carries all, each 0.1 ms later"
+    return Finding(check, "warn", problem, advice)
 
 
 async def _pool(settings: Config) -> list[Finding]:

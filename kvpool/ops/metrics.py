@@ -114,9 +114,10 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         yield refusals
         yield CounterMetricFamily(
             "kvpool_master_refused_connections",
-            "that showed no key of the cluster or a tenant; counted where there are tenants",
+            "that showed no key of the cluster or a tenant, where there are tenants, or no token",
             master.refused_connections,
         )
+        yield _gauge("kvpool_master_streams", "callers that ask on one", master.streams)
         matches = CounterMetricFamily(
             "kvpool_master_matches", "of clients, by what ended them", labels=["stopped"]
         )

@@ -11,10 +11,11 @@ from kvpool.protocols.transport import Listener
 class Caller(NamedTuple):
     """Who sent a request: the address of its host, without a port (empty if the network does not
     know it), and the tenant whose secret it knows; no tenant: a server, an operator, or a client of
-    a pool without tenants."""
+    a pool without tenants. `key` is what it has shown to prove that, where masters ask for it."""
 
     address: str = ""
     tenant: str = ""
+    key: str = ""
 
 
 #: Answers one request: (type, body, caller) to (type, body). Synchronous, so no other request can
@@ -42,8 +43,12 @@ class Link(Protocol):
 
 
 @runtime_checkable
-class CountsRefused(Protocol):
-    """A network that knows of peers that it did not let connect."""
+class CountsConnections(Protocol):
+    """A network that counts the connections to what it serves."""
+
+    @property
+    def streams(self) -> int:
+        """Callers that ask on a stream (design: control-stream)."""
 
     @property
     def refused_connections(self) -> int:

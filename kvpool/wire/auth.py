@@ -31,6 +31,7 @@ NONCE_SIZE: Final = 32
 PROOF_SIZE: Final = 32
 TOKEN_SIZE: Final = 16
 KEY_ID_SIZE: Final = 8
+STREAM_KEY_SIZE: Final = 32
 
 
 def server_proof(

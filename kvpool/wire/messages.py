@@ -48,7 +48,7 @@ from kvpool.types import (
     Text,
     Total,
 )
-from kvpool.wire.auth import KEY_ID_SIZE, NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
+from kvpool.wire.auth import KEY_ID_SIZE, NONCE_SIZE, PROOF_SIZE, STREAM_KEY_SIZE, TOKEN_SIZE
 from kvpool.wire.frames import PROTOCOL_VERSION
 
 #: Digests in one control-plane message.
@@ -715,6 +715,22 @@ class SnapshotReply(Message, frozen=True):
     more: bool
 
 
+class AskStream(Message, frozen=True):
+    """Asks for a stream on which this caller's requests to the master travel from then on
+    (design: control-stream)."""
+
+
+class StreamOffer(Message, frozen=True):
+    """The master's port for streams, and what to say there first. Keys of the caller and of the
+    master: what each of them sends is sealed with its own; without keys nothing is. Port 0: there
+    is no stream, and `problem` says why."""
+
+    port: Annotated[int, Meta(ge=0, lt=2**16)]
+    token: Annotated[bytes, Meta(max_length=TOKEN_SIZE)]
+    keys: Annotated[bytes, Meta(max_length=2 * STREAM_KEY_SIZE)]
+    problem: Text
+
+
 #: The type byte in the frame header. Numbers are for ever; new messages get new ones.
 TYPES: Final[dict[type[Message], int]] = {
     Error: 1,
@@ -775,6 +791,8 @@ TYPES: Final[dict[type[Message], int]] = {
     Snapshot: 58,
     SnapshotReply: 59,
     FindChain: 60,
+    AskStream: 61,
+    StreamOffer: 62,
 }
 PAYLOAD: Final = 6
 
@@ -822,6 +840,8 @@ NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
         Write,
         Written,
         SendToken,
+        AskStream,
+        StreamOffer,
     }
 )
 

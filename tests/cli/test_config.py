@@ -65,6 +65,7 @@ DEFAULTS = {
         "servers_per_host_max": 64,
         "blocks_max": 50_000_000,
         "http": "",
+        "stream_port": 0,
         "insecure": False,
     },
     "server": {

@@ -349,14 +349,19 @@ def test_the_master_is_where_everybody_looks(
     assert found.master.bind == f"{POD_IP}:7450"
     namespace = of_kind("Namespace")["metadata"]["name"]
     name = f"{service['metadata']['name']}.{namespace}.svc.cluster.local"
-    (door,) = service["spec"]["ports"]
+    door, streams = service["spec"]["ports"]
     assert found.server.masters == found.client.masters == [f"{name}:{door['port']}"]
     assert service["spec"]["clusterIP"] == "None"
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
     named = {p["name"]: p["containerPort"] for p in container(deployment)["ports"]}
-    assert named == {door["targetPort"]: door["port"], "http": port(found.master.http)}
+    assert named == {
+        door["targetPort"]: door["port"],
+        streams["targetPort"]: streams["port"],
+        "http": port(found.master.http),
+    }
+    assert streams["port"] == found.master.stream_port
     policy = of_kind("NetworkPolicy")["spec"]
     assert policy["podSelector"]["matchLabels"].items() <= labels.items()
     open_ = {rule["port"] for rule in policy["ingress"][0]["ports"]}

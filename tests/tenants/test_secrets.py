@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvpool import ConfigError, MasterLost, WriteStatus, connect, read_cluster, read_secret
-from kvpool.errors import LinkBroken, Unauthenticated
+from kvpool.errors import Forbidden, LinkBroken, Unauthenticated
 from kvpool.net.tenants_file import TenantsFile
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.zmq_rpc import STREAM_AFTER, ZmqNetwork
 from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys, values
@@ -60,8 +60,9 @@ async def test_two_secrets_are_good_while_one_replaces_the_other(pool: TenantPoo
     assert await works(pool, tenant("blue"))
 
 
+@pytest.mark.parametrize("requests", [1, 3 * STREAM_AFTER], ids=["zmq", "stream"])
 async def test_connections_of_a_revoked_secret_end_and_no_others(
-    pool: TenantPool, caplog: pytest.LogCaptureFixture
+    requests: int, pool: TenantPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     (pool.folder / "acme.new").write_bytes(NEW)
     pool.write_tenants(files={"acme": ["acme.secret", "acme.new"]})
@@ -75,7 +76,13 @@ async def test_connections_of_a_revoked_secret_end_and_no_others(
         network = ZmqNetwork(tenant("acme"))
         stack.callback(network.close)
         link = network.connect(pool.master.address)
-        await ask(link, wire.Members(), wire.MembersReply)
+        for _ in range(requests):
+            await ask(link, wire.Members(), wire.MembersReply)
+            await asyncio.sleep(0.01)
+        assert pool.master.streams == (requests > STREAM_AFTER)
+        with pytest.raises(Forbidden):  # the master knows whose link it is
+            await ask(link, wire.Explain("@blue/x", 1, 32, CHAIN[0]), wire.Explained)
+        caplog.clear()
         pool.write_tenants(files={"acme": "acme.new"})
         await pool.read_again()
         await old.refusal()  # it has ended, before it said one more word
