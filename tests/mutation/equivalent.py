@@ -118,11 +118,6 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "self._generation += 2",
     ): _ID,
     (
-        "kvpool/client/versions.py",
-        "if server < min(servers):",
-        "if server <= min(servers):",
-    ): "A suspect is never one of the servers that have our bytes.",
-    (
         "connector/kvpool_connector/tracked_request.py",
         "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
         "offered: tuple[int, int] = (1, 0)  # tokens, while OFFERED",
@@ -158,4 +153,9 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "self._acknowledged = 1",
     ): _EMPTY,
     ("kvpool/server/announcer.py", "self._hints_heard = 0", "self._hints_heard = 1"): _EMPTY,
+    (
+        "kvpool/ops/pool_stream.py",
+        "if copies.lost: break",
+        "continue",
+    ): "What is left is not told either way, and if the server comes back, its return is told.",
 }
