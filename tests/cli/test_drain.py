@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvpool import Pool
+from kvpool.cli.leave import _print
+from kvpool.types import DrainReport, DrainState, Left
 from tests.chaos.cluster import Node, ProcessCluster
 from tests.conftest import NAMESPACE, buffers, patient, value
 from tests.support.processes import fill
@@ -149,3 +151,22 @@ async def test_a_server_that_gets_sigterm_hands_over_first(monkeypatch: pytest.M
             assert seconds < 30
         await read_all(pool, blocks)
         await node(cluster, "server-1").kill()  # it would hand over, too
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (DrainState.DONE, "nothing is left: [red]server can be stopped"),
+        (DrainState.OFF, "the drain was cancelled, and [red]server stays"),
+        (DrainState.INCOMPLETE, "left 2 blocks, 1 KiB:"),
+    ],
+)
+def test_names_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str], state: DrainState, says: str
+) -> None:
+    left = (Left("[b]model", "no room", 2, 1024),)
+    _print("[red]server", DrainReport(state, 5, 2, 1024, 3, 2048, left))
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert printed.startswith("moved 3 blocks, 2 KiB; ")
+    assert ("[b]model" in printed) is (state is DrainState.INCOMPLETE)
