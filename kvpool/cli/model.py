@@ -67,6 +67,7 @@ Incidents = Annotated[
     typer.Option(
         "--incident",
         help="SECONDS:server:NUMBER, SECONDS:engine:NUMBER, SECONDS:restart:NUMBER (a server), "
+        "SECONDS:drain:NUMBER (a server), "
         "SECONDS:masters:SECONDS.",
     ),
 ]
@@ -85,6 +86,9 @@ Prefetch = Annotated[
         "--prefetch/--no-prefetch",
         help="Blocks come up from disks before a session returns (--hints resume).",
     ),
+]
+DiskTurns = Annotated[
+    bool, typer.Option("--disk-turns", help="Disks read and write in turns, each at full speed.")
 ]
 PlacingName = Annotated[
     str,
@@ -150,6 +154,7 @@ def fleet(
     disk_tokens: DiskTokens = 0,
     write_mode: WriteMode = "write_through",
     prefetch: Prefetch = True,
+    disk_turns: DiskTurns = False,
     placing: PlacingName = "chains",
     direct: Direct = False,
     spread: Spread = False,

@@ -29,7 +29,8 @@ _Key = tuple[Namespace, bytes]
 
 
 class ServerDisk:
-    """The disk of one server: reads and writes have a queue each, in the order of their asking."""
+    """The disk of one server: reads and writes have a queue each, in the order of their asking. Of
+    a disk that works in `turns` they share one: each byte that is written costs reads its time."""
 
     def __init__(
         self,
@@ -38,9 +39,11 @@ class ServerDisk:
         events: EventQueue,
         constants: Constants,
         block_bytes: float,
+        *,
+        turns: bool = False,
     ) -> None:
         self.reads = QueuedLink(constants.disk_read_bytes_s)
-        self.writes = QueuedLink(constants.disk_write_bytes_s)
+        self.writes = QueuedLink(constants.disk_write_bytes_s, self.reads if turns else None)
         self._pool = pool
         self._name = name
         self._events = events

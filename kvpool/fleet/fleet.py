@@ -14,7 +14,7 @@ from kvpool.fleet.decode import DecodeEngine
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.memory import FleetMemory
 from kvpool.fleet.mixed import MixedDecoder
-from kvpool.fleet.options import FleetOptions, Hints, Incident, Scope
+from kvpool.fleet.options import DRAIN_S, FleetOptions, Hints, Incident, Scope
 from kvpool.fleet.pools import pools_of
 from kvpool.fleet.prefill import PrefillEngine
 from kvpool.fleet.prompts import Prompt, session_name
@@ -106,6 +106,7 @@ class Fleet:
             shared=options.scope is Scope.POOL,
             direct=options.direct,
             prefetch=options.prefetch,
+            disk_turns=options.disk_turns,
         )
 
     def _make_engine(self, number: int) -> PrefillEngine:
@@ -260,6 +261,8 @@ class Fleet:
             self._memory.lose_server(incident.number)
         elif incident.kind == "restart":
             self._memory.restart_server(incident.number)
+        elif incident.kind == "drain":
+            self._memory.drain_server(incident.number, DRAIN_S)
         else:
             self._memory.masters_out_until = self._events.now + incident.number
 

@@ -8,27 +8,33 @@ from dataclasses import dataclass
 from kvpool.fleet.events import EventQueue
 
 
-class QueuedLink:
-    """Transfers pass one after another, in the order in which they begin."""
+@dataclass(slots=True)
+class _Queue:
+    free_at: float = 0.0
 
-    def __init__(self, bytes_s: float) -> None:
+
+class QueuedLink:
+    """Transfers pass one after another, in the order in which they begin. Those of a link `beside`
+    it wait in the same queue."""
+
+    def __init__(self, bytes_s: float, beside: QueuedLink | None = None) -> None:
         self.moved = 0.0  # bytes so far
         self._bytes_s = bytes_s
-        self._free_at = 0.0
+        self._queue: _Queue = _Queue() if beside is None else beside._queue
 
     def wait_s(self, now: float) -> float:
         """How long a transfer that begins now waits for those before it."""
-        return max(0.0, self._free_at - now)
+        return max(0.0, self._queue.free_at - now)
 
     def hold(self, until: float) -> None:
         """What comes next waits until then."""
-        self._free_at = max(self._free_at, until)
+        self._queue.free_at = max(self._queue.free_at, until)
 
     def take(self, size: float, now: float) -> float:
         """When the last of `size` bytes has passed that are there now."""
-        self._free_at = max(now, self._free_at) + size / self._bytes_s
+        self._queue.free_at = max(now, self._queue.free_at) + size / self._bytes_s
         self.moved += size
-        return self._free_at
+        return self._queue.free_at
 
 
 @dataclass(slots=True, eq=False)

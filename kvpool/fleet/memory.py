@@ -14,6 +14,7 @@ from functools import partial
 
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.disks import ServerDisk
+from kvpool.fleet.drains import ServerDrain
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.links import QueuedLink, SharedLink
 from kvpool.fleet.loads import DiskRead, PoolLoad
@@ -39,11 +40,14 @@ class FleetMemory:
         shared: bool,
         direct: bool = False,
         prefetch: bool = True,
+        disk_turns: bool = False,
     ) -> None:
         """With `direct`, an engine reads what is on its own host at the rate of host memory. With
-        `prefetch`, blocks of sessions that return come up from disks before, as in a server."""
+        `prefetch`, blocks of sessions that return come up from disks before, as in a server. With
+        `disk_turns` a disk reads and writes in turns."""
         self.saves_dropped = 0
         self.spread_bytes = 0.0
+        self.drained_bytes = 0.0  # that others have fetched of servers that leave
         self.pools = pools
         self.shared = shared
         #: Until then no master answers.
@@ -62,7 +66,7 @@ class FleetMemory:
         self._links = [ServerLinks(list(pool.servers), server_bytes_s) for pool in pools]
         self._disks = [
             {
-                name: ServerDisk(pool, name, events, constants, block_bytes)
+                name: ServerDisk(pool, name, events, constants, block_bytes, turns=disk_turns)
                 for name in (pool.servers if pool.has_disks else ())
             }
             for pool in pools
@@ -291,6 +295,28 @@ class FleetMemory:
         self._pool(engine).hint(session, in_s, now)
         for prefetcher in self._prefetchers[engine % len(self.pools)]:
             prefetcher.expect(in_s)
+
+    def drain_server(self, number: int, within_s: float) -> None:
+        """Server `number` hands its blocks over to the others, for at most so long, and leaves. The
+        host memory of one engine has nobody to hand over to. None has a disk."""
+        name = f"server-{number:03}"
+        if not self.shared or name not in self.pools[0].servers:
+            self.lose_server(number)
+            return
+        ServerDrain(
+            self.pools[0],
+            name,
+            self._links[0],
+            self._events,
+            block_bytes=self._block_bytes,
+            latency_s=self._constants.first_byte_s,
+            within_s=within_s,
+            moved=self._drain_bytes,
+            over=partial(self.lose_server, number),
+        ).begin()
+
+    def _drain_bytes(self, size: float) -> None:
+        self.drained_bytes += size
 
     def lose_server(self, number: int) -> None:
         """Server `number` is gone with its disk, and each load that reads from it ends. The host

@@ -62,7 +62,8 @@ class Hints(enum.Flag):
 
 class Incident(NamedTuple):
     """At `at_s` a `server` or an `engine` with this number is lost, or all `masters` for `number`
-    seconds; or it is a `restart` of the server with this number, which is killed with -9.
+    seconds; or it is a `restart` of the server with this number, which is killed with -9, or a
+    `drain`: it hands its blocks over, in `DRAIN_S` at most, and leaves.
 
     A server of a pool that is lost does not come back; one that restarts has what is on its disk.
     An engine restarts with empty device memory, and the host memory of an engine that shares
@@ -75,8 +76,8 @@ class Incident(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> Incident:
-        """Of `SECONDS:server:NUMBER`, `SECONDS:engine:NUMBER`, `SECONDS:restart:NUMBER` or
-        `SECONDS:masters:SECONDS`."""
+        """Of `SECONDS:server:NUMBER`, `SECONDS:engine:NUMBER`, `SECONDS:restart:NUMBER`,
+        `SECONDS:drain:NUMBER` or `SECONDS:masters:SECONDS`."""
         parts = text.split(":")
         try:
             at_s, kind, number = float(parts[0]), parts[1], int(parts[2])
@@ -90,7 +91,9 @@ class Incident(NamedTuple):
         return cls(at_s, kind, number)
 
 
-_INCIDENTS: Final = ("server", "engine", "masters", "restart")
+_INCIDENTS: Final = ("server", "engine", "masters", "restart", "drain")
+#: Seconds for which a server is drained at most: `--drain` of deploy/kubernetes.
+DRAIN_S: Final = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ class FleetOptions:
     `trace_rate` times their speed, and no `load`. `block` in tokens. `engines` are split (some
     prefill and others decode) or mixed. `disk_tokens` fit on the disks below the servers' memory,
     which is written through or back (`write_mode`), and with `prefetch` blocks come up from them
-    before their session returns, if that is announced. With `direct`, engines read what lies on
+    before their session returns, if that is announced. With `disk_turns` a disk reads and writes in
+    turns, else beside each other. With `direct`, engines read what lies on
     their own host at the rate of host memory. With `spread`, an agent's context is brought to all
     hosts when it begins to wait for its children. Raises ConfigError.
     """
@@ -130,6 +134,7 @@ class FleetOptions:
     disk_tokens: int = 0
     write_mode: str = config.WRITE_THROUGH
     prefetch: bool = True
+    disk_turns: bool = False
     placing: Placing = Placing.CHAINS
     direct: bool = False
     spread: bool = False
@@ -172,6 +177,8 @@ class FleetOptions:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a number from 0 on")
         if not 0 <= self.guaranteed <= 1:
             raise ConfigError(f"guaranteed: {self.guaranteed} is not a share from 0 to 1")
+        if self.disk_tokens and any(one.kind == "drain" for one in self.incidents):
+            raise ConfigError("incident: a drain of servers with disks is not modelled")
         for incident in self.incidents:
             if incident.kind != "masters" and incident.number >= self.instances:
                 raise ConfigError(

@@ -115,6 +115,7 @@ class DryServer:
     store: TieredStore
     phase_s: float  # of its heartbeats
     heard: int = 0  # the number of the last hint
+    draining: bool = False  # it will leave
 
 
 @dataclass(slots=True)
@@ -325,6 +326,31 @@ class DryPool:
         del self.servers[name]
         self._directory.leave(name, self._epochs[name])
 
+    def drain(self, name: str, now: float) -> None:
+        """This server will leave: from now on nothing new is placed there."""
+        server = self.servers[name]
+        server.draining = True
+        self._beat(server, now)
+
+    def holders(self, namespace: Namespace, digest: bytes) -> set[str]:
+        """The servers that have this block."""
+        return {
+            name
+            for name, server in self.servers.items()
+            if server.store.peek(namespace, 0, digest) is not None
+        }
+
+    def drain_targets(self, entries: Sequence[Entry]) -> list[str]:
+        """Servers for these blocks of a chain, as a drain asks: where placement wants them, then
+        those with most room. None that leaves itself."""
+        first = entries[0]
+        digests, size = [one.digest for one in entries], BLOCK_SIZE * len(entries)
+        placed = self._directory.place(first.index.namespace, digests, first.parent, size, "")
+        staying = [one for one in self.servers.values() if not one.draining]
+        by_room = sorted(staying, key=lambda one: (one.store.used_bytes, one.name))
+        names = [*placed.servers, *(one.name for one in by_room)]
+        return list(dict.fromkeys(name for name in names if not self.servers[name].draining))
+
     def restart(self, name: str, now: float = 0.0) -> None:
         """This server was killed with -9, and runs again with what its disk has, if it has one."""
         server = self.servers[name]
@@ -351,12 +377,7 @@ class DryPool:
             due = max(due, (now - server.phase_s) // every_s * every_s + server.phase_s)
             heappush(beats, (due + every_s, server.name))
             store = server.store
-            stats = ServerStats(
-                used=store.used_bytes,
-                blocks=store.stored,
-                victim_age_s=store.backing.policy.victim_age(due),
-            )
-            self._directory.heartbeat(server.name, self._epochs[server.name], stats, due)
+            self._beat(server, due)
             hints, server.heard = self._hints.since(server.heard, _HINTS_MAX)
             for hint in hints:
                 age_s = max(0.0, due - hint.received_at)
@@ -396,6 +417,16 @@ class DryPool:
             self.played.losses.append(Loss(min(kept), sum(kept) / len(kept)))
 
     # --- inside --------------------------------------------------------------------------
+
+    def _beat(self, server: DryServer, now: float) -> None:
+        store = server.store
+        stats = ServerStats(
+            used=store.used_bytes,
+            blocks=store.stored,
+            victim_age_s=store.backing.policy.victim_age(now),
+            draining=server.draining,
+        )
+        self._directory.heartbeat(server.name, self._epochs[server.name], stats, now)
 
     def _new_store(self) -> TieredStore:
         stores = []
@@ -448,7 +479,11 @@ class DryPool:
         )
         self.played.place_s.append(time.perf_counter() - started)
         if self._placing is Placing.NEAR:
-            near = [name for name, server in self.servers.items() if server.host == host]
+            near = [
+                name
+                for name, server in self.servers.items()
+                if server.host == host and not server.draining
+            ]
             return [*near, *(name for name in placed.servers if name not in near)]
         return placed.servers
 

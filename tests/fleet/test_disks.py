@@ -46,12 +46,14 @@ class Bench:
         *,
         write_back: bool = False,
         prefetch: bool = True,
+        turns: bool = False,
         constants: Constants = CONSTANTS,
     ) -> None:
         self.events = EventQueue()
         self.pool = DryPool(1, memory, lambda size: LRU(), disk=disk, write_back=write_back)
         self.memory = FleetMemory(
-            [self.pool], 1, self.events, constants, _BYTES, shared=True, prefetch=prefetch
+            *([self.pool], 1, self.events, constants, _BYTES),
+            **{"shared": True, "prefetch": prefetch, "disk_turns": turns},
         )
 
     def save(self, blocks: Sequence[bytes]) -> None:
@@ -89,6 +91,22 @@ def test_a_block_that_left_memory_is_read_at_the_disks_rate() -> None:
     assert bench.load(first)[0] < 0.01  # it came up
     assert bench.memory.moved_bytes()[:2] == (1200, 400)
     assert bench.memory.moved_bytes().disk_written == 800  # its copy below is still good
+    bench.pool.check()
+
+
+@pytest.mark.parametrize(("turns", "seconds"), [(False, 2.0), (True, 4.0 + 2.0)])
+def test_a_disk_that_works_in_turns_reads_after_what_is_written(
+    turns: bool, seconds: float
+) -> None:
+    """Four blocks are on their way down, one a second, when four others are asked for."""
+    bench = Bench(memory=8, turns=turns)
+    first = chain("first")
+    for blocks in (first, chain("second"), chain("third")):
+        bench.save(blocks)
+        bench.events.run()
+    bench.save(chain("fourth"))
+    assert bench.load(first) == (pytest.approx(seconds, abs=0.01), 400)
+    assert bench.memory.moved_bytes()[1:] == (400, 1600)
     bench.pool.check()
 
 

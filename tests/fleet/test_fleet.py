@@ -215,6 +215,10 @@ def test_a_recorded_trace_comes_at_its_times(tmp_path: Path) -> None:
     ("changed", "said"),
     [
         ({"incidents": [Incident(1.0, "server", 3)]}, "there is no server 3, the fleet has 3"),
+        (
+            {"incidents": [Incident(1.0, "drain", 0)], "disk_tokens": 1},
+            "a drain of servers with disks is not modelled",
+        ),
         ({"events_late_s": -1.0}, "events_late_s: -1"),
         ({"hog_prompts_s": float("nan")}, "hog_prompts_s: nan"),
         ({"guaranteed": 1.1}, "guaranteed: 1.1 is not a share"),

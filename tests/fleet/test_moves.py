@@ -7,8 +7,10 @@ import pytest
 from kvpool.fleet.constants import Constants
 from kvpool.fleet.events import EventQueue
 from kvpool.fleet.memory import FleetMemory
+from kvpool.fleet.options import Incident
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools.dry_pool import DryPool
+from kvpool.types import ROOT
 from tests.conftest import NAMESPACE, key
 from tests.fleet.test_fleet import run
 
@@ -137,6 +139,85 @@ def test_a_servers_link_holds_up_engines_that_write_to_it_together() -> None:
     bench.events.run()
     ends.append(bench.memory.save_ends_at(0, NAMESPACE, chain("b"), 0.8))
     assert ends == [pytest.approx(0.8), pytest.approx(2.0 + 0.8)]
+
+
+def test_a_server_that_is_drained_leaves_when_others_have_its_blocks() -> None:
+    bench = Bench(each=256)
+    chains = [chain(name, 20) for name in "abcdef"]
+    for number, one in enumerate(chains):
+        bench.memory.save(number % 3, NAMESPACE, one, None, 0.0)
+    before = bench.blocks()
+    drained = before.index(max(before))
+    bench.memory.drain_server(drained, 1000.0)
+    bench.memory.save(drained, NAMESPACE, late := chain("late"), None, 0.0)  # on another server
+    assert bench.blocks()[drained] == before[drained]
+    bench.events.run()
+    assert len(bench.pool.servers) == 2
+    assert sum(bench.blocks()) == 6 * 20 + len(late)
+    assert bench.memory.drained_bytes == before[drained] * _BYTES
+    for one in chains:
+        (holder,) = bench.pool.holders(NAMESPACE, one[-1])
+        entries = (bench.pool.servers[holder].store.peek(NAMESPACE, 0, digest) for digest in one)
+        assert [entry and entry.parent for entry in entries] == [ROOT, *one[:-1]]
+    # The links of both servers have 400 bytes a second.
+    assert before[drained] * _BYTES / 400 < bench.events.now
+    assert all(bench.pool.match(one, NAMESPACE).length == len(one) for one in [*chains, late])
+    bench.pool.check()
+
+
+def test_a_drain_ends_in_its_time_with_what_nobody_had_room_for() -> None:
+    """Two servers of 8 blocks, both full: what is as new as theirs stays, and is lost."""
+    bench = Bench(servers=2, each=8)
+    chains = [chain("a"), chain("b")]
+    for one in chains:
+        bench.memory.save(0, NAMESPACE, one, None, 0.0)
+    assert bench.blocks() == [8, 8]
+    bench.memory.drain_server(1, 30.0)
+    at_29_s: list[int] = []
+    bench.events.at(29.0, lambda: at_29_s.append(len(bench.pool.servers)))
+    bench.events.run()
+    assert at_29_s == [2]
+    assert bench.blocks() == [8]
+    assert sum(bench.pool.match(one, NAMESPACE).length for one in chains) == 8
+
+
+def test_a_receiver_of_a_drain_that_is_lost_is_replaced() -> None:
+    """What it had taken goes to another server, too."""
+    bench = Bench(servers=4)
+    chains = [chain(name, 16) for name in "abcd"]
+    for number, one in enumerate(chains):
+        bench.memory.save(number, NAMESPACE, one, None, 0.0)
+    drained = bench.blocks().index(max(bench.blocks()))
+    kept = [
+        one for one in chains if bench.pool.holders(NAMESPACE, one[0]) == {f"server-{drained:03}"}
+    ]
+    bench.memory.drain_server(drained, 1000.0)
+    (first, *_) = kept
+    lost: list[str] = []
+
+    def lose() -> None:
+        """As soon as it has some."""
+        lost.extend(bench.pool.holders(NAMESPACE, first[0]) - {f"server-{drained:03}"})
+        if lost:
+            bench.memory.lose_server(int(lost[0][-3:]))
+        else:
+            bench.events.after(0.5, lose)
+
+    lose()
+    bench.events.run()
+    assert len(lost) == 1
+    assert len(bench.pool.servers) == 2
+    assert all(bench.pool.match(one, NAMESPACE).length == 16 for one in kept)
+    bench.pool.check()
+
+
+def test_a_fleet_loses_less_with_a_server_that_is_drained() -> None:
+    lost = run(incidents=[Incident(600.0, "server", 1)])
+    drained = run(incidents=[Incident(600.0, "drain", 1)])
+    assert drained == run(incidents=[Incident(600.0, "drain", 1)])
+    assert lost.after is not None
+    assert drained.after is not None
+    assert drained.after.worst > lost.after.worst + 0.05
 
 
 def test_a_fleet_spreads_contexts_before_children_read_them() -> None:

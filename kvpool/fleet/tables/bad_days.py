@@ -68,6 +68,9 @@ def disks(base: FleetOptions) -> list[Case]:
         for planner in ("always", "auto"):
             name = f"0.25 ws, write-back, disk of {rate:g} GB/s, {planner}"
             cases.append(Case(name, replace(slow, planner=planner)))
+    for name, options in modes[1:]:
+        turns = replace(with_memory(options, 0.25), disk_turns=True)
+        cases.append(Case(f"0.25 ws, {name}, reads and writes in turns", turns))
     lease = replace(with_memory(below, 0.5), policy="lease")
     return [*cases, Case("0.5 ws, write-through, lease", lease)]
 
@@ -86,6 +89,7 @@ def failures(base: FleetOptions) -> list[Case]:
     return [
         Case("nothing", replace(base, incidents=nothing)),
         Case("a server", replace(base, incidents=[Incident(_HALF_S, "server", last)])),
+        Case("a server is drained", replace(base, incidents=[Incident(_HALF_S, "drain", last)])),
         Case("a third of the servers", replace(base, incidents=servers)),
         Case("a third of the engines", replace(base, incidents=engines)),
         Case("each engine in turn", replace(base, incidents=rolling)),
