@@ -7,9 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 
+import pytest
+
 from kvpool import Pool
+from kvpool.cli.spread import _print
 from kvpool.protocols import WriteOptions
-from kvpool.types import ROOT, WriteBlock
+from kvpool.types import ROOT, ReadStatus, SpreadReport, SpreadTo, WriteBlock
 from tests.chaos.cluster import ProcessCluster
 from tests.conftest import NAMESPACE, buffers, keys, value
 
@@ -162,3 +165,17 @@ async def test_the_command_spreads_a_chain_and_says_what_each_server_has() -> No
         for wrong in (("not-hex", "--to", "1"), (*keys_, "--to", "0"), (*keys_, "--to", ",")):
             code, output = await spread(cluster, *wrong)
             assert (code, "Traceback" in output) == (2, False), output
+
+
+def test_what_each_server_has_is_a_row_under_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (SpreadTo("[red]one", 5, 3, ""), SpreadTo("two", 2, 0, "no room"))
+    _print(SpreadReport(5, ReadStatus.EVICTED, rows), 7)
+    first, *table = capsys.readouterr().out.splitlines()
+    assert first.startswith("the pool has 5 of 7 blocks: ")
+    assert [line.split(maxsplit=3) for line in table] == [
+        ["server", "blocks", "fetched", "problem"],
+        ["[red]one", "5", "3"],
+        ["two", "2", "0", "no room"],
+    ]
+    _print(SpreadReport(7, ReadStatus.HIT, rows), 7)
+    assert "of 7 blocks" not in capsys.readouterr().out
