@@ -277,6 +277,7 @@ def test_without_any_master_it_says_so(opened: Callable[..., Terminal]) -> None:
         (b"\x1b[1;5Aq", ["q"]),  # Ctrl and an arrow: not known, and not five letters
         (b"\xff\x00\x1b[", []),
         (b"\r", ["enter"]),
+        (b" ~\x7f", [" ", "~", "backspace"]),
     ],
 )
 def test_keys(pressed: bytes, keys: list[str]) -> None:
