@@ -229,7 +229,10 @@ class Judge:
         return all(history.holders for history in histories)
 
     def _has_no_room(self, namespace: Namespace, digest: bytes) -> bool:
-        """A part is on a disk only, below a memory that could evict nothing but its parent."""
+        """A part is on a disk only, below a memory that would have to evict its parent for it.
+
+        Nothing else may go there, or the parent is the next victim and has no copy (seed 800489).
+        """
         for node in self._world.servers:
             if node.server is None:
                 continue
@@ -238,8 +241,11 @@ class Judge:
                 entry = stack.peek(namespace, part, digest)
                 if entry is None or stack.front.peek(namespace, part, digest) is not None:
                     continue
-                leaves = (one for one in stack.front.inventory() if stack.front._evictable(one))
-                if all(leaf.digest == entry.parent for leaf in leaves):
+                leaves = [one for one in stack.front.inventory() if stack.front._evictable(one)]
+                parents = [leaf for leaf in leaves if leaf.digest == entry.parent]
+                if len(parents) == len(leaves):
+                    return True
+                if not all(stack.front.has_copy(parent) for parent in parents):
                     return True
         return False
 

@@ -685,6 +685,7 @@ class SimClient:
             # A tiny memory may hold one chain alone, whose session is expected: not for ever
             # (seed 702131).
             await asyncio.sleep(_HINTS_LAPSE_S)
+            fresh = self._world.catalog.fresh(3)
             statuses = await self._write_now(ONE, fresh)
         if set(statuses) != {WriteStatus.STORED}:
             raise Violation(f"liveness: a write returned {[status.label for status in statuses]}")
