@@ -149,7 +149,7 @@ def over_streams(address: str, questions: list[bytes], clients: int, seconds: fl
             reply = await link.request(*request, deadline=loop.time() + 10)
             offer = wire.decode_answer(wire.StreamOffer, *reply)
             on_message = functools.partial(replied, number)
-            streams.append(await open_stream(address, offer, on_message, lambda: None))
+            streams.append(await open_stream(address, offer, on_message, lambda: None, set()))
         times = Times(seconds)
         for number, stream in enumerate(streams):
             sent_at[number] = time.perf_counter()

@@ -683,6 +683,7 @@ class Pool:
                 self._device_work.close()
             if self._owns_network:
                 self._network.close()
+                await self._network.wait_closed()
 
     # --- inside --------------------------------------------------------------------------
 

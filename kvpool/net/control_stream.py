@@ -142,10 +142,14 @@ class _End(asyncio.Protocol):
 
 class CallerStream(_End):
     """The end of who asks. `on_message` gets each reply; `on_end` is called once, when the stream
-    ends and `abort` was not called here."""
+    ends and `abort` was not called here. It is in `connected` while its socket is open."""
 
     def __init__(
-        self, offer: StreamOffer, on_message: Callable[[bytes], None], on_end: Callable[[], None]
+        self,
+        offer: StreamOffer,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[], None],
+        connected: set[CallerStream],
     ) -> None:
         super().__init__(MessageReader())
         self._token = offer.token
@@ -153,11 +157,16 @@ class CallerStream(_End):
             self._cipher = StreamCipher(offer.keys[:STREAM_KEY_SIZE], offer.keys[STREAM_KEY_SIZE:])
         self._on_message = on_message
         self._on_end = on_end
+        self._connected = connected
+        loop = asyncio.get_running_loop()
         #: Whether the master has accepted it.
-        self.opened: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.opened: asyncio.Future[bool] = loop.create_future()
+        #: Done when its socket is closed.
+        self.disconnected: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._connected.add(self)
         cast("asyncio.Transport", transport).write(with_size(self._token))
 
     def data_received(self, data: bytes) -> None:
@@ -175,6 +184,8 @@ class CallerStream(_End):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.opened.done():
             self.opened.set_result(False)
+        self._connected.discard(self)
+        self.disconnected.set_result(None)  # those who wait go on when the loop has closed it
         if self._transport is not None:
             self._transport = None
             self._on_end()
@@ -188,6 +199,7 @@ async def open_stream(
     offer: StreamOffer,
     on_message: Callable[[bytes], None],
     on_end: Callable[[], None],
+    connected: set[CallerStream],
 ) -> CallerStream:
     """The stream that the master at `address` offers.
 
@@ -203,7 +215,7 @@ async def open_stream(
     try:
         async with asyncio.timeout(OFFER_S):
             _, stream = await loop.create_connection(
-                lambda: CallerStream(offer, on_message, on_end), host, offer.port
+                lambda: CallerStream(offer, on_message, on_end, connected), host, offer.port
             )
             if await stream.opened and not stream.ended:
                 return stream

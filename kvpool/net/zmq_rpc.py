@@ -191,6 +191,11 @@ class ZmqNetwork:
             self._callers.close()
         self._context.destroy(linger=0)
 
+    async def wait_closed(self) -> None:
+        """As `Network.wait_closed`."""
+        for link in self._links:
+            await link.wait_closed()
+
 
 async def stream_problem(cluster: Cluster, address: str) -> str:
     """Why callers in this process get no stream from the master; empty if they do."""
@@ -382,6 +387,7 @@ class _ZmqLink:
         self._socket = self._open_socket()
         # Opened after STREAM_AFTER replies, if this process can have one.
         self._stream: CallerStream | None = None
+        self._connected: set[CallerStream] = set()
         self._before_stream = 0  # the last request that went by zmq
         self._opening: asyncio.Task[None] | None = None
         self._may_open = keys is None or can_seal()
@@ -428,7 +434,9 @@ class _ZmqLink:
         deadline = self._loop.time() + OFFER_S
         reply = await self._requests.send(type, body, self._send_by_zmq, deadline)
         offer = decode_answer(StreamOffer, *reply)
-        return await open_stream(self._address, offer, self._on_reply, self._on_stream_end)
+        return await open_stream(
+            self._address, offer, self._on_reply, self._on_stream_end, self._connected
+        )
 
     async def _open_stream(self) -> None:
         try:
@@ -479,6 +487,12 @@ class _ZmqLink:
             self._retry.cancel()
         self._unsent.clear()
         self._requests.close()
+
+    async def wait_closed(self) -> None:
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        for stream in list(self._connected):
+            await stream.disconnected
 
     def _send(self, id: int, message: bytes) -> None:
         if self._stream is not None:

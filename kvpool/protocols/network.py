@@ -73,3 +73,6 @@ class Network(Protocol):
 
     def close(self) -> None:
         """Close every link."""
+
+    async def wait_closed(self) -> None:
+        """Return when no link has a file open any more; a turn or two of the loop after `close`."""

@@ -104,6 +104,9 @@ class NearNetwork:
     def close(self) -> None:
         pass
 
+    async def wait_closed(self) -> None:
+        pass
+
 
 def lookup_of(*masters: Link) -> Lookup:
     network = NearNetwork(*masters)

@@ -74,6 +74,9 @@ class ScriptedNetwork:
     def close(self) -> None:
         pass
 
+    async def wait_closed(self) -> None:
+        pass
+
 
 def config(network: ScriptedNetwork, **settings: Any) -> ClientConfig:
     return ClientConfig(masters=list(network.masters), **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import time
@@ -210,6 +211,34 @@ async def test_a_link_that_is_closed_opens_no_stream_any_more() -> None:
         assert (len(master.streams), link._stream, link._opening.done()) == (0, None, True)
 
 
+@pytest.mark.parametrize("when", ["opening", "open", "dropped"])
+async def test_a_network_that_is_closed_has_no_file_open(when: str) -> None:
+    async with served() as master:
+        caller = ZmqNetwork()
+        link: Any = caller.connect(master.address)
+        await ask(link)
+        before = open_sockets()
+        if when == "opening":
+            while not link._connected:
+                await ask(link)
+        else:
+            await on_stream(link)
+        assert open_sockets() > before
+        if when == "dropped":
+            link._drop_stream()
+        master.streams.stop()
+        caller.close()
+        await asyncio.wait_for(caller.wait_closed(), 1)
+        await eventually(lambda: not master.streams._streams)
+        assert not link._connected
+        # Those of zmq's link are closed by its thread, some time.
+        assert open_sockets() <= before
+
+
+def open_sockets() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 async def test_a_port_that_is_taken_is_one_clear_error() -> None:
     async with served() as first:
         taken = int(first.streams._port)
@@ -333,7 +362,7 @@ async def test_a_token_without_its_keys_is_of_no_use() -> None:
         for keys in (b"", secrets.token_bytes(64)):
             stolen = msgspec.structs.replace(offer, keys=keys)
             with pytest.raises(Unavailable):
-                await open_stream(master.address, stolen, replies.append, lambda: None)
+                await open_stream(master.address, stolen, replies.append, lambda: None, set())
         assert (replies, master.asked) == ([], [])
 
 
@@ -342,7 +371,7 @@ async def test_a_token_without_its_keys_is_of_no_use() -> None:
 
 async def opened(master: Served, offer: wire.StreamOffer | None = None) -> CallerStream:
     offer = offer or master.streams.offer(Caller())
-    return await open_stream(master.address, offer, lambda message: None, lambda: None)
+    return await open_stream(master.address, offer, lambda message: None, lambda: None, set())
 
 
 async def test_a_token_is_good_once_and_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:

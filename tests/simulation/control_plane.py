@@ -32,6 +32,9 @@ class SimNetwork:
     def close(self) -> None:
         pass
 
+    async def wait_closed(self) -> None:
+        pass
+
 
 class _SimLink:
     def __init__(self, net: Net, process: Process, address: str, cluster: int) -> None:

@@ -110,6 +110,9 @@ class NoNetwork:
     def close(self) -> None:
         pass
 
+    async def wait_closed(self) -> None:
+        pass
+
 
 def server(capacity: int = 64 << 10) -> BlockServer:
     """A block server that nobody has told of any master."""
