@@ -29,6 +29,9 @@ from kvpool.wire.messages import StreamOffer
 
 log = logs.get("kvpool.link")
 
+_ENDED: Final = "a stream of control messages is ended"
+#: Seconds between two lines about callers that break the rules.
+_LOG_EVERY_S: Final = 60.0
 #: An offer is good for so long, and a stream has to be opened within it.
 OFFER_S: Final = 2.0
 #: Offers that were not used yet; the oldest one gives way.
@@ -127,7 +130,7 @@ class _End(asyncio.Protocol):
         return message if self._cipher is None else self._cipher.open(message)
 
     def _break(self, error: PeerError) -> None:
-        log.warning("a stream of control messages is ended", why=str(error), peer=self.peer)
+        """End the stream, because the other end has broken its rules."""
         self.abort()
 
     @property
@@ -191,7 +194,10 @@ class CallerStream(_End):
             self._on_end()
 
     def _break(self, error: PeerError) -> None:
+        # A link waits longer after each stream, so this is no line each second.
+        log.warning(_ENDED, why=str(error), master=self.peer)
         super()._break(error)
+        self._on_end()
 
 
 async def open_stream(
@@ -258,6 +264,8 @@ class MasterStreams:
         self._max = min(_STREAMS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._server: asyncio.Server | None = None
         self._port = 0
+        self._broken = 0  # since the last line
+        self._log_at = 0.0
         #: Connections that showed no valid token.
         self.refused = 0
 
@@ -353,6 +361,14 @@ class MasterStreams:
         self._streams[end] = None
         return offer
 
+    def broken(self, end: _MasterEnd, error: PeerError) -> None:
+        """A caller has broken the rules: one line a minute, for all of them."""
+        self._broken += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._log_at:
+            log.warning(_ENDED, why=str(error), caller=end.peer, count=self._broken)
+            self._broken, self._log_at = 0, now + _LOG_EVERY_S
+
     def ended(self, end: _MasterEnd) -> None:
         if end in self._unopened:
             self.refused += 1
@@ -381,6 +397,11 @@ class _MasterEnd(_End):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.abort()
+
+    def _break(self, error: PeerError) -> None:
+        if self._caller is not None:  # else a stranger, who is counted, and gets no line
+            self._streams.broken(self, error)
+        super()._break(error)
 
     def abort(self) -> None:
         if self._late is not None:

@@ -70,7 +70,8 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 #: Replies after which a link asks its master for a stream. A command that asks twice needs none.
 STREAM_AFTER = 8
-#: Seconds after which it asks again when there was none, or it has ended: the first time, at most.
+#: Seconds after which it asks again when there was none, or it has ended: the first time, and at
+#: most. A stream that has lived longer than that is a new beginning.
 _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 1.0, 60.0
 #: A master's setting for its port of streams: there is none.
 NO_STREAMS = -1
@@ -392,6 +393,7 @@ class _ZmqLink:
         self._opening: asyncio.Task[None] | None = None
         self._may_open = keys is None or can_seal()
         self._replies = 0  # since the last stream, by zmq
+        self._opened_at = 0.0
         self._ask_at = 0.0
         self._ask_again = Backoff(_ASK_AGAIN_S, _ASK_AGAIN_MAX_S)
 
@@ -445,8 +447,8 @@ class _ZmqLink:
             self._ask_at = self._loop.time() + self._ask_again.next_delay()
             log.debug("requests to a master stay with zmq", master=self._address, why=str(error))
         else:
-            self._ask_again.reset()
             self._before_stream, self._stream = self._requests.last_id, stream
+            self._opened_at = self._loop.time()
         finally:
             self._opening = None
 
@@ -462,7 +464,10 @@ class _ZmqLink:
             self._stream.abort()
             self._stream = None
             self._replies = 0
-            self._ask_at = self._loop.time() + _ASK_AGAIN_S
+            now = self._loop.time()
+            if now - self._opened_at >= _ASK_AGAIN_MAX_S:
+                self._ask_again.reset()
+            self._ask_at = now + self._ask_again.next_delay()
 
     def _reconnect(self) -> None:
         """Open a new socket when no reply has come for RECONNECT_AFTER_S.

@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -286,9 +286,10 @@ def test_a_message_is_read_by_the_other_end_and_in_its_place_only() -> None:
 class Tap:
     """A process between a caller and its master, on the way of their stream."""
 
-    def __init__(self, port: int, change: Callable[[bytes], bytes] = lambda data: data) -> None:
+    def __init__(self, port: int) -> None:
         self.seen = bytearray()
-        self.change = change
+        #: Whether the last byte of each piece is another one: of questions, of replies.
+        self.alters = {"questions": False, "replies": False}
         self._port = port
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -305,14 +306,16 @@ class Tap:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._port)
         self._tasks = [
-            asyncio.create_task(self._pass(reader, to_writer)),
-            asyncio.create_task(self._pass(to_reader, writer)),
+            asyncio.create_task(self._pass(reader, to_writer, "questions")),
+            asyncio.create_task(self._pass(to_reader, writer, "replies")),
         ]
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+    ) -> None:
         while data := await reader.read(1 << 16):
             self.seen += data
-            writer.write(self.change(data))
+            writer.write(data[:-1] + bytes([data[-1] ^ self.alters[way]]))
         writer.close()
 
 
@@ -339,20 +342,66 @@ async def test_with_a_secret_nobody_on_the_way_reads_a_message(
             link.close()
 
 
+@pytest.mark.parametrize("way", ["questions", "replies"])
 async def test_a_message_that_is_altered_on_the_way_ends_the_stream_and_is_asked_by_zmq(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(SECRET) as master, Tap(master.streams._port) as tap:
         through(monkeypatch, tap)
         link: Any = master.connect()
         await on_stream(link)
-        tap.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        tap.alters[way] = True
         master.asked.clear()
-        assert await ask(link, b"question") == b"question"
+        assert await ask(link, b"question", within_s=1) == b"question"
         assert set(master.asked) == {b"question"}
         assert link._stream is None
         await eventually(lambda: len(master.streams) == 0)
         assert [one for one in caplog.records if "stream" in one.getMessage()]
+
+
+async def test_those_who_break_the_rules_again_and_again_fill_no_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endings(monkeypatch, _LOG_EVERY_S=0.5)
+    too_long = (control_stream.MESSAGE_SIZE_MAX + 1).to_bytes(4, "little")
+    async with served() as master:
+
+        async def broken() -> None:
+            stream = await opened(master)
+            assert stream._transport is not None
+            stream._transport.write(too_long)
+            await eventually(lambda: stream.ended)
+
+        for _ in range(5):
+            await broken()
+            _, stranger = await asyncio.open_connection("127.0.0.1", master.streams._port)
+            stranger.write(too_long)
+            stranger.close()
+        assert len(caplog.records) == 1
+        await asyncio.sleep(0.5)
+        await broken()
+        assert [one.count for one in caplog.records] == [1, 5]  # type: ignore[attr-defined]
+
+
+async def test_streams_that_do_not_last_are_asked_for_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endings(monkeypatch, _ASK_AGAIN_S=0.05)
+    async with served() as master:
+        link: Any = master.connect()
+        now = asyncio.get_running_loop().time
+        waits = []
+        for _ in range(4):
+            await asyncio.sleep(max(0.0, link._ask_at - now()))
+            await on_stream(link)
+            link._drop_stream()
+            waits.append(link._ask_at - now())
+        assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4], abs=0.03)
+        await asyncio.sleep(max(0.0, link._ask_at - now()))
+        await on_stream(link)
+        link._opened_at -= zmq_rpc._ASK_AGAIN_MAX_S  # this one has lasted
+        link._drop_stream()
+        assert link._ask_at - now() == pytest.approx(0.05, abs=0.03)
 
 
 async def test_a_token_without_its_keys_is_of_no_use() -> None:
