@@ -229,8 +229,8 @@ async def test_a_network_that_is_closed_has_no_file_open(when: str) -> None:
         master.streams.stop()
         caller.close()
         await asyncio.wait_for(caller.wait_closed(), 1)
-        await eventually(lambda: not master.streams._streams)
         assert not link._connected
+        await eventually(lambda: not master.streams._streams)
         # Those of zmq's link are closed by its thread, some time.
         assert open_sockets() <= before
 
