@@ -228,7 +228,8 @@ async def test_a_network_that_is_closed_has_no_file_open(when: str) -> None:
             link._drop_stream()
         master.streams.stop()
         caller.close()
-        await asyncio.wait_for(caller.wait_closed(), 1)
+        async with asyncio.timeout(1):  # in this task, so no turn more than it needs
+            await caller.wait_closed()
         assert not link._connected
         await eventually(lambda: not master.streams._streams)
         # Those of zmq's link are closed by its thread, some time.
