@@ -101,9 +101,11 @@ class _End(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
 
     def send(self, message: bytes) -> None:
-        if self._transport is not None:
+        """Send one message. On a stream that ends it is lost, as what is on its way."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
             sealed = message if self._cipher is None else self._cipher.seal(message)
-            self._transport.write(with_size(sealed))
+            transport.write(with_size(sealed))
 
     @property
     def ended(self) -> bool:
@@ -337,15 +339,17 @@ class MasterStreams:
         """Answer for one turn: a message of each stream, again and again."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TURN_S
-        while self._asking:
-            end = self._asking.popleft()
-            if end.answer_one(self._answer):
-                self._asking.append(end)
-            if loop.time() > until:
-                break
-        self._planned = bool(self._asking)
-        if self._planned:
-            loop.call_soon(self._work)
+        try:
+            while self._asking:
+                end = self._asking.popleft()
+                if end.answer_one(self._answer):
+                    self._asking.append(end)
+                if loop.time() > until:
+                    break
+        finally:  # also when one stream has raised something: the others go on
+            self._planned = bool(self._asking)
+            if self._planned:
+                loop.call_soon(self._work)
 
     def connected(self, end: _MasterEnd) -> None:
         if len(self._unopened) >= _UNOPENED_MAX:
@@ -427,7 +431,9 @@ class _MasterEnd(_End):
 
     def _read(self, reading: bool) -> None:
         transport = self._transport
-        if transport is not None and reading is not self._reading:
+        if transport is None or transport.is_closing():
+            return
+        if reading is not self._reading:
             self._reading = reading
             if reading:
                 transport.resume_reading()

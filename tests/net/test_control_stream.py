@@ -602,6 +602,25 @@ async def test_a_caller_that_asks_faster_than_it_is_answered_is_read_no_further(
         assert link._stream is stream
 
 
+async def test_a_stream_on_which_an_answer_fails_leaves_the_others_alone() -> None:
+    async with served() as master:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        bad, good = master.connect(), master.connect()
+        await on_stream(bad)
+        (end,) = master.streams._streams
+        await on_stream(good)
+
+        def fails(*_: object) -> bool:
+            raise RuntimeError("the handle is closed")
+
+        end.answer_one = fails
+        asked = asyncio.create_task(ask(bad, b"?", within_s=0.2))
+        replies = [asyncio.create_task(ask(good, b"%d" % number)) for number in range(20)]
+        assert await asyncio.gather(*replies) == [b"%d" % number for number in range(20)]
+        with pytest.raises(DeadlineExceeded):
+            await asked
+
+
 # --- the stream as bytes -----------------------------------------------------------------------
 
 
