@@ -4,51 +4,43 @@
 
 Two pools of processes, each a master and a server. The master of one has no streams
 (`master.stream_port` -1), so all goes by zmq. One process is a client of both, and the same calls
-go to each, round after round. `--secret`: of a cluster with one, so all is encrypted. `--busy`: so
-many loops run beside. (design: control-stream)
+go to each, round after round. The first row has no pool: a process that answers what it is asked.
+`--secret`: of a cluster with one, so all is encrypted. `--busy`: so many loops run beside.
+(design: control-stream)
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import functools
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import uvloop
 
+from benchmarks.started import at_least, started
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, connect, read_secret
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.protocols import Link
 from kvpool.types import Cluster
 
+_T = TypeVar("_T")
+
 _NAMESPACE: Final = Namespace("control")
+_CAPACITY: Final = 1 << 30
 _PORTS: Final = {"zmq": "-1", "stream": "0"}
 _CHAIN: Final = [(b"chain %d" % i).ljust(32) for i in range(640)]
 
 Call = Callable[[Pool, str], Awaitable[object]]
-
-
-@contextmanager
-def _process(env: dict[str, str], *command: str, says: str) -> Iterator[str]:
-    """A process of a pool; what it says when it is ready."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "kvpool", *command],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | env,
-    )
-    try:
-        assert started.stdout is not None
-        yield next(line for line in started.stdout if says in line).split()[-1]
-    finally:
-        started.terminate()
-        started.wait()
 
 
 async def _match(pool: Pool, name: str) -> None:
@@ -63,7 +55,7 @@ def _write(size: int, count: int) -> Call:
     data = [os.urandom(size) for _ in range(count)]
 
     async def call(pool: Pool, name: str) -> None:
-        keys = [f"{name} {size} {i}".encode().ljust(32) for i in range(count)]
+        keys = [f"{name} {size} {count} {i}".encode().ljust(32) for i in range(count)]
         statuses = await pool.write(_NAMESPACE, keys, data)
         assert set(statuses) == {WriteStatus.STORED}, statuses
 
@@ -85,26 +77,68 @@ async def _measure(masters: dict[str, str], cluster: Cluster, rounds: int) -> No
     for way, master in masters.items():
         config = ClientConfig(masters=[master], transports=["shm"], timeout_s=30.0)
         pools[way] = await connect(config=config, cluster=cluster)
+        await _touched(pools[way])
         await pools[way].write(_NAMESPACE, _CHAIN, [b"x"] * len(_CHAIN))
     for what, (call, calls) in _CALLS.items():
-        took: dict[str, list[float]] = {way: [] for way in pools}
-        for number in range(rounds + 1):
-            for way, pool in pools.items():
-                for i in range(calls):
-                    began = time.perf_counter()
-                    await call(pool, f"{number} {i}")
-                    if number:  # the first round is not counted
-                        took[way].append(time.perf_counter() - began)
-        medians = {way: statistics.median(times) * 1e6 for way, times in took.items()}
-        late = {way: sorted(times)[len(times) * 99 // 100] * 1e6 for way, times in took.items()}
-        print(
-            f"{what:26} zmq {medians['zmq']:6,.0f} us, p99 {late['zmq']:7,.0f}   "
-            f"stream {medians['stream']:6,.0f} us, p99 {late['stream']:7,.0f}   "
-            f"{medians['stream'] / medians['zmq']:.2f}",
-            flush=True,
-        )
+        await _row(what, pools, call, calls, rounds)
     for pool in pools.values():
         await pool.close()
+
+
+async def _touched(pool: Pool) -> None:
+    """Return when the server's memory is there: else the server that was started last is slower."""
+    async with asyncio.timeout(60):
+        while True:
+            (member,) = await pool.members()
+            if member.stats.rss >= _CAPACITY:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def _row(
+    what: str,
+    ways: Mapping[str, _T],
+    call: Callable[[_T, str], Awaitable[object]],
+    calls: int,
+    rounds: int,
+) -> None:
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, one in ways.items():
+            for i in range(calls):
+                began = time.perf_counter()
+                await call(one, f"{number} {i}")
+                if number:  # the first round is not counted
+                    took[way].append(time.perf_counter() - began)
+    medians = {way: statistics.median(times) * 1e6 for way, times in took.items()}
+    late = {way: sorted(times)[len(times) * 99 // 100] * 1e6 for way, times in took.items()}
+    print(
+        f"{what:26} zmq {medians['zmq']:6,.0f} us, p99 {late['zmq']:7,.0f}   "
+        f"stream {medians['stream']:6,.0f} us, p99 {late['stream']:7,.0f}   "
+        f"{medians['stream'] / medians['zmq']:.2f}",
+        flush=True,
+    )
+
+
+async def _measure_bare(addresses: dict[str, str], cluster: Cluster, rounds: int) -> None:
+    network = ZmqNetwork(cluster)
+    loop = asyncio.get_running_loop()
+
+    async def call(link: Link, name: str) -> None:
+        await link.request(1, bytes(100), deadline=loop.time() + 10)
+
+    links = {way: network.connect(address) for way, address in addresses.items()}
+    await _row("nothing but an answer", links, call, 500, rounds)
+    network.close()
+
+
+async def _answer(secret: str) -> None:
+    """The process of the first row."""
+    port = int(os.environ["KVPOOL_MASTER_STREAM_PORT"])
+    network = ZmqNetwork(Cluster("default", read_secret(secret)), stream_port=port)
+    listener = await network.serve("127.0.0.1:0", lambda type, body, caller: (type, body))
+    print(f"answers at {listener.address}", flush=True)
+    await asyncio.Event().wait()
 
 
 def main() -> None:
@@ -114,10 +148,13 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=at_least(1), default=10)
     parser.add_argument("--secret", action="store_true")
-    parser.add_argument("--busy", type=int, default=0)
+    parser.add_argument("--busy", type=at_least(0), default=0)
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.answer:
+        uvloop.run(_answer(os.environ.get("KVPOOL_SECRET_FILE", "")))
     with ExitStack() as stack:
         env, cluster = {}, Cluster()
         if options.secret:
@@ -129,16 +166,20 @@ def main() -> None:
                 {"KVPOOL_SECRET_FILE": str(file)},
                 Cluster("default", read_secret(str(file))),
             )
-        masters = {}
+        masters, bare = {}, {}
         for way, port in _PORTS.items():
             own = env | {"KVPOOL_MASTER_STREAM_PORT": port}
-            at = _process(own, "master", "--bind", "127.0.0.1:0", says="master at")
-            masters[way] = stack.enter_context(at)
-            serve = ("server", "--capacity", "2GiB", "--masters", masters[way])
-            stack.enter_context(_process(own, *serve, says="server "))
+            run = functools.partial(started, env=own)
+            answer = run("benchmarks.control", "--answer", says="answers at")
+            bare[way] = stack.enter_context(answer)
+            master = run("kvpool", "master", "--bind", "127.0.0.1:0", says="master at")
+            masters[way] = stack.enter_context(master)
+            serve = ("kvpool", "server", "--capacity", str(_CAPACITY), "--masters", masters[way])
+            stack.enter_context(run(*serve, says="server "))
         for _ in range(options.busy):
             loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(loop.kill)
+        uvloop.run(_measure_bare(bare, cluster, options.rounds))
         uvloop.run(_measure(masters, cluster, options.rounds))
     print("load of the machine:", " ".join(f"{load:.1f}" for load in os.getloadavg()))
 

@@ -15,9 +15,10 @@ import random
 import sys
 from typing import Any, Final
 
+from benchmarks.started import at_least
 from kvpool.master.state import directory as state
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.types import Namespace
+from kvpool.types import DIGEST_SIZE_MIN, Namespace
 
 _NAMESPACE: Final = Namespace("memory")
 _CHAIN: Final = 2048
@@ -56,8 +57,8 @@ def tables(map: PiecewiseDict[Any, int]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.map_memory", description=__doc__)
-    parser.add_argument("--blocks", type=int, default=3_000_000)
-    parser.add_argument("--key-size", type=int, default=32)
+    parser.add_argument("--blocks", type=at_least(_CHAIN), default=3_000_000)
+    parser.add_argument("--key-size", type=at_least(DIGEST_SIZE_MIN), default=32)
     options = parser.parse_args()
     size = options.key_size
     held = state.Directory()

@@ -11,15 +11,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import uvloop
 
+from benchmarks.started import at_least, started
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, connect
 from kvpool_transports.streams import requests
 
@@ -39,20 +36,6 @@ _SHAPES: Final = [
     (128 << 10, 64, 2),
 ]
 _LIMITS: Final = {"steps": 0, "one request": 16 << 20}
-
-
-@contextmanager
-def _process(*command: str, says: str) -> Iterator[str]:
-    """A process of the pool; what it says when it is ready."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "kvpool", *command], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert started.stdout is not None
-        yield next(line for line in started.stdout if says in line).split()[-1]
-    finally:
-        started.terminate()
-        started.wait()
 
 
 async def _round(pool: Pool, name: str, size: int, count: int, writes: int) -> list[float]:
@@ -90,11 +73,11 @@ async def _measure(master: str, scheme: str, rounds: int) -> None:
 def main() -> None:
     """Print a line for each transport and shape."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=at_least(1), default=20)
     rounds = parser.parse_args().rounds
     with (
-        _process("master", "--bind", "127.0.0.1:0", says="master at") as master,
-        _process("server", "--capacity", "2GiB", "--masters", master, says="server "),
+        started("kvpool", "master", "--bind", "127.0.0.1:0", says="master at") as master,
+        started("kvpool", "server", "--capacity", "2GiB", "--masters", master, says="server "),
     ):
         for scheme in ("tcp", "shm"):
             uvloop.run(_measure(master, scheme, rounds + 1))

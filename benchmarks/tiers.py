@@ -132,19 +132,22 @@ async def _foreground(pool: Pool, master: str, path: Path) -> list[Row]:
     await pool.write(_NAMESPACE, hot, block)
     mode = (await _disk(pool)).status_text.rpartition(", ")[2]
     times = [await _latencies(pool, hot, block)]
+    promoted = 0
     for arguments in (("--bare-flood", f"{path}-bare", mode), ("--flood", master)):
         async with process_of("benchmarks.tiers", *arguments) as writer:
             await writer.line()
+            before = (await _disk(pool)).hits
             times.append(await _latencies(pool, hot, block))
+            promoted = (await _disk(pool)).hits - before
     p50 = [statistics.median(taken) * 1e3 for taken in times]
     p99 = [sorted(taken)[len(taken) * 99 // 100] * 1e3 for taken in times]
     texts = [f"{half:.2f} / {most:.2f} ms" for half, most in zip(p50, p99, strict=True)]
-    ratio = p99[2] / p99[0]
+    ratio, idle = p99[2] / p99[0], f"idle: {texts[0]}"
     what = "tiers: 64 KiB read while blocks go down, p50 / p99"
     bare = "the same beside bare threads that copy, hash and write"
     return [
-        Row(what, texts[2], f"idle: {texts[0]}", ratio, "<= 2", ratio <= 2),
-        Row(bare, texts[1], f"idle: {texts[0]}", p99[1] / p99[0], "report", None),
+        Row(what, f"{texts[2]}, {promoted} from the file", idle, ratio, "<= 2", ratio <= 2),
+        Row(bare, texts[1], idle, p99[1] / p99[0], "report", None),
     ]
 
 

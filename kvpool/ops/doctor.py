@@ -180,7 +180,7 @@ async def _stream(settings: Config, address: str) -> Finding:
     problem = await stream_problem(cluster_of(settings), address)
     if not problem:
         return Finding(check, "ok", "requests of callers that ask often travel on it")
-    advice = "let clients reach master.stream_port; until then zmq carries all, each 0.1 ms later"
+    advice = "zmq carries all, a little later; see master.stream_port, and firewalls"
     return Finding(check, "warn", problem, advice)
 
 
