@@ -32,7 +32,8 @@ _KEYS = (64, 640, 6400)
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
-    parser.add_argument("--systems", default=",".join(CONTENDERS))
+    contenders = ",".join(CONTENDERS)
+    parser.add_argument("--systems", default=contenders, help=f"of {contenders}")
     parser.add_argument("--sizes", default=_SIZES, help="of blocks")
     parser.add_argument("--batches", default="64,256")
     parser.add_argument("--capacity", default="2304MiB", help="of each system")
@@ -55,7 +56,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller blocks")
     parser.add_argument("--results", type=Path, default=RESULTS / "peers.json")
     parser.add_argument("--report", action="store_true", help="measure nothing, show what is there")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for option, known_names in (("systems", CONTENDERS), ("only", PARTS)):
+        if unknown := sorted(set(getattr(options, option).split(",")) - set(known_names)):
+            parser.error(
+                f"--{option} {','.join(unknown)}: expected some of {', '.join(known_names)}"
+            )
+    return options
 
 
 async def measure(options: argparse.Namespace, console: Console, found: report.Results) -> None:

@@ -179,10 +179,13 @@ class FleetOptions:
             raise ConfigError(f"guaranteed: {self.guaranteed} is not a share from 0 to 1")
         if self.disk_tokens and any(one.kind == "drain" for one in self.incidents):
             raise ConfigError("incident: a drain of servers with disks is not modelled")
+        if self.disk_turns and not self.disk_tokens:
+            raise ConfigError("disk_turns: there are no disks; give disk_tokens, too")
         for incident in self.incidents:
             if incident.kind != "masters" and incident.number >= self.instances:
+                what = "engine" if incident.kind == "engine" else "server"
                 raise ConfigError(
-                    f"incident: there is no {incident.kind} {incident.number}, "
+                    f"incident: there is no {what} {incident.number}, "
                     f"the fleet has {self.instances}"
                 )
 

@@ -215,6 +215,8 @@ def test_a_recorded_trace_comes_at_its_times(tmp_path: Path) -> None:
     ("changed", "said"),
     [
         ({"incidents": [Incident(1.0, "server", 3)]}, "there is no server 3, the fleet has 3"),
+        ({"incidents": [Incident(1.0, "drain", 3)]}, "there is no server 3, the fleet has 3"),
+        ({"disk_turns": True}, "there are no disks"),
         (
             {"incidents": [Incident(1.0, "drain", 0)], "disk_tokens": 1},
             "a drain of servers with disks is not modelled",
