@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Final
 
@@ -17,7 +18,14 @@ _LATE_S: Final = 0.02
 
 
 class ServerUnresponsive(DeadlineExceeded):
-    """A server has sent nothing for as long as this client waits; another one may answer."""
+    """A server has sent nothing for as long as this client waits; another one may answer.
+
+    `left_early`: the wait ended before its time, because another one is known.
+    """
+
+    def __init__(self, text: str, *, left_early: bool = False) -> None:
+        super().__init__(text)
+        self.left_early = left_early
 
 
 class InactivityTimer:
@@ -27,10 +35,24 @@ class InactivityTimer:
 
     Raises ServerUnresponsive otherwise (design: unresponsive-servers). A touch, which comes with
     every chunk that is received, is one assignment: the loop's timer looks for it when it fires.
+
+    With `may_leave` that is asked, once, when nothing was received for `ask_s`, while the block
+    goes on. If its answer is True, and there is still silence, the block ends then.
     """
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(
+        self,
+        silence_s: float,
+        *,
+        ask_s: float = 0.0,
+        may_leave: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
         self._silence_s = silence_s
+        self._ask_s = ask_s
+        self._may_leave = may_leave if ask_s < silence_s else None
+        self._asking: asyncio.Task[None] | None = None
+        self._left_early = False
+        self._part_s = (silence_s if self._may_leave is None else ask_s) / _PARTS
         self._loop = asyncio.get_running_loop()
         self._limit = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
@@ -48,11 +70,13 @@ class InactivityTimer:
     def disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
 
     async def __aenter__(self) -> InactivityTimer:
         await self._limit.__aenter__()
         self._last_touch = self._seen = self._loop.time()
-        self._look_at(self._seen + self._silence_s / _PARTS)
+        self._look_at(self._seen + self._part_s)
         return self
 
     async def __aexit__(
@@ -65,22 +89,44 @@ class InactivityTimer:
         try:
             await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:
-            raise ServerUnresponsive(f"nothing was received for {self._silence_s:g} s") from None
+            silence_s = self._ask_s if self._left_early else self._silence_s
+            raise ServerUnresponsive(
+                f"nothing was received for {silence_s:g} s", left_early=self._left_early
+            ) from None
+        finally:
+            if self._asking is not None:
+                await asyncio.wait([self._asking])
 
     def _look_at(self, due: float) -> None:
         self._due = due
         self._timer = self._loop.call_at(due, self._on_timer)
 
     def _on_timer(self) -> None:
-        now, part_s = self._loop.time(), self._silence_s / _PARTS
+        now = self._loop.time()
         if self._last_touch == math.inf:
             self._seen = math.inf
-            self._look_at(now + part_s)
+            self._look_at(now + self._part_s)
         elif self._last_touch != self._seen:
             self._seen, self._parts = self._last_touch, 0
-            self._look_at(max(self._seen + part_s, now))
+            if self._asking is not None:
+                self._part_s = self._silence_s / _PARTS
+            self._look_at(max(self._seen + self._part_s, now))
         elif self._parts + 1 < _PARTS:
             self._parts += 1
-            self._look_at((now if now - self._due > _LATE_S else self._due) + part_s)
+            self._look_at((now if now - self._due > _LATE_S else self._due) + self._part_s)
+        elif self._may_leave is not None:
+            self._asking = self._loop.create_task(self._ask(self._may_leave))
+            self._may_leave, self._parts = None, 0
+            self._part_s = (self._silence_s - self._ask_s) / _PARTS
+            self._look_at(now + self._part_s)
         else:
+            self.disarm()
             self._limit.reschedule(now)
+
+    async def _ask(self, may_leave: Callable[[], Awaitable[bool]]) -> None:
+        silent_since = self._last_touch
+        if await may_leave() and self._last_touch == silent_since:
+            self._asking = None  # it ends here: `disarm` is not to cancel it
+            self._left_early = True
+            self.disarm()
+            self._limit.reschedule(self._loop.time())

@@ -452,7 +452,7 @@ class Reader:
             sizes,
         )
         try:
-            async with InactivityTimer(self._silence_s(hedged)) as timer:
+            async with self._timer(state, attempt, hedged) as timer:
                 options = state.options._replace(idle_timeout=timer)
                 return await self._servers.call(
                     server,
@@ -473,7 +473,7 @@ class Reader:
         blocks = [DeviceReadBlock(state.digests[i], state.direct[i]) for i in positions]
         only_fabrics = self._path == AUTO
         try:
-            async with InactivityTimer(self._silence_s(hedged)) as timer:
+            async with self._timer(state, attempt, hedged) as timer:
                 options = state.options._replace(idle_timeout=timer)
                 arrivals = await self._servers.device_call(
                     server,
@@ -505,9 +505,24 @@ class Reader:
         for position in attempt.positions:
             state.indirect.setdefault(position, []).insert(0, attempt.server)
 
-    def _silence_s(self, hedged: bool) -> float:
-        """A server that has the only copy is worth a longer wait (design: hedging)."""
-        return self._config.hedge_s if hedged else self._config.attempt_s
+    def _timer(self, state: ReadState, attempt: Attempt, hedged: bool) -> InactivityTimer:
+        """A server that has the only copy is worth a longer wait (design: hedging). If only the
+        cache says so, a master is asked meanwhile: there may be others by now (seed 914037)."""
+        silence_s = self._config.hedge_s if hedged else self._config.attempt_s
+        if hedged or state.source is not LocationSource.CACHE:
+            return InactivityTimer(silence_s)
+        is_elsewhere = functools.partial(self._is_elsewhere, state, attempt)
+        return InactivityTimer(silence_s, ask_s=self._config.hedge_s, may_leave=is_elsewhere)
+
+    async def _is_elsewhere(self, state: ReadState, attempt: Attempt) -> bool:
+        """Whether a master knows another server that has one of these blocks."""
+        _, candidates = await self._lookup.locate(
+            state.options.namespace,
+            state.options.part,
+            [state.digests[i] for i in attempt.positions],
+            state.deadline,
+        )
+        return any(server != attempt.server for servers in candidates for server in servers)
 
     def _failed(
         self, state: ReadState, attempt: Attempt, hedged: bool, error: KvpoolError
@@ -519,6 +534,7 @@ class Reader:
         """
         server, positions = attempt
         if isinstance(error, ServerUnresponsive):
+            hedged = hedged or error.left_early
             self._servers.mark_unresponsive(server, given_up=not hedged)
             if hedged:
                 state.defer(server, positions)

@@ -140,12 +140,16 @@ class ScriptedServers:
 
 
 class ScriptedLookup:
-    def __init__(self, *candidates: str) -> None:
+    def __init__(self, *candidates: str, seconds: float = 0.0) -> None:
         self._candidates = candidates
+        self._seconds = seconds
+        self.asked = 0
 
     async def locate(
         self, namespace: object, part: int, digests: Sequence[bytes], deadline: float
     ) -> tuple[list[ReadResult], list[list[str]]]:
+        self.asked += 1
+        await asyncio.sleep(self._seconds)
         missing = ReadResult(ReadStatus.SERVER_LOST)
         return [missing] * len(digests), [list(self._candidates) for _ in digests]
 
@@ -189,9 +193,9 @@ async def test_a_server_that_makes_no_progress_is_left_for_another() -> None:
     assert 2 <= servers.asked.count("a") <= 4
 
 
-@pytest.mark.parametrize(("sole", "given_up"), [((True, False), False), ((True, True), True)])
+@pytest.mark.parametrize("sole", [(True, False), (True, True)])
 async def test_one_block_with_another_replica_is_enough_to_leave_a_silent_server(
-    sole: tuple[bool, bool], given_up: bool
+    sole: tuple[bool, bool],
 ) -> None:
     """Blocks whose location is remembered are asked for together (design: location-cache)."""
     servers = ScriptedServers("a")
@@ -201,8 +205,58 @@ async def test_one_block_with_another_replica_is_enough_to_leave_a_silent_server
         location = CachedLocation(NAMESPACE, "a", sole_replica=alone)
         reading._locations.put(location, [digest])
     assert await read(reading, 2) == [ReadStatus.HIT] * 2
-    assert servers.left == [("a", given_up)]
+    assert servers.left == [("a", False)]
     assert servers.asked == ["a", "b"]
+
+
+async def remembered(servers: ScriptedServers, lookup: ScriptedLookup) -> tuple[Reader, float]:
+    """Read one block that "a" alone had: the reader, and how long that took."""
+    reading = reader(servers, lookup, hedge_s=0.1, attempt_s=1.0)
+    here = CachedLocation(NAMESPACE, "a", sole_replica=True)
+    reading._locations.put(here, keys("chain", 1))
+    began = later(0)
+    await read(reading, 1)
+    return reading, later(0) - began
+
+
+async def test_a_copy_made_since_saves_the_wait_for_a_server_that_was_alone() -> None:
+    servers = ScriptedServers("a")
+    servers.answers["b"] = [[HIT]]
+    reading, seconds = await remembered(servers, ScriptedLookup("a", "b"))
+    assert servers.asked == ["a", "b"]
+    assert servers.left == [("a", False)]
+    assert 0.09 < seconds < 0.9
+    (location,) = reading._locations.get(NAMESPACE, keys("chain", 1))
+    assert (location.server, location.sole_replica) == ("b", False)
+
+
+async def test_a_server_that_is_still_alone_is_asked_once_and_given_up_once() -> None:
+    servers = ScriptedServers("a")
+    lookup = ScriptedLookup("a")
+    _, seconds = await remembered(servers, lookup)
+    assert servers.asked == ["a"]
+    assert servers.left == [("a", True)]
+    assert 0.99 < seconds < 5
+    assert lookup.asked == 2  # while it is silent, and when it is given up
+
+
+async def test_silent_masters_make_no_read_longer() -> None:
+    servers = ScriptedServers(seconds=0.3)
+    servers.answers["a"] = [[HIT]]
+    lookup = ScriptedLookup("a", "b", seconds=60)
+    _, seconds = await remembered(servers, lookup)
+    assert servers.asked == ["a"]
+    assert not servers.left
+    assert seconds < 5
+    assert lookup.asked == 1
+
+
+async def test_a_remembered_server_that_answers_costs_no_question_to_a_master() -> None:
+    servers = ScriptedServers(seconds=0.01)
+    servers.answers["a"] = [[HIT]]
+    lookup = ScriptedLookup("a", "b")
+    await remembered(servers, lookup)
+    assert (servers.asked, lookup.asked) == (["a"], 0)
 
 
 async def test_the_bytes_of_all_hits_are_counted(pool_dev: dev.Dev) -> None:

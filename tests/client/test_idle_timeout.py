@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 
 import pytest
 
@@ -104,3 +105,65 @@ async def test_a_call_that_waits_for_others_is_not_timed() -> None:
         await wait()
     assert touched - began > 0.59
     assert 0.19 < loop.time() - touched < 5
+
+
+async def answer(yes: bool, after_s: float = 0.0) -> bool:
+    await asyncio.sleep(after_s)
+    return yes
+
+
+async def test_a_call_ends_early_if_it_may_be_left() -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(ServerUnresponsive, match=r"nothing was received for 0\.1 s") as caught:
+        async with InactivityTimer(5.0, ask_s=0.1, may_leave=lambda: answer(True)):
+            await asyncio.sleep(30)
+    assert caught.value.left_early
+    assert 0.09 < loop.time() - began < 4
+
+
+@pytest.mark.parametrize(("yes", "after_s"), [(False, 0.0), (True, 30.0)])
+async def test_a_call_that_may_not_be_left_has_all_of_its_time(yes: bool, after_s: float) -> None:
+    """Nor one of which nobody can say so in time; the question ends with the call."""
+    loop = asyncio.get_running_loop()
+    began, others = loop.time(), asyncio.all_tasks()
+    with pytest.raises(ServerUnresponsive, match=r"nothing was received for 0\.4 s") as caught:
+        async with InactivityTimer(0.4, ask_s=0.1, may_leave=lambda: answer(yes, after_s)):
+            await asyncio.sleep(30)
+    assert not caught.value.left_early
+    assert 0.39 < loop.time() - began < 5
+    assert asyncio.all_tasks() == others
+
+
+async def test_a_call_that_receives_something_meanwhile_is_not_left() -> None:
+    """It is asked once; after the first byte only the longer time counts."""
+    asked = 0
+
+    def ask() -> Awaitable[bool]:
+        nonlocal asked
+        asked += 1
+        return answer(True, 0.1)
+
+    async with InactivityTimer(0.8, ask_s=0.5, may_leave=ask) as timer:
+        await asyncio.sleep(0.55)
+        timer.touch()
+        await asyncio.sleep(0.5)
+        timer.touch()
+        await asyncio.sleep(0.5)
+    assert asked == 1
+
+
+@pytest.mark.parametrize("how", ["disarm", "rest"])
+async def test_an_answer_that_comes_too_late_to_leave_ends_nothing(how: str) -> None:
+    """The call is complete, or waits for other calls of this client, when the answer is there."""
+    async with InactivityTimer(0.4, ask_s=0.1, may_leave=lambda: answer(True, 0.1)) as timer:
+        await asyncio.sleep(0.15)
+        getattr(timer, how)()
+        await asyncio.sleep(0.8)
+
+
+async def test_nothing_is_asked_of_a_call_that_keeps_receiving() -> None:
+    async with InactivityTimer(0.8, ask_s=0.4, may_leave=lambda: answer(True)) as timer:
+        for _ in range(8):
+            await asyncio.sleep(0.08)
+            timer.touch()

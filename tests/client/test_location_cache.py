@@ -128,6 +128,21 @@ async def test_a_silent_server_that_is_not_alone_is_left_for_another(
         assert pool.counters["hedged"] == 1  # after hedge_s, not given up after attempt_s
 
 
+async def test_a_silent_server_that_is_not_alone_any_more_is_left_for_another(
+    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has made a second copy since this client wrote the block (seed 914037)."""
+    chain = keys("chain", 4)
+    async with two_servers.pool(impatient(two_servers)) as pool, two_servers.pool() as other:
+        await pool.write(NAMESPACE, chain, values(chain))
+        await other.write(NAMESPACE, chain, values(chain), copies=2)
+        seen = {s.server for s in pool._reader._locations.get(NAMESPACE, chain)}
+        asked = fall_silent(monkeypatch, *seen)
+        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        assert len(asked) == 1
+        assert pool.counters["hedged"] == 1  # after hedge_s, not given up after attempt_s
+
+
 def test_all_or_nothing() -> None:
     locations = LocationCache()
     locations.put(HERE, keys("a", 3))

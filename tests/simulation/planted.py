@@ -622,8 +622,8 @@ for reservation, size in sorted(
         "no-hedge",
         "G6",
         _READER,
-        "return self._config.hedge_s if hedged else self._config.attempt_s",
-        "return 60.0",
+        "silence_s = self._config.hedge_s if hedged else self._config.attempt_s",
+        "silence_s = 60.0",
     ),
     Bug(
         "missing-copies-are-not-counted",
