@@ -53,6 +53,8 @@ class Judge:
         #: The call had enough time; `_strict`: also, no fault from well before the call until now.
         self._patient = timeout_s >= 1.0
         self._strict = self._patient and world.settled_since(began)
+        #: Servers whose memory had no room for a block of this call.
+        self._full: set[str] = set()
 
     def match(self, namespace: Namespace, chain: Sequence[bytes], match: Match) -> None:
         truth = self._world.truth
@@ -232,6 +234,8 @@ class Judge:
         """A part is on a disk only, below a memory that would have to evict its parent for it.
 
         Nothing else may go there, or the parent is the next victim and has no copy (seed 800489).
+        Blocks come up in the order of the call: where one finds no room, those behind it are not
+        tried, though the parent of the first is not theirs (seed 901064).
         """
         for node in self._world.servers:
             if node.server is None:
@@ -241,11 +245,13 @@ class Judge:
                 entry = stack.peek(namespace, part, digest)
                 if entry is None or stack.front.peek(namespace, part, digest) is not None:
                     continue
+                if node.name in self._full:
+                    return True
                 leaves = [one for one in stack.front.inventory() if stack.front._evictable(one)]
                 parents = [leaf for leaf in leaves if leaf.digest == entry.parent]
-                if len(parents) == len(leaves):
-                    return True
-                if not all(stack.front.has_copy(parent) for parent in parents):
+                only_parents = len(parents) == len(leaves)
+                if only_parents or not all(map(stack.front.has_copy, parents)):
+                    self._full.add(node.name)
                     return True
         return False
 
