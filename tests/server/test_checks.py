@@ -81,6 +81,18 @@ def misfile_pending(store: Store) -> None:
     block(store, key("removed")).state = State.QUARANTINED
 
 
+def forget_a_leaf(store: Store) -> None:
+    """Of a session that has ended: nothing else would evict it."""
+    write(store, [key("leaf")], session="ended")
+    leaf = block(store, key("leaf"))
+    assert leaf.session is not None
+    store.policy.end("ended", 2.0)
+    store.check()
+    leaf.is_candidate = False
+    store.check()
+    del leaf.session.leaves[leaf]
+
+
 def share_an_extent(store: Store) -> None:
     pending = block(store, key("removed"))
     pending.offset = block(store, CHAIN[0]).offset
@@ -97,6 +109,7 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "is evictable but no candidate": lambda s: setattr(
         block(s, key("child")), "is_candidate", False
     ),
+    "is evictable but no candidate: a leak": forget_a_leaf,
     "is listed as PENDING_FREE": misfile_pending,
     "shares its extent": share_an_extent,
     "disagree$": lambda s: s.blocks_at.popitem(),

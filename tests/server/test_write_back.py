@@ -18,7 +18,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import ROOT, HintStatus, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
-from tests.server.test_tiered_store import ONE, PAGE, Server
+from tests.server.test_tiered_store import ONE, PAGE, TWO, Server
 
 BLOCK = 64 << 10
 
@@ -143,6 +143,29 @@ def test_a_writer_waits_for_dirty_blocks_where_only_announced_ones_are_clean() -
     assert server.write(1, ONE, 0, keys("new", 1)) == ["RESERVED"]
     assert server.stack.front.peek(ONE, 0, keys("announced", 2)[1]) is not None
     server.stack.check()
+
+
+def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
+    """Also one that another wrote, and that was no victim before: the first part was dirty (seed
+    903763)."""
+    server = Server(4, 64, write_back=True)
+    stack = server.stack
+    server.write(1, TWO, 1, keys("chain", 1))
+    server.copies += stack.try_writeback(server.now)
+    server.settle()
+    request = ReserveRequest(TWO, 0, keys("chain", 1), [ROOT], [PAGE], SessionHint("a"))
+    (answer,) = stack.reserve(7, request, server.now)
+    assert answer.extent is not None
+    server.memory[0][answer.extent.offset] = (TWO, 0, keys("chain", 1)[0])
+    stack.seal(7, answer.id, 1, server.now)
+    held = keys("held", 2)
+    server.write(2, ONE, 0, held)
+    server.read(2, ONE, 0, held)
+    assert server.write(1, ONE, 0, keys("late", 1)) == ["NO_SPACE"]
+    server.now += 1
+    stack.end("a", server.now)
+    server.look()
+    assert server.write(1, ONE, 0, keys("late", 2)) == ["RESERVED"] * 2
 
 
 def test_a_writer_that_finds_only_dirty_blocks_gets_them_written() -> None:

@@ -453,7 +453,10 @@ class SessionAwarePolicy:
 
     def holds(self, entry: Entry) -> bool:
         """True when the block can be chosen as a victim. For `Store.check`."""
-        return entry.is_candidate or entry in self._superseded or self._protects(entry)
+        if entry.is_candidate or entry in self._superseded or self._protects(entry):
+            return True
+        session = entry.session
+        return session is not None and session in self._ended and entry in session.leaves
 
     def check(self, entries: Collection[Entry], tenant: str | None = None) -> None:
         """Check every invariant, for the stored blocks, all of one tenant if it is given. Raises

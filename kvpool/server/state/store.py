@@ -809,7 +809,7 @@ class Store:
             for digest, entry in index.blocks.items():
                 if entry.children != children.pop(digest, 0):
                     raise InvariantViolated(f"{entry!r} has a wrong count of children")
-                if entry.clean and self._evictable(entry) and not self.policy.holds(entry):
+                if entry.clean and self._evictable(entry) and not self._may_be_chosen(entry):
                     raise InvariantViolated(f"{entry!r} is evictable but no candidate: a leak")
             if children != index.orphans:
                 raise InvariantViolated("the count of children of absent parents is wrong")
@@ -1218,6 +1218,10 @@ class Store:
             for index in indexes
             if index is not None and (found := index.blocks.get(entry.digest)) is not None
         ]
+
+    def _may_be_chosen(self, entry: Entry) -> bool:
+        """Whether the policy may choose it, or a part that leaves with it."""
+        return any(self.policy.holds(part) for part in self._parts(entry))
 
     def _evictable(self, entry: Entry) -> bool:
         """Sealed, unpinned, no children: for all parts here, which leave together.
