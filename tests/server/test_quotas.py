@@ -434,6 +434,53 @@ def test_a_copy_in_memory_that_is_guaranteed_outlives_the_one_on_the_disk() -> N
     assert all(stack.peek(ACME, 0, digest) is not None for digest in own)
 
 
+def write_and_leave(
+    stack: TieredStore, namespace: Namespace, digests: list[bytes], now: float
+) -> list[WriteStatus]:
+    """Nothing of it is written to the disk."""
+    answers = []
+    for digest in digests:
+        request = ReserveRequest(namespace, 0, [digest], [ROOT], [PAGE])
+        (answer,) = stack.reserve(1, request, now)
+        answers.append(answer.status)
+        if answer.extent is not None:
+            stack.seal(1, answer.id, 0, now)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("writer", "waits_for", "waits"),
+    [
+        # Whose blocks go first is decided by their age, beyond the guarantees.
+        (POOL, POOL, True),
+        (POOL, BETA, True),
+        # A block that its owner is guaranteed, or that the writer's limit keeps from it, never goes
+        # for this one: to wait for it would be in vain.
+        (POOL, Namespace("@safe/llm"), False),
+        (Namespace("@low/llm"), POOL, False),
+        # Nor do those of a tenant that gets what it is guaranteed: others make room for it.
+        (Namespace("@safe/llm"), Namespace("@safe/llm"), False),
+    ],
+    ids=lambda value: value.name if isinstance(value, Namespace) else str(value),
+)
+def test_a_writer_waits_for_the_disk_only_where_that_can_make_room_for_it(
+    writer: Namespace, waits_for: Namespace, waits: bool
+) -> None:
+    """The only block that may go now was used last; an older one is not on the disk yet."""
+    stack = two_tiers(4, 16, beta=(0, 4), safe=(4, 4), low=(0, 1))
+    victim = Namespace("@low/llm") if "low" in writer.name else ACME
+    hot = fresh(1)
+    write_through(stack, victim, hot, 1.0)
+    assert write_and_leave(stack, waits_for, fresh(1), 2.0) == [WriteStatus.RESERVED]
+    filler = fresh(2)
+    stored(write_and_leave(stack, waits_for, filler, 3.0))
+    stack.pin(2, victim, 0, hot, 4.0, [PAGE])
+    stack.drop_owner(2)
+    (answer,) = write_and_leave(stack, writer, fresh(1), 5.0)
+    assert answer is (WriteStatus.NO_SPACE if waits else WriteStatus.RESERVED)
+    stack.check()
+
+
 def test_each_tier_counts_its_own_copies() -> None:
     stack = two_tiers(4, 16, acme=(2, 16))
     own = fresh(6)

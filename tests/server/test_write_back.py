@@ -168,6 +168,27 @@ def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
     assert server.write(1, ONE, 0, keys("late", 2)) == ["RESERVED"] * 2
 
 
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("write_back", [False, True])
+def test_a_writer_waits_for_no_disk_to_keep_what_no_session_uses_again(
+    write_back: bool, ended: bool
+) -> None:
+    """Of all blocks it is the one that was read last, and the only one with a copy below."""
+    server = Server(4, 64, write_back=write_back)
+    chain = keys("chain", 1)
+    talk(server, "a", chain)
+    server.copies += server.stack.try_writeback(server.now)
+    server.settle()
+    server.write(1, ONE, 0, keys("flood", 3))
+    server.read(2, ONE, 0, chain)
+    server.drop(2)
+    server.now += 1
+    if ended:
+        server.stack.end("a", server.now)
+    written = server.write(1, ONE, 0, keys("late", 1))
+    assert written == (["RESERVED"] if ended else ["NO_SPACE"])
+
+
 def test_a_writer_that_finds_only_dirty_blocks_gets_them_written() -> None:
     """Even below the share that may be dirty; and no more than it needs."""
     server = Server(8, 64, write_back=True)
@@ -201,10 +222,12 @@ def test_what_the_disk_evicts_stays_in_memory() -> None:
     server.write(1, ONE, 0, keys("more", 4))
     server.settle()
     assert on_disk(server, chain) == [True, True, False]
-    for _ in range(3):  # for this writer the next ones are written, and the disk is full
-        server.write(1, ONE, 0, keys("late", 2))
-        server.settle()
+    # For this writer the next ones are written, and the disk is full.
+    assert server.write(1, ONE, 0, keys("late", 2)) == ["NO_SPACE"] * 2
+    server.settle()
     assert on_disk(server, [*chain, other]) == [True, False, False, True]
+    # The leaf may go at once: its parent waits for the disk again, but cannot go before it.
+    assert server.write(1, ONE, 0, keys("late", 1)) == ["RESERVED"]
     assert server.read(1, ONE, 0, chain[:2]) == [ReadStatus.HIT] * 2
 
 

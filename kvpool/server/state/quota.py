@@ -74,6 +74,10 @@ class Account:
         """Whether so many bytes more are above its limit."""
         return self.used + size > self.limit
 
+    def may_take_from(self, other: Account, size: int) -> bool:
+        """Whether blocks of another tenant, or its own, may make room for so many bytes more."""
+        return other is self or (other.spare > 0 and not self.exceeds(size))
+
 
 class Accounts:
     """The accounts of one tier, by tenant.

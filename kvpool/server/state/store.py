@@ -151,6 +151,8 @@ class Store:
         self.fingerprint = MapFingerprint()
         #: Whether another tier has a sealed block, too, so that the server keeps it.
         self.has_copy: Callable[[Entry], bool] = lambda entry: False
+        #: Whether an older block of such tenants will soon have a copy (design: flood).
+        self.older_waits: Callable[[Entry, Callable[[Account], bool]], bool] = lambda *_: False
         #: Counts a sealed block that has come (1) or left (-1), if other tiers may have it, too.
         self.count_place: Callable[[Entry, int], None] | None = None
         self.stored = 0  # visible blocks (parts count singly)
@@ -161,8 +163,7 @@ class Store:
         self.bypassed = 0  # writes whose rest the policy refused
         self.circles_cut = 0  # parents left out: blocks would have been their own ancestors
         self.rejected_victims = 0  # that a wrong policy chose although they may not be evicted
-        #: Called with each of those.
-        self.on_rejected_victim: Callable[[Entry], None] | None = None
+        self.on_rejected_victim: Callable[[Entry], None] | None = None  # is called with each
         #: The bytes of each tenant (design: quotas).
         self.accounts = Accounts()
         self._indexes: dict[tuple[Namespace, int], Index] = {}
@@ -1183,6 +1184,8 @@ class Store:
             over = all(self.policy.is_over(part) for part in self._parts(victim))
             useless = over or self._is_due_before(newcomer, victim)
             return self._last_use(victim) >= last_used and not useless
+        if owner != MOVER and self._goes_after_older(victim, newcomer):
+            return True
         # An extra copy is worth less than one that another server hands over (design: lost-copies).
         if newcomer.copies and not victim.copies:
             return False
@@ -1192,6 +1195,18 @@ class Store:
             and self._last_use(victim) >= last_used
             and not self.has_copy(victim)
         )
+
+    def _goes_after_older(self, victim: Entry, newcomer: Entry) -> bool:
+        """Whether a writer waits for the disk instead of evicting this block: one that may go as
+        well was used before it, and is still to be copied (design: flood)."""
+        mine, size = newcomer.index.account, self.allocator.rounded(newcomer.size)
+        owed = mine.owns(size)  # then it takes the place of others' blocks
+
+        def may_go(other: Account) -> bool:
+            return mine.may_take_from(other, size) and not (owed and other is mine)
+
+        is_worth_it = bool(victim.copies) and not self.policy.is_over(victim)
+        return is_worth_it and self.older_waits(victim, may_go)
 
     def _last_use(self, entry: Entry) -> int:
         """When a block was used last, by any part that is here; of one whose session has announced
@@ -1253,13 +1268,9 @@ class Store:
     def _give_up_prefetched(self, account: Account, size: int) -> bool:
         """Nothing else may be evicted: let some prefetched blocks go; False if none of those that
         came last may make room for `size` bytes of this tenant."""
-        exceeds = account.exceeds(size)
-
-        def may_go(entry: Entry) -> bool:
-            other = entry.index.account
-            return other is account or (other.spare > 0 and not exceeds)
-
-        given_up = self.prefetched.give_up(may_go)
+        given_up = self.prefetched.give_up(
+            lambda entry: account.may_take_from(entry.index.account, size)
+        )
         for entry in given_up:
             self._add_candidate(entry)
         return bool(given_up)

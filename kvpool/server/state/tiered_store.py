@@ -19,7 +19,7 @@ Pure, like `store.py`: this file hands out `TierTransfer`s, `TierMover` moves th
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import compress
@@ -32,6 +32,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Session, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import FRESH_S, Chain
+from kvpool.server.state.quota import Account
 from kvpool.server.state.store import ANCESTORS_MAX, RESTORED_AT_ONCE, Store
 from kvpool.server.state.write_back import WriteBack
 from kvpool.sorting import sorted_runs
@@ -51,6 +52,8 @@ from kvpool.types import (
 _USELESS_MAX: Final = 256
 #: More bytes than any queue has.
 _ALL: Final = 1 << 62
+#: The blocks of one write are used within this time: none of them is older than its parent.
+_ONE_USE_US: Final = 10_000
 #: Departures in one step of an inventory.
 _DEPARTURES_STEP: Final = 512
 _OFFSET: Final = attrgetter("offset")
@@ -93,10 +96,12 @@ class TieredStore:
     | backing only  | -        | stored   | promoting, when a reader asks; lost, when evicted     |
     | promoting     | reserved | stored, pinned | both; backing only or lost if the read failed   |
 
-    A dirty block is never evicted from the front tier. A block that the backing tier refuses (its
-    policy keeps what it has) becomes clean without a copy: `front only`, and lost when evicted.
-    While the backing tier is read-only, the same holds for every block that it does not have; those
-    that are still there when it takes writes again are written back then (design: demotion).
+    A dirty block is never evicted from the front tier, nor for a writer a clean one that was used
+    after one that is next to become clean (design: flood). A block that the backing tier refuses
+    (its policy keeps what it has) becomes clean without a copy: `front only`, and lost when
+    evicted. While the backing tier is read-only, the same holds for every block that it does not
+    have; those that are still there when it takes writes again are written back then (design:
+    demotion).
     A cache tier adds a clean copy to any of these places. `take_offline` removes a tier; without
     a backing tier the front tier is the pool: every block is clean, and lost when evicted.
     """
@@ -146,6 +151,7 @@ class TieredStore:
                 store.count_place = self._count_place
             # Sealed blocks of the front tier can be written back, which makes them evictable.
             self.front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
+            self.front.older_waits = self._older_waits
             self.front.demotes = self.backing_tier != self.front_tier
         #: None: write-through. What is in the queue is written as soon as possible.
         self.write_back = (
@@ -811,6 +817,26 @@ class TieredStore:
             entry, _ = self._unwritten.popitem(last=False)
             self.front.mark_dirty(entry)
         return entry
+
+    def _older_waits(self, entry: Entry, of: Callable[[Account], bool]) -> bool:
+        """Whether a block of such tenants that was used before this one is on its way to the
+        backing tier, or the next that goes there."""
+        if self.read_only:
+            return False
+        moving = (one for one in self.front.pinned_by(MOVER) if not one.clean)
+        waiting = (next(moving, None), self._head_of_queue)
+        before = entry.last_used - _ONE_USE_US
+        return any(
+            one is not None and one.last_used < before and of(one.index.account) for one in waiting
+        )
+
+    @property
+    def _head_of_queue(self) -> Entry | None:
+        if not self._writeback_queue:
+            return None
+        if self.write_back is not None:
+            return self.write_back.least_recently_used()
+        return next(iter(self._writeback_queue))
 
     def _online(self) -> list[Store]:
         return [store for tier, store in enumerate(self.stores) if tier not in self.offline_tiers]

@@ -79,7 +79,7 @@ class WriteBack:
                 return entry
         if self.is_flushing:
             return self._queue.popitem(last=False)[0]
-        above: Entry | None = self._least_recently_used()
+        above: Entry | None = self.least_recently_used()
         while above is not None and above in self._queue and len(self._chain) < ANCESTORS_MAX:
             self._chain.append(above)
             above = above.index.blocks.get(above.parent)
@@ -87,8 +87,11 @@ class WriteBack:
         del self._queue[entry]
         return entry
 
-    def _least_recently_used(self) -> Entry:
-        """Nearly: after many uses of others the order is put right in several calls."""
+    def least_recently_used(self) -> Entry:
+        """Of the queue, which is not empty.
+
+        Nearly: after many uses of others the order is put right in several calls.
+        """
         heap, steps = self._by_use, 0
         while True:
             last_used, entry = heap[0]
