@@ -227,7 +227,7 @@ class Play:
             result.read_waits.append(self.now - arrived)
         begun = self.now
         hint = SessionHint(str(request.session)) if hints else None
-        yield from self._write(chain, held, hint)
+        yield from self._write(100 + request.session, chain, held, hint)
         if held < len(chain):
             result.write_waits.append(self.now - begun)
         if hint is not None and request.resumes_s is None:
@@ -273,7 +273,7 @@ class Play:
             yield later[0] if later[0] in self._promoting else None
         return here, here - promoted
 
-    def _write(self, chain: list[bytes], held: int, hint: SessionHint | None) -> Step:
+    def _write(self, owner: int, chain: list[bytes], held: int, hint: SessionHint | None) -> Step:
         stack = self.stack
         give_up = self.now + _WRITE_S
         todo = chain[held : self._blocks[0] // 2 + held]
@@ -282,11 +282,11 @@ class Play:
         while todo:
             parents = [chain[first - 1] if first else ROOT, *todo[:-1]]
             request = ReserveRequest(_NAMESPACE, 0, todo, parents, [_SIZE] * len(todo), hint)
-            answers = stack.reserve(_OWNER, request, self.now)
+            answers = stack.reserve(owner, request, self.now)
             done = 0
             for answer in answers:
                 if answer.status is WriteStatus.RESERVED:
-                    stack.seal(_OWNER, answer.id, 0, self.now)
+                    stack.seal(owner, answer.id, 0, self.now)
                 elif answer.status is not WriteStatus.ALREADY_STORED:
                     break
                 done += 1

@@ -249,6 +249,27 @@ def test_a_writer_waits_for_no_disk_where_the_oldest_block_has_a_copy() -> None:
     assert server.stack.front.peek(ONE, 0, keys("old", 1)[0]) is None
 
 
+def test_a_writer_waits_a_second_and_no_longer() -> None:
+    """The disk may be slow: a write is not refused in order that one block stays. The second is of
+    one block: the next one waits, too."""
+    server, hot = flooded_while_read()
+
+    def write(name: str) -> WriteStatus:
+        request = ReserveRequest(ONE, 0, [key(name)], [ROOT], [PAGE])
+        (answer,) = server.stack.reserve(1, request, server.now)
+        return answer.status
+
+    assert write("late") is WriteStatus.NO_SPACE
+    server.now += 0.9
+    assert write("late") is WriteStatus.NO_SPACE
+    assert write("another") is WriteStatus.NO_SPACE
+    server.now += 0.9
+    assert write("late") is WriteStatus.NO_SPACE
+    server.now += 1.0
+    assert write("late") is WriteStatus.RESERVED
+    assert server.stack.front.peek(ONE, 0, hot) is None
+
+
 def test_a_writer_waits_for_no_disk_that_takes_no_writes() -> None:
     server, hot = flooded_while_read()
     server.start()

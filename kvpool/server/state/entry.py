@@ -162,7 +162,8 @@ class Owner:
     pinned_at: float = 0.0  # when it got the pins that it has now
     #: The block that no range could be emptied for, and the free bytes that were not enough.
     gave_up: tuple[bytes, int] | None = None
-
+    #: The block for which it waits for the disk, or has waited, and since when (design: flood).
+    waits_for: tuple[bytes, float] | None = None
     #: Of all connections of its tenant; None: it is not a tenant's.
     together: TenantHoldings | None = None
 

@@ -66,6 +66,8 @@ ANCESTORS_MAX: Final = 4096
 #: eviction is as much work as several grants.
 _STEPS_MAX: Final = 512
 _STEPS_OF_EVICTION: Final = 4
+#: A writer waits so long for the disk in order that a block stays that was used since.
+_FLOOD_WAIT_S: Final = 1.0
 #: Free space, in sizes of the new block, with which it is refused if pins lie in every range.
 _FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
@@ -1100,7 +1102,7 @@ class Store:
                 if wrong == _WRONG_VICTIMS_MAX:
                     return Reservation(WriteStatus.NO_SPACE)
                 continue
-            if self._is_spared(victim, newcomer, owner, last_used):
+            if self._is_spared(victim, newcomer, owner, last_used, now):
                 self.policy.add_candidate(victim)
                 return Reservation(WriteStatus.NO_SPACE)
             leaving = self._count_eviction(victim, account) if self.accounts.has_tenants else 0
@@ -1171,7 +1173,9 @@ class Store:
         if self.on_rejected_victim is not None:
             self.on_rejected_victim(victim)
 
-    def _is_spared(self, victim: Entry, newcomer: Entry, owner: int, last_used: int) -> bool:
+    def _is_spared(
+        self, victim: Entry, newcomer: Entry, owner: int, last_used: int, now: float
+    ) -> bool:
         """Whether a block that may be evicted stays, and the newcomer is refused."""
         # A chain that does not fit keeps its head: no block is stored in place of its parent. One
         # that a slower tier has is not lost. (That tier may have refused it, or take no writes.)
@@ -1184,7 +1188,7 @@ class Store:
             over = all(self.policy.is_over(part) for part in self._parts(victim))
             useless = over or self._is_due_before(newcomer, victim)
             return self._last_use(victim) >= last_used and not useless
-        if owner != MOVER and self._goes_after_older(victim, newcomer):
+        if self._should_wait(self._owner(owner), victim, newcomer, now):
             return True
         # An extra copy is worth less than one that another server hands over (design: lost-copies).
         if newcomer.copies and not victim.copies:
@@ -1196,17 +1200,21 @@ class Store:
             and not self.has_copy(victim)
         )
 
-    def _goes_after_older(self, victim: Entry, newcomer: Entry) -> bool:
-        """Whether a writer waits for the disk instead of evicting this block: one that may go as
-        well was used before it, and is still to be copied (design: flood)."""
+    def _should_wait(self, holder: Owner, victim: Entry, newcomer: Entry, now: float) -> bool:
+        """Whether a writer waits for the disk, a second at most, so that this block stays: one that
+        may go as well was used before it, and is still to be copied (design: flood)."""
         mine, size = newcomer.index.account, self.allocator.rounded(newcomer.size)
         owed = mine.owns(size)  # then it takes the place of others' blocks
 
         def may_go(other: Account) -> bool:
             return mine.may_take_from(other, size) and not (owed and other is mine)
 
-        is_worth_it = bool(victim.copies) and not self.policy.is_over(victim)
-        return is_worth_it and self.older_waits(victim, may_go)
+        is_worth_it = holder.limited and victim.copies and not self.policy.is_over(victim)
+        if not is_worth_it or not self.older_waits(victim, may_go):
+            return False
+        if holder.waits_for is None or holder.waits_for[0] != newcomer.digest:
+            holder.waits_for = newcomer.digest, now
+        return now - holder.waits_for[1] < _FLOOD_WAIT_S
 
     def _last_use(self, entry: Entry) -> int:
         """When a block was used last, by any part that is here; of one whose session has announced
