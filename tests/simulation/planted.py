@@ -623,7 +623,7 @@ for reservation, size in sorted(
         "G6",
         _READER,
         "silence_s = self._config.hedge_s if hedged else self._config.attempt_s",
-        "silence_s = 60.0",
+        "return InactivityTimer(60.0)",
     ),
     Bug(
         "missing-copies-are-not-counted",
@@ -1206,7 +1206,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "record-before-payload": 70,
     "rotten-block-stays-on-disk": 81,
     "frozen-writer-is-not-feared": 82,
-    "no-hedge": 102,
+    "no-hedge": 905,
     "full-disk-cannot-be-read": 17,
     "read-only-for-ever": 17,
     "copies-are-handed-over": 358,
