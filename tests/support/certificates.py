@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ def certificate(name: str, address: str = "127.0.0.1") -> Certificate:
     if shutil.which("openssl") is None:
         pytest.skip("certificates of tests are made with the command openssl")
     folder = Path(tempfile.mkdtemp(prefix="kvpool-certificates-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = Certificate(str(folder / "cert.pem"), str(folder / "key.pem"))
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
     names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}"]
