@@ -168,12 +168,13 @@ def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
     assert server.write(1, ONE, 0, keys("late", 2)) == ["RESERVED"] * 2
 
 
-@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(("hint", "waits"), [("", True), ("end", False), ("resume", False)])
 @pytest.mark.parametrize("write_back", [False, True])
-def test_a_writer_waits_for_no_disk_to_keep_what_no_session_uses_again(
-    write_back: bool, ended: bool
+def test_a_writer_waits_for_no_disk_to_keep_what_a_hint_gives_up(
+    write_back: bool, hint: str, waits: bool
 ) -> None:
-    """Of all blocks it is the one that was read last, and the only one with a copy below."""
+    """Its session has ended, or comes back much later. Of all blocks it is the one that was read
+    last, and the only one with a copy below."""
     server = Server(4, 64, write_back=write_back)
     chain = keys("chain", 1)
     talk(server, "a", chain)
@@ -183,10 +184,12 @@ def test_a_writer_waits_for_no_disk_to_keep_what_no_session_uses_again(
     server.read(2, ONE, 0, chain)
     server.drop(2)
     server.now += 1
-    if ended:
+    if hint == "end":
         server.stack.end("a", server.now)
+    elif hint:
+        server.stack.resume("a", 5000.0, server.now)
     written = server.write(1, ONE, 0, keys("late", 1))
-    assert written == (["RESERVED"] if ended else ["NO_SPACE"])
+    assert written == (["NO_SPACE"] if waits else ["RESERVED"])
 
 
 def test_a_writer_that_finds_only_dirty_blocks_gets_them_written() -> None:

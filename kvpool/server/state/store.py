@@ -1209,9 +1209,10 @@ class Store:
         def may_go(other: Account) -> bool:
             return mine.may_take_from(other, size) and not (owed and other is mine)
 
-        is_worth_it = holder.limited and victim.copies and not self.policy.is_over(victim)
-        if not is_worth_it or not self.older_waits(victim, may_go):
+        if not holder.limited or not victim.copies or not self.older_waits(victim, may_go):
             return False
+        if self.policy.is_over(victim) or _due(victim) is not None:
+            return False  # a hint has decided, and not the time of its use
         if holder.waits_for is None or holder.waits_for[0] != newcomer.digest:
             holder.waits_for = newcomer.digest, now
         return now - holder.waits_for[1] < _FLOOD_WAIT_S
