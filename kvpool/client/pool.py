@@ -642,8 +642,9 @@ class Pool:
     ) -> list[bool]:
         """Remove blocks, every part and copy; True where the pool had one.
 
-        No read finds them any more. Their bytes are not overwritten: they stay in the memory of
-        servers and in files until other blocks are stored in their place (SECURITY.md).
+        No read finds them any more, except on a server that did not answer in time: it may have
+        kept them. Their bytes are not overwritten: they stay in the memory of servers and in files
+        until other blocks are stored in their place (SECURITY.md).
 
         Raises BadKey, and MasterLost when no master answers.
         """

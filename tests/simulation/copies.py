@@ -199,12 +199,12 @@ class Copies:
         began = world.loop.now
         refused = self._refused()
         reading = asyncio.ensure_future(self._read(client, read, _READ_S))
-        removes = rng.random() < 0.3
+        removes, removed = rng.random() < 0.3, False
         if removes:
             await asyncio.sleep(rng.uniform(0.0, 3.0))
-            await client._remove_now(ONE, read)
+            removed = await client._remove_now(ONE, read)  # or it had no time (seed 969155)
         await asyncio.wait([reading])
-        world.moves.removed(ONE, read if removes else (), began)
+        world.moves.removed(ONE, read if removed else (), began)
         if removes or not world.settled_since(began):
             return
         histories = [world.truth.history(ONE, digest, 0) for digest in read]

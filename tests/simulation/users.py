@@ -559,12 +559,12 @@ class SimClient:
         namespace, chain = self._chain()
         await self._remove_now(namespace, chain[self._rng.randrange(len(chain)) :])
 
-    async def _remove_now(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
-        began = self._world.loop.now
-        removed = await self._timed(
-            self.pool.remove(namespace, chain, timeout=self._timeout_s), "remove"
-        )
-        if self._timeout_s >= 1.0:
+    async def _remove_now(self, namespace: Namespace, chain: Sequence[bytes]) -> bool:
+        """False if its time was too short to reach every server, so that it promises nothing."""
+        began, timeout_s = self._world.loop.now, self._timeout_s
+        removed = await self._timed(self.pool.remove(namespace, chain, timeout=timeout_s), "remove")
+        had_time = timeout_s >= 1.0
+        if had_time:
             self._world.moves.removed(namespace, chain, began)
         servers: set[str] = set()
         for digest, was_there in zip(chain, removed, strict=True):
@@ -574,6 +574,7 @@ class SimClient:
         may_kill = plan.disk and "kill server" in plan.faults
         if may_kill and servers and self._rng.random() < 0.5:  # the blocks must not come back
             self._world.nemesis.schedule_fault("kill server", sorted(servers))
+        return had_time
 
     async def _fetch(self) -> None:
         namespace, chain = self._chain()
