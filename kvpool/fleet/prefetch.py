@@ -109,7 +109,7 @@ class ReturnPrefetcher:
         while digests and not store.is_below(namespace, part, digests[0]):
             digests.popleft()  # it is in memory, or gone
         front = store.front
-        left = (front.allocator.capacity // SHARE - front.prefetched.held) // BLOCK_SIZE
+        left = front.prefetched.room(front.allocator.capacity) // BLOCK_SIZE
         if not digests or left <= 0:
             return 0.0
         blocks = max(1, min(left, int(_STEP_BYTES / self._block_bytes)))

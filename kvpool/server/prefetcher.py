@@ -146,7 +146,7 @@ class Prefetcher:
             if self._store.is_below(namespace, part, digests[0]):
                 break
             digests.popleft()  # it is in memory, or gone
-        left = self._memory // SHARE - self._store.front.prefetched.held
+        left = self._store.front.prefetched.room(self._memory)
         if not digests or left <= 0:
             return 0
         await self._mover.wait_for_readers()

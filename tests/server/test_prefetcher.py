@@ -19,6 +19,7 @@ from kvpool.server.state import prefetches, tiered_store
 from kvpool.server.state.fetches import FetchBudget
 from kvpool.server.state.prefetches import Chain, PrefetchedBlocks, PrefetchQueue
 from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.server.tier_mover import TierMover
 from kvpool.types import ROOT, Namespace, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
@@ -207,6 +208,22 @@ def test_a_block_that_is_removed_on_its_way_does_not_come_back() -> None:
     assert (tiers.blocks.came, len(tiers.blocks)) == (0, 0)
 
 
+def test_blocks_on_their_way_take_room_until_they_are_read_or_have_failed() -> None:
+    tiers, old, _ = filled()
+    memory = prefetches.SHARE * 4 * PAGE
+    copies = tiers.stack.start_promotions(ONE, 0, old[:3], 1 << 30, tiers.now, prefetch=True)
+    assert tiers.blocks.room(memory) == PAGE
+    tiers.finish(copies[0])
+    assert tiers.blocks.room(memory) == PAGE, "what has come takes the room that it took before"
+    tiers.finish(copies[1], good=False)
+    assert tiers.blocks.room(memory) == 2 * PAGE
+    tiers.stack.remove(ONE, old[2:3])
+    tiers.finish(copies[2])
+    assert tiers.blocks.room(memory) == 3 * PAGE
+    tiers.read(1, ONE, 0, old[:1])
+    assert tiers.blocks.room(memory) == 4 * PAGE
+
+
 def test_masters_find_it_where_it_is() -> None:
     tiers, old, _ = filled()
     names = [(ONE, 0, digest) for digest in old]
@@ -328,6 +345,32 @@ async def test_an_eighth_of_the_memory_comes_up_and_the_rest_when_that_is_read(
         assert in_memory(server, chain) == in_memory(server, chain[:8]) == 8, "the head first"
         await pool.read(NAMESPACE, chain[:5], buffers(5, BLOCK))
         await eventually(lambda: in_memory(server, chain) == 13)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_no_more_comes_up_when_the_disk_is_slower_than_a_step_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a step that is left behind still come: they take their part of the eighth."""
+    monkeypatch.setattr(prefetcher, "_STEP_S", 0.05)
+    moves, disk = TierMover._move, asyncio.Event()
+
+    async def slow(mover: TierMover, copy: TierTransfer) -> bool:
+        await disk.wait()
+        return await moves(mover, copy)
+
+    async with serving(tmp_path) as (server, pool):
+        chain = keys("chain", 40)
+        await put(server, pool, chain)
+        await fill(server, pool)
+        monkeypatch.setattr(TierMover, "_move", slow)
+        await pool.prefetch(NAMESPACE, chain)
+        await asyncio.sleep(0.5)
+        assert in_memory(server, chain) == 0
+        disk.set()
+        await eventually(lambda: in_memory(server, chain) == 8)
+        await asyncio.sleep(0.3)
+        assert counters(server)["prefetched_blocks"] == 8
 
 
 @pytest.mark.usefixtures("soon")

@@ -56,7 +56,7 @@ _FETCHER = "kvpool.server.fetcher"
 _COPY_KEEPER = "kvpool.server.copy_keeper"
 _SPREAD_TREE = "kvpool.client.spread_tree"
 _FETCHES = "kvpool.server.state.fetches"
-_PREFETCHER = "kvpool.server.prefetcher"
+_PREFETCHES = "kvpool.server.state.prefetches"
 _FORMAT = "kvpool_tiers.nvme.format"
 _NAMESPACES = "kvpool_tiers.nvme.namespaces"
 
@@ -1017,9 +1017,9 @@ for reservation, size in sorted(
     Bug(
         "prefetches-fill-the-memory",
         "G9",
-        _PREFETCHER,
-        "        left = self._memory // SHARE - self._store.front.prefetched.held\n",
-        "        left = self._memory - self._store.front.prefetched.held\n",
+        _PREFETCHES,
+        "        return memory // SHARE - self.held - self.coming\n",
+        "        return memory - self.held - self.coming\n",
     ),
     Bug(
         "prefetched-in-place-of-what-is-in-use",

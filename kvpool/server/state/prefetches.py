@@ -86,6 +86,7 @@ class PrefetchedBlocks:
         self._until: OrderedDict[Entry, float] = OrderedDict()  # oldest first
         self._extents: dict[Entry, int] = {}
         self.held = 0  # bytes of whole extents
+        self.coming = 0  # the same, of blocks that are still on their way
         self.bytes = 0
         self.blocks_came = 0
         self.came = 0
@@ -100,6 +101,15 @@ class PrefetchedBlocks:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._until)
+
+    def room(self, memory: int) -> int:
+        """Bytes of whole extents that more blocks may take, of a memory of so many; negative if the
+        last block took more than was left.
+
+        Blocks on their way count: the step that began them may have ended without them, because
+        the disk is slow, and they still come.
+        """
+        return memory // SHARE - self.held - self.coming
 
     def add(self, entry: Entry, extent: int, now: float) -> None:
         """A block has come up, into an extent of so many bytes."""

@@ -488,6 +488,8 @@ class TieredStore:
             # A block with children in memory makes no room there before they are written, too.
             if not good or not entry.children:
                 self._refused(0)
+        if copy.prefetch:
+            self.front.prefetched.coming -= self.front.allocator.rounded(entry.size)
         if self.offline_tiers.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         # The source block may have been removed during the transfer: then no copy may appear.
@@ -779,6 +781,10 @@ class TieredStore:
         )
         if arriving and self._moving_bytes != arriving_bytes:
             raise InvariantViolated("the bytes on their way to the backing tier are wrong")
+        mover = self.front.holder(MOVER)
+        promoted = mover.reservations.values() if mover else ()
+        if not 0 <= self.front.prefetched.coming <= sum(rounded(one.size) for one in promoted):
+            raise InvariantViolated("more is prefetched than is on its way to the front tier")
 
     def _check_fingerprint(self) -> None:
         expected = MapFingerprint()
@@ -1037,6 +1043,8 @@ class TieredStore:
         else:
             if target > self.front_tier:
                 self._moving_bytes += self.front.allocator.rounded(entry.size)
+            if prefetch:
+                self.front.prefetched.coming += self.front.allocator.rounded(entry.size)
             copy = TierTransfer(source, target, entry, pin, answer.id, answer.extent, prefetch)
             copies.append(copy)
         return answer.status
