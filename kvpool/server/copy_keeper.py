@@ -37,6 +37,8 @@ _EXTRAS: Final = 512
 _SERVERS_MAX: Final = 4096
 
 _FAILURES: Final = (Unavailable, PeerError, Overloaded)
+#: The block may be on its way there, also from another holder: one elsewhere would be too many.
+_COMING: Final = (FetchStatus.NOT_YET, FetchStatus.IN_PROGRESS)
 
 
 class CopyKeeper:
@@ -173,7 +175,7 @@ class CopyKeeper:
         return lost, hot
 
     async def _copy(self, names: Sequence[BlockName], target: str, *, extra: bool) -> bool:
-        """Have `target` fetch these blocks from here; False if it takes none of them."""
+        """Have `target` fetch these blocks from here; False if none of them comes there."""
         namespace, part, _ = names[0]
         until = _now() + _FETCH_S
         try:
@@ -197,7 +199,7 @@ class CopyKeeper:
                 self._demand.copied(name, extra=extra)
         counter = "extra_copies" if extra else "repaired_copies"
         self._context.counters[counter] += statuses.count(FetchStatus.FETCHED)
-        return any(status.present for status in statuses) or FetchStatus.NOT_YET in statuses
+        return any(status.present or status in _COMING for status in statuses)
 
     async def _look_at_extras(self) -> bool:
         """Extra copies that are the last ones are extra no more; whether there are others."""

@@ -248,6 +248,24 @@ async def test_extra_copies_go_to_the_host_that_reads(monkeypatch: pytest.Monkey
         assert all(near in found for found in places)
 
 
+async def test_what_is_on_its_way_to_a_server_is_not_copied_to_another_one_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with hosts(monkeypatch, 4) as (running, pool):
+        near, source, *_ = running.servers
+        for server in running.servers:
+            server._keeper._copies_max = 2
+        block = CHAIN[:1]
+        await pool.write_to(source.server, NAMESPACE, block[0], values(block)[0])
+        async with near._fetcher._transfers, near._fetcher._transfers:  # all are busy
+            other = asyncio.create_task(pool.spread(NAMESPACE, block, to=[near.server], timeout=20))
+            await read_for(pool, block, 0.6)
+            assert counter(running, "fetch_in_progress") > 0  # source has asked near
+            assert holders(running, block[0]) == [source]
+        await other
+        assert holders(running, block[0]) == [near, source]
+
+
 async def test_without_a_server_on_the_reading_host_or_room_there_any_other_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -68,6 +68,7 @@ PINNED_AS_DRAWN = {
     201746: "(an oracle:) it asked a server about prompts that wait by another clock than its own",
     300004: "a block went to the disk before its parent, which had come back meanwhile",
     967285: "a slow disk brought prefetched blocks after their step, beyond the share for them",
+    968430: "two holders made an extra copy each: the second one while the first was on its way",
 }
 #: Without disks, a seed gives the same world as before disks were added.
 NO_DISK = frozenset(
