@@ -266,6 +266,23 @@ async def test_what_is_on_its_way_to_a_server_is_not_copied_to_another_one_too(
         assert holders(running, block[0]) == [near, source]
 
 
+async def test_a_server_that_has_no_time_for_a_copy_yet_is_asked_again_and_no_other_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copy_keeper, "_FETCH_S", 0.4)
+    async with hosts(monkeypatch, 4) as (running, pool):
+        near, source, *_ = running.servers
+        block = CHAIN[:1]
+        await pool.write_to(source.server, NAMESPACE, block[0], values(block)[0])
+        async with near._fetcher._transfers, near._fetcher._transfers:  # all are busy
+            await read_for(pool, block, 1.2)
+            assert counter(running, "fetch_not_yet") > 0
+            assert holders(running, block[0]) == [source]
+        async with asyncio.timeout(20):
+            while near not in holders(running, block[0]):
+                await read_for(pool, block, 0.1)
+
+
 async def test_without_a_server_on_the_reading_host_or_room_there_any_other_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
